@@ -27,8 +27,8 @@ from comingle.engines.runtime import keep_buffers
 from comingle.engines.training import Portions
 from comingle.kinds.conversations import feed as feeding
 from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, encode
-from comingle.models.byte_tokenizer import EOS, byte_tokenizer
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
+from comingle.models.random_bases import EOS, byte_tokenizer
 from throughput import clients_of
 
 TRAINED_AT_ONCE = 2048

@@ -19,7 +19,7 @@ from typing import Any
 from clocks import add_clock, clock_of
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers, peak_memory_bytes
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from roofline import CONTEXT, SHAPES
 from throughput import clients_of, timed
 

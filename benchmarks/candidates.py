@@ -38,8 +38,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.adapters.lora import init_zero
-from comingle.data.batches import PAD, evaluation_windows
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
 from comingle.engines.holding import Held
@@ -51,8 +49,10 @@ from comingle.kinds.text.kind import TextKind
 from comingle.methods import make
 from comingle.models.adapted import AdaptedModel
 from comingle.models.ensembles import EnsembleModel, ensemble
+from comingle.models.lora import init_zero
 from comingle.models.model import Model
-from comingle.routers.mixtures import mix_losses
+from comingle.models.routers import mix_losses
+from comingle.models.windows import PAD, evaluation_windows
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, Layout, Slot, Tree

@@ -38,17 +38,17 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
-from comingle.adapters import native
 from comingle.costing.counts import Shape, own_entries
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.training import TOKENS_PER_PASS
-from comingle.gpu.graphs import recorded
-from comingle.gpu.mixture import part_on, with_triton
 from comingle.models.base import Base
+from comingle.models.cuda_graphs import recorded
+from comingle.models.gpu_experts import part_on, with_triton
 from comingle.models.hardware import resolve_device
-from comingle.models.language import load_base
+from comingle.models.kernels import expert_mlp
+from comingle.models.loading import load_base
 from comingle.models.model import Model
 from comingle.utils.errors import ComingleError, lacks_memory
 from one_by_one import one_by_one
@@ -163,7 +163,7 @@ def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[
     def as_in(model: Model, part: Any) -> None:
         # What is in use holds for the whole process, so each turn says it anew.
         clients.steps.model = model
-        native.use(part)
+        expert_mlp.use(part)
         step()
 
     def gain(names: list[str]) -> float:
@@ -183,7 +183,7 @@ def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[
     for way, names in WAYS.items():
         found[way] = tried(gain, names)
         clients.steps.model = plain
-        native.use(None)
+        expert_mlp.use(None)
         gc.collect()
     return found
 

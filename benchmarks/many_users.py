@@ -27,15 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from clocks import add_clock, clock_of
-from comingle.adapters.clustered.model import FloralModel, roles
-from comingle.adapters.clustered.precondition import precondition
-from comingle.adapters.clustered.wrap import floral
 from comingle.config import parse_recipe
 from comingle.data.samples import Samples, UserSamples
 from comingle.engines.client import Clients
 from comingle.engines.local import train
-from comingle.evaluation.losses import CROSS_ENTROPY, MSE
+from comingle.models.floral.gradients import precondition
+from comingle.models.floral.model import FloralModel, roles
+from comingle.models.floral.wrapper import floral
 from comingle.models.nets import make_net
+from comingle.models.scoring import CROSS_ENTROPY, MSE
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comingle.models.copying import share_weights
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
+from comingle.models.model import share_weights
 
 RANK, SCALE = 8, 16 / math.sqrt(8)
 

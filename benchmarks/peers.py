@@ -31,7 +31,7 @@ from clocks import add_clock, clock_of
 from comingle.data.samples import UserSamples
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from many_users import RATE, federation, stacked, start
 from throughput import clients_of, timed
 

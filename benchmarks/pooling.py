@@ -33,8 +33,8 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from comingle.data.batches import PAD, evaluation_windows, inputs_of
 from comingle.models.ensembles import EnsembleModel
+from comingle.models.windows import PAD, evaluation_windows, inputs_of
 from comingle.papers.rivals.likelihood import likeliest
 from comingle.runs.results import Run
 

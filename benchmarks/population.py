@@ -42,12 +42,12 @@ from comingle.config import parse_recipe
 from comingle.data.crowds import Crowd
 from comingle.data.pack import UserData
 from comingle.data.samples import Samples, UserSamples
-from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.kinds.base import Materials
 from comingle.kinds.samples.kind import KIND as SAMPLES
 from comingle.kinds.samples.population import Population
 from comingle.kinds.text.kind import KIND as TEXT
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
+from comingle.models.scoring import CROSS_ENTROPY
 from comingle.runs import api
 from comingle.store.numbered import Numbered
 from comingle.store.tokens import read_population, write_population

@@ -28,7 +28,7 @@ from comingle.engines.holding import Held
 from comingle.engines.local import settle, train
 from comingle.engines.scoring import Scorer
 from comingle.models.ensembles import EnsembleModel
-from comingle.routers.mixtures import mix_losses
+from comingle.models.routers import mix_losses
 from comingle.runs.results import Run
 from comingle.utils.trees import GENERALIST, SPECIALIST, Tree
 

@@ -30,7 +30,7 @@ from clocks import add_clock, clock_of
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from throughput import base_pass, clients_of, timed
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -33,14 +33,14 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from clocks import add_clock, clock_of
-from comingle.adapters import native
 from comingle.config import parse_recipe
 from comingle.data.pack import UserData
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND
-from comingle.models.language import load_base
+from comingle.models.generation import read_sampling
+from comingle.models.kernels import expert_mlp
+from comingle.models.loading import load_base
 from comingle.models.personal import PersonalModel
-from comingle.models.sampling import read_sampling
 from comingle.runs.results import Run
 from comingle.runs.session import build
 from comingle.serving.engine import Engine, Request
@@ -156,7 +156,7 @@ def main() -> None:
     clock = clock_of(parser, args).now
     people = people_of(args.base, args.method, args.users, args.dtype)
     if not args.no_native:
-        native.enable(cache_folder() / "native")
+        expert_mlp.enable(cache_folder() / "native")
     further = round(growth(people))  # first of all: later there is memory that others have left
     engine = Engine(people, rows=args.users)
     names = list(people)

@@ -22,7 +22,6 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
-from comingle.adapters.inject import ExpertCounts
 from comingle.config.settings import AdapterSettings, Training
 from comingle.costing.memory import LiveBytes
 from comingle.data.pack import UserData
@@ -33,7 +32,8 @@ from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.adapted import adapt
 from comingle.models.base import Base
-from comingle.models.language import load_base
+from comingle.models.injection import ExpertCounts
+from comingle.models.loading import load_base
 
 WINDOW = 128
 

@@ -25,11 +25,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from clocks import add_clock, clock_of
-from comingle.adapters import kernels, native
-from comingle.adapters.inject import ExpertCounts
-from comingle.adapters.layouts import decoder_layers
 from comingle.config.settings import AdapterSettings, Training
-from comingle.cpu.faster import faster
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
 from comingle.engines.local import train
@@ -39,8 +35,11 @@ from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.adapted import adapt
 from comingle.models.base import Base
-from comingle.models.head import backbone, lm_head
-from comingle.models.language import load_base
+from comingle.models.cpu_kernels import faster
+from comingle.models.injection import ExpertCounts
+from comingle.models.kernels import expert_mlp
+from comingle.models.layouts import decoder_layers
+from comingle.models.loading import backbone, lm_head, load_base
 from comingle.models.loss import cross_entropy
 from one_by_one import one_by_one
 
@@ -108,7 +107,7 @@ def clients_of(args: argparse.Namespace, base: Base) -> Clients:
 def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[[], None]:
     """One pass of all users' batches through the base alone, in the same portions."""
     head, body = lm_head(base), backbone(base.model)
-    if not args.no_native and native.is_enabled():
+    if not args.no_native and expert_mlp.is_enabled():
         faster(base.model, attention=True)
     if not args.no_compile:
         for layer in decoder_layers(base.model):
@@ -166,8 +165,8 @@ def main() -> None:
         "method": clients.method.name,
         "dtype": str(clients.model.dtype).removeprefix("torch."),
         "device": str(clients.model.device),
-        "compiled": kernels.is_fusing(),
-        "native": native.is_enabled(),
+        "compiled": expert_mlp.is_fusing(),
+        "native": expert_mlp.is_enabled(),
         **args.clock.told,
         "users_per_step": clients.portions.users,
         "micro_batch": clients.portions.sequences,

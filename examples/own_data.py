@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import comingle
-from comingle.models.byte_tokenizer import byte_tokenizer
+from comingle.models.random_bases import byte_tokenizer
 
 SENTENCES = [f"On day {n} it rained for {n % 7} hours, and then the sun came out." for n in range(120)]
 

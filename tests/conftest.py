@@ -34,7 +34,7 @@ from comingle.data.pack import UserData
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.base import Base
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess

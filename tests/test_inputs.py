@@ -11,7 +11,7 @@ import pytest
 
 from comingle.cli.compare import compare_methods
 from comingle.config import Recipe, load_recipe, parse_recipe
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.runs import api
 from comingle.runs.session import prepare

@@ -30,13 +30,13 @@ times as long; 2,000 cost a run that is alone 2% to 7% (``benchmarks/crowded.py`
 """
 
 if TYPE_CHECKING:
-    from comingle.adapters.clustered.wrap import floral as floral
     from comingle.audits.api import audit as audit
     from comingle.comparing.api import advise as advise
     from comingle.comparing.api import compare as compare
     from comingle.comparing.pages import report as report
     from comingle.config import Recipe as Recipe
     from comingle.joining.api import join as join
+    from comingle.models.floral.wrapper import floral as floral
     from comingle.runs.api import load as load
     from comingle.runs.api import run as run
     from comingle.utils.errors import ComingleError as ComingleError
@@ -47,7 +47,7 @@ _HOMES = {
     "advise": "comingle.comparing.api",
     "audit": "comingle.audits.api",
     "compare": "comingle.comparing.api",
-    "floral": "comingle.adapters.clustered.wrap",
+    "floral": "comingle.models.floral.wrapper",
     "join": "comingle.joining.api",
     "load": "comingle.runs.api",
     "report": "comingle.comparing.pages",

@@ -7,9 +7,8 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from comingle.adapters.clustered.geometry import Geometry
-from comingle.adapters.clustered.layer import AdaptedLayer
-from comingle.adapters.clustered.model import FloralModel
+from comingle.models.floral.layers import AdaptedLayer, Geometry
+from comingle.models.floral.model import FloralModel
 
 
 def scatter(model: nn.Module, scale: float = 0.3) -> None:

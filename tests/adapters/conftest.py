@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.native_code import compile_once, seeded_on_one_thread
 
-from comingle.adapters import native
+from comingle.models.kernels import expert_mlp
 
 if (here := str(Path(__file__).parent)) not in sys.path:
     sys.path.insert(0, here)
@@ -22,15 +22,15 @@ __all__ = ["seeded_on_one_thread"]  # around each of these tests
 @pytest.fixture(scope="session")
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with the library in it."""
-    native._loaded = None
-    cache = compile_once(tmp_path_factory, "native", native.enable)
-    native.disable()
+    expert_mlp._loaded = None
+    cache = compile_once(tmp_path_factory, "native", expert_mlp.enable)
+    expert_mlp.disable()
     return cache
 
 
 @pytest.fixture
 def library(compiled_once: Path) -> Iterator[Path]:
     """The native code switched on, and off again."""
-    assert native.enable(compiled_once)
+    assert expert_mlp.enable(compiled_once)
     yield compiled_once
-    native.disable()
+    expert_mlp.disable()

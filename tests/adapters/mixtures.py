@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comingle.adapters import experts, kernels
+from comingle.models import experts
+from comingle.models.kernels import expert_mlp
 
-ACTS: dict[str, Any] = {act.__name__: act for act in (kernels.gelu_tanh, kernels.gelu_erf, kernels.silu, kernels.relu)}
+ACTS: dict[str, Any] = {
+    act.__name__: act for act in (expert_mlp.gelu_tanh, expert_mlp.gelu_erf, expert_mlp.silu, expert_mlp.relu)
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from comingle.adapters.inject import ExpertCounts, inject
 from comingle.config.settings import AdapterSettings
+from comingle.models.injection import ExpertCounts, inject
 
 
 def test_gpt2_124m_with_two_experts_trains_1_935_360_parameters() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comingle.adapters import decoding, kernels, native
-from comingle.adapters.experts import RoutedMLP
-from comingle.adapters.lora import LoraLinear
+from comingle.models.experts import RoutedMLP
+from comingle.models.kernels import decoding, expert_mlp
+from comingle.models.lora import LoraLinear
 
 SHAPES = [(8, 2, 8, 64, 192), (3, 3, 5, 20, 35), (1, 1, 1, 7, 9), (13, 2, 4, 130, 65)]
 """Rows, experts, rank, width, hidden: whole vectors and blocks, and what is left over of them."""
@@ -98,7 +98,7 @@ def test_a_mixture(
     expected = torch.zeros(rows, 1, width, dtype=torch.float64)
     for row in range(rows):
         for expert in range(experts):
-            h = kernels.ACTIVATIONS[act](naive(names[0], x[row, 0], row, expert))[0]
+            h = expert_mlp.ACTIVATIONS[act](naive(names[0], x[row, 0], row, expert))[0]
             h = h * naive("up", x[row, 0], row, expert) if gated else h
             expected[row, 0] += gates[row, 0, expert] * naive("down", h, row, expert)
     close(got, expected.detach(), dtype)
@@ -163,5 +163,5 @@ def test_what_it_is_not_for(library: Path) -> None:
         assert not decoding.fits(x, 4, weight.bfloat16())
         assert not decoding.fits(x.double(), 4, weight.double())
         assert not decoding.fits(torch.zeros(65, 1, 8), 65, weight)
-        native.disable()
+        expert_mlp.disable()
         assert not decoding.fits(x, 4, weight)

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from comingle.adapters import kernels
-from comingle.adapters.inject import ExpertCounts
-from comingle.adapters.kernels import ACTIVATIONS
 from comingle.config.settings import AdapterSettings
 from comingle.models.adapted import adapt
-from comingle.models.language import load_base
+from comingle.models.injection import ExpertCounts
+from comingle.models.kernels import expert_mlp
+from comingle.models.kernels.expert_mlp import ACTIVATIONS
+from comingle.models.loading import load_base
 from comingle.models.loss import softmax_parts
 
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {
@@ -78,8 +78,8 @@ def run(
     act: Any, bases: list[Tensor], loras: list[Tensor], gates: Tensor, d_mixed: Tensor, d_h: Tensor
 ) -> tuple[Tensor, ...]:
     """Forward and backward kernels: h, mixture, gradients of LoRA terms, base products, gates. Inputs are copied."""
-    h, slopes, mixed = kernels.activate(act, bases, [t.clone() for t in loras], gates, True)
-    d_loras, d_bases, d_gates = kernels.activate_backward(h, slopes, gates, d_mixed, d_h.clone())
+    h, slopes, mixed = expert_mlp.activate(act, bases, [t.clone() for t in loras], gates, True)
+    d_loras, d_bases, d_gates = expert_mlp.activate_backward(h, slopes, gates, d_mixed, d_h.clone())
     return h, mixed, *d_loras, *d_bases, d_gates
 
 
@@ -101,13 +101,13 @@ def test_bf16_kernels_are_rounded_once(gated: bool) -> None:
     """bf16 tensors are computed in float32: each result is the float32 one, rounded."""
     act = ACTIVATIONS["silu"]
     bases, loras, gates, d_mixed, d_h = inputs(gated, torch.bfloat16)
-    h, slopes, mixed = kernels.activate(act, bases, [t.clone() for t in loras], gates, True)
-    wide = kernels.activate(act, [t.float() for t in bases], [t.float() for t in loras], gates, True)
+    h, slopes, mixed = expert_mlp.activate(act, bases, [t.clone() for t in loras], gates, True)
+    wide = expert_mlp.activate(act, [t.float() for t in bases], [t.float() for t in loras], gates, True)
     assert torch.equal(h, wide[0].bfloat16())
     assert torch.equal(mixed, wide[2].bfloat16())
     assert all(torch.equal(mine, other.bfloat16()) for mine, other in zip(slopes, wide[1], strict=True))
-    found = kernels.activate_backward(h, slopes, gates, d_mixed, d_h.clone())
-    expected = kernels.activate_backward(h.float(), [s.float() for s in slopes], gates, d_mixed.float(), d_h.float())
+    found = expert_mlp.activate_backward(h, slopes, gates, d_mixed, d_h.clone())
+    expected = expert_mlp.activate_backward(h.float(), [s.float() for s in slopes], gates, d_mixed.float(), d_h.float())
     for mine, other in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
         assert torch.equal(mine, other.bfloat16())
     assert torch.equal(found[2], expected[2])  # gates have float32 gradients
@@ -116,7 +116,7 @@ def test_bf16_kernels_are_rounded_once(gated: bool) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_without_a_backward_pass_no_slopes_are_kept(gated: bool) -> None:
     bases, loras, gates, d_mixed, d_h = inputs(gated, torch.float64)
-    h, slopes, mixed = kernels.activate(ACTIVATIONS["silu"], bases, [t.clone() for t in loras], gates, False)
+    h, slopes, mixed = expert_mlp.activate(ACTIVATIONS["silu"], bases, [t.clone() for t in loras], gates, False)
     assert not slopes
     expected = run(ACTIVATIONS["silu"], bases, loras, gates, d_mixed, d_h)
     assert torch.equal(h, expected[0])
@@ -128,15 +128,15 @@ def fusing() -> Iterator[None]:
     """Compilation on, its failures loud, everything back afterwards."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("torch.compile needs a C++ compiler")
-    before = kernels.is_fusing()
+    before = expert_mlp.is_fusing()
     with torch._dynamo.config.patch(suppress_errors=False):
-        kernels.fusing(True)
+        expert_mlp.fusing(True)
         torch._dynamo.config.suppress_errors = False
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         yield
         torch._dynamo.reset()
-        kernels.fusing(before)
+        expert_mlp.fusing(before)
 
 
 @pytest.mark.slow
@@ -144,13 +144,13 @@ def fusing() -> Iterator[None]:
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiled_kernels_equal_written_out_ones(gated: bool, fusing: None) -> None:
     """With jaxtyping's import hook off: Dynamo cannot trace a checked function."""
-    if hasattr(kernels.wide, "__wrapped__"):
+    if hasattr(expert_mlp.wide, "__wrapped__"):
         pytest.skip("jaxtyping's import hook is on")
     act = ACTIVATIONS["silu" if gated else "gelu_new"]
     given = inputs(gated, torch.float32)
     found = run(act, *given)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    kernels.fusing(False)
+    expert_mlp.fusing(False)
     torch.testing.assert_close(found, run(act, *given), rtol=1e-5, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
@@ -158,12 +158,12 @@ def test_compiled_kernels_equal_written_out_ones(gated: bool, fusing: None) -> N
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_softmax_equals_the_written_out_one(fusing: None) -> None:
-    if hasattr(kernels.wide, "__wrapped__"):
+    if hasattr(expert_mlp.wide, "__wrapped__"):
         pytest.skip("jaxtyping's import hook is on")
     logits, ids = torch.randn(7, 40), torch.arange(7)
     found = softmax_parts(logits, ids)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    kernels.fusing(False)
+    expert_mlp.fusing(False)
     torch.testing.assert_close(found, softmax_parts(logits, ids), rtol=1e-5, atol=1e-6)
 
 
@@ -171,7 +171,7 @@ def test_compiled_softmax_equals_the_written_out_one(fusing: None) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_compiled_model_equals_the_written_out_one(family: str, fusing: None) -> None:
-    if hasattr(kernels.wide, "__wrapped__"):
+    if hasattr(expert_mlp.wide, "__wrapped__"):
         pytest.skip("jaxtyping's import hook is on")
     base = load_base(f"random:{family}?layers=2&dim=32&heads=4", dtype="float32", device="cpu")
     counts = ExpertCounts(generalists=1, specialists=(0, 2))
@@ -193,5 +193,5 @@ def test_a_compiled_model_equals_the_written_out_one(family: str, fusing: None) 
 
 def test_importing_the_kernels_does_not_load_the_compiler() -> None:
     """It takes two seconds, and it warns, at every start of a run that may not need it."""
-    code = "import sys, comingle.adapters.kernels; sys.exit('torch._inductor.compile_fx' in sys.modules)"
+    code = "import sys, comingle.models.kernels.expert_mlp; sys.exit('torch._inductor.compile_fx' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "error", "-c", code], check=False).returncode == 0

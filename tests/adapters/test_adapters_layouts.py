@@ -13,13 +13,13 @@ import yaml
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
-from comingle.adapters.inject import Adapters, ExpertCounts, inject
-from comingle.adapters.kernels import ACTIVATIONS
-from comingle.adapters.layouts import KNOWN, activation_name, decoder_layers, find_targets
 from comingle.config import parse_recipe
 from comingle.config.settings import AdapterSettings, Targets
-from comingle.models.families import FAMILIES
-from comingle.models.language import load_base
+from comingle.models.injection import Adapters, ExpertCounts, inject
+from comingle.models.kernels.expert_mlp import ACTIVATIONS
+from comingle.models.layouts import KNOWN, activation_name, decoder_layers, find_targets
+from comingle.models.loading import load_base
+from comingle.models.random_bases import FAMILIES
 from comingle.utils.errors import BaseModelError
 
 ONE = ExpertCounts(generalists=1, specialists=(0,))

@@ -12,26 +12,26 @@ import torch
 from mixtures import ACTS, Problem, by_part, check_mixture, problem
 from torch import Tensor
 
-from comingle.adapters import compiling, kernels, native
-from comingle.adapters.inject import ExpertCounts
 from comingle.config.settings import AdapterSettings
 from comingle.models.adapted import adapt
-from comingle.models.language import load_base
+from comingle.models.injection import ExpertCounts
+from comingle.models.kernels import compile, expert_mlp
+from comingle.models.loading import load_base
 
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has not asked for native code yet."""
-    monkeypatch.setattr(native, "_loaded", None)
+    monkeypatch.setattr(expert_mlp, "_loaded", None)
     yield
-    native.disable()
+    expert_mlp.disable()
 
 
-native_mixture = by_part(native)
+native_mixture = by_part(expert_mlp)
 
 
 def check(given: Problem, dtype: torch.dtype, train: tuple[bool, bool, bool] = (True, True, True)) -> None:
-    check_mixture(native, given, dtype, train)
+    check_mixture(expert_mlp, given, dtype, train)
 
 
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,7 +45,7 @@ def test_every_activation(act: str, first: int, dtype: torch.dtype, library: Pat
 
 
 @DTYPE
-@pytest.mark.parametrize("rank", native.RANKS)
+@pytest.mark.parametrize("rank", expert_mlp.RANKS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_every_rank_and_number_of_experts(count: int, rank: int, dtype: torch.dtype, library: Path) -> None:
     check(problem("silu", first=2, experts=count, rank=rank, hidden=80), dtype)
@@ -105,8 +105,8 @@ def test_a_user_is_alone_with_its_results(dtype: torch.dtype, library: Path) -> 
         args = (given.act, 0.7, [cut(bases[0])], [given.weights[1]], cut(z), cut(gates), *factors)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        mixed, last, gated = native.forward(*args)
-        d_bases, d_z, d_gates, d_b, d_a = native.backward(*args, last, mixed, gated, True)
+        mixed, last, gated = expert_mlp.forward(*args)
+        d_bases, d_z, d_gates, d_b, d_a = expert_mlp.backward(*args, last, mixed, gated, True)
         torch.set_num_threads(before)
         assert d_a is not None
         return [mixed, last, gated, *d_bases, d_z, d_gates, *d_b, d_a]
@@ -119,17 +119,17 @@ def test_a_user_is_alone_with_its_results(dtype: torch.dtype, library: Path) -> 
 
 @pytest.mark.parametrize("kind", ["float64", "rank 3", "activation", "off"])
 def test_the_rest_goes_the_other_way(kind: str, library: Path) -> None:
-    x, act, rank = torch.zeros(1, 1, 4), kernels.silu, 8
-    assert native.supports(x, act, rank)
+    x, act, rank = torch.zeros(1, 1, 4), expert_mlp.silu, 8
+    assert expert_mlp.supports(x, act, rank)
     if kind == "float64":
-        assert not native.supports(x.double(), act, rank)
+        assert not expert_mlp.supports(x.double(), act, rank)
     elif kind == "rank 3":
-        assert not native.supports(x, act, 3)
+        assert not expert_mlp.supports(x, act, 3)
     elif kind == "activation":
-        assert not native.supports(x, lambda x: (x, x), rank)
+        assert not expert_mlp.supports(x, lambda x: (x, x), rank)
     else:
-        native.disable()
-        assert not native.supports(x, act, rank)
+        expert_mlp.disable()
+        assert not expert_mlp.supports(x, act, rank)
 
 
 def test_a_model_takes_it_and_computes_the_same(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +139,10 @@ def test_a_model_takes_it_and_computes_the_same(library: Path, monkeypatch: pyte
     rows = torch.randn(model.mask().shape, generator=torch.Generator().manual_seed(0)) * 0.1 * model.mask()
     windows = torch.randint(0, 256, (2, 2, 7))
     found, calls = [], []
-    call = native.forward
-    monkeypatch.setattr(native, "forward", lambda *args: calls.append(1) or call(*args))
+    call = expert_mlp.forward
+    monkeypatch.setattr(expert_mlp, "forward", lambda *args: calls.append(1) or call(*args))
     for on in (True, False):
-        native.enable(library) if on else native.disable()
+        expert_mlp.enable(library) if on else expert_mlp.disable()
         tensors = {name: t.clone().requires_grad_() for name, t in model.layout.views(rows).items()}
         losses, _ = model.losses(tensors, [0, 1], windows)
         found.append((losses.detach(), *torch.autograd.grad(losses.sum(), list(tensors.values()))))
@@ -157,14 +157,14 @@ def test_a_model_takes_it_and_computes_the_same(library: Path, monkeypatch: pyte
 def test_without_a_compiler_it_stays_off(
     compiler: str | None, tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_compiler", lambda: compiler)
-    assert not native.enable(tmp_path / "cache")
-    assert not native.supports(torch.zeros(1, 1, 4), kernels.silu, 8)
+    monkeypatch.setattr(compile, "_compiler", lambda: compiler)
+    assert not expert_mlp.enable(tmp_path / "cache")
+    assert not expert_mlp.supports(torch.zeros(1, 1, 4), expert_mlp.silu, 8)
 
 
 def test_a_cache_that_cannot_be_written_to(compiled_once: Path, tmp_path: Path, unloaded: None) -> None:
     (tmp_path / "cache").write_text("a file")
-    assert not native.enable(tmp_path / "cache")
+    assert not expert_mlp.enable(tmp_path / "cache")
 
 
 def test_a_damaged_library_is_made_again(
@@ -181,10 +181,10 @@ def test_a_damaged_library_is_made_again(
         damaged.write_bytes(sound.read_bytes())
         return os.open(damaged, os.O_RDONLY)
 
-    monkeypatch.setattr(compiling, "_compile", compile_again)
-    assert native.enable(tmp_path)
-    monkeypatch.setattr(native, "_loaded", None)
-    assert native.enable(tmp_path)  # now out of the cache
+    monkeypatch.setattr(compile, "_compile", compile_again)
+    assert expert_mlp.enable(tmp_path)
+    monkeypatch.setattr(expert_mlp, "_loaded", None)
+    assert expert_mlp.enable(tmp_path)  # now out of the cache
     assert len(made) == 1
 
 
@@ -197,13 +197,13 @@ def test_processors_without_wide_registers_or_tiles(
     processor: list[str], tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same source for AVX2 and without AMX: other instructions for exponentials, roundings and thin products."""
-    monkeypatch.setattr(compiling, "FLAGS", [*compiling.FLAGS, *processor])  # the last -march counts
-    if not native.enable(tmp_path):
+    monkeypatch.setattr(compile, "FLAGS", [*compile.FLAGS, *processor])  # the last -march counts
+    if not expert_mlp.enable(tmp_path):
         pytest.skip("no C++ compiler that makes the native code")
-    for dtype in native.DTYPES:
+    for dtype in expert_mlp.DTYPES:
         for act in ACTS:
             check(problem(act, first=2, hidden=257), dtype)
-        for rank in native.RANKS:
+        for rank in expert_mlp.RANKS:
             check(problem(rank=rank, experts=3), dtype)
 
 
@@ -212,8 +212,8 @@ def test_adapt_switches_it(
     compiled: bool, native_code: bool | None, used: int, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    call = native.forward
-    monkeypatch.setattr(native, "forward", lambda *args: calls.append(1) or call(*args))
+    call = expert_mlp.forward
+    monkeypatch.setattr(expert_mlp, "forward", lambda *args: calls.append(1) or call(*args))
     base = load_base("random:gpt2?layers=2&dim=32&heads=4", dtype="float32", device="cpu")
     counts = ExpertCounts(generalists=1, specialists=(1,))
     model = adapt(base, AdapterSettings(), counts, routed=True, compiled=compiled, native_code=native_code)

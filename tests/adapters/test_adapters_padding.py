@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.adapters.inject import ExpertCounts
 from comingle.config.settings import AdapterSettings
 from comingle.models.adapted import AdaptedModel, adapt
-from comingle.models.language import load_base
+from comingle.models.injection import ExpertCounts
+from comingle.models.loading import load_base
 from comingle.utils.trees import Tree, flatten
 from naive import honest_double
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.adapters.inject import ExpertCounts
 from comingle.config.settings import AdapterSettings
 from comingle.models.adapted import AdaptedModel, adapt
-from comingle.models.language import load_base
+from comingle.models.injection import ExpertCounts
+from comingle.models.loading import load_base
 from naive import FAMILIES, Reference, Rules, honest_double
 
 UNEVEN = ExpertCounts(generalists=1, specialists=(0, 1, 2))

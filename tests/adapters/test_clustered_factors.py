@@ -10,11 +10,10 @@ import torch
 from clusters import materialise, only_layer, scatter
 from torch import Tensor, nn
 
-from comingle.adapters.clustered.centre import centre
-from comingle.adapters.clustered.lowrank import LowRankLayer
-from comingle.adapters.clustered.model import FloralModel
-from comingle.adapters.clustered.precondition import precondition
-from comingle.adapters.clustered.wrap import floral
+from comingle.models.floral.gradients import centre, precondition
+from comingle.models.floral.layers import LowRankLayer
+from comingle.models.floral.model import FloralModel
+from comingle.models.floral.wrapper import floral
 
 EPS = 1e-3
 FORMS = ["balanced-2d", "channel", "in", "out", "filter", "linear"]

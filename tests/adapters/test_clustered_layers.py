@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from clusters import materialise, only_layer, scatter
 from torch import Tensor, nn
 
-from comingle.adapters.clustered.conv import AdaptedConv
-from comingle.adapters.clustered.linear import AdaptedLinear
-from comingle.adapters.clustered.wrap import floral
+from comingle.models.floral.layers import AdaptedConv, AdaptedLinear
+from comingle.models.floral.wrapper import floral
 
 CONVS: dict[str, dict[str, Any]] = {
     "plain": {"kernel_size": 3},

@@ -11,9 +11,9 @@ import torch
 from clusters import only_layer, scatter
 from torch import Tensor, nn
 
-from comingle.adapters.clustered.model import FloralModel
-from comingle.adapters.clustered.norm import AdaptedBatchNorm
-from comingle.adapters.clustered.wrap import floral
+from comingle.models.floral.model import FloralModel
+from comingle.models.floral.norms import AdaptedBatchNorm
+from comingle.models.floral.wrapper import floral
 from comingle.utils.errors import RecipeError
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

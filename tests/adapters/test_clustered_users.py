@@ -12,8 +12,8 @@ from clusters import scatter
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from comingle.adapters.clustered.model import FloralModel, roles
-from comingle.adapters.clustered.wrap import floral
+from comingle.models.floral.model import FloralModel, roles
+from comingle.models.floral.wrapper import floral
 
 USERS = 3
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import comingle
-from comingle.adapters.clustered.model import FloralModel, initialisers, roles, sizes
-from comingle.adapters.clustered.wrap import check_settings, floral
+from comingle.models.floral.model import FloralModel, initialisers, roles, sizes
+from comingle.models.floral.wrapper import check_settings, floral
 from comingle.utils.errors import RecipeError
 
 
@@ -239,7 +239,7 @@ def test_gradient_checkpointing_within_mixing() -> None:
 COMPILED = """
 import torch
 from torch import nn
-from comingle.adapters.clustered import floral
+from comingle.models.floral import floral
 torch.manual_seed(0)
 base = nn.Sequential(nn.Conv2d(2, 4, 3, padding="same"), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
 model = floral(base.double(), num_clusters=2, rank=2)

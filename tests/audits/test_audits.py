@@ -26,8 +26,8 @@ from comingle.audits.canaries import (
 )
 from comingle.audits.membership import auc, found_at, infer, windows_of
 from comingle.audits.proving import least_epsilon
-from comingle.data.batches import fixed_windows
 from comingle.data.pack import UserData
+from comingle.models.windows import fixed_windows
 from comingle.privacy.accounting import Release, epsilon
 from comingle.reports.audit import Audit, Membership, Proof, exposure, verdict
 from comingle.runs.given import given_of

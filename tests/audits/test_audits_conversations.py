@@ -25,9 +25,9 @@ from comingle.audits.canaries import (
 )
 from comingle.audits.membership import infer, show, windows_of
 from comingle.audits.shadows import halves, run_shadow
-from comingle.data.batches import PAD
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations.answers import Answers, UserAnswers
+from comingle.models.windows import PAD
 from comingle.reports.audit import verdict
 from comingle.reports.audit_page import markdown
 from comingle.runs.given import given_of

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from comingle.config import load_recipe, parse_recipe
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.runs.session import build, prepare
 from comingle.utils.errors import BaseModelError, RecipeError
 

@@ -11,10 +11,10 @@ import torch
 import yaml
 from test_cli_mistakes import one_line
 
-from comingle.adapters.clustered.geometry import CONV_FORMS
 from comingle.config import Recipe, load_recipe
 from comingle.config.sections import FloralSection
 from comingle.data.samples import Samples
+from comingle.models.floral.layers import CONV_FORMS
 from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.runs import api
 from comingle.runs.session import prepare, warn_unread

@@ -22,7 +22,7 @@ from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.runs.session import build
 
 

@@ -14,7 +14,7 @@ from comingle.costing.passes import memory
 from comingle.costing.planning import method_cost, plan
 from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stored import Writes
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.runs import api
 from comingle.utils.errors import RecipeError
 

@@ -22,7 +22,7 @@ from comingle.costing.planning import federate_bare, method_cost
 from comingle.costing.skeleton import load_skeleton
 from comingle.costing.summaries import with_method
 from comingle.models.hardware import free_bytes
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 
 DRIVER = Path(__file__).with_name("memory_driver.py")
 WITHIN = 0.10

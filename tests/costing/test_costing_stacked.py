@@ -27,9 +27,9 @@ from comingle.costing.stacked import count_stacked, measured_base, text_load
 from comingle.costing.summaries import with_method
 from comingle.data.samples import SPLITS
 from comingle.engines.local import train
-from comingle.layers import native
 from comingle.methods import make
 from comingle.models.base import Base
+from comingle.models.kernels import convolutions
 from comingle.models.nets import make_net
 from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess
@@ -287,10 +287,10 @@ def test_native_code_without_data_takes_what_a_real_step_does(tmp_path: Path, mo
             _, gradients = real.steps.gradient(cohort, drawn, phase)
             real.steps.descend(phase, cohort, gradients, 0)
         with monkeypatch.context() as patch:
-            patch.setattr(native, "_room", lambda *_: None)  # which is not PyTorch's
+            patch.setattr(convolutions, "_room", lambda *_: None)  # which is not PyTorch's
             told, _ = step_peak(rehearse(build(recipe, prepare(recipe)), 2), users, phase)
         assert told == live.peak
         found[rounds], costs[rounds] = live.peak, task_costs(recipe)[0].round.total
-    if native.supports(torch.empty(0)):
+    if convolutions.supports(torch.empty(0)):
         assert found[20] != found[19]
     assert costs[20] == costs[19]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.native_code import compile_once, seeded_on_one_thread
 
-from comingle.adapters import native as mixtures
-from comingle.cpu import native
+from comingle.models.kernels import cpu
+from comingle.models.kernels import expert_mlp as mixtures
 
 __all__ = ["seeded_on_one_thread"]  # around each of these tests
 
@@ -17,7 +17,7 @@ __all__ = ["seeded_on_one_thread"]  # around each of these tests
 @pytest.fixture(scope="session")
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with the libraries in it."""
-    cache = compile_once(tmp_path_factory, "cpu", lambda folder: mixtures.enable(folder) and native.enable(folder))
+    cache = compile_once(tmp_path_factory, "cpu", lambda folder: mixtures.enable(folder) and cpu.enable(folder))
     mixtures.disable()
     return cache
 
@@ -26,6 +26,6 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def library(compiled_once: Path) -> Iterator[None]:
     """The native code switched on, and off again."""
     assert mixtures.enable(compiled_once)
-    assert native.enable(compiled_once)
+    assert cpu.enable(compiled_once)
     yield
     mixtures.disable()

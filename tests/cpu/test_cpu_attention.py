@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.adapters import compiling
-from comingle.adapters import native as mixtures
-from comingle.adapters.inject import ExpertCounts
 from comingle.config.settings import AdapterSettings
-from comingle.cpu import attention, native
 from comingle.models.adapted import AdaptedModel, adapt
-from comingle.models.families import FAMILIES
-from comingle.models.language import load_base
+from comingle.models.injection import ExpertCounts
+from comingle.models.kernels import compile, cpu
+from comingle.models.kernels import expert_mlp as mixtures
+from comingle.models.loading import load_base
+from comingle.models.random_bases import FAMILIES
 
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 """Relative errors of whole tensors that rounding explains."""
@@ -47,7 +46,7 @@ def solve(function: Any, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list
 
 
 def own(scale: float) -> Any:
-    return lambda q, k, v: attention.causal_attention(q, k, v, scale)[0]
+    return lambda q, k, v: cpu.causal_attention(q, k, v, scale)[0]
 
 
 def check(given: list[Tensor], dtype: torch.dtype, scale: float = 0.4, times: float = 1.0) -> None:
@@ -110,9 +109,9 @@ def test_a_number_that_is_none_arrives(library: None) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86-64 level")
 @pytest.mark.parametrize("processor", ["x86-64-v3", "x86-64-v2"])
 def test_processors_without_wide_registers(processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "FLAGS", [*compiling.FLAGS, f"-march={processor}"])  # the last one counts
-    monkeypatch.setattr(native, "_library", None)
-    if not native.enable(tmp_path):
+    monkeypatch.setattr(compile, "FLAGS", [*compile.FLAGS, f"-march={processor}"])  # the last one counts
+    monkeypatch.setattr(cpu, "_library", None)
+    if not cpu.enable(tmp_path):
         pytest.skip("no C++ compiler that makes the native code")
     for dtype in DTYPES:
         for n, width in [(3, 7), (100, 64), (33, 8)]:
@@ -133,8 +132,8 @@ def model_of(family: str, how: str, **options: Any) -> AdaptedModel:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    call = attention.causal_attention
-    monkeypatch.setattr(attention, "causal_attention", lambda *args: calls.append(1) or call(*args))
+    call = cpu.causal_attention
+    monkeypatch.setattr(cpu, "causal_attention", lambda *args: calls.append(1) or call(*args))
     return calls
 
 
@@ -184,7 +183,7 @@ def test_a_module_that_does_not_say_is_causal(says: bool | None, library: None) 
     if says is not None:
         module.is_causal = says  # type: ignore[assignment]
     q, k, v, _ = heads(1, 2, 2, 9, 16)
-    found = attention.attend(module, q, k, v, None, scaling=0.3)[0].transpose(1, 2)
+    found = cpu.attend(module, q, k, v, None, scaling=0.3)[0].transpose(1, 2)
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3)
     torch.testing.assert_close(found, whole if says is False else written_out(q, k, v, 0.3))
 
@@ -221,7 +220,7 @@ def test_an_attention_that_somebody_chose_stays(how: str) -> None:
 
 def test_the_base_keeps_its_own() -> None:
     model = model_of("llama", "auto")
-    assert model.network.config._attn_implementation == attention.NAME
+    assert model.network.config._attn_implementation == cpu.NAME
     assert model.base.model.config._attn_implementation == "eager"
 
 
@@ -238,7 +237,7 @@ def test_a_family_that_nobody_has_compared_keeps_its_own() -> None:
     config = PegasusConfig(**sizes, decoder_ffn_dim=16, is_decoder=True)
     config._attn_implementation = "eager"
     network = PegasusForCausalLM(config)
-    attention.use(network)
+    cpu.use(network)
     assert network.config._attn_implementation == "eager"
 
 
@@ -249,7 +248,7 @@ def test_a_scale_below_zero_is_left_to_the_own_one(monkeypatch: pytest.MonkeyPat
     module = model_of("llama", "eager").network.model.layers[0].self_attn
     assert isinstance(module, LlamaAttention)
     q, k, v, _ = heads(1, 4, 2, 9, 8)
-    found = attention.attend(module, q, 9 * k, v, None, scaling=-8.0)[0].transpose(1, 2)
+    found = cpu.attend(module, q, 9 * k, v, None, scaling=-8.0)[0].transpose(1, 2)
     torch.testing.assert_close(found, written_out(q, 9 * k, v, -8.0))
     assert not calls
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from comingle.cpu.softmax import softmax
 from comingle.models import loss
-from comingle.models.head import Head
+from comingle.models.kernels.cpu import softmax
+from comingle.models.loading import Head
 
 DTYPES = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 """Relative error of one weight."""

@@ -9,7 +9,7 @@ import pytest
 from comingle.config import parse_recipe
 from comingle.data.partition import UserText
 from comingle.kinds.text.reading import token_limits, tokenise_users
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.utils.errors import RecipeError
 
 NAMES = ["ada", "ben"]

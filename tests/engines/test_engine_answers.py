@@ -17,7 +17,6 @@ from torch import Tensor
 
 from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import Training
-from comingle.data.batches import PAD
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.training import Portions
@@ -28,9 +27,10 @@ from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.kind import training_tokens
 from comingle.methods.cohort import Phase
 from comingle.models.adapted import AdaptedModel
-from comingle.models.byte_tokenizer import EOS, byte_tokenizer
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.models.personal import PersonalModel
+from comingle.models.random_bases import EOS, byte_tokenizer
+from comingle.models.windows import PAD
 from comingle.papers.questions.rows import LABELS
 from comingle.runs import api, session
 from comingle.runs.session import prepare

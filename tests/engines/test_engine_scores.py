@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comingle.data.batches import PAD
 from comingle.engines.local import train
-from comingle.evaluation.perplexity import Score, score_streams
+from comingle.models.scoring import Score, score_streams
+from comingle.models.windows import PAD
 from comingle.utils.seeds import generator
 
 

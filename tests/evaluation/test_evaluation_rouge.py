@@ -7,8 +7,8 @@ import math
 import pytest
 
 from comingle.evaluation.answers import AnswerScore, judge, score_answers
-from comingle.evaluation.perplexity import Score
 from comingle.evaluation.rouge import rouge1, same_words, split_words
+from comingle.models.scoring import Score
 
 ENGLISH = [
     ("entailment", "entailment"),

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from comingle.engines.client import Clients
-from comingle.evaluation.routing import pieces, route
-from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.personal import PersonalModel
+from comingle.models.random_bases import byte_tokenizer
+from comingle.models.routing import pieces, route
 from comingle.runs.results import Run
 from comingle.utils.errors import DataError
 

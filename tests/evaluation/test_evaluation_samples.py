@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
-from comingle.evaluation.losses import CROSS_ENTROPY, LOSSES, MSE, SampleScore, find_loss
 from comingle.evaluation.samples import score_samples
+from comingle.models.scoring import CROSS_ENTROPY, LOSSES, MSE, SampleScore, find_loss
 from comingle.utils.errors import RecipeError
 from comingle.utils.seeds import generator
 

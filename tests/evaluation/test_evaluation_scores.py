@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.adapters import watching
 from comingle.engines.local import train
 from comingle.engines.rounds import run_rounds
+from comingle.models import routing
 
 USERS = ("ann", "bob", "cem")
 
@@ -66,9 +66,9 @@ def test_watching_changes_no_loss_and_leaves_nothing_behind(federate: Any) -> No
     clients = federate("comigs-1g1s").clients
     tokens = clients.users[0].test[:17].long().view(1, 1, -1)
     plain = clients.scorer.predict(clients.models, [0], tokens)
-    with watching.watched(clients.model.adapters):
+    with routing.watched(clients.model.adapters):
         watched = clients.scorer.predict(clients.models, [0], tokens)
-        assert watching.gates(clients.model.adapters).shape == (2, 1, 16, 2)
+        assert routing.gates(clients.model.adapters).shape == (2, 1, 16, 2)
     assert torch.equal(plain, watched)
     clients.scorer.predict(clients.models, [0], tokens)
     assert all(mlp.router.gates is None for mlp in clients.model.adapters.experts.values())
@@ -101,4 +101,4 @@ def test_methods_without_routers_tell_none(federate: Any, method: str) -> None:
 
 def test_several_experts_of_a_kind_are_numbered(federate: Any) -> None:
     clients = federate("comigs-2g").clients
-    assert watching.expert_names(clients.model.adapters, 0) == ["generalist 1", "generalist 2"]
+    assert routing.expert_names(clients.model.adapters, 0) == ["generalist 1", "generalist 2"]

@@ -19,10 +19,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import comingle as library
-from comingle.data.templates import ChatTemplate
-from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.given import given_base
-from comingle.models.language import load_base
+from comingle.models.chat_templates import ChatTemplate
+from comingle.models.loading import given_base, load_base
+from comingle.models.random_bases import byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 

@@ -14,8 +14,8 @@ import yaml
 
 from comingle.export.card import Card, licence_of, name_of
 from comingle.export.folders import written_whole
-from comingle.models.about import About
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
+from comingle.models.personal import About
 from comingle.utils.errors import ComingleError, RunError
 from exporting import trained
 

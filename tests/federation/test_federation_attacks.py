@@ -27,7 +27,7 @@ from comingle.federation.running import coordinate
 from comingle.federation.splitting import split_recipe
 from comingle.federation.tasks import Task, unpack_answer
 from comingle.kinds.base import kind_of
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.protocol.wire import pack, unpack
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints

@@ -24,7 +24,7 @@ from comingle.federation.node import Node
 from comingle.federation.public import tokens_of
 from comingle.federation.running import Plan, coordinate, has_ended
 from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
-from comingle.models import base, digests
+from comingle.models import base, folders
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.utils.errors import RunError
@@ -575,9 +575,9 @@ def test_a_federation_from_before_templates_were_told_goes_on(tmp_path: Path, mo
     whole = federated(content, tmp_path / "whole")[1]
     plan, nodes = started(content, tmp_path / "older", QUICK)
     stops = Stopping(nodes)
-    older = digests.digest_tokenizer
+    older = folders.digest_tokenizer
     with monkeypatch.context() as patch:
-        for module in (digests, base):
+        for module in (folders, base):
             patch.setattr(module, "digest_tokenizer", lambda tokenizer: tokens_of(older(tokenizer)))
         for _ in range(12):
             with pytest.raises(Stopped):

@@ -25,7 +25,7 @@ from comingle.config import Recipe
 from comingle.federation.files import save_plan
 from comingle.federation.patience import Patience
 from comingle.federation.splitting import split_recipe
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.runs import api
 from comingle.transports.flower.calling import read_worker
 from comingle.transports.flower.processes import free_port

@@ -8,12 +8,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from comingle.gpu import kernels, mixture
+from comingle.models import gpu_experts
+from comingle.models.kernels import triton_kernels
 
 WIDE = {"gates", "last", "d_z", "d_gates", "d_b_0", "d_b_1", "d_a"}
 NUMBERS = {"n": "i32", "hidden": "i32", "span": "i32", "scale": "fp32", "z_user": "i64", "z_row": "i32"}
 SIZES: dict[str, Any] = {"ACT": 1, "FIRST": 2, "BIASED_0": True, "BIASED_1": True, "EXPERTS": 2, "RANK": 8, "WIDE": 16}
-SIZES |= {"TOKENS": mixture.TOKENS, "COLUMNS": mixture.COLUMNS, "PRECISION": "tf32"}
+SIZES |= {"TOKENS": gpu_experts.TOKENS, "COLUMNS": gpu_experts.COLUMNS, "PRECISION": "tf32"}
 
 
 def kind_of(parameter: Any) -> str:
@@ -22,7 +23,7 @@ def kind_of(parameter: Any) -> str:
     return NUMBERS.get(parameter.name, "*fp32" if parameter.name in WIDE else "*bf16")
 
 
-for function in (kernels.forward, kernels.backward, kernels.backward_factors):
+for function in (triton_kernels.forward, triton_kernels.backward, triton_kernels.backward_factors):
     kinds = {parameter.name: kind_of(parameter) for parameter in function.params}
     numbered = enumerate(function.params)
     # As with sizes and addresses that are multiples of 16, for which code is special.

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from comingle.costing.counts import count_users
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.transports.inprocess import federate
 from comingle.utils.errors import RecipeError
 

@@ -15,7 +15,7 @@ from comingle.config import Recipe, parse_recipe
 from comingle.data.bad_rows import BadRowsError
 from comingle.kinds.conversations.kind import section
 from comingle.kinds.conversations.reading import UserConversations, read_users
-from comingle.models.byte_tokenizer import EOS
+from comingle.models.random_bases import EOS
 from comingle.runs.session import build, prepare
 from comingle.utils.errors import DataError, RecipeError
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.data.templates import ChatTemplate
 from comingle.models.base import Base
-from comingle.models.language import load_base
-from comingle.models.sources import ALIASES
+from comingle.models.chat_templates import ChatTemplate
+from comingle.models.loading import ALIASES, load_base
 from comingle.runs import api
 
 pytestmark = [

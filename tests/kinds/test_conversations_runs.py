@@ -20,9 +20,9 @@ from comingle.config import Recipe, parse_recipe
 from comingle.kinds.base import kind_of
 from comingle.methods import REGISTRY
 from comingle.models.base import Base
-from comingle.models.byte_tokenizer import BOS, EOS, PAD
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.models.personal import PersonalModel
+from comingle.models.random_bases import BOS, EOS, PAD
 from comingle.runs import api
 from comingle.runs.results import Run
 from comingle.runs.session import prepare

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from families import FAMILIES, SPECIAL
 
-from comingle.data.templates import ChatTemplate, Encoded
 from comingle.kinds.conversations.answers import as_answers
-from comingle.models.byte_tokenizer import BOS, EOS, PAD, byte_tokenizer
+from comingle.models.chat_templates import ChatTemplate, Encoded
+from comingle.models.random_bases import BOS, EOS, PAD, byte_tokenizer
 from comingle.utils.errors import DataError
 
 # ChatML, with the byte tokenizer's other special tokens for <|im_start|> and <|im_end|>: a response's end is not EOS.

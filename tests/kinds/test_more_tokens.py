@@ -14,9 +14,9 @@ import torch
 from tests.conftest import TINY_TRAINING
 
 import comingle
-from comingle.data.batches import hide
-from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
+from comingle.models.random_bases import byte_tokenizer
+from comingle.models.windows import hide
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
 from comingle.serving.keys import Keys

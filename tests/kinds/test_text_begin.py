@@ -14,13 +14,13 @@ from tokenizers import processors
 
 import comingle
 from comingle.config import load_recipe, parse_recipe
-from comingle.data.batches import PAD, evaluation_windows, fixed_windows, hide, inputs_of, prompt_ends, random_windows
 from comingle.federation.public import public_part
 from comingle.methods.cohort import Phase
-from comingle.models.byte_tokenizer import BOS, EOS, byte_tokenizer
 from comingle.models.generation import encode_prompt
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.models.random_bases import BOS, EOS, byte_tokenizer
+from comingle.models.windows import PAD, evaluation_windows, fixed_windows, hide, inputs_of, prompt_ends, random_windows
 from comingle.serving.prompts import Prompts
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.seeds import generator

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data.batches import random_windows
 from comingle.methods import REGISTRY
 from comingle.methods.cohort import Phase
 from comingle.models.adapted import AdaptedModel
+from comingle.models.windows import random_windows
 from comingle.transports.inprocess import InProcess
 from comingle.utils.seeds import generator
 from comingle.utils.trees import EXPERT_ROLES, ROUTER

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comingle.adapters.clustered.geometry import CONV_FORMS
-from comingle.adapters.clustered.wrap import floral
 from comingle.config.sections import AdaptersSection, FloralSection
 from comingle.engines.local import finish, settle
 from comingle.methods import REGISTRY, make, settings_of
+from comingle.models.floral.layers import CONV_FORMS
+from comingle.models.floral.wrapper import floral
 from comingle.transports.inprocess import InProcess
 from federations import exchange, local_round
 

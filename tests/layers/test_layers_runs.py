@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import comingle
-from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.kinds.samples.building import COMPILE_FROM
-from comingle.layers import native
-from comingle.layers.nets import FEWEST, form_of
+from comingle.models.kernels import convolutions
 from comingle.models.nets import make_net
+from comingle.models.scoring import CROSS_ENTROPY
 from comingle.models.stacked import StackedModel, stack
+from comingle.models.stacked_convolutions import FEWEST, form_of
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
 from comingle.utils.seeds import generator
@@ -26,9 +26,9 @@ from comingle.utils.seeds import generator
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What native code is called for."""
     found: list[str] = []
-    plain = native.run
+    plain = convolutions.run
     monkeypatch.setattr(
-        native, "run", lambda name, *given, **tensors: (found.append(name), plain(name, *given, **tensors))
+        convolutions, "run", lambda name, *given, **tensors: (found.append(name), plain(name, *given, **tensors))
     )
     return found
 
@@ -93,7 +93,7 @@ def test_what_native_code_is_not_made_for_stays_under_vmap(calls: list[str], bat
 
 
 def test_nothing_is_compiled_for_another_device_or_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "enable", lambda cache: pytest.fail("compiled"))
+    monkeypatch.setattr(convolutions, "enable", lambda cache: pytest.fail("compiled"))
     assert form_of(make_net("cnn", (1, 8, 8), 3).bfloat16()) is None
     assert form_of(make_net("cnn", (1, 8, 8), 3).to("meta")) is None
     assert form_of(make_net("mlp", (64,), 3)) is None

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data.batches import random_windows
 from comingle.engines.state import GRADIENTS
 from comingle.methods import REGISTRY, settings_of
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
+from comingle.models.windows import random_windows
 from comingle.transports.inprocess import InProcess
 from comingle.utils.seeds import generator
 from federations import exchange, local_round

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.hub import hub_answers
-from comingle.models.language import load_base
+from comingle.models.loading import hub_answers, load_base
+from comingle.models.random_bases import byte_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from comingle import gguf as conversion
 from comingle.export.gguf import write_gguf as export_gguf
-from comingle.gguf import convert_gguf
 from comingle.models import folders
+from comingle.models import gguf as conversion
 from comingle.models.base import Base
-from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.head import lm_head
-from comingle.models.language import load_base
+from comingle.models.gguf import convert_gguf
+from comingle.models.loading import lm_head, load_base
+from comingle.models.random_bases import byte_tokenizer
 from comingle.utils.errors import BaseModelError
 
 gguf = pytest.importorskip("gguf", reason="the extra demo is not installed")

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from comingle.models.base import Base
-from comingle.models.families import FAMILIES, parse_random
-from comingle.models.head import lm_head
-from comingle.models.language import load_base
+from comingle.models.loading import lm_head, load_base
+from comingle.models.random_bases import FAMILIES, parse_random
 from comingle.utils.errors import BaseModelError
 
 

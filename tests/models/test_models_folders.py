@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from comingle.costing.skeleton import load_skeleton
 from comingle.models import folders
 from comingle.models.folders import read_folder
-from comingle.models.head import lm_head
-from comingle.models.language import load_base
+from comingle.models.loading import lm_head, load_base
 from comingle.utils.errors import BaseModelError
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from comingle.models.ensembles import Mixing, mix_forward
-from comingle.models.folding import cache_name
-from comingle.models.language import load_base
+from comingle.models.ensembles import Mixing, cache_name, mix_forward
+from comingle.models.loading import load_base
 
 
 class Old(PreTrainedModel):

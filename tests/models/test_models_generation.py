@@ -12,10 +12,10 @@ import torch
 from transformers import GenerationConfig
 
 from comingle.config import parse_recipe
-from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.language import load_base
+from comingle.models.generation import read_sampling
+from comingle.models.loading import load_base
 from comingle.models.personal import PersonalModel
-from comingle.models.sampling import read_sampling
+from comingle.models.random_bases import byte_tokenizer
 from comingle.runs.results import Run
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import DataError, RecipeError

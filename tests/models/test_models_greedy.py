@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comingle.data.batches import PAD
-from comingle.models.greedy import continue_greedily
-from comingle.models.language import load_base
+from comingle.models.generation import continue_greedily
+from comingle.models.loading import load_base
+from comingle.models.windows import PAD
 
 LENGTHS = (3, 40, 30, 25, 3, 39)
 

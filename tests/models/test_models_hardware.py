@@ -7,7 +7,7 @@ import torch
 
 from comingle.models import hardware
 from comingle.models.hardware import fast_bf16, resolve_attention, resolve_device, resolve_dtype
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.utils.errors import BaseModelError
 
 CPU = torch.device("cpu")

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comingle.models.base import Base
-from comingle.models.head import backbone, lm_head
-from comingle.models.language import load_base
+from comingle.models.loading import backbone, lm_head, load_base
 from comingle.utils.errors import BaseModelError
 
 TINY = {

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from comingle.models import language
+from comingle.models import loading
 from comingle.models.base import Base
-from comingle.models.head import lm_head
-from comingle.models.language import load_base
+from comingle.models.loading import lm_head, load_base
 
 CODE = "Hello, world!\n  def f(x): return x"
 
@@ -60,13 +59,13 @@ def test_settings_of_transformers_are_put_back() -> None:
 
 
 def test_importing_it_does_not_import_transformers() -> None:
-    code = "import sys, comingle.models.language; sys.exit('transformers' in sys.modules)"
+    code = "import sys, comingle.models.loading; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_all_is_there() -> None:
-    assert sorted(language.__all__) == language.__all__
-    assert all(hasattr(language, name) for name in language.__all__)
+    assert sorted(loading.__all__) == loading.__all__
+    assert all(hasattr(loading, name) for name in loading.__all__)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from comingle.models import loss
-from comingle.models.head import Head
+from comingle.models.loading import Head
 from comingle.models.loss import cross_entropy
 
 WIDTH, VOCAB, SHAPE = 6, 29, (3, 5)

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from comingle.adapters.clustered.wrap import floral
 from comingle.config import parse_recipe
 from comingle.data.samples import Samples
 from comingle.engines.client import Clients
-from comingle.evaluation.losses import LOSSES
+from comingle.models.floral.wrapper import floral
 from comingle.models.nets import make_net
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import MixtureOfModels, PersonalNet, personal_net
+from comingle.models.routers import ClientMixture
+from comingle.models.scoring import LOSSES
 from comingle.models.stacked import stack
-from comingle.routers.mixtures import ClientMixture
 from comingle.runs.results import Run
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import DataError

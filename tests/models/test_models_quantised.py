@@ -12,7 +12,7 @@ import torch
 from comingle.config import load_recipe, parse_recipe
 from comingle.costing.memory import LiveBytes
 from comingle.engines.local import train
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.models.quantised import QuantisedLinear
 from comingle.runs import api
 from comingle.runs.session import build, prepare

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from comingle.models import hub, sources
-from comingle.models.head import lm_head
-from comingle.models.language import load_base
+from comingle.models import loading
+from comingle.models.loading import lm_head, load_base
 from comingle.utils.errors import BaseModelError
 
 REPOSITORY = "owner/tiny"
@@ -31,7 +30,7 @@ def fill_hub_cache(tmp_path: Path, saved: Path, repository: str = REPOSITORY) ->
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(hub, "hub_answers", lambda endpoint: True)
+    monkeypatch.setattr(loading, "hub_answers", lambda endpoint: True)
 
 
 @pytest.fixture
@@ -76,8 +75,8 @@ def test_an_unreachable_hub_is_known_at_once() -> None:
 @pytest.mark.usefixtures("unreachable")
 def test_a_silent_hub_is_given_up_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    monkeypatch.setattr(hub, "_PROBE_SECONDS", 0.1)
-    monkeypatch.setattr(hub, "_answers", lambda endpoint: release.wait(20.0))
+    monkeypatch.setattr(loading, "_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(loading, "_answers", lambda endpoint: release.wait(20.0))
     start = time.monotonic()
     with pytest.raises(BaseModelError, match="is out of reach"):
         load_base(REPOSITORY)
@@ -98,7 +97,7 @@ def test_what_counts_as_an_answer(status: int, expected: bool) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        assert hub.hub_answers(f"http://127.0.0.1:{server.server_port}") is expected
+        assert loading.hub_answers(f"http://127.0.0.1:{server.server_port}") is expected
         thread.join()
 
 
@@ -162,9 +161,9 @@ def test_an_alias_falls_back_to_the_package_without_importing_it(
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     (package / "tiny.gguf").write_bytes(b"GGUF")
     monkeypatch.syspath_prepend(package.parent)
-    alias = sources.Alias(repository=REPOSITORY, package="tiny_package", file="tiny.gguf")
-    monkeypatch.setitem(sources.ALIASES, "tiny", alias)
-    monkeypatch.setattr("comingle.gguf.convert_gguf", {package / "tiny.gguf": saved}.__getitem__)
+    alias = loading.Alias(repository=REPOSITORY, package="tiny_package", file="tiny.gguf")
+    monkeypatch.setitem(loading.ALIASES, "tiny", alias)
+    monkeypatch.setattr("comingle.models.gguf.convert_gguf", {package / "tiny.gguf": saved}.__getitem__)
     with caplog.at_level(logging.INFO, logger="comingle"):
         assert load_base("tiny", device="cpu").name == "tiny_package/tiny.gguf"
     assert "tiny.gguf from the package tiny_package (hub model 'owner/tiny': not in the hub cache" in caplog.text

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
+from comingle.models.random_bases import byte_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from comingle.config.settings import Privacy
-from comingle.data.batches import PAD, fixed_windows
 from comingle.data.pack import UserData
 from comingle.engines.local import finetuned
 from comingle.methods import make
+from comingle.models.windows import PAD, fixed_windows
 from comingle.privacy.clipping import norms
 from comingle.privacy.examples import Examples, Work
 from comingle.privacy.noise import gaussian

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from comingle.routers.client import ClientRouter
+from comingle.models.routers import ClientRouter
 from comingle.utils.errors import RecipeError
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from comingle.config.settings import Balance
-from comingle.routers.penalties import balance_penalty, balance_weights
-from comingle.routers.token import gate
+from comingle.models.routers import balance_penalty, balance_weights, gate
 
 UNEVEN = torch.tensor(
     [[True, False, False, False], [True, True, False, False], [True, True, True, False], [True, True, True, True]]

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from comingle.config.settings import Balance
+from comingle.models.routers import Router, balance_penalty, gate, init_router, uniform_gates
 from comingle.papers.rivals.feddpa import Near
-from comingle.routers.penalties import balance_penalty
-from comingle.routers.token import Router, gate, init_router, uniform_gates
 
 UNEVEN = torch.tensor([[True, False, False], [True, True, False], [True, True, True]])
 

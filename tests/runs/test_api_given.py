@@ -21,8 +21,7 @@ from comingle.kinds.handed import section_for
 from comingle.methods import REGISTRY, make
 from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
-from comingle.models.given import given_base
-from comingle.models.language import load_base
+from comingle.models.loading import given_base, load_base
 from comingle.runs.given import NOTHING, given_of, recipe_with
 from comingle.runs.results import Run
 from comingle.utils.errors import BaseModelError, ComingleError, DataError, PluginError, RecipeError, RunError

@@ -161,7 +161,7 @@ def test_several_runs_are_those_of_a_new_process(tmp_path: Path, name: str) -> N
 def test_a_base_that_was_loaded_in_inference_mode_is_trained_on() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from comingle.models.byte_tokenizer import byte_tokenizer
+    from comingle.models.random_bases import byte_tokenizer
 
     config = LlamaConfig(
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2

@@ -18,10 +18,9 @@ import openai
 import pytest
 import uvicorn
 
-from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.generation import encode_prompt
-from comingle.models.language import load_base
-from comingle.models.sampling import Sampling
+from comingle.models.generation import Sampling, encode_prompt
+from comingle.models.loading import load_base
+from comingle.models.random_bases import byte_tokenizer
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
 from comingle.serving.keys import Keys

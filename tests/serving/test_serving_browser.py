@@ -11,7 +11,7 @@ import pytest
 from test_serving_api import KEYS, serving
 
 from browsers import chromium
-from comingle.evaluation.routing import pieces
+from comingle.models.routing import pieces
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
 from comingle.serving.keys import Keys

@@ -13,11 +13,10 @@ import pytest
 import torch
 from tests.quick import quick
 
-from comingle.adapters import native
 from comingle.methods import REGISTRY
-from comingle.models.generation import added_text, encode_prompt
-from comingle.models.language import load_base
-from comingle.models.sampling import read_sampling
+from comingle.models.generation import added_text, encode_prompt, read_sampling
+from comingle.models.kernels import expert_mlp
+from comingle.models.loading import load_base
 from comingle.serving import cache
 from comingle.serving.engine import Engine, Piece, Request
 from comingle.serving.rows import pretrained
@@ -82,14 +81,14 @@ def test_compiled_code_says_the_same(people: Any, method: str, dtype: str, tmp_p
     """Every row in any company; in float32 also as PyTorch has it."""
     mine, text = people(method, dtype=dtype), "one two three"
     plain = {name: person.generate(text, max_new_tokens=24) for name, person in mine.items()}
-    if not native.enable(tmp_path / "native"):
+    if not expert_mlp.enable(tmp_path / "native"):
         pytest.skip("no C++ compiler that makes the native code")
     try:
         come_and_go(mine, Engine(mine, rows=5), lambda i: {"temperature": 2.0 * (i % 2), "seed": i})
         if dtype == "float32":
             assert {name: person.generate(text, max_new_tokens=24) for name, person in mine.items()} == plain
     finally:
-        native.disable()
+        expert_mlp.disable()
 
 
 @pytest.mark.parametrize("method", quick((*METHODS, "feddpa"), *QUICK))

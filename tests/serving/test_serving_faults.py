@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import comingle as library
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 
 SETTINGS = {
     "adapters": {"rank": 2},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import comingle as library
-from comingle.models.sources import ALIASES
+from comingle.models.loading import ALIASES
 from comingle.utils.terminal import printable
 
 pytestmark = [

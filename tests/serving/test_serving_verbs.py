@@ -144,7 +144,7 @@ def test_a_run_or_a_user_that_is_not_there(runs: Path, typed: Any, arguments: li
 def test_a_base_that_is_large_enough_is_served_by_compiled_code(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Any
 ) -> None:
-    from comingle.adapters import compiling, native
+    from comingle.models.kernels import compile, expert_mlp
     from comingle.serving import people
 
     monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "cache"))
@@ -155,13 +155,13 @@ def test_a_base_that_is_large_enough_is_served_by_compiled_code(
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     try:
         people.open_people(folder)
-        assert not native.is_enabled()
+        assert not expert_mlp.is_enabled()
         monkeypatch.setattr(people, "WORTH_COMPILING", 100)
         opened = people.open_people(folder)
-        assert native.is_enabled() == (compiled == "auto" and compiling._compiler() is not None)
+        assert expert_mlp.is_enabled() == (compiled == "auto" and compile._compiler() is not None)
         said = opened.models["bob"].generate("one", max_new_tokens=8)
     finally:
-        native.disable()
+        expert_mlp.disable()
     assert said == library.load(folder).user("bob").generate("one", max_new_tokens=8)  # type: ignore[union-attr]
 
 

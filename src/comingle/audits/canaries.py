@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.data.batches import begin_windows
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
@@ -27,6 +26,7 @@ from comingle.kinds.base import Materials
 from comingle.kinds.conversations.answers import Answers, UserAnswers, widen
 from comingle.kinds.text.feed import TextFeed
 from comingle.methods.base import Method
+from comingle.models.windows import begin_windows
 from comingle.privacy.examples import Work
 from comingle.privacy.ledger import Ledger
 from comingle.protocol.messages import Upload, expand, fill_ranks

@@ -22,13 +22,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.layouts import decoder_layers
 from comingle.audits.canaries import SERVER, Looked, Watched
 from comingle.config import Recipe
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials
+from comingle.models.layouts import decoder_layers
 from comingle.reports.audit import Recovery
 from comingle.runs.session import build, execute
 from comingle.utils.seeds import generator

@@ -8,9 +8,6 @@ from typing import cast
 
 import torch
 
-from comingle.adapters.clustered.model import FloralModel, roles
-from comingle.adapters.clustered.wrap import floral
-from comingle.adapters.lora import init_zero, lora_scale
 from comingle.config import Recipe
 from comingle.data.crowds import names_of
 from comingle.engines.client import Clients
@@ -21,9 +18,12 @@ from comingle.kinds.samples.population import Population
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base
-from comingle.models.copying import share_weights
-from comingle.models.head import backbone, lm_head
-from comingle.models.mixed import MixedLanguageModel
+from comingle.models.floral.model import FloralModel, roles
+from comingle.models.floral.wrapper import floral
+from comingle.models.floral_language import MixedLanguageModel
+from comingle.models.loading import backbone, lm_head
+from comingle.models.lora import init_zero, lora_scale
+from comingle.models.model import share_weights
 from comingle.models.stacked import StackedModel
 from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import InProcess, federate
@@ -52,7 +52,7 @@ def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] |
 
 
 def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
-    """What :func:`comingle.models.mixed.mix_language_model` makes, over a base that has shapes only.
+    """What :func:`comingle.models.floral_language.mix_language_model` makes, over a base that has shapes only.
 
     Raises:
         RecipeError: a mixture of whole models, or ranks of each user's own.

@@ -9,14 +9,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from comingle.adapters.lora import base_weight
-from comingle.adapters.residual import IN, OUT
 from comingle.costing.flops import Block, Flops, Linear, backward, forward
 from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.records import UserCost
 from comingle.engines.client import Clients
 from comingle.methods.cohort import Phase
 from comingle.models.adapted import AdaptedModel
+from comingle.models.lora import IN, OUT, base_weight
 from comingle.transports.inprocess import InProcess
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 

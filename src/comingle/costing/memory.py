@@ -83,7 +83,7 @@ class Fakes:
         return self._made[id(real)][1]
 
     def of_head(self, head: Any, device: torch.device) -> Any:
-        """A :class:`comingle.models.language.Head` of fakes."""
+        """A :class:`comingle.models.loading.Head` of fakes."""
         bias = None if head.bias is None else self.of(head.bias, device)
         return replace(head, weight=self.of(head.weight, device), bias=bias)
 

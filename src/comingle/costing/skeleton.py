@@ -9,12 +9,11 @@ import torch
 
 from comingle.costing.packed import pack_shapes
 from comingle.models.base import Base, freeze
-from comingle.models.families import PREFIX, random_base
 from comingle.models.folders import check_config, one_line, own_config
 from comingle.models.hardware import resolve_attention, resolve_device, resolve_dtype
-from comingle.models.hub import hub_answers
+from comingle.models.loading import ALIASES, hub_answers, locate
 from comingle.models.pretrained import require_docstrings
-from comingle.models.sources import ALIASES, locate
+from comingle.models.random_bases import PREFIX, random_base
 from comingle.utils.errors import BaseModelError
 from comingle.utils.records import expand_home
 
@@ -27,7 +26,7 @@ def load_skeleton(
     Of a model on the hub only config.json is fetched.
 
     Raises:
-        BaseModelError: as :func:`comingle.models.language.load_base`.
+        BaseModelError: as :func:`comingle.models.loading.load_base`.
     """
     require_docstrings()
     place = resolve_device(device)

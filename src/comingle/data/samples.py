@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from comingle.data.batches import PAD
+from comingle.models.windows import PAD
 from comingle.utils.errors import DataError
 
 Split = Literal["train", "valid", "test"]

@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from comingle.data.batches import PAD
 from comingle.engines.members import Members
 from comingle.engines.optimizers import learning_rate
 from comingle.engines.scoring import Models, Scorer
@@ -19,7 +18,8 @@ from comingle.engines.steps import Steps
 from comingle.engines.sweeps import Losses, TrainSweep
 from comingle.engines.training import cohorts
 from comingle.methods.cohort import Phase
-from comingle.routers.mixtures import Powers
+from comingle.models.routers import Powers
+from comingle.models.windows import PAD
 from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
 
 

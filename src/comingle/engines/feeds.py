@@ -16,8 +16,8 @@ from torch import Tensor
 
 from comingle.config.settings import Training
 from comingle.engines.training import Portions
-from comingle.evaluation.perplexity import Gates
 from comingle.methods.cohort import Phase, Stream
+from comingle.models.scoring import Gates
 
 Predict = Callable[[Sequence[int], Any], Tensor]
 """What the models of the given rows make of a batch, one row's after the other: losses of text, outputs for samples."""

@@ -17,7 +17,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.config.settings import Training
-from comingle.data.batches import PAD
 from comingle.engines.feeds import Feed
 from comingle.engines.members import Members
 from comingle.engines.private import examples_of, work_of
@@ -25,6 +24,7 @@ from comingle.engines.training import Portions
 from comingle.methods.base import Method
 from comingle.methods.cohort import Phase
 from comingle.models.model import Model
+from comingle.models.windows import PAD
 from comingle.privacy.checks import check_delta
 from comingle.privacy.clipping import clipped
 from comingle.privacy.examples import Examples, Work

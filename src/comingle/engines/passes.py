@@ -11,11 +11,11 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from comingle.config.settings import Training
-from comingle.data.batches import PAD
 from comingle.data.crowds import listed
 from comingle.data.samples import epoch
 from comingle.engines.feeds import Feed
 from comingle.methods.cohort import Phase, Stream
+from comingle.models.windows import PAD
 from comingle.utils.seeds import generator
 
 

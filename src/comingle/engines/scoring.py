@@ -14,8 +14,7 @@ from torch import Tensor
 from comingle.engines.faults import within_memory
 from comingle.engines.steps import Steps
 from comingle.evaluation.answers import AnswerScore
-from comingle.evaluation.losses import SampleScore
-from comingle.evaluation.perplexity import Gates, Score
+from comingle.models.scoring import Gates, SampleScore, Score
 
 AnyScore = Score | SampleScore | AnswerScore
 """Text, samples and answers are scored alike: ``mean_loss`` and ``measures``."""

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.routers.mixtures import NEVER
+from comingle.models.routers import NEVER
 from comingle.utils.errors import RecipeError
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Layout, Tree

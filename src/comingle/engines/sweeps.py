@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.data.batches import PAD
 from comingle.engines.feeds import Feed
 from comingle.engines.training import Portions
+from comingle.models.windows import PAD
 
 Losses = Callable[[Any], Float[Tensor, "users models batch ..."]]
 """Maps a batch of each user to its losses under several models."""

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from comingle.evaluation.perplexity import Score, perplexity_of
 from comingle.evaluation.rouge import rouge1, same_words
+from comingle.models.scoring import Score, perplexity_of
 
 JUDGES: Mapping[str, Callable[[str, str], float]] = {
     "accuracy": same_words,
@@ -30,7 +30,7 @@ class AnswerScore:
 
     ``judged`` are means over the responses that the model gave by itself, by the names of :data:`JUDGES`; empty where
     it was not asked. ``names`` is what is reported, as far as it is known. ``expert_scores`` as in
-    :class:`comingle.evaluation.perplexity.Score`.
+    :class:`comingle.models.scoring.Score`.
     """
 
     loss_nats: float

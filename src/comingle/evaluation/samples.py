@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from comingle.data.batches import PAD
 from comingle.data.samples import SampleBank
-from comingle.evaluation.losses import Loss, SampleScore
+from comingle.models.scoring import Loss, SampleScore
+from comingle.models.windows import PAD
 
 Forward = Callable[[Sequence[int], Float[Tensor, "slots batch *shape"]], Float[Tensor, "slots batch outputs"]]
 """Outputs for inputs; slot s uses the model of user ``rows[s]``. A user may hold several slots."""

@@ -9,13 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.models.about import About
 from comingle.models.base import Base
-from comingle.models.endings import CONVERSATIONS, chat_template_of, generation_of
-from comingle.models.families import PREFIX
-from comingle.models.given import GIVEN
-from comingle.models.sampling import as_tuple
-from comingle.models.sources import is_public
+from comingle.models.generation import as_tuple
+from comingle.models.loading import GIVEN, is_public
+from comingle.models.personal import CONVERSATIONS, About, chat_template_of, generation_of
+from comingle.models.random_bases import PREFIX
 from comingle.utils.errors import DataError
 from comingle.utils.records import expand_home
 

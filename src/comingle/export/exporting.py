@@ -39,11 +39,9 @@ from comingle.export.sources import (
     why_not_plain,
 )
 from comingle.export.validation import losses_of, perplexity, validated
-from comingle.models.about import Exported
-from comingle.models.endings import chat_template_of, generation_of, turn_end
 from comingle.models.hardware import DTYPES
-from comingle.models.language import quiet_transformers
-from comingle.models.personal import PersonalModel
+from comingle.models.loading import quiet_transformers
+from comingle.models.personal import Exported, PersonalModel, chat_template_of, generation_of, turn_end
 from comingle.models.pretrained import PreTrainedModel
 from comingle.utils.errors import DataError, RunError, did_you_mean
 from comingle.utils.records import write_json

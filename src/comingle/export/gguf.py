@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from comingle.export.gguf_tokens import Vocabulary, vocabulary
+from comingle.models.generation import as_tuple
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.models.sampling import as_tuple
 from comingle.utils.errors import DataError, RunError
 
 ARCHITECTURES = {

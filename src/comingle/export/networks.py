@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.kernels import SHORT
-from comingle.models.changes import WIDE, Change
+from comingle.models.kernels.expert_mlp import SHORT
+from comingle.models.merging import WIDE, Change
 from comingle.models.pretrained import PreTrainedModel
 from comingle.utils.errors import BaseModelError, DataError
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from comingle.adapters.layouts import linear_names
-from comingle.models.changes import Change
+from comingle.models.layouts import linear_names
+from comingle.models.merging import Change
 from comingle.models.pretrained import PreTrainedModel
 from comingle.utils.records import write_json
 

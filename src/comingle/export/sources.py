@@ -9,14 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.adapters import watching
-from comingle.adapters.lora import base_weight
 from comingle.export.networks import Routing, why_not_sparse
-from comingle.models.about import About
+from comingle.models import routing
 from comingle.models.adapted import AdaptedModel
-from comingle.models.changes import Change, averaged, changes_of_adapted, changes_of_mixed
-from comingle.models.mixed import MixedLanguageModel
-from comingle.models.owning import why_not_merged
+from comingle.models.floral_language import MixedLanguageModel
+from comingle.models.lora import base_weight
+from comingle.models.merging import Change, averaged, changes_of_adapted, changes_of_mixed, why_not_merged
+from comingle.models.personal import About
 from comingle.utils.trees import Tree
 
 
@@ -83,4 +82,4 @@ def routing_of(source: Source) -> Routing:
         found.append(torch.zeros(int(present.sum()), width) if weight is None else weight[0].cpu()[present])
     top_k = next(iter(model.adapters.experts.values())).router.top_k
     experts = len(found[0])
-    return Routing(top_k=min(top_k, experts) if watching.routed(model.adapters) else experts, gates=found)
+    return Routing(top_k=min(top_k, experts) if routing.routed(model.adapters) else experts, gates=found)

@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters import watching
-from comingle.data.batches import PAD, inputs_of
-from comingle.evaluation.perplexity import perplexity_of
 from comingle.export.sources import Source
+from comingle.models import routing
 from comingle.models.adapted import AdaptedModel
 from comingle.models.pretrained import PreTrainedModel
+from comingle.models.scoring import perplexity_of
+from comingle.models.windows import PAD, inputs_of
 
 
 def validated(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
@@ -23,11 +23,11 @@ def validated(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
         return perplexity(source, _own_losses(source, [])), []
     experts = int(model.adapters.present[source.row].sum())
     layers = len(model.adapters.experts)
-    if not watching.routed(model.adapters):
+    if not routing.routed(model.adapters):
         return perplexity(source, _own_losses(source, [])), [torch.full((experts,), 1 / experts)] * layers
     seen: list[Tensor] = []
     assert source.about is not None
-    with watching.watched(model.adapters), torch.compiler.set_stance("force_eager"):
+    with routing.watched(model.adapters), torch.compiler.set_stance("force_eager"):
         score = source.about.validate(_own_losses(source, seen), lambda: torch.cat(seen, 1))
     present = model.adapters.present[source.row]
     return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in score.expert_scores]
@@ -49,7 +49,7 @@ def _own_losses(source: Source, seen: list[Tensor]) -> Callable[[Sequence[int], 
         for batch in windows.to(model.device).unsqueeze(1):
             found.append(model.predict(source.tensors, [source.row], batch)[0])
             if isinstance(model, AdaptedModel) and any(m.router.watched for m in model.adapters.experts.values()):
-                seen.append(watching.gates(model.adapters))
+                seen.append(routing.gates(model.adapters))
         return torch.stack(found)
 
     return losses

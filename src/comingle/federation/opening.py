@@ -16,7 +16,7 @@ from comingle.federation.own import Own
 from comingle.federation.public import Public, build_house, read_public, tokens_of
 from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
-from comingle.models.sources import is_public
+from comingle.models.loading import is_public
 from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
 from comingle.utils.errors import BaseModelError, DataError, MessageError, RunError, list_names

@@ -25,9 +25,9 @@ from comingle.joining.drafts import drafted
 from comingle.kinds.base import Materials
 from comingle.kinds.handed import section_for
 from comingle.methods.base import Method
+from comingle.models.routers import NEVER
 from comingle.progress import LOADING, Reporter
 from comingle.reports.joined import render_joined
-from comingle.routers.mixtures import NEVER
 from comingle.runs.folders import check_folder, open_folder
 from comingle.runs.given import Given
 from comingle.runs.results import Run

@@ -20,7 +20,7 @@ from comingle.engines.client import Clients
 from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.model import Model
-from comingle.models.person import Personal
+from comingle.models.personal import Personal
 from comingle.utils.digests import digest_split
 from comingle.utils.errors import DataError
 from comingle.utils.registry import load_object

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 
-from comingle.adapters.clustered.wrap import adaptor_size
-from comingle.adapters.inject import ExpertCounts
-from comingle.adapters.lora import lora_scale
 from comingle.config import Recipe
 from comingle.config.settings import AdapterSettings, Targets
 from comingle.data.samples import SPLITS
@@ -18,9 +15,12 @@ from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.base import Base, tokenizer_of
 from comingle.models.ensembles import EnsembleModel, ensemble
+from comingle.models.floral.wrapper import adaptor_size
+from comingle.models.floral_language import MixedLanguageModel, mix_language_model
 from comingle.models.hardware import require_room
-from comingle.models.head import backbone
-from comingle.models.mixed import MixedLanguageModel, mix_language_model
+from comingle.models.injection import ExpertCounts
+from comingle.models.loading import backbone
+from comingle.models.lora import lora_scale
 from comingle.models.model import Model
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import BASE
@@ -121,8 +121,8 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
         checkpointed=recipe.runtime.gradient_checkpointing,
     )
     for name in recipe.runtime.gpu:
-        from comingle.gpu.graphs import recorded
-        from comingle.gpu.mixture import with_triton
+        from comingle.models.cuda_graphs import recorded
+        from comingle.models.gpu_experts import with_triton
 
         model = {"graphs": recorded, "triton": with_triton}[name](model)
     if mixture is None:

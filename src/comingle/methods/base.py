@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from comingle.config.settings import Gating
 from comingle.methods.client import Client
 from comingle.methods.server import Server
-from comingle.routers.mixtures import ClientMixture
+from comingle.models.routers import ClientMixture
 from comingle.utils.errors import RecipeError
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.routers.mixtures import Powers
+from comingle.models.routers import Powers
 from comingle.utils.trees import ROUTER, Tree
 
 Stream = Literal["train", "valid"]

@@ -17,19 +17,19 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from comingle.adapters import kernels, native, watching
-from comingle.adapters.inject import Adapters, ExpertCounts, inject
-from comingle.adapters.layouts import decoder_layers
 from comingle.config.settings import AdapterSettings, Gating
-from comingle.data.batches import PAD, hide, inputs_of, prompt_ends
+from comingle.models import routing
 from comingle.models.base import Base
-from comingle.models.copying import share_weights
-from comingle.models.greedy import continue_greedily
-from comingle.models.head import Head, backbone, lm_head
+from comingle.models.generation import continue_greedily
+from comingle.models.injection import Adapters, ExpertCounts, inject
+from comingle.models.kernels import expert_mlp
+from comingle.models.layouts import decoder_layers
+from comingle.models.loading import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
-from comingle.models.model import Gates, Model
+from comingle.models.model import Gates, Model, share_weights
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import giving_back, packed_parameters
+from comingle.models.windows import PAD, hide, inputs_of, prompt_ends
 from comingle.utils.files import cache_folder
 from comingle.utils.trees import ATTENTION, ROUTER, Layout, Tree
 
@@ -139,19 +139,19 @@ class AdaptedModel(Model):
     @property
     def routed(self) -> bool:
         """Whether somebody has more than one expert, and the method does not average them."""
-        return watching.routed(self.adapters)
+        return routing.routed(self.adapters)
 
     @contextmanager
     def watched(self) -> Iterator[Gates]:
         """Within, every pass leaves its gates behind."""
-        with watching.watched(self.adapters):
-            yield lambda: watching.gates(self.adapters)
+        with routing.watched(self.adapters):
+            yield lambda: routing.gates(self.adapters)
 
     @torch.no_grad()
     def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
         """What reaches each MLP there."""
         self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
-        with watching.overheard(self.adapters) as read, torch.compiler.set_stance("force_eager"):
+        with routing.overheard(self.adapters) as read, torch.compiler.set_stance("force_eager"):
             self.backbone(input_ids=inputs_of(batch).flatten(0, 1), use_cache=False)
         at, real = prompt_ends(batch)[..., None, None], (batch != PAD).any(-1, keepdim=True)
         wide = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in read.items()}
@@ -163,7 +163,7 @@ class AdaptedModel(Model):
 
     def expert_names(self, user: int) -> list[str]:
         """As "generalist", "specialist 1", "specialist 2", in their order."""
-        return watching.expert_names(self.adapters, user)
+        return routing.expert_names(self.adapters, user)
 
     def without_weights(self, fakes: Any) -> tuple[Model, int]:
         """Nobody trains the base."""
@@ -186,11 +186,11 @@ def adapt(
 ) -> AdaptedModel:
     """Inject adapters into a copy of ``base`` that shares all its weights; ``base`` itself stays as it is.
 
-    ``compiled`` switches torch.compile on, ``native_code`` the compiled mixture (:mod:`comingle.adapters.native`, CPUs
-    only, built once for each machine); None: with ``compiled``. Both switches hold for the whole process. ``gating``
-    and ``residual`` are as in :func:`~comingle.adapters.inject.inject`. With ``checkpointed`` a layer keeps its input
-    alone for the backward pass and is computed once more there; such layers, and those of a quantised base, are not
-    compiled.
+    ``compiled`` switches torch.compile on, ``native_code`` the compiled mixture
+    (:mod:`comingle.models.kernels.expert_mlp`, CPUs only, built once for each machine); None: with ``compiled``. Both
+    switches hold for the whole process. ``gating`` and ``residual`` are as in
+    :func:`~comingle.models.injection.inject`. With ``checkpointed`` a layer keeps its input alone for the backward pass
+    and is computed once more there; such layers, and those of a quantised base, are not compiled.
 
     Raises:
         BaseModelError: the family or its head is not one that comingle can adapt.
@@ -198,11 +198,11 @@ def adapt(
     head = lm_head(base)
     network = share_weights(base.model)
     adapters = inject(network, settings, counts, routed=routed, gating=gating, residual=residual)
-    kernels.fusing(compiled)
-    native.disable()
-    wanted = (compiled if native_code is None else native_code) and native.fits(base.device, base.dtype)
-    if wanted and native.enable(cache_folder() / "native"):
-        from comingle.cpu.faster import faster
+    expert_mlp.fusing(compiled)
+    expert_mlp.disable()
+    wanted = (compiled if native_code is None else native_code) and expert_mlp.fits(base.device, base.dtype)
+    if wanted and expert_mlp.enable(cache_folder() / "native"):
+        from comingle.models.cpu_kernels import faster
 
         faster(network, attention=base.attention == "auto")
     layers = decoder_layers(network)

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from comingle.data.batches import PAD, hide
-from comingle.data.templates import ChatTemplate, begin_of
-from comingle.models.digests import digest_folder, digest_model, digest_tokenizer
+from comingle.models.chat_templates import ChatTemplate, begin_of
+from comingle.models.folders import digest_folder, digest_model, digest_tokenizer
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.models.windows import PAD, hide
 from comingle.utils.digests import digest_all
 from comingle.utils.errors import DataError
 
@@ -67,7 +67,8 @@ class Base:
         """Refuse tokens without a row in the embedding, or predicted ones without one in the head.
 
         Args:
-            tokens: a stream or windows, whose hidden tokens are read and not predicted (:mod:`comingle.data.batches`);
+            tokens: a stream or windows, whose hidden tokens are read and not predicted
+            (:mod:`comingle.models.windows`);
                 a sequence of numbers is read.
             whose: what has the tokens, as the message says.
 

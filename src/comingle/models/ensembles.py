@@ -1,7 +1,9 @@
-"""Several whole models of each user over one frozen base, trained side by side, whose predictions are mixed."""
+"""Ensembles: several whole models of one user over one frozen base."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,16 +13,57 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from comingle.adapters.lora import init_zero
 from comingle.models.adapted import AdaptedModel, Windows
 from comingle.models.base import Base
-from comingle.models.greedy import continue_greedily
+from comingle.models.generation import continue_greedily
+from comingle.models.lora import init_zero
 from comingle.models.model import Model
 from comingle.models.pretrained import PreTrainedModel
-from comingle.routers.mixtures import ClientMixture, Powers, mix_losses, mix_probabilities
+from comingle.models.routers import ClientMixture, Powers, mix_losses, mix_probabilities
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import CLIENT_ROUTER, GENERALIST, ROUTER, SPECIALIST, Init, Layout, Slot, Tree
+
+Wide = Float[Tensor, "rows heads places width"]
+"""A row is a text of one of a user's models: users, models and texts in this order."""
+
+Folded = Float[Tensor, "texts all_heads places width"]
+"""A row is a text, with the heads of all models."""
+
+
+@functools.cache
+def cache_name(network: type[PreTrainedModel]) -> str:
+    """What a network's forward calls its keys and values: ``past_key_values``, from transformers 5.24 on ``cache``."""
+    return "cache" if "cache" in inspect.signature(network.forward).parameters else "past_key_values"
+
+
+class FoldedCache(Cache):
+    """What a pass of ``users`` with ``models`` each sees of ``cache``, whose rows are texts.
+
+    Whoever owns the cache (transformers' ``generate``, the server's rows) adds, masks and drops texts as ever.
+    """
+
+    def __init__(self, cache: Cache, users: int, models: int) -> None:
+        super().__init__(layers=cache.layers)
+        self.cache, self.users, self.models = cache, users, models
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add to the cache, and return all that is in it."""
+        folded = self._fold(key_states), self._fold(value_states)
+        keys, values = self.cache.update(*folded, layer_idx, *args, **kwargs)
+        return self._unfold(keys), self._unfold(values)
+
+    def _fold(self, states: Wide) -> Folded:
+        apart = states.unflatten(0, (self.users, self.models, -1))
+        return apart.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+    def _unfold(self, states: Folded) -> Wide:
+        apart = states.unflatten(0, (self.users, -1)).unflatten(2, (self.models, -1))
+        return apart.transpose(1, 2).flatten(0, 2)
+
 
 WHY_NOT_ONE = (
     "several whole models whose predictions are mixed, which no weights and no format can hold; allowed: generate, "
@@ -155,7 +198,6 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
     It is called with each user's texts, and passes these on for every component; keys and values of all of a text's
     components are one row of the cache.
     """
-    from comingle.models.folding import FoldedCache, cache_name
 
     forward, name = type(network).forward.__get__(network), cache_name(type(network))
 

@@ -1,4 +1,4 @@
-"""Texts that a causal language model continues.
+"""Text generation: sampling settings, greedy decoding and batches of prompts.
 
 Prompts of different lengths share every pass, filled on the left. What chooses tokens sees each row by itself, without
 its filling and with a random stream of its own, so a prompt is continued as it is alone (to rounding).
@@ -7,20 +7,214 @@ its filling and with a random stream of its own, so a prompt is continued as it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from comingle.data.templates import require_characters
 from comingle.models.base import Base, rows_of
-from comingle.models.greedy import can_pad, padded_attention
+from comingle.models.chat_templates import require_characters
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.models.sampling import Sampling, as_tuple
-from comingle.utils.errors import DataError, RecipeError
+from comingle.models.windows import PAD
+from comingle.utils.errors import DataError, RecipeError, did_you_mean, is_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to continue a text, checked; the names are those of transformers' ``GenerationConfig``.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 and
+    ``no_repeat_ngram_size`` 0 change nothing. ``stop_strings`` end a text and stay in it, ``stop`` is cut off.
+    ``eos_token_id`` None is the base's own.
+    """
+
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    stop: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    eos_token_id: tuple[int, ...] | None = None
+    seed: int = 0
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+
+
+def _whole(least: int, below: float = math.inf) -> _Rule:
+    upto = "" if below == math.inf else f" and below {below:,}"
+    return lambda v: isinstance(v, int) and is_number(v) and least <= v < below, f"a whole number from {least}{upto}"
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
+
+
+_RULES: Mapping[str, _Rule] = {
+    "max_new_tokens": _whole(1),
+    "min_new_tokens": _whole(0),
+    "temperature": (lambda v: is_number(v) and v >= 0, "a number from 0 (greedy)"),
+    "top_k": _whole(0),
+    "top_p": (lambda v: is_number(v) and 0 < v <= 1, "a number above 0, up to 1"),
+    "min_p": (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "a number from 0.01 to 100"),
+    "no_repeat_ngram_size": _whole(0),
+    "stop": (_texts, "a text or a list of texts, none empty"),
+    "stop_strings": (_texts, "a text or a list of texts, none empty"),
+    "eos_token_id": (
+        lambda v: isinstance(v, tuple) and all(isinstance(i, int) and is_number(i) and i >= 0 for i in v),
+        "a token's number or a list of them",
+    ),
+    "seed": _whole(0, 2**63),
+}
+
+_SAMPLING_ONLY = ("top_k", "top_p", "min_p")
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {"num_beams": (1,), "num_return_sequences": (1,), "use_cache": (True, False)}
+_BOOKKEEPING = {"transformers_version", "bos_token_id", "pad_token_id"}
+
+
+def read_sampling(config: object | None = None, **given: Any) -> Sampling:
+    """The settings of a transformers ``GenerationConfig``, with those ``given`` by name over them; None is not given.
+
+    Sampling is on where ``do_sample`` says so or, without it, where ``temperature`` is above 0. Without a ``config``,
+    ``top_p`` is 0.95.
+
+    Raises:
+        RecipeError: an unknown or unsupported name, a value out of range, or settings that contradict each other.
+    """
+    typed = {key: value for key, value in given.items() if value is not None}
+    values = {**_of_config(config), **typed}
+    for key in [key for key in values if key not in _RULES and key != "do_sample"]:
+        _refuse_unsupported(key, values.pop(key))
+    for key in ("stop", "stop_strings", "eos_token_id"):
+        values |= {key: as_tuple(values[key])} if key in values else {}
+    for key, value in values.items():
+        _check(key, value)
+    do_sample = values.pop("do_sample", None)
+    _require_agreement(do_sample, values, typed)
+    if do_sample is False:
+        values["temperature"] = 0.0
+    elif do_sample:
+        values.setdefault("temperature", 1.0)
+    values = {"top_p": 0.95, **values} if config is None else values
+    sampling = Sampling(**values)
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        raise RecipeError(
+            f"min_new_tokens: got {sampling.min_new_tokens}, above max_new_tokens ({sampling.max_new_tokens})"
+        )
+    return sampling
+
+
+def _of_config(config: object | None) -> dict[str, Any]:
+    """What a ``GenerationConfig`` says that is not transformers' default; its sampling only where it samples."""
+    if config is None:
+        return {}
+    tell = getattr(config, "to_diff_dict", None)
+    if tell is None:
+        raise RecipeError(f"generation_config: got {config!r:.60}, expected transformers.GenerationConfig(...)")
+    values_told = {key: value for key, value in tell().items() if value is not None and key not in _BOOKKEEPING}
+    if not values_told.setdefault("do_sample", False):  # transformers ignores these, too
+        values_told = {key: value for key, value in values_told.items() if key not in (*_SAMPLING_ONLY, "temperature")}
+    return values_told
+
+
+def _refuse_unsupported(key: str, value: Any) -> None:
+    if value in _HARMLESS.get(key, ()):
+        return
+    allowed = sorted(["do_sample", *_RULES])
+    hint = " Use max_new_tokens." if key in ("max_length", "max_tokens") else did_you_mean(key, allowed)
+    raise RecipeError(f"{key}: not supported in generate (got {value!r:.40}); allowed are {', '.join(allowed)}.{hint}")
+
+
+def as_tuple(value: Any) -> Any:
+    """One thing, or a list of them, as a tuple."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _check(key: str, value: Any) -> None:
+    rule, allowed = _RULES.get(key, (lambda v: isinstance(v, bool), "True or False"))
+    if not rule(value):
+        got = value[0] if isinstance(value, tuple) and len(value) == 1 else value
+        raise RecipeError(f"{key}: got {got!r:.60}, allowed is {allowed}")
+
+
+def _require_agreement(do_sample: bool | None, values: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
+    temperature = values.get("temperature")
+    if do_sample and temperature == 0:
+        raise RecipeError("temperature: got 0 with do_sample=True; sampling needs a temperature above 0")
+    if do_sample is False and typed.get("do_sample") is False and typed.get("temperature"):
+        raise RecipeError(
+            f"temperature: got {temperature} with do_sample=False, which is greedy; leave one of them out"
+        )
+    idle = [key for key in _SAMPLING_ONLY if key in typed]
+    if idle and not do_sample and not temperature:
+        raise RecipeError(f"{idle[0]}: changes nothing in a greedy text; give do_sample=True or a temperature above 0")
+
+
+def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
+    """Up to ``limit`` tokens after each prompt, on the CPU; what follows a prompt's end of text means nothing.
+
+    Prompts are filled with ``PAD`` on the left, and so is on the right what is said after one that leaves the base no
+    places for ``limit`` tokens: no base knows places beyond its last. Others' prompts change nothing for one.
+    """
+    lengths, most = (prompts != PAD).sum(1), getattr(network.config, "max_position_embeddings", None)
+    room = (most - lengths).clamp(min=1, max=limit) if most else torch.full_like(lengths, limit)
+    if len(sizes := room.unique().tolist()) == 1:
+        return _continue(network, prompts, sizes[0])
+    said = torch.full((len(prompts), max(sizes)), PAD, dtype=torch.int64)
+    last = torch.arange(prompts.shape[1], device=prompts.device) == prompts.shape[1] - 1
+    for size in sizes:  # everybody is in every batch, as whose adapters these are follows from the place in it
+        these = room == size
+        some = prompts.masked_fill(~(these.unsqueeze(1) | last), PAD)
+        found = _continue(network, some[:, -int(lengths[these].max()) :], size)
+        said[these.cpu(), : found.shape[1]] = found[these.cpu()]
+    return said
+
+
+def _continue(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
+    """So many tokens, for which there are places."""
+    width, config = prompts.shape[1], network.generation_config
+    generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
+    with padded_attention(network):
+        said = generate(
+            prompts.clamp(min=0),
+            attention_mask=(prompts != PAD).long(),
+            max_new_tokens=limit,
+            use_cache=True,
+            do_sample=False,
+            pad_token_id=config.pad_token_id if config is not None else None,
+        )
+    return said[:, width:].cpu()
+
+
+def can_pad(network: PreTrainedModel) -> bool:
+    """Whether :func:`padded_attention` helps: a capped softmax in float64 (Gemma 2) knows no other attention."""
+    return network.dtype != torch.float64 or getattr(network.config, "attn_logit_softcapping", None) is None
+
+
+@contextmanager
+def padded_attention(network: PreTrainedModel, *, padded: bool = True) -> Iterator[None]:
+    """Within, attention over padding has numbers in float64 too.
+
+    The softmax of transformers' own attention is in float32, where the mask, float64's lowest number, is infinite.
+    """
+    config: Any = network.base_model.config
+    style = config._attn_implementation
+    if padded and network.dtype == torch.float64 and style == "eager":
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = style
+
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What is decoded of half a character."""

@@ -20,8 +20,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from comingle.adapters.kernels import fused, wide
-from comingle.models.head import Head
+from comingle.models.kernels.expert_mlp import fused, wide
+from comingle.models.loading import Head
 
 CHUNK_BYTES = 64 << 20
 """Size of one chunk of logits: large enough for efficient products, small enough to stay near the processor."""

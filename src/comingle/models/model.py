@@ -1,18 +1,68 @@
-"""What the engine asks of users' models, whatever they are: adapters over one base, copies of a net, or a mixture."""
+"""The interface between the engine and users' models."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
+from comingle.models.pretrained import PreTrainedModel
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout, Tree
+
+_known: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+
+
+def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[str, Any] | None = None) -> Any:
+    """``net(*inputs, **options)`` with ``tensors`` by the names that ``named_parameters`` and ``named_buffers`` have.
+
+    What is tied has its tensor everywhere. torch ties by names, of which a module that is used twice has several: it
+    would be given the same tensor twice, and keep it.
+    """
+    if net not in _known:
+        _known[net] = _tied(net)
+    also = {name: tensors[first] for name, first in _known[net].items() if first in tensors}
+    return functional_call(net, tensors | also, inputs, dict(options or {}), tie_weights=False)
+
+
+def _tied(net: nn.Module) -> dict[str, str]:
+    """Further places of a tensor, in other modules, by name: the name of the first."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for prefix, module in net.named_modules():  # each once
+        for own, t in (*module._parameters.items(), *module._buffers.items()):
+            name = f"{prefix}.{own}" if prefix else own
+            if t is not None and first.setdefault(id(t), name) != name:
+                tied[name] = first[id(t)]
+    return tied
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@torch.no_grad()
+def own_copy(net: Module, tensors: Tree, *, shared: Iterable[Tensor] = ()) -> Module:
+    """A copy of ``net`` that holds one user's tensors ``(1, ...)``; those in ``shared`` are not copied but the same."""
+    copied = copy.deepcopy(net, {id(t): t for t in shared})
+    values = dict(copied.named_parameters()) | dict(copied.named_buffers())
+    for name, tensor in tensors.items():
+        values[name].copy_(tensor[0])
+    return copied
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module structure over the very same parameters and buffers."""
+    kept: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, kept)
+
 
 Gates = Callable[[], Float[Tensor, "layers users n experts"]]
 """The gates of the last pass, first layer first."""

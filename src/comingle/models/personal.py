@@ -1,10 +1,11 @@
-"""One user's language model: the frozen base with that user's adapters."""
+"""One user's model apart from the federation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, overload
@@ -13,25 +14,165 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.adapters import watching
-from comingle.adapters.clustered.model import FloralModel
-from comingle.data.templates import ROLES, ChatTemplate, Message, require_characters
-from comingle.evaluation.perplexity import Score, score_streams
-from comingle.evaluation.routing import Routing, pieces, route
-from comingle.models.about import About, Exported
+from comingle.models import routing
 from comingle.models.adapted import AdaptedModel
-from comingle.models.endings import chat_ends, generation_of
+from comingle.models.base import Base
+from comingle.models.chat_templates import ROLES, ChatTemplate, Message, require_characters
 from comingle.models.ensembles import WHY_NOT_ONE, EnsembleModel
-from comingle.models.generation import check_places, continue_texts
+from comingle.models.floral.model import FloralModel
+from comingle.models.floral_language import MixedLanguageModel
+from comingle.models.generation import as_tuple, check_places, continue_texts, read_sampling
 from comingle.models.hardware import torch_defaults
-from comingle.models.mixed import MixedLanguageModel
-from comingle.models.owning import merge_adapters, why_not_merged
-from comingle.models.person import Personal
+from comingle.models.merging import merge_adapters, why_not_merged
 from comingle.models.pretrained import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from comingle.models.sampling import read_sampling
+from comingle.models.routing import Routing, pieces, route
+from comingle.models.scoring import SampleScore, Score, score_streams
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.registry import load_object
 from comingle.utils.trees import Tree
+
+Losses = Callable[[Sequence[int], Tensor], Float[Tensor, "slots batch context"]]
+Gates = Callable[[], Float[Tensor, "layers slots n experts"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a run knows of a user's model besides its weights.
+
+    ``counts`` are amounts of data by split and unit, as ``train_tokens``; ``scores`` are measured, as
+    ``test_perplexity``. ``validate`` scores losses on the user's validation data, which is read only then.
+    """
+
+    method: str
+    kind: str
+    users: int
+    counts: Mapping[str, int]
+    scores: Mapping[str, float]
+    validate: Callable[[Losses, Gates | None], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written. ``lost`` has the perplexities of the user's validation data where the form is approximate."""
+
+    folder: Path
+    format: str
+    form: str
+    lost: Mapping[str, float] = field(default_factory=dict)
+
+
+CONVERSATIONS = "conversations"
+
+
+def chat_template_of(base: Base, about: About | None) -> ChatTemplate | None:
+    """Return the template that a model answers in: its base's, or the plain one if it was trained on conversations."""
+    if base.tokenizer is None:
+        return None
+    template = ChatTemplate(base.tokenizer, base.date)
+    return template if template.own or (about is not None and about.kind == CONVERSATIONS) else None
+
+
+def chat_ends(base: Base) -> tuple[int, ...]:
+    """Return the tokens that end a response: the tokenizer's, the template's, and those of the base's own settings.
+
+    Raises:
+        DataError: the base's template refuses a conversation of one turn, its tokenizer has no end of text, or the
+            end has no row in the embedding.
+    """
+    assert base.tokenizer is not None
+    ends = ChatTemplate(base.tokenizer, base.date).ends()
+    base.require_rows(ends, "the end of a response")
+    return tuple(dict.fromkeys([*ends, *base.ends]))
+
+
+def turn_end(base: Base, about: About | None) -> int | None:
+    """Return the token that ends a response in the template; None without a template or such a token."""
+    template = chat_template_of(base, about)
+    try:
+        return next(reversed(template.ends()), None) if template is not None else None
+    except DataError:  # of a template that was never used in training
+        return None
+
+
+def generation_of(base: Base, about: About | None) -> GenerationConfig:
+    """Return the settings for an exported model, which ends its texts where the user's model does."""
+    found = copy.deepcopy(base.model.generation_config)
+    assert found is not None
+    known = () if found.eos_token_id is None else as_tuple(found.eos_token_id)
+    last = turn_end(base, about)
+    ends = list(dict.fromkeys([*known, *base.ends, *(() if last is None else (last,))]))
+    found.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Personal:
+    """One user's model: a :class:`comingle.models.personal.PersonalModel`, or of samples a
+    :class:`comingle.models.personal_net.PersonalNet`.
+
+    Which of them it is, a recipe says as it is read, so both are asked in the same way.
+
+    Raises:
+        DataError: by what only the other one can do.
+    """
+
+    name: str
+    model: Any
+
+    @overload
+    def generate(
+        self, prompt: str | Sequence[Message], generation_config: GenerationConfig | None = None, **options: Any
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self, prompt: list[str] | tuple[str, ...], generation_config: GenerationConfig | None = None, **options: Any
+    ) -> list[str]: ...
+
+    def generate(self, prompt: Any, generation_config: GenerationConfig | None = None, **options: Any) -> Any:
+        """A text that goes on from ``prompt``, or a response; of a language model."""
+        raise self._has_no("generate")
+
+    def perplexity(self, text: str, *, context: int = 128) -> float:
+        """Perplexity of a text; of a language model."""
+        raise self._has_no("perplexity")
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """What it says of each next token; of a language model."""
+        raise self._has_no("logits")
+
+    def score(self, tokens: Tensor, *, context: int) -> Score:
+        """Loss of a stream of tokens; of a language model."""
+        raise self._has_no("score")
+
+    def route(self, text: str | Tensor, *, context: int = 128) -> Routing:
+        """Which expert each token goes to; of a language model with routers."""
+        raise self._has_no("route")
+
+    def merge(self) -> PreTrainedModel:
+        """A plain model of transformers; of a language model."""
+        raise self._has_no("merge")
+
+    def export(
+        self, folder: str | Path, *, format: str = "transformers", dtype: str | None = None, force: bool = False
+    ) -> Exported:
+        """Write the model for other programs; of a language model."""
+        raise self._has_no("export")
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Outputs for inputs; of a net."""
+        raise self._has_no("predict")
+
+    def evaluate(self, samples: Any) -> SampleScore:
+        """Mean loss and accuracy; of a net."""
+        raise self._has_no("evaluate")
+
+    def _has_no(self, asked: str) -> DataError:
+        here = type(self)
+        has = sorted(name for name, of in vars(Personal).items() if callable(of) and getattr(here, name) is not of)
+        has = ", ".join(name for name in has if not name.startswith("_"))
+        return DataError(f"user {self.name!r}: no {asked} of a {here.__name__}; it has model, {has}")
+
 
 _EXPORT = "comingle.export.exporting:export_personal"
 """Imported by name, since exports stand on runs."""
@@ -160,7 +301,7 @@ class PersonalModel(Personal):
         """Continue ``prompt``: a text for a text, a list for a list; the prompt itself is not returned.
 
         Messages (a list of ``{"role": ..., "content": ...}``) are put into the base's chat template, or into
-        comingle's plain one (:mod:`comingle.data.templates`), and what is returned is the response.
+        comingle's plain one (:mod:`comingle.models.chat_templates`), and what is returned is the response.
 
         Each prompt of a list is continued as it is alone, with ``seed`` of its own. Greedy without ``do_sample`` and
         ``temperature``; otherwise sampled, with ``top_p`` 0.95 and ``top_k`` 50 unless given. ``stop`` ends a text and
@@ -266,21 +407,21 @@ class PersonalModel(Personal):
             raise DataError(
                 f"user {self.name!r}: one mixture for all tokens here, so they have no experts to choose from"
             )
-        if not watching.routed(adapters := model.adapters):
+        if not routing.routed(adapters := model.adapters):
             raise DataError(f"user {self.name!r}: no routers in this model, so tokens have no experts to choose from")
         tokens = self._tokens(text) if isinstance(text, str) else torch.as_tensor(text, dtype=torch.int64)
         if not len(tokens):
             raise DataError(f"user {self.name!r}: a text without tokens cannot be routed")
         begin = model.base.begin if begins else None
         model.base.require_rows([*([] if begin is None else [begin]), *tokens.tolist()], "the text")
-        names = watching.expert_names(adapters, self.row)
+        names = routing.expert_names(adapters, self.row)
 
         def forward(part: Tensor) -> Tensor:
             adapters.bind(self.tensors, [self.row])
             model.backbone(input_ids=part.view(1, -1).to(model.base.device), use_cache=False)
-            return watching.gates(adapters)[:, 0, :, : len(names)]
+            return routing.gates(adapters)[:, 0, :, : len(names)]
 
-        with watching.watched(adapters), torch.compiler.set_stance("force_eager"):
+        with routing.watched(adapters), torch.compiler.set_stance("force_eager"):
             gates = route(forward, tokens, context=context, begin=begin)
         return Routing(tokens=tuple(pieces(self._tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)
 

@@ -10,16 +10,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.adapters.clustered.model import FloralModel
 from comingle.data.arrays import read_samples
 from comingle.data.samples import SampleBank, Samples
-from comingle.evaluation.losses import MSE, Loss, SampleScore
 from comingle.evaluation.samples import score_samples
-from comingle.models.copying import own_copy
+from comingle.models.floral.model import FloralModel
 from comingle.models.hardware import torch_defaults
-from comingle.models.person import Personal
+from comingle.models.model import own_copy
+from comingle.models.personal import Personal
+from comingle.models.routers import merge_models, mix_probabilities
+from comingle.models.scoring import MSE, Loss, SampleScore
 from comingle.models.stacked import StackedModel
-from comingle.routers.mixtures import merge_models, mix_probabilities
 from comingle.utils.errors import DataError
 from comingle.utils.trees import CLIENT_ROUTER, Tree
 

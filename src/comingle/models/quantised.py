@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.adapters.layouts import decoder_layers, linear_names
-from comingle.adapters.lora import base_weight
+from comingle.models.layouts import decoder_layers, linear_names
+from comingle.models.lora import base_weight
 from comingle.utils.errors import BaseModelError
 
 Bits = Literal["8bit", "4bit"]

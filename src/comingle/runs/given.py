@@ -19,8 +19,7 @@ from comingle.methods import Make, lent
 from comingle.methods.base import Method
 from comingle.models.base import Base, with_date
 from comingle.models.generation import check_places
-from comingle.models.given import GIVEN, given_base
-from comingle.models.language import load_base
+from comingle.models.loading import GIVEN, given_base, load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.utils.errors import BaseModelError, DataError, RecipeError
 

@@ -13,7 +13,7 @@ from comingle.config.settings import MEMORY
 from comingle.data.crowds import Crowd
 from comingle.engines.users import STORES
 from comingle.kinds.base import Kind, Materials, kind_of, later
-from comingle.models.digests import digest_tokenizer
+from comingle.models.folders import digest_tokenizer
 from comingle.runs.given import NOTHING, Given, lending
 from comingle.runs.session import describe, get_ready, prepare
 from comingle.utils.errors import DataError, RunError

@@ -14,10 +14,8 @@ from comingle.data.samples import SPLITS
 from comingle.engines.checkpoints import personal_tensors
 from comingle.engines.local import finetuned
 from comingle.kinds.base import kind_of
-from comingle.models.about import About, Gates, Losses
 from comingle.models.hardware import torch_defaults
-from comingle.models.person import Personal
-from comingle.models.personal import PersonalModel
+from comingle.models.personal import About, Gates, Losses, Personal, PersonalModel
 from comingle.tables.curves import curve_svg
 from comingle.tables.framing import html_of
 from comingle.tables.run_tables import render_run

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from comingle.evaluation.routing import Routing
-from comingle.models.sampling import Sampling
+from comingle.models.generation import Sampling
+from comingle.models.routing import Routing
 from comingle.serving.engine import Engine, Piece, Request
 from comingle.serving.prompts import Prompts
 from comingle.utils.errors import DataError, require_user

@@ -18,12 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
-from comingle.evaluation.routing import Routing
-from comingle.models.folding import cache_name
-from comingle.models.generation import max_places, place_of, stop_tokens
-from comingle.models.greedy import can_pad, padded_attention
+from comingle.models.ensembles import cache_name
+from comingle.models.generation import Sampling, can_pad, max_places, padded_attention, place_of, stop_tokens
 from comingle.models.personal import PersonalModel
-from comingle.models.sampling import Sampling
+from comingle.models.routing import Routing
 from comingle.serving.cache import RowCache
 from comingle.serving.rows import rows_of
 from comingle.serving.sampling import Chooser, Chosen

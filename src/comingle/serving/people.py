@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from comingle.adapters import native
 from comingle.kinds.base import kind_of
+from comingle.models.kernels import expert_mlp
 from comingle.models.personal import PersonalModel
 from comingle.runs.api import load
 from comingle.serving.finding import find_run
@@ -49,8 +49,8 @@ def open_people(run: Path, method: str | None = None) -> People:
     models = {name: cast(PersonalModel, opened.user(name)) for name in opened.users}
     base = next(iter(models.values())).model.base
     wanted = opened.recipe.runtime.compile is not False and base.model.num_parameters() >= WORTH_COMPILING
-    if wanted and native.fits(base.device, base.dtype):
-        native.enable(cache_folder() / "native")
+    if wanted and expert_mlp.fits(base.device, base.dtype):
+        expert_mlp.enable(cache_folder() / "native")
     prepare(base.model)
     template = getattr(base.tokenizer, "chat_template", None)
     return People(models=models, answers=kind_of(opened.recipe).name in TURNS or bool(template))

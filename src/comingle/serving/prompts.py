@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from comingle.data.templates import ChatTemplate, Message
 from comingle.models.base import Base
-from comingle.models.endings import chat_ends
+from comingle.models.chat_templates import ChatTemplate, Message
 from comingle.models.generation import encode_prompt
+from comingle.models.personal import chat_ends
 from comingle.utils.errors import DataError
 
 

@@ -14,15 +14,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from comingle.adapters import native
-from comingle.adapters.clustered.model import FloralModel
-from comingle.adapters.decoding import RowsLinear
-from comingle.adapters.lora import LoraLinear
-from comingle.adapters.residual import OUT
 from comingle.models.adapted import AdaptedModel
-from comingle.models.copying import share_weights
 from comingle.models.ensembles import EnsembleModel, mix_forward
-from comingle.models.mixed import MixedLanguageModel
+from comingle.models.floral.model import FloralModel
+from comingle.models.floral_language import MixedLanguageModel
+from comingle.models.kernels import expert_mlp
+from comingle.models.kernels.decoding import RowsLinear
+from comingle.models.lora import OUT, LoraLinear
+from comingle.models.model import share_weights
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedModel
 from comingle.utils.trees import CLIENT_ROUTER, Tree, lora_pairs
@@ -145,14 +144,14 @@ def rows_of(people: Mapping[str, PersonalModel], most: int) -> Rows:
 def prepare(network: PreTrainedModel) -> None:
     """Make a base ready for steps of few rows on a CPU, in place.
 
-    Compiled code (:mod:`comingle.adapters.decoding`), where it is in use, takes weights as they are. Elsewhere float32
-    is stored column by column: PyTorch's products with few rows are faster so. For a base that nobody else has, as
-    transformers does not save weights that lie so. Measured with 8 rows on SmolLM2-135M, one thread: a step in 128 ms
-    in place of 168; with one row little changes.
+    Compiled code (:mod:`comingle.models.kernels.decoding`), where it is in use, takes weights as they are. Elsewhere
+    float32 is stored column by column: PyTorch's products with few rows are faster so. For a base that nobody else has,
+    as transformers does not save weights that lie so. Measured with 8 rows on SmolLM2-135M, one thread: a step in 128
+    ms in place of 168; with one row little changes.
     """
     for module in network.modules():
         weight = module.weight if isinstance(module, nn.Linear) else None
-        if weight is None or native.is_enabled() or (weight.device.type, weight.dtype) != ("cpu", torch.float32):
+        if weight is None or expert_mlp.is_enabled() or (weight.device.type, weight.dtype) != ("cpu", torch.float32):
             continue
         weight.data = weight.data.t().contiguous().t()
 

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.models.generation import chooser_of
-from comingle.models.sampling import Sampling
+from comingle.models.generation import Sampling, chooser_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from comingle.models.sampling import Sampling
+from comingle.models.generation import Sampling
 
 UNSUPPORTED = "unsupported"
 """Type of the error for a key of the standard with a value that is not supported."""

@@ -10,7 +10,6 @@ from comingle.config import Recipe
 from comingle.data.crowds import Crowd
 from comingle.data.samples import Samples, UserSamples, check
 from comingle.data.splits import told_unseen, unseen_labels
-from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Materials
 from comingle.kinds.samples.folders import class_folders, find_splits
 from comingle.kinds.samples.kind import SamplesKind, as_real, check_classes, section, usual_net
@@ -18,6 +17,7 @@ from comingle.kinds.samples.parting import part
 from comingle.kinds.samples.population import Population
 from comingle.kinds.samples.reading import Remarks, look_of, numbered, read_source, shared_classes
 from comingle.models.base import Base
+from comingle.models.scoring import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.store.grouping import Spool
 from comingle.store.turns import Some, Turns, in_turn
 from comingle.utils.errors import DataError

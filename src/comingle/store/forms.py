@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comingle.data.batches import PAD
 from comingle.data.pack import UserData
 from comingle.data.samples import SPLITS, Samples, UserSamples
 from comingle.kinds.conversations.answers import Answers, UserAnswers
+from comingle.models.windows import PAD
 
 Arrays = Mapping[str, Tensor]
 

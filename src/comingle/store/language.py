@@ -15,7 +15,6 @@ from comingle.data.partition import REPEATED, Overlap, UserText, find_overlap
 from comingle.data.repeated import Repeated
 from comingle.data.rows import choose_users
 from comingle.data.sources import iterate_documents, no_texts, where_of
-from comingle.data.templates import ChatTemplate
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations import kind as conversations
 from comingle.kinds.conversations.answers import UserAnswers
@@ -32,7 +31,8 @@ from comingle.kinds.language import require_rows, rows_key
 from comingle.kinds.text.kind import TextKind
 from comingle.kinds.text.reading import check_limits, limits_of, options_of, split_group, user_readers
 from comingle.models.base import Base, tokenizer_of
-from comingle.models.digests import digest_tokenizer
+from comingle.models.chat_templates import ChatTemplate
+from comingle.models.folders import digest_tokenizer
 from comingle.store.grouping import Spool
 from comingle.store.tokens import PopulationWriter
 from comingle.store.turns import Some, Turns, in_turn

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from comingle.config import parse_recipe
 from comingle.engines.mixing import mixture_at_users
-from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.models.personal_net import MixtureOfModels, personal_net
+from comingle.models.routers import ClientMixture
+from comingle.models.scoring import CROSS_ENTROPY
 from comingle.models.stacked import stack
-from comingle.routers.mixtures import ClientMixture
 from comingle.runs.api import run
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import RecipeError

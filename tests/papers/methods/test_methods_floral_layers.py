@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.adapters.clustered.wrap import floral
 from comingle.engines.mixing import mixture_at_users
 from comingle.federation.checking import check_upload
 from comingle.methods import make
 from comingle.methods.server import Received
+from comingle.models.floral.wrapper import floral
 from comingle.papers.methods.client_routers import by_layer
 from comingle.papers.methods.mixtures import ClusterSteps
 from comingle.protocol.messages import LOSS

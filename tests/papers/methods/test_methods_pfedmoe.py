@@ -10,8 +10,8 @@ import torch
 from linear_task import EVERYONE, RATE, batches, samples_of, unequal
 from torch import Tensor, nn
 
-from comingle.models.gated import GatedPair
 from comingle.models.personal_net import personal_net
+from comingle.models.stacked import GatedPair
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import RecipeError
 from federations import exchange, local_round

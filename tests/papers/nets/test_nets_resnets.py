@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.models.nets import make_net
+from comingle.models.scoring import CROSS_ENTROPY
 from comingle.models.stacked import stack
 from comingle.papers.nets.resnets import STAGES, make_resnet
 from comingle.utils.seeds import generator

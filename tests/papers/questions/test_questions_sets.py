@@ -15,10 +15,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from comingle.data.batches import PAD, hide, inputs_of
-from comingle.data.templates import Encoded
 from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, check_answers, encode, pool_answers
-from comingle.models.byte_tokenizer import EOS, byte_tokenizer
+from comingle.models.chat_templates import Encoded
+from comingle.models.random_bases import EOS, byte_tokenizer
+from comingle.models.windows import PAD, hide, inputs_of
 from comingle.papers.questions.rows import LABELS, ask
 from comingle.papers.questions.sets import QUESTIONS, make_questions
 from comingle.utils.errors import DataError, RecipeError

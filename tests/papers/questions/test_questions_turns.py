@@ -14,7 +14,7 @@ from comingle.config import Recipe, parse_recipe
 from comingle.data.crowds import Crowd
 from comingle.data.samples import SPLITS
 from comingle.kinds.base import kind_of
-from comingle.models.language import load_base
+from comingle.models.loading import load_base
 from comingle.papers.questions.rows import LABELS
 from comingle.papers.questions.sets import QUESTIONS
 from comingle.runs import api

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from comingle.adapters.lora import lora_scale
 from comingle.config import Recipe
+from comingle.models.lora import lora_scale
 from comingle.papers.questions.rows import LABELS
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
 from comingle.papers.reproduce.runner import run_cells, scores

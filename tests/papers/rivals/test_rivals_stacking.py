@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.data.batches import PAD, evaluation_windows, inputs_of
 from comingle.data.pack import UserData
 from comingle.engines.local import settle
 from comingle.engines.rounds import run_rounds
 from comingle.models.personal import PersonalModel
+from comingle.models.routers import mix_losses
+from comingle.models.windows import PAD, evaluation_windows, inputs_of
 from comingle.papers.rivals.likelihood import likeliest
-from comingle.routers.mixtures import mix_losses
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.trees import CLIENT_ROUTER
 from federations import exchange, local_round

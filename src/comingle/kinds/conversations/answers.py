@@ -15,8 +15,8 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from comingle.data.batches import PAD, hide
-from comingle.data.templates import Encoded, begin_of
+from comingle.models.chat_templates import Encoded, begin_of
+from comingle.models.windows import PAD, hide
 from comingle.utils.errors import DataError
 
 Split = Literal["train", "valid", "test"]
@@ -34,7 +34,7 @@ class Question:
 class Answers:
     """Conversations of one user, one a row of ``windows``, filled with ``PAD``.
 
-    Tokens that carry no loss, which is on responses, are hidden (:func:`comingle.data.batches.hide`). Response i,
+    Tokens that carry no loss, which is on responses, are hidden (:func:`comingle.models.windows.hide`). Response i,
     ``references[i]`` as text, is in row ``owners[i]``, after ``prompt_tokens[i]`` tokens. ``limit`` is how many tokens
     the longest response of the user has, its end included; ``ends`` are the tokens that end one. ``measures`` is what
     is reported of it, first that by which models are compared: see :mod:`comingle.evaluation.answers`.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from comingle.config import Recipe
-from comingle.data.templates import ChatTemplate
 from comingle.kinds.conversations.encoding import check_small, encode_users, enough
 from comingle.kinds.conversations.reading import read_users
 from comingle.kinds.conversations.section import ConversationsSection
 from comingle.kinds.text.checking import tokenizer_here
+from comingle.models.chat_templates import ChatTemplate
 
 
 def count_here(recipe: Recipe, data: ConversationsSection, validates: bool) -> tuple[dict[str, int], set[str]]:

@@ -11,10 +11,10 @@ from typing import Any
 from comingle.data.bad_rows import BadRows
 from comingle.data.pack import list_small
 from comingle.data.samples import SPLITS
-from comingle.data.templates import ChatTemplate, Encoded
 from comingle.kinds.conversations.answers import UserAnswers, as_answers
 from comingle.kinds.conversations.reading import Placed, UserConversations
 from comingle.kinds.conversations.section import ConversationsSection
+from comingle.models.chat_templates import ChatTemplate, Encoded
 from comingle.utils.errors import DataError
 
 logger = logging.getLogger("comingle")

@@ -9,11 +9,9 @@ from typing import Any, cast
 from comingle.config import Recipe
 from comingle.config.settings import Training
 from comingle.data.bad_rows import BadRows
-from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
 from comingle.data.partition import UserText
 from comingle.data.samples import SPLITS
-from comingle.data.templates import ChatTemplate
 from comingle.engines.client import Clients
 from comingle.engines.users import batch_size
 from comingle.kinds.base import LoadBase, Materials, always_there, count_trainers
@@ -35,7 +33,9 @@ from comingle.kinds.text.kind import LanguageKind, anybody_validates
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import tokenizer_of
+from comingle.models.chat_templates import ChatTemplate
 from comingle.models.model import Model
+from comingle.models.windows import PAD
 from comingle.utils.errors import DataError
 from comingle.utils.inputs import DATE
 

@@ -11,11 +11,13 @@ from itertools import pairwise
 from typing import Any
 
 from comingle.data.rows import field_of, has_column
-from comingle.data.templates import ASSISTANT, ROLES
+from comingle.models.chat_templates import ASSISTANT, ROLES
 from comingle.utils.errors import did_you_mean
 
 Messages = tuple[dict[str, Any], ...]
-"""A conversation: ``role`` and ``content`` of each message, and what :data:`comingle.data.templates.Message` names."""
+"""A conversation: ``role`` and ``content`` of each message, and what :data:`comingle.models.chat_templates.Message`
+names.
+"""
 
 Remark = Callable[[str], None]
 """Called with what a row has, as "an empty message of the user"."""

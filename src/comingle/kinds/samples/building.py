@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from comingle.adapters.clustered.wrap import adaptor_size, floral
 from comingle.config import Recipe
 from comingle.config.settings import Training
 from comingle.data.crowds import Crowd, listed
@@ -22,9 +21,9 @@ from comingle.kinds.samples.feed import SampleFeed
 from comingle.kinds.samples.nets import check_net, net_maker, net_name
 from comingle.kinds.samples.population import Population
 from comingle.methods.base import Method
-from comingle.models.gated import gated_pair
+from comingle.models.floral.wrapper import adaptor_size, floral
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype
-from comingle.models.stacked import StackedModel, stack
+from comingle.models.stacked import StackedModel, gated_pair, stack
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.trees import ADAPTOR, BASE
 

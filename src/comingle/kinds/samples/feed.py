@@ -12,17 +12,16 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from comingle.config.settings import Training
-from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
 from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
 from comingle.engines.feeds import Predict
 from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions
-from comingle.evaluation.losses import Loss, SampleScore
-from comingle.evaluation.perplexity import Gates
 from comingle.evaluation.samples import score_samples
 from comingle.kinds.samples.population import Augment
 from comingle.methods.cohort import Phase, Stream
+from comingle.models.scoring import Gates, Loss, SampleScore
+from comingle.models.windows import PAD
 from comingle.utils.errors import DataError
 from comingle.utils.seeds import generator
 

@@ -12,7 +12,6 @@ from comingle.config.settings import Training
 from comingle.data.samples import Samples, UserSamples, pool_samples
 from comingle.data.splits import warn_unseen
 from comingle.engines.client import Clients
-from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Kind, LoadBase, Materials
 from comingle.kinds.samples.building import build_nets, check_on_nets, net_model
 from comingle.kinds.samples.given import TAKEN, read_given, takes
@@ -23,6 +22,7 @@ from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.model import Model
 from comingle.models.personal_net import PersonalNet, personal_net
+from comingle.models.scoring import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.models.stacked import StackedModel
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.trees import Tree

@@ -14,7 +14,7 @@ from torch.func import vmap
 from comingle.config import Recipe
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.population import MakeNet, Population
-from comingle.models.calling import call_with
+from comingle.models.model import call_with
 from comingle.models.nets import make_net
 from comingle.utils.errors import RecipeError
 from comingle.utils.seeds import derive

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from comingle.data.samples import UserSamples
-from comingle.evaluation.losses import Loss, find_loss
+from comingle.models.scoring import Loss, find_loss
 
 Augment = Callable[[Sequence[int], Tensor, torch.Generator], Tensor]
 """Changes train inputs ``(users, batch, ...)`` of the given users at random."""

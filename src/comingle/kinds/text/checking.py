@@ -7,13 +7,12 @@ import os
 from comingle.config import Recipe
 from comingle.data.pack import check, find_shortage, pack, with_validation
 from comingle.data.partition import UserText, mix_held_out
-from comingle.data.templates import begin_of
 from comingle.kinds.text.reading import read_users, token_limits
 from comingle.kinds.text.section import TextSection
-from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.families import PREFIX
+from comingle.models.chat_templates import begin_of
 from comingle.models.folders import load_tokenizer
 from comingle.models.pretrained import PreTrainedTokenizerBase
+from comingle.models.random_bases import PREFIX, byte_tokenizer
 from comingle.utils.names import is_named
 from comingle.utils.records import expand_home
 

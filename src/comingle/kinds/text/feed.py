@@ -10,14 +10,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from comingle.config.settings import Training
-from comingle.data.batches import PAD, evaluation_windows, fixed_windows, random_windows
 from comingle.data.crowds import listed
 from comingle.data.pack import UserData
 from comingle.engines.feeds import SCORED_PER_SLOT, Feed, Predict
 from comingle.engines.training import Portions, portions
-from comingle.evaluation.perplexity import Gates, Score, score_streams
 from comingle.methods.cohort import Phase
 from comingle.models.hardware import require_bytes
+from comingle.models.scoring import Gates, Score, score_streams
+from comingle.models.windows import PAD, evaluation_windows, fixed_windows, random_windows
 from comingle.utils.seeds import generator
 
 

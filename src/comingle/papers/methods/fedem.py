@@ -7,7 +7,7 @@ from comingle.methods.client import Client, Part
 from comingle.methods.cohort import Cohort, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import Models
-from comingle.routers.mixtures import ClientMixture
+from comingle.models.routers import ClientMixture
 from comingle.utils.trees import ADAPTOR, STATISTICS
 
 

@@ -6,9 +6,9 @@ from comingle.methods.base import Method
 from comingle.methods.cohort import ROUTERS, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import CountOrNone, Models, NotNegative, Positive
+from comingle.models.routers import ClientMixture
 from comingle.papers.methods.client_routers import WarmUp
 from comingle.papers.methods.mixtures import TRAINED, ClusterSteps, Entropic, client_mixture
-from comingle.routers.mixtures import ClientMixture
 from comingle.utils.errors import RecipeError
 
 

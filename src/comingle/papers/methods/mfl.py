@@ -5,8 +5,8 @@ from __future__ import annotations
 from comingle.methods.base import Method
 from comingle.methods.cohort import ROUTERS, Phase
 from comingle.methods.settings import Models, Positive
+from comingle.models.routers import ClientMixture
 from comingle.papers.methods.mixtures import Entropic, client_mixture
-from comingle.routers.mixtures import ClientMixture
 from comingle.utils.trees import ADAPTOR, STATISTICS
 
 MODELS = frozenset({ADAPTOR})

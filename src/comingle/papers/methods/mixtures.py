@@ -12,8 +12,8 @@ from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Part
 from comingle.methods.cohort import Cohort, Phase
 from comingle.methods.server import MODEL_PREFIX, Mean, Received, Reported, Server, aggregation_weights, model_of
+from comingle.models.routers import ClientMixture
 from comingle.papers.methods.client_routers import by_layer
-from comingle.routers.mixtures import ClientMixture
 from comingle.utils.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
 
 TRAINED = frozenset({BASE, ADAPTOR})

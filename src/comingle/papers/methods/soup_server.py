@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.methods.server import Received, Server, ServerSetup
+from comingle.models.routers import NEVER, softmax_mixture
 from comingle.papers.methods.merging import (
     column_shares,
     fixed_step,
@@ -21,7 +22,6 @@ from comingle.papers.methods.merging import (
 )
 from comingle.papers.methods.pruning import Keys, keys, largest
 from comingle.papers.methods.soups import MERGING, soup_of, start_soup
-from comingle.routers.mixtures import NEVER, softmax_mixture
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
 

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from comingle.data.bad_rows import BadRows
 from comingle.data.row_files import Row, read_json
-from comingle.data.templates import Encoded
 from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, encode
+from comingle.models.chat_templates import Encoded
 from comingle.papers.decoded import iterate_values
 from comingle.papers.questions.rows import COLUMNS, QUESTIONS_OF
 from comingle.utils.errors import DataError, RecipeError, did_you_mean

@@ -9,12 +9,12 @@ from typing import Any
 
 from comingle.config import Recipe
 from comingle.data.crowds import Crowd
-from comingle.data.templates import Encoded
 from comingle.kinds.base import Kind, Materials
 from comingle.kinds.conversations.answers import Question, UserAnswers, check_answers, encode
 from comingle.kinds.language import require_rows, rows_key
 from comingle.models.base import Base, tokenizer_of
-from comingle.models.digests import digest_tokenizer
+from comingle.models.chat_templates import Encoded
+from comingle.models.folders import digest_tokenizer
 from comingle.papers.questions.section import QuestionsSection
 from comingle.papers.questions.sets import (
     Parts,

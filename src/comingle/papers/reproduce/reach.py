@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from comingle.models.hub import cached_folder, hub_answers, is_offline
-from comingle.models.sources import is_public
+from comingle.models.loading import cached_folder, hub_answers, is_offline, is_public
 from comingle.papers.recipes import published_runs
 from comingle.papers.reproduce.plan import Cell, Plan
 from comingle.utils.errors import RunError

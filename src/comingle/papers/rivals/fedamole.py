@@ -15,9 +15,8 @@ from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Part, joint
 from comingle.methods.cohort import Cohort
 from comingle.methods.settings import Count, CountOrNone, Range
+from comingle.models.routers import Router, balance_penalty, gate, init_router
 from comingle.papers.rivals.fedamole_server import Assigning, keys_of
-from comingle.routers.penalties import balance_penalty
-from comingle.routers.token import Router, gate, init_router
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init
 
 SHARED = frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER})

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.adapters.lora import init_a
 from comingle.methods.server import MODEL_PREFIX, NEVER, Received, Server, ServerSetup, model_of, weighted_sums
+from comingle.models.lora import init_a
 from comingle.utils.errors import DivergenceError, RecipeError
 from comingle.utils.seeds import generator
 from comingle.utils.trees import ROUTER, Tree

@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.lora import init_zero
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Part
 from comingle.methods.cohort import ROUTERS, Cohort, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import Count, Range
-from comingle.routers.token import Router
+from comingle.models.lora import init_zero
+from comingle.models.routers import Router
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init, lora_pairs
 
 GLOBAL = frozenset({ATTENTION, GENERALIST})

@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.residual import IN, OUT, RESIDUAL
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client
 from comingle.methods.cohort import Phase
 from comingle.methods.server import MODEL_PREFIX, Mean, Received
 from comingle.methods.settings import CountOrNone
+from comingle.models.lora import IN, OUT, RESIDUAL
 from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 LORA = frozenset({ATTENTION, GENERALIST})

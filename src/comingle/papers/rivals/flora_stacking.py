@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from comingle.adapters.lora import init_a
-from comingle.adapters.residual import RESIDUAL
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Part
 from comingle.methods.cohort import Cohort, Phase
 from comingle.methods.server import Mean, Received
 from comingle.methods.settings import CountOrNone
+from comingle.models.lora import RESIDUAL, init_a
 from comingle.papers.rivals.fedex import add_to
 from comingle.utils.seeds import generator
 from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs

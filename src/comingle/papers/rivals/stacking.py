@@ -12,8 +12,8 @@ from comingle.methods.client import Client, Part, joint
 from comingle.methods.cohort import ROUTERS, Cohort
 from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Range
+from comingle.models.routers import ClientMixture
 from comingle.papers.rivals.likelihood import best_powers, likeliest
-from comingle.routers.mixtures import ClientMixture
 from comingle.utils.trees import CLIENT_ROUTER, GENERALIST
 
 MODELS = 2

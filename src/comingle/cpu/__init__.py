@@ -1,1 +1,0 @@
-"""What is made for processors alone, beside mixtures (:mod:`comingle.adapters.native`): losses and causal attention."""

@@ -1,0 +1,451 @@
+"""Adapted layers of FLoRAL: linear, convolution and embedding layers with one LoRA per cluster.
+
+Every low-rank form of FLoRAL is one product of two matrices per group of channels. A kernel dimension belongs either
+to the inner factor (which reads the layer's input) or to the outer one (which writes its output)::
+
+    delta[i, j, s] = sum_w outer[i, w, s_outer] inner[w, j, s_inner]
+    matrix[(i, s_outer), (j, s_inner)] = (outer_matrix @ inner_matrix)[(i, s_outer), (j, s_inner)]
+
+A linear has no kernel. Of a convolution, "channel" puts both dimensions into the cheaper factor ("in" and "out" say
+which), "balanced-2d" one into each; "linear" is "channel" kept and preconditioned as two matrices (eq. 41); "filter"
+is "balanced-2d" whose inner width is rank times the output channels (eq. 39).
+
+The output is ``base(x) + alpha * sum_c pi_c adaptor_c(x)`` (FLoRAL eq. 1 and (FML)). Adaptors are stacked parameters
+with the clusters on the leading axis. The mixture is computed once per forward pass of the whole model and read by all
+layers from one :class:`Mixture`; the router is registered in one place only.
+
+``W + alpha * sum_c pi_c U_c V_c`` (FLoRAL eq. 1, App. F.1) with the inner factor ``a`` drawn at random and the outer
+factor ``b`` zero, as in LoRA (Hu et al. 2021) and FLoRAL's public code (its section 3.2 says the reverse), and
+``bias + alpha * sum_c pi_c bias_c``. No change of the full size is formed in a forward pass.
+
+Stride, padding and dilation of a dimension go to the factor that holds that dimension of the kernel; the other factor
+keeps the resolution there. So the pair equals one convolution with the materialised weight, for every padding mode:
+the inner factor has no bias and works on each line of the outer dimensions alone, so padding them can wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from comingle.models.lora import init_zero
+from comingle.utils.trees import Init
+
+ConvForm = Literal["balanced-2d", "channel", "in", "out", "filter", "linear", "none"]
+CONV_FORMS: tuple[str, ...] = get_args(ConvForm)
+
+Clustered = Float[Tensor, "..."]
+"""A tensor with any leading dimensions (users, clusters)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Shapes of one adaptor's factors, without users and clusters.
+
+    ``width`` is the inner width of each group, ``inside`` tells which kernel dimensions the inner factor holds.
+    ``kind`` "linear" stores both factors as matrices, "conv" as convolution kernels. ``transposed``: the base keeps
+    its weight as (d_in, d_out), as the Conv1D of GPT-2 does.
+    """
+
+    kind: Literal["linear", "conv"]
+    d_in: int
+    d_out: int
+    width: int = 1
+    kernel: tuple[int, ...] = ()
+    inside: tuple[bool, ...] = ()
+    groups: int = 1
+    transposed: bool = False
+
+    @property
+    def inner_kernel(self) -> tuple[int, ...]:
+        """Kernel of the inner factor: 1 where the dimension belongs to the outer one."""
+        return tuple(size if inside else 1 for size, inside in zip(self.kernel, self.inside, strict=True))
+
+    @property
+    def outer_kernel(self) -> tuple[int, ...]:
+        """Kernel of the outer factor."""
+        return tuple(1 if inside else size for size, inside in zip(self.kernel, self.inside, strict=True))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a group's matrix: output channels times the outer kernel."""
+        return self.d_out // self.groups * math.prod(self.outer_kernel)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a group's matrix: input channels times the inner kernel; also the inner factor's fan-in."""
+        return self.d_in // self.groups * math.prod(self.inner_kernel)
+
+    @property
+    def inner_shape(self) -> tuple[int, ...]:
+        """Shape of the inner factor."""
+        tail = (self.columns,) if self.kind == "linear" else (self.d_in // self.groups, *self.inner_kernel)
+        return (self.groups * self.width, *tail)
+
+    @property
+    def outer_shape(self) -> tuple[int, ...]:
+        """Shape of the outer factor."""
+        if self.kind == "linear":
+            return (self.groups * self.rows, self.width)
+        return (self.d_out, self.width, *self.outer_kernel)
+
+    @property
+    def size(self) -> int:
+        """Parameters of one adaptor."""
+        return math.prod(self.inner_shape) + math.prod(self.outer_shape)
+
+    @property
+    def base_size(self) -> int:
+        """Entries of the base weight."""
+        return self.d_out * self.d_in // self.groups * math.prod(self.kernel)
+
+    def inner_matrix(self, inner: Clustered) -> Float[Tensor, "... groups width columns"]:
+        """The inner factor as one matrix per group."""
+        lead = inner.shape[: inner.ndim - len(self.inner_shape)]
+        return inner.reshape(*lead, self.groups, self.width, self.columns)
+
+    def inner_of(self, matrix: Float[Tensor, "... groups width columns"]) -> Clustered:
+        """The inverse of :meth:`inner_matrix`."""
+        return matrix.reshape(*matrix.shape[:-3], *self.inner_shape)
+
+    def outer_matrix(self, outer: Clustered) -> Float[Tensor, "... groups rows width"]:
+        """The outer factor as one matrix per group."""
+        lead = outer.shape[: outer.ndim - len(self.outer_shape)]
+        if self.kind == "conv":
+            # The rank is the second axis of a convolution kernel; the matrix has it last.
+            outer = outer.reshape(*lead, self.d_out, self.width, -1).transpose(-1, -2)
+        return outer.reshape(*lead, self.groups, self.rows, self.width)
+
+    def outer_of(self, matrix: Float[Tensor, "... groups rows width"]) -> Clustered:
+        """The inverse of :meth:`outer_matrix`."""
+        lead = matrix.shape[:-3]
+        if self.kind == "conv":
+            matrix = matrix.reshape(*lead, self.d_out, -1, self.width).transpose(-1, -2)
+        return matrix.reshape(*lead, *self.outer_shape)
+
+    def weight(self, matrix: Float[Tensor, "... groups rows columns"]) -> Clustered:
+        """The change of the base weight, in the base weight's own shape."""
+        lead = matrix.shape[:-3]
+        split = matrix.reshape(
+            *lead, self.d_out, *self.outer_kernel, self.d_in // self.groups, *self.inner_kernel
+        )  # (..., out, *outer_kernel, in, *inner_kernel)
+        first, dims = len(lead), len(self.kernel)
+        order = [first, first + dims + 1]
+        for dim in range(1, dims + 1):  # of each dimension's two sizes one is 1, so they merge into the kernel's
+            order += [first + dim, first + dims + 1 + dim]
+        weight = split.permute(*range(first), *order).reshape(*lead, self.d_out, self.d_in // self.groups, *self.kernel)
+        return weight.mT if self.transposed else weight
+
+    def with_rank(self, rank: int, form: str = "channel") -> Geometry:
+        """The same form with another rank, cut at the rank that a change of the base weight can have at all."""
+        unit = self.d_out // self.groups if form == "filter" else 1
+        full = math.ceil(min(self.rows, self.columns) / unit)
+        return replace(self, width=unit * min(rank, full))
+
+
+def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], groups: int) -> Geometry:
+    """The cheapest arrangement of a form, at rank 1 (App. F.1: the split is chosen so that the rank is largest).
+
+    With one kernel dimension there is nothing to balance: "balanced-2d" and "filter" then give it to the cheaper side.
+    """
+    kind: Literal["linear", "conv"] = "linear" if form == "linear" else "conv"
+    every = [
+        Geometry(kind=kind, d_in=d_in, d_out=d_out, kernel=kernel, inside=inside, groups=groups)
+        for inside in _splits(form, len(kernel))
+    ]
+    return min(every, key=lambda geometry: geometry.size).with_rank(1, form)
+
+
+def _splits(form: str, dims: int) -> Iterator[tuple[bool, ...]]:
+    if form in ("balanced-2d", "filter") and dims == 2:
+        yield from ((False, True), (True, False))
+    else:
+        if form != "out":
+            yield (True,) * dims
+        if form != "in":
+            yield (False,) * dims
+
+
+class Mixture:
+    """Where the layers of one model find the mixture of the forward pass under way."""
+
+    value: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mixture:
+        """An empty one: a mixture may hold a graph, and belongs to its own model's forward pass."""
+        return Mixture()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The names of one low-rank adaptor's two factors and of the base weight that they change."""
+
+    inner: str
+    outer: str
+    weight: str
+    alpha: float
+    geometry: Geometry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offset:
+    """The names of an adaptor that is added as it is (biases and norms) and of what it is added to.
+
+    ``dims`` is the number of axes of the base's tensor; the clusters' axis comes right before them.
+    """
+
+    adaptor: str
+    base: str
+    alpha: float
+    dims: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Every adaptor of a model: the low-rank ones and the added ones."""
+
+    factors: tuple[Pair, ...] = ()
+    offsets: tuple[Offset, ...] = ()
+
+
+class AdaptedLayer(nn.Module, ABC):
+    """A layer beside its clusters' adaptors; ``place`` is its number among a model's."""
+
+    place = 0
+
+    def __init__(self, base: nn.Module, *, num_clusters: int, alpha: float, mixture: Mixture):
+        super().__init__()
+        self.base = base
+        self.num_clusters = num_clusters
+        self.alpha = alpha
+        self.mixture = mixture
+
+    def shares(self, like: Tensor) -> Float[Tensor, " clusters"]:
+        """``alpha * pi`` in the dtype of ``like``."""
+        value = self.mixture.value
+        if value is None:
+            raise RuntimeError("an adapted layer was called outside the model's forward; call it inside model.mixing()")
+        return self.alpha * self.of_mixture(value).to(like.dtype)
+
+    def of_mixture(self, mixture: Float[Tensor, "*layers clusters"]) -> Float[Tensor, " clusters"]:
+        """The layer's own vector, where each layer has one."""
+        return mixture if mixture.ndim == 1 else mixture[self.place]
+
+    @abstractmethod
+    def initialisers(self) -> dict[str, Init]:
+        """For each of the layer's own parameters how its initial value is drawn."""
+
+    @abstractmethod
+    def pairs(self, prefix: str) -> Pairs:
+        """The layer's adaptors, their names led by ``prefix``."""
+
+    @abstractmethod
+    def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
+        """The base with the mixed adaptor added to its own tensors, in place; ``shares`` is ``alpha * pi``."""
+
+    def offset(self, prefix: str, name: str) -> Offset:
+        """The adaptor ``name`` of the base's tensor of the same name."""
+        dims = tensor(self.base, name).ndim
+        return Offset(adaptor=f"{prefix}{name}", base=f"{prefix}base.{name}", alpha=self.alpha, dims=dims)
+
+    def reset(self, generator: torch.Generator | None) -> None:
+        """Draw the layer's own parameters anew (None: from torch's global stream)."""
+        with torch.no_grad():
+            for name, draw in self.initialisers().items():
+                parameter = self.get_parameter(name)
+                parameter.copy_(draw(tuple(parameter.shape), generator or torch.default_generator))
+
+    def clustered(self, shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
+        """A parameter of zeros ``(clusters, *shape)``, in the dtype and on the device of ``like``."""
+        return nn.Parameter(torch.zeros(self.num_clusters, *shape, dtype=like.dtype, device=like.device))
+
+    def extra_repr(self) -> str:
+        """What ``print(model)`` shows."""
+        shapes = {name: tuple(p.shape) for name, p in self.named_parameters(recurse=False)}
+        return ", ".join(f"{name}={shape}" for name, shape in shapes.items())
+
+
+def tensor(module: nn.Module, name: str) -> Tensor:
+    """The module's parameter or buffer; ``get_parameter`` refuses what ``torch.func.functional_call`` puts there."""
+    value = getattr(module, name)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def mix(shares: Float[Tensor, " clusters"], adaptors: Float[Tensor, "clusters ..."]) -> Tensor:
+    """``sum_c shares_c adaptors_c``."""
+    return torch.tensordot(shares, adaptors, dims=1)
+
+
+def uniform(fan_in: int) -> Init:
+    """Uniform in +-sqrt(6 / fan_in), the public code's start of the inner factor."""
+    bound = math.sqrt(6 / fan_in)
+
+    def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.rand(shape, generator=generator) * (2 * bound) - bound
+
+    return draw
+
+
+class LowRankLayer(AdaptedLayer):
+    """``a`` is ``(clusters, *inner_shape)``, ``b`` ``(clusters, *outer_shape)``, ``bias`` ``(clusters, d_out)``.
+
+    Without a geometry there are no factors; without ``bias``, or where the base has none, there is no bias adaptor.
+    """
+
+    a: nn.Parameter | None
+    b: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        base: nn.Module,
+        *,
+        geometry: Geometry | None,
+        bias: bool,
+        num_clusters: int,
+        alpha: float,
+        mixture: Mixture,
+    ):
+        super().__init__(base, num_clusters=num_clusters, alpha=alpha, mixture=mixture)
+        self.geometry = geometry
+        weight, own_bias = base.get_parameter("weight"), base._parameters.get("bias")
+        self.a = self.clustered(geometry.inner_shape, weight) if geometry else None
+        self.b = self.clustered(geometry.outer_shape, weight) if geometry else None
+        self.bias = self.clustered(tuple(own_bias.shape), own_bias) if bias and own_bias is not None else None
+
+    @abstractmethod
+    def low_rank(self, x: Tensor, shares: Float[Tensor, " clusters"]) -> Tensor:
+        """``sum_c shares_c U_c V_c x``."""
+
+    @abstractmethod
+    def spread(self, bias: Float[Tensor, " d_out"]) -> Tensor:
+        """A bias in the shape that adds to the layer's output."""
+
+    def forward(self, x: Float[Tensor, "*inputs"]) -> Float[Tensor, "*outputs"]:
+        """``base(x) + alpha * sum_c pi_c (U_c V_c x + bias_c)``."""
+        y = self.base(x)
+        shares = self.shares(y)
+        if self.geometry is not None:
+            y = y + self.low_rank(x, shares)
+        if self.bias is not None:
+            y = y + self.spread(mix(shares.to(self.bias.dtype), self.bias)).to(y.dtype)
+        return y
+
+    def initialisers(self) -> dict[str, Init]:
+        """``a`` uniform, ``b`` and ``bias`` zero."""
+        factors: dict[str, Init] = {}
+        if self.geometry is not None:
+            factors = {"a": uniform(self.geometry.columns), "b": init_zero}
+        return factors if self.bias is None else {**factors, "bias": init_zero}
+
+    def pairs(self, prefix: str) -> Pairs:
+        """At most one pair and one offset."""
+        factors: tuple[Pair, ...] = ()
+        if self.geometry is not None:
+            names = {"inner": f"{prefix}a", "outer": f"{prefix}b", "weight": f"{prefix}base.weight"}
+            factors = (Pair(**names, alpha=self.alpha, geometry=self.geometry),)
+        return Pairs(factors=factors, offsets=() if self.bias is None else (self.offset(prefix, "bias"),))
+
+    def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
+        """Add ``sum_c shares_c U_c V_c`` to the base's weight and the mixed bias to its bias."""
+        if self.geometry is not None and self.a is not None and self.b is not None:
+            weight = self.base.get_parameter("weight")
+            outer = self.geometry.outer_matrix(self.b) * shares.to(self.b.dtype).view(-1, 1, 1, 1)
+            change = (outer @ self.geometry.inner_matrix(self.a)).sum(0)
+            weight.data.add_(self.geometry.weight(change))
+        if self.bias is not None:
+            self.base.get_parameter("bias").data.add_(mix(shares.to(self.bias.dtype), self.bias))
+        return self.base
+
+
+def linear_geometry(base: nn.Module) -> Geometry:
+    """The factors of a linear at rank 1; GPT-2's Conv1D keeps its weight as (d_in, d_out)."""
+    shape = tuple(base.get_parameter("weight").shape)
+    transposed = not isinstance(base, nn.Linear)
+    d_out, d_in = reversed(shape) if transposed else shape
+    return Geometry(kind="linear", d_in=d_in, d_out=d_out, transposed=transposed)
+
+
+class AdaptedLinear(LowRankLayer):
+    """``W x + bias + alpha * sum_c pi_c (B_c A_c x + bias_c)``.
+
+    ``a`` is (clusters, rank, d_in), ``b`` (clusters, d_out, rank).
+    """
+
+    def low_rank(self, x: Float[Tensor, "*batch d_in"], shares: Float[Tensor, " clusters"]) -> Tensor:
+        """One product to clusters * rank columns, the shares in rank space, one product back."""
+        assert self.a is not None
+        assert self.b is not None
+        z = F.linear(x, self.a.flatten(0, 1)).unflatten(-1, self.a.shape[:2])  # (*batch, clusters, rank)
+        z = z * shares.to(z.dtype).unsqueeze(-1)
+        return F.linear(z.flatten(-2), self.b.transpose(0, 1).flatten(1))
+
+    def spread(self, bias: Float[Tensor, " d_out"]) -> Tensor:
+        """As it is: the outputs are the last axis."""
+        return bias
+
+
+Conv = nn.Conv1d | nn.Conv2d
+
+
+class AdaptedConv(LowRankLayer):
+    """``a`` (clusters, groups * width, d_in / groups, *kernel), ``b`` (clusters, d_out, width, *kernel); see Geometry.
+
+    With groups, each group has a low-rank change of its own.
+    """
+
+    def low_rank(self, x: Float[Tensor, "*inputs"], shares: Float[Tensor, " clusters"]) -> Tensor:
+        """One convolution to groups * clusters * width channels, one back; the shares scale the outer kernel."""
+        inner, outer = self._kernels(shares)
+        geometry = self.geometry
+        assert geometry is not None
+        z = convolve(cast(Conv, self.base), x, inner, geometry.inside)
+        return convolve(cast(Conv, self.base), z, outer, tuple(not inside for inside in geometry.inside))
+
+    def _kernels(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Both factors as convolution kernels of all clusters; the channels in between are (group, cluster, width)."""
+        geometry = self.geometry
+        assert geometry is not None
+        assert self.a is not None
+        assert self.b is not None
+        inner = geometry.inner_matrix(self.a).transpose(0, 1)  # (groups, clusters, width, columns)
+        inner = inner.reshape(-1, geometry.d_in // geometry.groups, *geometry.inner_kernel)
+        outer = geometry.outer_matrix(self.b) * shares.to(self.b.dtype).view(-1, 1, 1, 1)
+        outer = outer.permute(1, 2, 0, 3).flatten(2)  # (groups, rows, clusters * width)
+        outer = outer.reshape(geometry.d_out, -1, outer.shape[-1]).mT
+        return inner, outer.reshape(geometry.d_out, -1, *geometry.outer_kernel)
+
+    def spread(self, bias: Float[Tensor, " d_out"]) -> Tensor:
+        """With one axis of size 1 for each dimension of the image."""
+        return bias.view(-1, *(1 for _ in cast(Conv, self.base).kernel_size))
+
+
+def convolve(base: Conv, x: Tensor, weight: Tensor, inside: tuple[bool, ...]) -> Tensor:
+    """Convolve with the base's stride, padding and dilation in the dimensions marked ``inside``, plain in the rest."""
+    padding: Any = base.padding
+    if base.padding_mode != "zeros":
+        x, padding = F.pad(x, _amounts(base, inside), mode=base.padding_mode), 0
+    elif not isinstance(padding, str):  # "same" and "valid" already mean nothing where the kernel is 1
+        padding = _only(padding, inside, 0)
+    function = F.conv1d if isinstance(base, nn.Conv1d) else F.conv2d
+    stride, dilation = _only(base.stride, inside, 1), _only(base.dilation, inside, 1)
+    return function(x, weight, None, stride, padding, dilation, base.groups)
+
+
+def _only(values: Any, inside: tuple[bool, ...], other: int) -> tuple[int, ...]:
+    return tuple(value if mine else other for value, mine in zip(values, inside, strict=True))
+
+
+def _amounts(base: Conv, inside: tuple[bool, ...]) -> list[int]:
+    """What ``F.pad`` adds before and after each dimension, last dimension first."""
+    both = base._reversed_padding_repeated_twice
+    return [amount if inside[-1 - i // 2] else 0 for i, amount in enumerate(both)]

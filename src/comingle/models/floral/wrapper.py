@@ -1,0 +1,288 @@
+"""One call that puts mixtures of adaptors into any model: ``floral(model, rank=8, num_clusters=4)``."""
+
+from __future__ import annotations
+
+import copy as copying
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from comingle.models.floral.layers import (
+    CONV_FORMS,
+    AdaptedConv,
+    AdaptedLayer,
+    AdaptedLinear,
+    ConvForm,
+    Geometry,
+    Mixture,
+    conv_geometry,
+    linear_geometry,
+)
+from comingle.models.floral.model import (
+    ADAPTABLE,
+    CONVS,
+    FloralModel,
+    affordable_rank,
+    check_size,
+    find_layers,
+    is_linear,
+    log_cut,
+    log_excess,
+    replace_module,
+    shorten,
+    sizes,
+    unadapted_leaves,
+)
+from comingle.models.floral.norms import BATCH_NORMS, AdaptedBatchNorm, AdaptedNorm
+from comingle.models.routers import ClientRouter
+from comingle.utils.errors import RecipeError, did_you_mean, is_number
+
+logger = logging.getLogger("comingle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What :func:`floral` was asked for."""
+
+    num_clusters: int
+    rank: int | None
+    budget: float | None
+    alpha: float
+    conv: str
+    lora: bool
+    bias: bool
+    norm: bool
+    batch_nora: bool
+    mixture: Mixture
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether an adaptable layer gets any adaptor under these settings."""
+        low_rank = (is_linear(module) and self.lora) or (type(module) in CONVS and self.conv != "none")
+        if is_linear(module) or type(module) in CONVS:
+            return low_rank or (self.bias and module._parameters.get("bias") is not None)
+        return self.norm
+
+    def form(self, module: nn.Module) -> Geometry | None:
+        """The layer's low-rank form at rank 1, if it gets one."""
+        if is_linear(module):
+            return linear_geometry(module) if self.lora else None
+        if not isinstance(module, CONVS) or self.conv == "none":
+            return None
+        return conv_geometry(
+            self.conv,
+            d_in=module.in_channels,
+            d_out=module.out_channels,
+            kernel=tuple(module.kernel_size),
+            groups=module.groups,
+        )
+
+    def sized(self, module: nn.Module) -> Geometry | None:
+        """:meth:`form` at the rank that was asked for or that the budget affords."""
+        form = self.form(module)
+        if form is None:
+            return None
+        rank = self.rank if self.budget is None else max(1, affordable_rank(form, self.budget))
+        assert rank is not None
+        return form.with_rank(rank, self.conv if type(module) in CONVS else "channel")
+
+    def over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
+        """The layers where not even rank 1 fits."""
+        if self.budget is None:
+            return []
+        forms = {name: self.form(module) for name, module in layers.items()}
+        return [name for name, form in forms.items() if form and affordable_rank(form, self.budget) < 1]
+
+    def cut(self, layers: dict[str, nn.Module]) -> list[str]:
+        """The layers whose weight cannot have the rank that was asked for."""
+        forms = {name: (self.form(module), self.sized(module)) for name, module in layers.items()}
+        return [
+            name
+            for name, (one, adapted) in forms.items()
+            if one and adapted and adapted.width < (self.rank or 0) * one.width
+        ]
+
+    def adapt(self, base: nn.Module) -> AdaptedLayer:
+        """The layer with its adaptors."""
+        common = {"num_clusters": self.num_clusters, "alpha": self.alpha, "mixture": self.mixture}
+        if type(base) in BATCH_NORMS:
+            return AdaptedBatchNorm(base, nora=self.batch_nora, **common)
+        if not is_linear(base) and type(base) not in CONVS:
+            return AdaptedNorm(base, **common)
+        kind = AdaptedLinear if is_linear(base) else AdaptedConv
+        return kind(base, geometry=self.sized(base), bias=self.bias, **common)
+
+
+def floral(
+    model: nn.Module,
+    *,
+    num_clusters: int,
+    rank: int | None = None,
+    budget: float | None = None,
+    alpha: float = 1.0,
+    conv: ConvForm = "balanced-2d",
+    lora: bool = True,
+    bias: bool = True,
+    norm: bool = True,
+    batch_nora: bool = False,
+    temperature: float = 1.0,
+    noise: float = 0.0,
+    per_layer: bool = False,
+    copy: bool = True,
+    generator: torch.Generator | None = None,
+) -> FloralModel:
+    """Put ``num_clusters`` adaptors at every layer of ``model``, and one router (FLoRAL sections 3.2 and 5).
+
+    Every adaptor starts at zero, so the result computes what ``model`` computes. Adapted are exactly the types
+    ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``, transformers' Conv1D, batch, instance, layer and group norms; others
+    stay and are named in ``unadapted``: embeddings, RMS norms, transposed convolutions, subclasses such as the output
+    projection of ``nn.MultiheadAttention``, a language model's head, and layers that share a parameter with these.
+
+    Args:
+        model: any module; deep-copied first unless ``copy`` is False.
+        num_clusters: C, adaptors at each layer.
+        rank: of every low-rank adaptor, cut at the rank its layer's weight can have. Either this or ``budget``.
+        budget: parameters of one adaptor over those of its base weight, in (0, 1]; the rank is at least 1.
+        alpha: factor of every adaptor's output.
+        conv: form of convolutions (App. F.1, Table 4); "in" and "out" are "channel" with the kernel on that side.
+        lora: low-rank adaptors on linears (Table 5); ``conv="none"`` is the same for convolutions.
+        bias: bias adaptors on linears and convolutions that have a bias (Table 5).
+        norm: gain and shift adaptors on norms that have them; ``batch_nora``: with eq. 42 on batch norms.
+        temperature: of the router's softmax; ``noise``: standard deviation of its noise in training.
+        per_layer: a softmax of each layer's own in the router (section 7), in the order of :meth:`FloralModel.layers`.
+        generator: stream of the initial values (torch's global one if None).
+
+    Raises:
+        RecipeError: a setting out of range, nothing to adapt, layers that share parameters or are registered twice, or
+            a model that cannot be copied.
+    """
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"floral model: got {type(model).__name__}, needs a torch.nn.Module")
+    check_size(rank, budget)
+    check_settings(alpha, conv)
+    check_flags(lora=lora, bias=bias, norm=norm, batch_nora=batch_nora, copy=copy)
+    mixture, router = Mixture(), ClientRouter(num_clusters, temperature=temperature, noise=noise)
+    plan = _Plan(
+        num_clusters=num_clusters, rank=rank, budget=budget, alpha=alpha, conv=conv, lora=lora, bias=bias, norm=norm,
+        batch_nora=batch_nora, mixture=mixture,
+    )  # fmt: skip
+    wrapped = _wrap(model, plan, router, copy=copy, generator=generator)
+    return _routed_by_layer(wrapped) if per_layer else wrapped
+
+
+def adaptor_size(
+    model: nn.Module,
+    *,
+    rank: int | None = None,
+    budget: float | None = None,
+    conv: ConvForm = "balanced-2d",
+    lora: bool = True,
+    bias: bool = True,
+    norm: bool = True,
+) -> int:
+    """Parameters of the low-rank factors of one adaptor set that :func:`floral` would put into ``model``.
+
+    Raises:
+        RecipeError: as :func:`floral`.
+    """
+    check_size(rank, budget)
+    plan = _Plan(
+        num_clusters=1, rank=rank, budget=budget, alpha=1.0, conv=conv, lora=lora, bias=bias, norm=norm,
+        batch_nora=False, mixture=Mixture(),
+    )  # fmt: skip
+    return sum(form.size for module in find_layers(model, plan.wants).values() if (form := plan.sized(module)))
+
+
+def _wrap(
+    model: nn.Module, plan: _Plan, router: ClientRouter, *, copy: bool, generator: torch.Generator | None
+) -> FloralModel:
+    layers = find_layers(model, plan.wants)
+    left = unadapted_leaves(model, layers)
+    if not layers:
+        raise RecipeError(
+            f"floral: nothing to adapt in {type(model).__name__} under these settings; it has "
+            f"{shorten(left) or 'no parameters'}; adapted are {ADAPTABLE}"
+        )
+    model = _copied(model) if copy else model
+    wrapped = FloralModel(_replace(model, layers, plan), router=router, mixture=plan.mixture, unadapted=left)
+    _start(wrapped, generator)
+    _report(wrapped, plan)
+    return wrapped
+
+
+def _routed_by_layer(model: FloralModel) -> FloralModel:
+    layers, whole = list(model.layers().values()), model.router
+    for place, layer in enumerate(layers):
+        layer.place = place
+    router = ClientRouter(model.num_clusters, temperature=whole.temperature, noise=whole.noise, layers=len(layers))
+    model.router = router.to(whole.theta).train(whole.training)
+    return model
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copying.deepcopy(model)
+    except (RuntimeError, TypeError) as error:  # tensors with a graph, as torch.nn.utils.weight_norm leaves; locks
+        name, reason = type(model).__name__, str(error).splitlines()[0]
+        raise RecipeError(f"floral model: {name} cannot be copied ({reason}); give copy=False") from None
+
+
+def check_settings(alpha: float, conv: str) -> None:
+    """Whether the scale and the form of convolutions are allowed.
+
+    Raises:
+        RecipeError: an infinite or undefined scale, or an unknown form.
+    """
+    if not is_number(alpha):
+        raise RecipeError(f"floral alpha: got {alpha!r}, needs a finite number")
+    if conv not in CONV_FORMS:
+        raise RecipeError(
+            f"floral conv: got {conv!r}, needs one of {', '.join(CONV_FORMS)}.{did_you_mean(str(conv), CONV_FORMS)}"
+        )
+
+
+def check_flags(**flags: bool) -> None:
+    """Whether settings that are on or off are given as such.
+
+    Raises:
+        RecipeError: something else, as the text "no", which would count as on.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise RecipeError(f"floral {name}: got {value!r}, needs True or False")
+
+
+def _replace(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -> nn.Module:
+    for name in layers:
+        model = replace_module(model, name, plan.adapt(model.get_submodule(name)))
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # Its fast path in eval mode reads the weights of its linears past their forward; 0 means "not supported".
+            module.activation_relu_or_gelu = 0
+    return model
+
+
+def _start(model: FloralModel, generator: torch.Generator | None) -> None:
+    """Draw the adaptors; the router takes the device of the adaptors and, where they are wider, their dtype."""
+    for layer in model.layers().values():
+        layer.reset(generator)
+    first = next(p for layer in model.layers().values() for p in layer.parameters(recurse=False))
+    model.router.to(device=first.device, dtype=torch.promote_types(first.dtype, torch.float32))
+    model.train(model.model.training)
+    if model.unadapted:
+        logger.debug("floral: no adaptors in %s", shorten(model.unadapted, 20))
+
+
+def _report(model: FloralModel, plan: _Plan) -> None:
+    bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
+    low_rank = sum(plan.form(base) is not None for base in bases.values())
+    if plan.rank is not None:
+        log_cut(plan.rank, plan.cut(bases), low_rank)
+        return
+    assert plan.budget is not None
+    counts = sizes(model)
+    log_excess(
+        plan.budget, plan.over_budget(bases), low_rank,
+        clusters=plan.num_clusters, growth=counts.adaptors / counts.base,
+    )  # fmt: skip

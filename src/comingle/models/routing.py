@@ -1,0 +1,116 @@
+"""Routing decisions of users' models, token by token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from comingle.models.injection import Adapters
+from comingle.utils.trees import GENERALIST, ROUTER, SPECIALIST, Tree
+
+
+def routed(adapters: Adapters) -> bool:
+    """Whether there are routers: somebody has more than one expert, and the method does not average them."""
+    return ROUTER in adapters.layout.roles
+
+
+@contextmanager
+def watched(adapters: Adapters) -> Iterator[None]:
+    """Within, every forward pass leaves its gates behind for :func:`gates`."""
+    routers = [mlp.router for mlp in adapters.experts.values()]
+    for router in routers:
+        router.watched = True
+    try:
+        yield
+    finally:
+        for router in routers:
+            router.watched, router.gates = False, None
+
+
+def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
+    """The gates of the last forward pass, first layer first; within :func:`watched`, where there are routers."""
+    by_block = [mlp.router.gates for mlp in adapters.experts.values()]
+    return torch.stack([layer for layer in by_block if layer is not None])
+
+
+@contextmanager
+def overheard(adapters: Adapters) -> Iterator[Tree]:
+    """Within, every forward pass leaves here what each router reads, by the name of the router's tensor."""
+    read = Tree()
+
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, inputs: read.update({f"{name}.{ROUTER}": inputs[0].detach()})
+
+    hooks = [mlp.register_forward_pre_hook(keep(name)) for name, mlp in adapters.experts.items()]
+    try:
+        yield read
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def expert_names(adapters: Adapters, user: int) -> list[str]:
+    """What a user's experts are called, as "generalist", "specialist 1", "specialist 2", in their order."""
+    every = next(slot.roles for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
+    roles = [role for role, present in zip(every, adapters.present[user].tolist(), strict=True) if present]
+    seen: Counter[str] = Counter()
+    names = []
+    for role in roles:
+        seen[role] += 1
+        names.append(f"{role} {seen[role]}" if roles.count(role) > 1 else role)
+    return names
+
+
+Forward = Callable[[Int[Tensor, " n"]], Float[Tensor, "layers n experts"]]
+"""The gates of one forward pass over ``n`` tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The gates on a text under one user's model: ``gates[layer, token]`` sums to one over ``experts``.
+
+    Rounded to three digits, which float16 holds.
+    """
+
+    tokens: tuple[str, ...]
+    experts: tuple[str, ...]
+    gates: Float[Tensor, "layers n experts"]
+
+
+@torch.no_grad()
+def route(
+    forward: Forward, tokens: Int[Tensor, " n"], *, context: int, begin: int | None = None
+) -> Float[Tensor, "layers n experts"]:
+    """Return the gates on every token, in passes of ``context`` tokens each; with ``begin`` it is the first of them."""
+    first = tokens.new_tensor([] if begin is None else [begin]).long()
+    passes = tokens.long().split(max(1, context - len(first)))
+    parts = [forward(torch.cat([first, part])).float().cpu()[:, len(first) :] for part in passes]
+    return torch.cat(parts, dim=1).mul(1000).round().div(1000).to(torch.float16)
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
+    """Each token as the characters that it adds to the text; together they are the text.
+
+    A token that ends within a character adds nothing; the one that completes it adds it. Each token is decoded after
+    the one before it, because some tokenizers drop a space at the start of what they decode.
+    """
+
+    def decode(start: int, end: int) -> str:
+        part = list(tokens[start:end])
+        return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    decoded, before, read = [], 0, 0  # tokens[before:read] are decoded already, and give the next one its place
+    for end in range(1, len(tokens) + 1):
+        old, new = decode(before, read), decode(before, end)
+        whole = not new.endswith("\N{REPLACEMENT CHARACTER}") or end == len(tokens) or end - read >= 4
+        decoded.append(new[len(old) :] if whole else "")
+        if whole:
+            before, read = read, end
+    return decoded

@@ -1,1 +1,0 @@
-"""Who listens to whom: token-level gates and the penalties on them."""
