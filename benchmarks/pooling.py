@@ -33,9 +33,9 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from comingle.methods.stacking import likeliest
 from comingle.models.ensembles import EnsembleModel
 from comingle.models.windows import PAD, evaluation_windows, inputs_of
-from comingle.papers.rivals.likelihood import likeliest
 from comingle.runs.results import Run
 
 BATCH = 16

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 import comingle
-from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, Part, joint
-from comingle.methods.cohort import Cohort
+from comingle.methods.base import MODEL, Client, Cohort, Method, Part, Placement, joint
 from comingle.methods.server import MODEL_PREFIX as KEPT
 from comingle.methods.server import Mean, Received
 from comingle.utils.trees import Tree

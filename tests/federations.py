@@ -13,7 +13,7 @@ from torch import Tensor
 from comingle.engines.client import Clients
 from comingle.engines.local import LocalRound, train
 from comingle.kinds.samples.feed import SampleFeed
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.transports.inprocess import InProcess
 
 

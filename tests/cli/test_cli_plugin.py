@@ -14,7 +14,7 @@ import pytest
 
 PLAIN = '''
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, joint
+from comingle.methods.base import MODEL, Client, joint
 from comingle.methods.server import Mean
 from helper_of_the_test import NAME
 

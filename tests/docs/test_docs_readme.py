@@ -18,10 +18,9 @@ from pydantic import BaseModel
 from comingle.config import Recipe
 from comingle.config.data import kinds, load_section
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.methods.base import Method
-from comingle.methods.client import Part
-from comingle.papers.methods.mixtures import Entropic
-from comingle.papers.rivals.feddpa import Near
+from comingle.methods.base import Method, Part
+from comingle.methods.dual_lora import Near
+from comingle.methods.mixtures import Entropic
 
 RECIPE_KEYS, PAPERS, COMPARING = read("recipes.md"), read("papers.md"), read("comparing.md")
 

@@ -25,7 +25,7 @@ from comingle.kinds.conversations import feed as feeding
 from comingle.kinds.conversations.answers import Answers, Question, UserAnswers, as_answers, encode
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.kind import training_tokens
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.loading import load_base
 from comingle.models.personal import PersonalModel

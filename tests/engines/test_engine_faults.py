@@ -9,7 +9,7 @@ import torch
 
 from comingle.engines.faults import broke_first, diverged
 from comingle.engines.rounds import run_rounds
-from comingle.methods.cohort import ROUTERS
+from comingle.methods.base import ROUTERS
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import DivergenceError
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comingle.engines.feeds import Feed
 from comingle.gpu.copies import Ahead
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 
 EXPERTS, ROUTER = Phase(roles=frozenset({"a"})), Phase(roles=frozenset({"router"}), optimizer="router", steps=2)
 

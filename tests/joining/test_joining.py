@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from comingle.joining.api import join
-from comingle.methods.client import joint
+from comingle.methods.base import joint
+from comingle.methods.fedmerge import MERGING, soup_of
 from comingle.methods.server import model_of
 from comingle.models.personal import PersonalModel
-from comingle.papers.methods.soups import MERGING, soup_of
 from comingle.runs.api import load, run
 from comingle.runs.results import Run
 from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError

@@ -15,7 +15,7 @@ from tokenizers import processors
 import comingle
 from comingle.config import load_recipe, parse_recipe
 from comingle.federation.public import public_part
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.models.generation import encode_prompt
 from comingle.models.loading import load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase

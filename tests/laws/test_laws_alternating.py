@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comingle.methods import REGISTRY
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.windows import random_windows
 from comingle.transports.inprocess import InProcess

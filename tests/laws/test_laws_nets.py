@@ -12,10 +12,10 @@ from torch import Tensor
 from comingle.data.samples import Samples
 from comingle.engines.mixing import mixtures_told, own_mixtures
 from comingle.methods.base import Method
+from comingle.methods.mixtures import Entropic
+from comingle.methods.momentum_clustering import Centres
+from comingle.methods.scaffold import RATES, Controlled
 from comingle.models.routers import ClientMixture
-from comingle.papers.methods.mixtures import Entropic
-from comingle.papers.rivals.momentum_server import Centres
-from comingle.papers.rivals.scaffold import RATES, Controlled
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.transports.inprocess import InProcess
 from comingle.utils.trees import CLIENT_ROUTER

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from comingle.methods import make
-from comingle.papers.methods.ifca import Choose
-from comingle.papers.methods.mixtures import Entropic
-from comingle.papers.rivals.momentum_clustering import Momentum
-from comingle.papers.rivals.scaffold import RATES, Controlled
+from comingle.methods.clustered import Choose
+from comingle.methods.mixtures import Entropic
+from comingle.methods.momentum_clustering import Momentum
+from comingle.methods.scaffold import RATES, Controlled
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.transports.inprocess import InProcess
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, restrict

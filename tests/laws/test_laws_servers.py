@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client
+from comingle.methods.base import Client, Method, Placement
+from comingle.methods.mixtures import by_layer
 from comingle.methods.server import Received, Server
-from comingle.papers.methods.client_routers import by_layer
 from comingle.transports.inprocess import InProcess
 from comingle.utils.trees import Tree
 from federations import local_round

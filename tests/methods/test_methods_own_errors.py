@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import comingle
-from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, Part, joint
-from comingle.methods.cohort import Cohort
+from comingle.methods.base import MODEL, Client, Cohort, Method, Part, Placement, joint
 from comingle.methods.server import Mean, Received, Server, ServerSetup
 from comingle.utils.errors import PluginError
 from comingle.utils.trees import Tree

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, alternating, joint
+from comingle.methods.base import MODEL, Client, Method, Placement, alternating, joint
 from comingle.methods.fedavg import fedavg
 from comingle.methods.server import Mean
 from comingle.methods.settings import Range, allowed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from comingle.engines.noised import Noised, padded
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.transports.inprocess import InProcess
 from comingle.utils.trees import Tree, restrict
 

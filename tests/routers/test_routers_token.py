@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from comingle.config.settings import Balance
+from comingle.methods.dual_lora import Near
 from comingle.models.routers import Router, balance_penalty, gate, init_router, uniform_gates
-from comingle.papers.rivals.feddpa import Near
 
 UNEVEN = torch.tensor([[True, False, False], [True, True, False], [True, True, True]])
 

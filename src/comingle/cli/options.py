@@ -133,7 +133,7 @@ def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> 
 
     wanted, recipe = changes(sets), load_recipe(path)
     if path.is_dir() and "method" not in wanted and "method.name" not in wanted:
-        from comingle.methods.files import check_origin
+        from comingle.methods.user_files import check_origin
 
         check_origin(path, recipe.method.name)
     recipe = recipe.with_changes(wanted, where="--set") if wanted else recipe

@@ -91,7 +91,7 @@ def _plugin_option() -> Any:
     def load(context: typer.Context, paths: list[Path] | None) -> None:
         if not paths or context.resilient_parsing:
             return
-        from comingle.methods.files import load_file
+        from comingle.methods.user_files import load_file
 
         for path in paths:
             load_file(path)

@@ -77,7 +77,7 @@ def _work_group(
     """In a process of its own: send what comes, and what a user can do something about."""
     import torch
 
-    from comingle.methods.files import load_files_of_command
+    from comingle.methods.user_files import load_files_of_command
     from comingle.processes.sharing import take_gpu
 
     Thread(target=_end_with_parent, daemon=True).start()

@@ -13,7 +13,7 @@ from comingle.costing.flops import Block, Flops, Linear, backward, forward
 from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.records import UserCost
 from comingle.engines.client import Clients
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.lora import IN, OUT, base_weight
 from comingle.transports.inprocess import InProcess

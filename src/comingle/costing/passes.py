@@ -20,7 +20,7 @@ from comingle.engines.scoring import Scorer
 from comingle.engines.state import GRADIENTS
 from comingle.engines.steps import Steps
 from comingle.engines.training import Portions
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.protocol.messages import LOSS
 from comingle.transports.inprocess import InProcess
 from comingle.utils.trees import Tree, restrict

@@ -16,7 +16,7 @@ from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.passes import Rehearsal, empty_batch, empty_inputs, quietly
 from comingle.costing.records import UserCost
 from comingle.engines.client import Clients
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.utils.trees import Tree
 
 

@@ -17,7 +17,7 @@ from comingle.engines.scoring import Models, Scorer
 from comingle.engines.steps import Steps
 from comingle.engines.sweeps import Losses, TrainSweep
 from comingle.engines.training import cohorts
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.models.routers import Powers
 from comingle.models.windows import PAD
 from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign

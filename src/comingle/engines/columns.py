@@ -10,7 +10,7 @@ from comingle.config.settings import OptimizerSettings
 from comingle.engines.members import Members
 from comingle.engines.optimizers import descend, update
 from comingle.engines.state import GRADIENTS
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.utils.trees import STATISTICS, Layout, Tree, flatten
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comingle.config.settings import Training
 from comingle.engines.training import Portions
-from comingle.methods.cohort import Phase, Stream
+from comingle.methods.base import Phase, Stream
 from comingle.models.scoring import Gates
 
 Predict = Callable[[Sequence[int], Any], Tensor]

@@ -16,7 +16,7 @@ from comingle.engines.cohort import Cohort
 from comingle.engines.faults import diverged, find_broken, within_memory
 from comingle.engines.noised import TUNING
 from comingle.engines.training import cohorts
-from comingle.methods.client import Part
+from comingle.methods.base import Part
 
 Tick = Callable[[], None]
 """Called after every local iteration of a cohort."""

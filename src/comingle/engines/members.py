@@ -11,12 +11,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.engines.state import State
-from comingle.methods import client
+from comingle.methods import base
 from comingle.utils.trees import Layout, Tree
 
 
 @dataclass(kw_only=True)
-class Members(client.Cohort):
+class Members(base.Cohort):
     """Users whose tensors are ``part``; ``rows`` are their rows in the state of all, ``owners`` the trainers to whom
     these belong, ``names`` their names.
 

@@ -21,8 +21,7 @@ from comingle.engines.feeds import Feed
 from comingle.engines.members import Members
 from comingle.engines.private import examples_of, work_of
 from comingle.engines.training import Portions
-from comingle.methods.base import Method
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
 from comingle.models.windows import PAD
 from comingle.privacy.checks import check_delta

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from comingle.methods.base import Method
-from comingle.methods.cohort import ROUTERS
+from comingle.methods.base import ROUTERS, Method
 from comingle.utils.records import MEASURES, number
 
 Event = Mapping[str, Any]

@@ -14,7 +14,7 @@ from comingle.config.settings import Training
 from comingle.data.crowds import listed
 from comingle.data.samples import epoch
 from comingle.engines.feeds import Feed
-from comingle.methods.cohort import Phase, Stream
+from comingle.methods.base import Phase, Stream
 from comingle.models.windows import PAD
 from comingle.utils.seeds import generator
 

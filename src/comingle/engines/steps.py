@@ -25,8 +25,7 @@ from comingle.engines.noised import Noised
 from comingle.engines.optimizers import learning_rate
 from comingle.engines.scaling import scaled
 from comingle.engines.training import Portions, check_needs
-from comingle.methods.base import Method
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
 from comingle.privacy.examples import Examples
 from comingle.utils.seeds import generator

@@ -42,7 +42,7 @@ from comingle.federation.public import Public, read_public
 from comingle.federation.room import check_room, run_folder
 from comingle.federation.sums import PARTS
 from comingle.federation.tasks import Answer, Task, unpack_task
-from comingle.methods.own_errors import own_errors
+from comingle.methods.user_errors import own_errors
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.wire import pack, unpack
 from comingle.utils.errors import ComingleError, DivergenceError, MessageError, RunError

@@ -33,7 +33,7 @@ from comingle.federation.patience import Patience
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
 from comingle.federation.rounds import run_tasks, tell_end
 from comingle.kinds.base import kind_of
-from comingle.methods.own_errors import own_errors
+from comingle.methods.user_errors import own_errors
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.runs.folders import as_begun, open_folder
 from comingle.runs.given import Given

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from comingle.federation.files import load_participant
 from comingle.federation.node import Node
-from comingle.methods.files import load_files_of_command
+from comingle.methods.user_files import load_files_of_command
 from comingle.transports.flower.users import UNFIT, User
 from comingle.transports.flower.worker import main
 from comingle.utils.errors import PluginError, RecipeError

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from comingle.engines.feeds import Feed
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 
 Drawn = Int[Tensor, "users batch ..."]
 Place = tuple[tuple[int, ...], Phase, int, int, int]

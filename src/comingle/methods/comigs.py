@@ -9,9 +9,7 @@ its gradients zeroed, so that the validation text of the routers' steps trains t
 
 from __future__ import annotations
 
-from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, alternating
-from comingle.methods.cohort import Phase, Stream
+from comingle.methods.base import Client, Method, Phase, Placement, Stream, alternating
 from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Count, Experts, ExpertsOfUsers
 from comingle.utils.trees import ATTENTION, GENERALIST

@@ -1,9 +1,11 @@
-"""Federated averaging of all LoRA parameters."""
+"""Federated averaging: FedAvg, FedAvg+ and FedProx."""
 
 from __future__ import annotations
 
-from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, joint
+from dataclasses import replace
+
+from comingle.methods.base import MODEL, Client, Method, Placement, joint
+from comingle.methods.fedmerge import Proximal
 from comingle.methods.server import Mean
 from comingle.methods.settings import NotNegative
 
@@ -23,3 +25,30 @@ def fedavg(*, server_adam_rate: NotNegative = 0.0) -> Method:
         client=Client(phases=joint(routed=False)),
         server=Mean(adam_rate=server_adam_rate),
     )
+
+
+def fedavg_plus() -> Method:
+    """FedAvg whose users tune the global model on their own data before they use it.
+
+    Source: FedAvg+ in FedEM (Marfoq et al. 2021, arXiv:2108.10252), section 4, after Jiang et al. 2019.
+    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: what a user makes of them,
+    which is forgotten after use.  Frozen: a language model's base.
+    Client: as FedAvg's; at each evaluation and at the end one more local round, from a copy of the global model, on
+    batches of its own.  Server: mean over users.
+    Differs from the paper: none known.  It evaluates behind the exchange whatever ``evaluation.model`` says.
+    """
+    return replace(fedavg(), name="fedavg+", client=Client(phases=joint(routed=False), finetunes=True))
+
+
+def fedprox(*, proximal: NotNegative = 0.01) -> Method:
+    """FedProx: FedAvg with ``proximal / 2 |theta - theta_t|^2`` in each user's objective, theta_t what it downloaded.
+
+    Source: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv:1812.06127, Algorithm 2, eq. 2.
+    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: nothing.  Frozen: a language
+    model's base.
+    Client: joint steps on training data, with the proximal term.  Server: mean over users.
+    Differs from the paper: every user takes its local steps, none an inexact number of them (gamma); means are weighted
+    as ``training.weighting`` says, where the paper draws users by their share of the data and averages them alike.
+    """
+    client = Client(phases=joint(routed=False), parts=(Proximal(proximal / 2),))
+    return replace(fedavg(), name="fedprox", client=client)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from comingle.config.settings import Privacy
-from comingle.methods.base import Method
-from comingle.methods.client import Part
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Method, Part, Phase
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import STATISTICS, Layout
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.config.settings import Privacy
-from comingle.methods.cohort import Cohort
+from comingle.methods.base import Cohort
 from comingle.privacy.accounting import epsilon, release_of
 from comingle.privacy.clipping import clipped, norms, scaled, without_padding
 from comingle.privacy.noise import add_noise

@@ -13,8 +13,8 @@ from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials
 from comingle.methods import make
-from comingle.methods.files import check_origin
-from comingle.methods.own_errors import own_errors
+from comingle.methods.user_errors import own_errors
+from comingle.methods.user_files import check_origin
 from comingle.models.hardware import torch_defaults
 from comingle.progress import LOADING, reporting
 from comingle.runs.folders import as_begun, check_folder

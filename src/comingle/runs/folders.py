@@ -11,7 +11,7 @@ from typing import Any
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import KEY
 from comingle.methods import make
-from comingle.methods.files import ORIGIN, check_origin, write_origin
+from comingle.methods.user_files import ORIGIN, check_origin, write_origin
 from comingle.utils.errors import RunError
 from comingle.utils.files import HOLDER, LOCK, check_free, list_checkpoints, locked
 from comingle.utils.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs

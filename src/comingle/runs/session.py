@@ -31,7 +31,7 @@ from comingle.engines.trackers import check_trackers
 from comingle.engines.users import STORES
 from comingle.kinds.base import Materials, kind_of
 from comingle.methods import make
-from comingle.methods.own_errors import own_errors
+from comingle.methods.user_errors import own_errors
 from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import torch_defaults
 from comingle.privacy.checks import check_private, check_steps

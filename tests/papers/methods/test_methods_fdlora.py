@@ -10,7 +10,7 @@ from receiving import downloaded, received, started
 
 from comingle.engines.local import finish
 from comingle.engines.rounds import run_rounds
-from comingle.papers.methods.fdlora import Fuse, OuterSteps, lowest
+from comingle.methods.dual_lora import Fuse, OuterSteps, lowest
 from federations import exchange, local_round
 
 EVERYONE = [0, 1, 2]

@@ -17,9 +17,9 @@ from comingle.engines.mixing import mixtures_told, own_mixtures
 from comingle.engines.rounds import run_rounds
 from comingle.kinds.samples import building as nets
 from comingle.methods import make
+from comingle.methods.fedmerge import Proximal
 from comingle.methods.server import ServerSetup
 from comingle.models import hardware
-from comingle.papers.methods.fedmerge import Proximal
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import DivergenceError, RecipeError
 from federations import crossing, download_all, exchange, local_round, message_bytes

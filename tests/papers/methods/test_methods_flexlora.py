@@ -8,8 +8,8 @@ import pytest
 import torch
 from receiving import downloaded, received
 
+from comingle.methods.heterogeneous_ranks import Redistribute, mean_factors
 from comingle.methods.server import ServerSetup
-from comingle.papers.methods.flexlora import Redistribute, mean_factors
 from federations import exchange, local_round
 
 EVERYONE = [0, 1, 2]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from comingle.engines.mixing import entropy, mismatch, mixture_at_users
 from comingle.methods import make
+from comingle.methods.mixtures import ClusterSteps, cluster_weights, entropic
 from comingle.methods.server import aggregation_weights
-from comingle.papers.methods.mixtures import ClusterSteps, cluster_weights, entropic
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import RecipeError
 from federations import exchange, local_round

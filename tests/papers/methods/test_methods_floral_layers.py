@@ -11,10 +11,9 @@ from torch import Tensor
 from comingle.engines.mixing import mixture_at_users
 from comingle.federation.checking import check_upload
 from comingle.methods import make
+from comingle.methods.mixtures import ClusterSteps, by_layer
 from comingle.methods.server import Received
 from comingle.models.floral.wrapper import floral
-from comingle.papers.methods.client_routers import by_layer
-from comingle.papers.methods.mixtures import ClusterSteps
 from comingle.protocol.messages import LOSS
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import MessageError, RecipeError

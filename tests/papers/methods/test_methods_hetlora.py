@@ -9,7 +9,14 @@ import pytest
 import torch
 from receiving import downloaded, received, started
 
-from comingle.papers.methods.hetlora import NormWeightedMean, Prune, TailPenalty, change_norm, smaller_ranks, tail_norms
+from comingle.methods.heterogeneous_ranks import (
+    NormWeightedMean,
+    Prune,
+    TailPenalty,
+    change_norm,
+    smaller_ranks,
+    tail_norms,
+)
 from federations import exchange, local_round, message_bytes
 
 EVERYONE = [0, 1, 2]

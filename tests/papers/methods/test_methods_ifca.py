@@ -9,7 +9,7 @@ import torch
 from linear_task import EVERYONE, LINEAR, Own, batches, descend, sample_losses, samples_of, unequal
 from torch import Tensor
 
-from comingle.papers.methods.ifca import CHOICE, best_model
+from comingle.methods.clustered import CHOICE, best_model
 from comingle.transports.inprocess import InProcess
 from federations import crossing, download_all, everyone, exchange, local_round, message_bytes
 

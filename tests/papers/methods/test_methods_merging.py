@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.papers.methods.merging import (
+from comingle.methods.fedmerge import (
     column_shares,
     fixed_step,
     head,
@@ -16,9 +16,9 @@ from comingle.papers.methods.merging import (
     logit_gradient,
     mix,
     soup_gradient,
+    start_soup,
     weight_gradient,
 )
-from comingle.papers.methods.soups import start_soup
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Tree
 

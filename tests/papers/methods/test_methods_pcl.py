@@ -10,7 +10,7 @@ import torch
 
 from comingle.engines.rounds import run_rounds
 from comingle.methods import make
-from comingle.papers.methods.pcl import collaboration
+from comingle.methods.pcl import collaboration
 from comingle.transports.inprocess import InProcess
 from federations import exchange, local_round, message_bytes
 

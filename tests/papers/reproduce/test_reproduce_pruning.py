@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from comingle.methods import make
-from comingle.papers.methods.soup_server import Merge
+from comingle.methods.fedmerge import Merge
 from comingle.papers.reproduce.plan import Wanted, plan
 from comingle.papers.reproduce.published import load_experiment
 from comingle.papers.reproduce.runner import run_cells, scores

@@ -13,12 +13,11 @@ from by_hand import Own, played, same
 from torch import Tensor
 
 from comingle.methods import make
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
+from comingle.methods.fedamole import EMBEDDINGS, EXPERTS, PLACES, TOKENS, Assigning, Pairs, choose
 from comingle.methods.server import Received, ServerSetup
 from comingle.models.personal import PersonalModel
 from comingle.models.routers import Router
-from comingle.papers.rivals.fedamole import Pairs
-from comingle.papers.rivals.fedamole_server import EMBEDDINGS, EXPERTS, PLACES, TOKENS, Assigning, choose
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import DataError, DivergenceError, RecipeError
 from exporting import trained as after_rounds

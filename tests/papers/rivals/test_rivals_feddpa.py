@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from comingle.config import parse_recipe
 from comingle.engines.local import finetuned, settle
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.models.ensembles import cache_name
 from comingle.models.personal import PersonalModel
 from comingle.runs.session import build, execute, prepare

@@ -10,7 +10,7 @@ from by_hand import EVERYONE, RATE, ByHand, Own, played, same
 from torch import Tensor
 
 from comingle.data.samples import UserSamples
-from comingle.papers.rivals.momentum_server import CENTRES, MOVED, OWN, Centres, threshold_step
+from comingle.methods.momentum_clustering import CENTRES, MOVED, OWN, Centres, threshold_step
 from comingle.utils.seeds import generator
 from federations import read_anew
 

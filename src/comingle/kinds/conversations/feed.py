@@ -19,7 +19,7 @@ from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions, portions
 from comingle.evaluation.answers import JUDGES, AnswerScore, judge, score_answers
 from comingle.kinds.conversations.answers import Answers, UserAnswers, widen
-from comingle.methods.cohort import Phase, Stream
+from comingle.methods.base import Phase, Stream
 from comingle.models.scoring import Gates, score_windows
 from comingle.models.windows import PAD
 

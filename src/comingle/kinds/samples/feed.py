@@ -19,7 +19,7 @@ from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions
 from comingle.evaluation.samples import score_samples
 from comingle.kinds.samples.population import Augment
-from comingle.methods.cohort import Phase, Stream
+from comingle.methods.base import Phase, Stream
 from comingle.models.scoring import Gates, Loss, SampleScore
 from comingle.models.windows import PAD
 from comingle.utils.errors import DataError

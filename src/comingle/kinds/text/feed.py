@@ -14,7 +14,7 @@ from comingle.data.crowds import listed
 from comingle.data.pack import UserData
 from comingle.engines.feeds import SCORED_PER_SLOT, Feed, Predict
 from comingle.engines.training import Portions, portions
-from comingle.methods.cohort import Phase
+from comingle.methods.base import Phase
 from comingle.models.hardware import require_bytes
 from comingle.models.scoring import Gates, Score, score_streams
 from comingle.models.windows import PAD, evaluation_windows, fixed_windows, random_windows

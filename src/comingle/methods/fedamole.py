@@ -1,0 +1,288 @@
+"""FedAMoLE: domain experts choose the users whose data they fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from comingle.methods.base import Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.server import MODEL_PREFIX, NEVER, Received, Server, ServerSetup, model_of, weighted_sums
+from comingle.methods.settings import Count, CountOrNone, Range
+from comingle.models.lora import init_a
+from comingle.models.routers import Router, balance_penalty, gate, init_router
+from comingle.utils.errors import DivergenceError, RecipeError
+from comingle.utils.seeds import generator
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init, Tree
+
+EXPERTS, PLACES, TOKENS, EMBEDDINGS = "experts.", "places", "tokens", "embeddings"
+PER_USER = 3
+"""Domain experts, where their number is left open: the public code has 30 for 10 users."""
+LEAST = 2
+"""Domain experts of each user, where there are enough."""
+
+
+def keys_of(tensors: Tree, router: str) -> Float[Tensor, "users most rank width"]:
+    """The domain experts' A that read what a router reads."""
+    return tensors[router.removesuffix(ROUTER) + "up.a"][:, 1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assigning(Server):
+    """Keeps what all have, every domain expert, and who has which: ``places (users, layers, most)`` hold their numbers,
+    and how many there are for none. ``tokens`` and ``embeddings`` are the means that users have told."""
+
+    experts: int
+    choices: int
+    most: int
+    stands: bool = False
+    kind = "stack"
+    by_user = frozenset({PLACES, TOKENS})
+    one_rank = True
+    first_download = True
+
+    def start(self, setup: ServerSetup) -> Tree:
+        """Experts begin differently, and at users drawn at random, as what nobody has told yet is.
+
+        Raises:
+            RecipeError: more experts for each user than it may have, or fewer than one.
+        """
+        users, layers = len(setup.users), layers_of(setup.models)
+        experts = self.experts or PER_USER * users
+        chosen = experts * min(self.choices, users)
+        if users > 1 and not users <= chosen <= users * self.most:
+            raise RecipeError(
+                f"method fedamole: {experts} experts, each of which chooses {min(self.choices, users)} of {users} "
+                f"users, are {chosen} in all; allowed: {users} to {users * self.most} (method.experts, choices, most)"
+            )
+        kept: Tree = {}
+        for name, t in setup.models.items():
+            kept[MODEL_PREFIX + name] = t[0, :1].clone() if t.dim() == 4 else t[0].clone()
+            if t.dim() == 4:
+                drawn = init_a((experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
+                kept[EXPERTS + name] = drawn.to(t) if name.endswith(".a") else torch.zeros_like(drawn).to(t)
+        own = next(t for name, t in kept.items() if name.startswith(EXPERTS))
+        size = (len(layers), own.shape[-2])
+        drawn = [torch.randn(size, generator=generator(setup.seed, name, "tokens")) for name in setup.users]
+        kept[TOKENS] = torch.stack(drawn).to(own)
+        drawn = [torch.randn(size, generator=generator(setup.seed, e, "embeddings")) for e in range(experts)]
+        kept[EMBEDDINGS] = torch.stack(drawn, 1).to(own)
+        everybody = range(users)
+        kept[PLACES] = torch.stack([self.assign(fit(kept, layer, everybody)) for layer in range(len(layers))], 1)
+        return kept
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """What all have, and each user's domain experts; nothing is told."""
+        sent, places = {}, kept[PLACES][list(users)]
+        rank = kept[TOKENS].shape[-1]
+        for name, t in model_of(kept).items():
+            own = t.expand(len(users), *t.shape)
+            if name.endswith(ROUTER):
+                own = torch.cat([own[:, :rank], torch.zeros_like(own[:, rank:])], 1)
+            elif EXPERTS + name in kept:
+                pool = torch.cat([kept[EXPERTS + name], torch.zeros_like(t)])
+                own = torch.cat([own, pool[places[:, layers_of(model_of(kept)).index(layer_of(name))]]], 1)
+            sent[name] = own.unsqueeze(1)
+        return sent
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """Means, then a new assignment; once it stands, that of the round's users alone."""
+        users, layers = list(received.users), layers_of(model_of(kept))
+        all_have = {n: t[:, :1] if EXPERTS + n in kept else t for n, t in received.tensors.items()}
+        sums = {} if self.stands else weighted_sums(all_have, dict.fromkeys(all_have, received.weights))
+        for name, t in sums.items():
+            kept[MODEL_PREFIX + name].copy_(t)
+        for number, layer in enumerate(layers):
+            had = kept[PLACES][users, number]
+            told = told_in(received.tensors[f"{layer}{ROUTER}"], kept[TOKENS].shape[-1], self.most)
+            kept[TOKENS][users, number] = told[:, 0].to(kept[TOKENS])
+            if not self.stands:
+                move_means(kept[EMBEDDINGS][number], told[:, 1:], had, received.weights)
+                for name in (n for n in received.tensors if layer_of(n) == layer and EXPERTS + n in kept):
+                    move_means(kept[EXPERTS + name], received.tensors[name][:, 1:], had, received.weights)
+            whose = users if self.stands else list(range(len(kept[PLACES])))
+            kept[PLACES][whose, number] = self.assign(fit(kept, number, whose))
+
+    def assign(self, found: Float[Tensor, "experts users"]) -> Int[Tensor, "users most"]:
+        """The numbers of each user's experts, by how well they fit; of a user who is alone those that fit best.
+
+        Raises:
+            DivergenceError: a score is not finite.
+        """
+        experts, users = found.shape
+        if lost := int((~found.isfinite()).sum()):
+            what = f"how well experts fit users is not finite ({lost} of {found.numel()} scores)"
+            advice = "try a smaller training.experts.learning_rate and training.router.learning_rate"
+            raise DivergenceError(f"method fedamole: {what}; {advice}")
+        if users == 1:
+            chosen = torch.zeros_like(found, dtype=torch.bool)
+            chosen[found[:, 0].argsort(descending=True, stable=True)[: self.most]] = True
+        else:
+            chosen = choose(found.double().softmax(1), min(self.choices, users), self.most)
+        numbers = torch.arange(experts, device=found.device).unsqueeze(1)
+        listed = torch.where(chosen, numbers, experts).T.sort(1).values
+        return torch.nn.functional.pad(listed, (0, self.most), value=experts)[:, : self.most]
+
+    def settled(self) -> Assigning:
+        """Experts stand; who joins tells one round's means, takes what fits, and goes on alone."""
+        return replace(self, stands=True, exchange_every=NEVER)
+
+
+def fit(kept: Tree, layer: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
+    """``(mean of A_e x)^T (mean of T x) / sqrt(rank)``."""
+    tokens = kept[TOKENS][list(users), layer]
+    return kept[EMBEDDINGS][layer] @ tokens.T / math.sqrt(tokens.shape[1])
+
+
+def layer_of(name: str) -> str:
+    """The MLP that a tensor is of, as "layers.0.mlp."."""
+    return name[: name.rfind("mlp.") + 4] if "mlp." in name else ""
+
+
+def layers_of(tensors: Tree) -> list[str]:
+    """All MLPs."""
+    return [name.removesuffix(ROUTER) for name in tensors if name.endswith(f".{ROUTER}")]
+
+
+def told_in(router: Float[Tensor, "users rows width"], rank: int, most: int) -> Float[Tensor, "users told rank"]:
+    """The means of T x and of each A_e x, out of the rows below T."""
+    return router[:, rank:].flatten(1)[:, : (1 + most) * rank].unflatten(1, (1 + most, rank))
+
+
+def move_means(
+    kept: Float[Tensor, "experts ..."],
+    sent: Float[Tensor, "users most ..."],
+    had: Int[Tensor, "users most"],
+    weights: Float[Tensor, " users"],
+) -> None:
+    """Each expert becomes the weighted mean of what those who had it have sent; without any it stays."""
+    flat = had.flatten()
+    counts = flat.bincount(minlength=len(kept) + 1)[: len(kept)]
+    places = torch.arange(int(counts.max()), device=kept.device)
+    rows = flat.argsort(stable=True)[((counts.cumsum(0) - counts).unsqueeze(1) + places).clamp(max=len(flat) - 1)]
+    shares = weights.to(kept).repeat_interleave(had.shape[1])[rows] * (places < counts.unsqueeze(1))
+    shares = shares / shares.sum(1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
+    mean = torch.einsum("eh,eh...->e...", shares, sent.flatten(0, 1)[rows].to(kept))
+    kept.copy_(torch.where((counts > 0).view(-1, *[1] * (kept.dim() - 1)), mean, kept))
+
+
+def choose(scores: Float[Tensor, "experts users"], choices: int, most: int) -> Bool[Tensor, "experts users"]:
+    """Who chooses whom, so that the sum of the chosen scores is largest (RSEA, an integer program)."""
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import eye_array, kron
+
+    experts, users = scores.shape
+    least = min(LEAST, experts * choices // users)
+    gain = (scores - scores.mean()).flatten().cpu().numpy()  # the same for all, and of a size that solvers like
+    result = milp(
+        -gain / max(float(np.abs(gain).max()), 1e-300),
+        integrality=np.ones(gain.size),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(kron(eye_array(experts), np.ones((1, users))), choices, choices),
+            LinearConstraint(kron(np.ones((1, experts)), eye_array(users)), least, most),
+        ],
+    )
+    assert result.success, result.message
+    return torch.from_numpy(result.x > 0.5).view(experts, users).to(scores.device)
+
+
+SHARED = frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER})
+
+
+def fedamole(
+    *,
+    experts: CountOrNone = 0,
+    choices: Count = 2,
+    most: Annotated[int, Range(least=1, most=999)] = 8,
+    instances: Count = 16,
+) -> Method:
+    """FedAMoLE: a shared LoRA expert that is always on, and domain experts that the server assigns anew each round.
+
+    Source: Zhang et al. 2024, "Personalized Federated Fine-Tuning for LLMs via Data-Driven Heterogeneous Model
+    Architectures", arXiv:2411.19128, and its public code (zyc140345/FedAMoLE), whose defaults these are.
+    Shared: attention, 1 generalist per MLP; up to ``most`` of ``experts`` domain experts per MLP (0: three for each
+    user), in the places of specialists; the routers' token projection T.  Local: nothing.  Frozen: the base.
+    Client: joint steps on all of it on training text, the router with settings of its own, both optimisers new in each
+    round.  Domain expert e weighs ``softmax over the top k of (A_e x)^T (T x) / sqrt(rank)``, of those that the user
+    has.  Then it sends the mean of T x and of each A_e x over ``instances`` windows.
+    Server: means of what all have, of a domain expert over those who have it, and of A_e x likewise.  By these and T x
+    each expert has a softmax over users; an integer program maximises the sum of the chosen, where each expert chooses
+    ``choices`` users (all, where there are fewer) and each user is chosen at least twice (once, where there are fewer
+    experts), at most ``most`` times.
+    Differs from the paper: its code and its abstract were at hand, not its equations.  One router and one assignment
+    for each MLP, in place of each linear; A_e is that of ``up``.  An MLP's output is half the shared expert's, half the
+    mixture's of whole experts; ``adapters: {mix: linear}`` with twice the alpha is the paper's sum inside each linear.
+    The attention has a shared LoRA alone.  x of the means is the direction of a window's mean, of random training
+    windows and experts averaged, in place of every token of held-out ones.  Means are by ``training.weighting``; an
+    expert none of whose users took part stays, and who is absent counts by its last T x.  Empty places travel as zeros.
+    Who joins later takes those that fit best.
+    """
+    return Method(
+        name="fedamole",
+        placement=Placement(
+            specialists=most,
+            routed=True,
+            gating=Pairs(),
+            shared=SHARED,
+        ),
+        client=Client(phases=joint(routed=True), parts=(Embedded(instances),)),
+        server=Assigning(experts=experts, choices=choices, most=most),
+    )
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Weighs domain experts by the products of two projections of what a router reads: the expert's A, and T."""
+
+    def __str__(self) -> str:
+        return "weighed by pairs of projections"
+
+    def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
+        """T, and below it the rows in which a user tells the means of T x and of each A_e x."""
+        return rank + -(-experts * rank // width), init_router
+
+    def multiplies(self, experts: int, entries: int, width: int) -> int:
+        """Multiply-adds of a token besides those with a router's rows: with A, of so many ``entries``, and of pairs."""
+        return (entries + entries // width) * (experts - 1) // experts
+
+    def __call__(
+        self, router: Router, products: Float[Tensor, "users n rows"], x: Float[Tensor, "users n width"]
+    ) -> Float[Tensor, "users n experts"]:
+        """One half for the first expert; of the others' half as their softmax says. A place of zeros has no expert."""
+        keys = router.keys[:, 1:]
+        held, rank = keys.flatten(2).any(-1), keys.shape[2]
+        seen = torch.bmm(x, keys.flatten(1, 2).to(x.dtype).mT).unflatten(-1, keys.shape[1:3])
+        logits = (seen.to(products.dtype) @ products[..., :rank, None]).squeeze(-1) / math.sqrt(rank)
+        gates, picks = gate(logits, held, router.top_k)
+        if router.balance != "none" and router.top_k < keys.shape[1]:
+            router.penalty = balance_penalty(logits, picks, held, "uniform")
+        return torch.cat([torch.full_like(gates[..., :1], 0.5), gates / 2], -1)
+
+
+@dataclass(frozen=True)
+class Embedded(Part):
+    """What each expert, and T, make of a user's own text."""
+
+    instances: int
+    language_only = True
+
+    def begin(self, cohort: Cohort) -> None:
+        """Other experts may be in these places now; the optimisers are new."""
+        cohort.forget(SHARED)
+
+    def end(self, cohort: Cohort) -> None:
+        """Below T; what is read has a mean square of 1, as behind a norm."""
+        for name, direction in cohort.router_directions(self.instances, whole=True).items():
+            router, keys = cohort.tensors[name], keys_of(cohort.tensors, name)
+            rank, x = keys.shape[2], direction.unsqueeze(-1) * math.sqrt(direction.shape[-1])
+            told = torch.cat([router[:, :rank] @ x, (keys.flatten(1, 2) @ x)], 1).squeeze(-1)
+            below = router[:, rank:]
+            below.copy_(F.pad(told, (0, below[0].numel() - told.shape[1])).view(below.shape))

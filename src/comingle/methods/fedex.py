@@ -1,0 +1,144 @@
+"""Exact aggregation of LoRA products: FedEx-LoRA and FLoRA by stacking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.methods.base import Client, Cohort, Method, Part, Phase, Placement
+from comingle.methods.server import MODEL_PREFIX, Mean, Received
+from comingle.methods.settings import CountOrNone
+from comingle.models.lora import IN, OUT, RESIDUAL, init_a
+from comingle.utils.seeds import generator
+from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
+
+LORA = frozenset({ATTENTION, GENERALIST})
+
+
+def fedex_lora(*, residual_rank: CountOrNone = 0) -> Method:
+    """FedEx-LoRA: A and B are averaged, and what that misses, ``mean(B_i A_i) - mean(B) mean(A)``, goes into weights.
+
+    Source: Singhal et al. 2024, "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation
+    Models", arXiv:2410.09432, section 3: W = W_0 + the sum of all rounds' residuals.
+    Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, and each weight's residual,
+    which comes from the server.
+    Client: joint steps on training text.  Server: means of A and of B; the sum of all residuals.
+    Differs from the paper: the residual stands beside the base, as two factors, instead of being added to it; a
+    download has the sum of all rounds' residuals, as users may have been absent, the paper's that of one round.  With
+    ``residual_rank`` it is the best approximation of that rank, once a round; 0 is exact.  Users have one rank.
+    """
+    return Method(
+        name="fedex-lora",
+        placement=Placement(generalists=2, shared=LORA, received=LORA | {RESIDUAL}, residual=residual_rank),
+        client=Client(phases=(Phase(roles=LORA),)),
+        server=ExactMean(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMean(Mean):
+    """The mean of A and of B, and the residual of the weights."""
+
+    kind = "stack"
+    clipped_mean = False
+    knows_starts = False
+    one_rank = True
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """``R + s sum_i p_i B_i A_i - s mean(B) mean(A)`` in place of R, then both means."""
+        super().aggregate(kept, received)
+        for name, a, b in lora_pairs(received.tensors):
+            mean_a, mean_b = kept[f"{MODEL_PREFIX}{name}.a"], kept[f"{MODEL_PREFIX}{name}.b"]
+            weights = received.weights * received.scales
+            parts = [(t, b[i] * float(weights[i])) for i, t in enumerate(a)]
+            add_to(kept, name, [*parts, (mean_a, -float(received.scales[0]) * mean_b)])
+
+
+def add_to(kept: Tree, name: str, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add products ``A^T B`` of some (A, B) to a weight's residual."""
+    ends = kept[f"{MODEL_PREFIX}{name}.{IN}"], kept[f"{MODEL_PREFIX}{name}.{OUT}"]
+    change = sum((a.mT @ b for a, b in parts), ends[0].mT @ ends[1])
+    for end, t in zip(ends, factored(change, ends[0].shape[-2]), strict=True):
+        end.copy_(t)
+
+
+def factored(
+    change: Float[Tensor, "*experts d_in d_out"], rank: int
+) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
+    """Factors of ``change = I^T O``: exact where the rank is that of the smaller side, else the best of that rank."""
+    d_in, d_out = change.shape[-2:]
+    one = torch.eye(min(d_in, d_out), dtype=change.dtype, device=change.device).expand(*change.shape[:-2], -1, -1)
+    if rank >= min(d_in, d_out):
+        first, second = (one, change) if d_in <= d_out else (change.mT, one)
+        missing = (0, 0, 0, rank - min(d_in, d_out))
+        return torch.nn.functional.pad(first, missing), torch.nn.functional.pad(second, missing)
+    left, values, right = torch.linalg.svd(change, full_matrices=False)
+    return left[..., :rank].mT, (values.unsqueeze(-1) * right)[..., :rank, :]
+
+
+def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
+    """FLoRA: the stack of everybody's LoRA, ``sum_i p_i B_i A_i`` without error, goes into the weights each round.
+
+    Source: Wang et al. 2024, "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank
+    Adaptations", arXiv:2409.05976, Algorithm 1.  Ranks are ``adapters.rank``: each user's own, if it is a list.
+    Shared: attention, 2 averaged LoRA experts per MLP, for the stack.  Local: nothing.  Frozen: the base, and what all
+    stacks have added to each weight, which comes from the server.
+    Client: takes the weights, starts its LoRA anew, with an A of its own and a new optimiser, joint steps on training
+    text.
+    Server: adds ``sum_i p_i s_i B_i A_i``.
+    Differs from the paper: what is added stands beside the base, as two factors; a download has the sum of all rounds'
+    stacks, as users may have been absent, the paper's the last stack.  With ``residual_rank`` it
+    is the best approximation of that rank, once a round; 0 is exact.
+    """
+    return Method(
+        name="flora-stacking",
+        placement=Placement(generalists=2, shared=LORA, received=frozenset({RESIDUAL}), residual=residual_rank),
+        client=Client(phases=(Phase(roles=LORA),), parts=(Anew(),)),
+        server=Stack(),
+    )
+
+
+TIMES = "anew"
+"""What a user keeps: the run's seed, and how often its LoRA has started."""
+
+
+class Anew(Part):
+    """LoRA start anew each round: A is drawn, B is zero, and optimisers have not taken a step."""
+
+    def start(self, names: Sequence[str], seed: int) -> Tree:
+        """Nobody's has."""
+        return {TIMES: torch.tensor([[seed, 0]]).repeat(len(names), 1)}
+
+    def received(self, cohort: Cohort) -> None:
+        """What was trained is in the weights now."""
+        for _, _, b in lora_pairs(cohort.tensors):
+            b.zero_()
+
+    def begin(self, cohort: Cohort) -> None:
+        """Another A of each user, in its rank."""
+        cohort.forget(LORA)
+        for name, a, _ in lora_pairs(cohort.tensors):
+            for own, user, (seed, times) in zip(a, cohort.names, cohort.kept[TIMES].tolist(), strict=True):
+                own.copy_(init_a(tuple(own.shape), generator(seed, user, "anew", f"{name}.a", times)))
+            places = torch.arange(a.shape[-2], device=a.device) < cohort.ranks.unsqueeze(1)
+            a.mul_(places.view(len(a), *[1] * (a.dim() - 3), -1, 1))
+        cohort.kept[TIMES][:, 1] += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack(Mean):
+    """What all stacks have added to each weight."""
+
+    kind = "stack"
+    clipped_mean = False
+    knows_starts = False
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """One more stack."""
+        weights = (received.weights * received.scales).tolist()
+        for name, a, b in lora_pairs(received.tensors):
+            add_to(kept, name, [(t, b[i] * weights[i]) for i, t in enumerate(a)])

@@ -1,0 +1,349 @@
+"""FedMerge: models on the server, merged into one personal model per user.
+
+m users, d models Theta_j, weights w (m x d), theta_i = sum_j w_ij Theta_j (:func:`mix`).
+Updates g_i are of the sign of gradients: theta_i as it was sent minus as it came back. p_i = n_i / n.
+Source: FedMerge (Chen et al. 2025, arXiv:2504.06768), equations 5 and 6, appendices C and D.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.methods.base import MODEL, Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.server import Received, Server, ServerSetup
+from comingle.methods.settings import Count, Models, NotNegative, Range
+from comingle.models.routers import NEVER, softmax_mixture
+from comingle.utils.errors import RecipeError
+from comingle.utils.seeds import generator
+from comingle.utils.trees import Tree
+
+MERGING = "merging"
+"""Merging weights ``(users, models)``, or the logits of a softmax that they are."""
+
+_SOUP = "soup."
+
+
+def start_soup(models: Tree) -> Tree:
+    """What to remember of ``models (models, ...)`` that the server begins with.
+
+    Raises:
+        RecipeError: several models that are all the same: no weight could ever tell them apart.
+    """
+    count = len(next(iter(models.values())))
+    if count > 1 and all(bool((t == t[:1]).all()) for t in models.values()):
+        raise RecipeError(
+            f"the server's {count} models are identical, so merging weights could never move; give a base whose weights"
+            " are drawn at random, or models: 1"
+        )
+    return {_SOUP + name: t.clone() for name, t in models.items()}
+
+
+def soup_of(memory: Tree) -> Tree:
+    """The models ``(models, ...)``, to be changed in place."""
+    return {name.removeprefix(_SOUP): t for name, t in memory.items() if name.startswith(_SOUP)}
+
+
+MOST_STEPS = 10_000
+"""The public code's line search gives up after so many."""
+
+
+EMPTY = 1e-12
+"""A model whose present users weigh less than this together has none."""
+
+
+def column_shares(
+    shares: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
+) -> Float[Tensor, "users models"]:
+    """``p_i w_ij / sum_i' p_i' |w_i'j|``: eq. 5's shares, each column scaled so that its magnitudes sum to 1.
+
+    Where no weight is negative a model moves by a mean of its users' updates. Otherwise too it moves the way eq. 5
+    says, by no more than the largest of them: a sum with signs, as in the public code, would turn a negative column
+    round. A model that nobody present uses has zeros, as in eq. 5, and stays where it is.
+    """
+    moves = weights.to(shares).unsqueeze(1) * shares
+    total = moves.abs().sum(0)
+    return torch.where(total > EMPTY, moves / total.clamp(min=EMPTY), 0.0)
+
+
+def soup_gradient(shares: Float[Tensor, "users models"], updates: Tree) -> Tree:
+    """``sum_i shares_ij g_i`` for every model j; with shares ``p_i w_ij`` that is eq. 5."""
+    return mix(updates, shares.T)
+
+
+def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[Tensor, "users models"]:
+    """``<Theta_j, g_i>`` over the tensors in ``names``."""
+    parts = [updates[n].flatten(1) @ soup[n].flatten(1).T for n in names]
+    return torch.stack(parts).sum(0)
+
+
+def weight_gradient(
+    inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
+) -> Float[Tensor, "users models"]:
+    """``dL/dw_ij = p_i <Theta_j, g_i>`` (eq. 6)."""
+    return weights.to(inner).unsqueeze(1) * inner
+
+
+def logit_gradient(
+    shares: Float[Tensor, "users models"], inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
+) -> Float[Tensor, "users models"]:
+    """``dL/da_ij = p_i w_ij <Theta_j - theta_i, g_i>`` where w is the row-wise softmax of a (appendix D).
+
+    The merged model is not needed: ``<theta_i, g_i> = sum_k w_ik <Theta_k, g_i>``.
+    """
+    merged = (shares * inner).sum(1, keepdim=True)
+    return weight_gradient(shares * (inner - merged), weights)
+
+
+def fixed_step(
+    gradient: Float[Tensor, "users models"], weights: Float[Tensor, " users"], size: float
+) -> Float[Tensor, "users models"]:
+    """What to subtract from the weights, its largest entry just above ``size`` (section 4.1, "fixed magnitude").
+
+    The public code adds up small steps ``size p_i G_ij``, where ``p_i G_ij`` is the gradient and the magnitudes of G
+    sum to 1, until an entry has moved by more than ``size``: this is where it stops.
+    """
+    shares = weights.to(gradient).unsqueeze(1)
+    total = torch.where(shares > 0, gradient / shares, 0.0).abs().sum()
+    step = size * gradient / total
+    largest = float(step.abs().max())
+    if not largest > 0:  # no gradient at all, which has divided by zero above
+        return torch.zeros_like(gradient)
+    return step * min(int(size / largest) + 1, MOST_STEPS)
+
+
+def head(tree: Tree) -> list[str]:
+    """The tensors of the last layer of a net; everything where the tensors are LoRA's, which have no last layer."""
+    if any(name.endswith(".a") for name in tree):
+        return list(tree)
+    trained = [name for name, t in tree.items() if not name.rpartition(".")[2].startswith("running")]
+    last = trained[-1].rpartition(".")[0]
+    return [name for name in trained if name.rpartition(".")[0] == last]
+
+
+def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
+    """Receiver i gets ``sum_j matrix_ij upload_j``: the identity is Local, a constant row is FedAvg.
+
+    The last bits of what somebody receives do not depend on who receives beside: a product of matrices is rounded by
+    its shape, so each sum is added up in the order of its senders. It costs about 1.6 times the product.
+    """
+    return {name: _mix(t, matrix.to(t)) for name, t in uploads.items()}
+
+
+def _mix(uploads: Float[Tensor, "senders ..."], matrix: Float[Tensor, "receivers senders"]) -> Tensor:
+    sent = uploads.flatten(1)
+    mixed = sent.new_zeros(len(matrix), sent.shape[1])
+    width = max(_NARROW, _IN_CACHE // max(len(matrix), 1))
+    terms = sent.new_empty(len(matrix), min(width, sent.shape[1]))
+    columns = matrix.T.unsqueeze(-1)
+    for piece, into in zip(sent.split(width, 1), mixed.split(width, 1), strict=True):
+        term = terms[:, : piece.shape[1]]
+        for column, row in zip(columns, piece, strict=True):
+            into.add_(torch.mul(column, row, out=term))
+    return mixed.view(len(matrix), *uploads.shape[1:])
+
+
+_NARROW, _IN_CACHE = 1024, 2**16
+"""Numbers at a time: of each receiver at least, and of all together."""
+
+
+Keys = Literal["head", "all", "trained", "body", "first"]
+"""Which tensors tell merging weights where to move: the last layer, all, all but running statistics, all that is
+trained but the last layer, the first layer."""
+
+
+def keys(tree: Tree, which: Keys) -> list[str]:
+    """The names of those tensors; LoRA have no last layer, so that head, body and all are one."""
+    trained = [name for name in tree if not name.rpartition(".")[2].startswith("running")]
+    if which == "first":
+        return [name for name in trained if name.rpartition(".")[0] == trained[0].rpartition(".")[0]]
+    if which == "body":
+        return [name for name in trained if name not in head(tree)] or trained
+    return head(tree) if which == "head" else trained if which == "trained" else list(tree)
+
+
+def largest(updates: Tree, names: Collection[str], share: float) -> Tree:
+    """Of each user's update in ``names`` the share of numbers that are largest in magnitude, zeros for the others."""
+    if share == 1:
+        return updates
+    sizes = torch.cat([updates[name].flatten(1) for name in names], 1).abs()
+    cut = sizes.topk(math.ceil(share * sizes.shape[1]), 1).values[:, -1]
+    return {n: t * (t.abs() >= cut.view(-1, *[1] * (t.dim() - 1))) for n, t in updates.items() if n in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(Server):
+    """The soup and everybody's merging weights (or their logits, with ``softmax``); its settings are ``fedmerge``'s.
+
+    Where so many models are ``chosen`` at random, a user merges these in equal parts, or in ``random`` ones.
+    """
+
+    models: int
+    softmax: bool = True
+    column_normalize: bool = True
+    models_first: bool = True
+    keys: Keys = "head"
+    share: float = 1.0
+    weight_step: float
+    global_rate: float
+    global_iterations: int = 1
+    chosen: int | None = None
+    random: bool = False
+    kind = "stack"
+    knows_starts = True
+    by_user = frozenset({MERGING})
+    first_download = True
+
+    @property
+    def server_models(self) -> int:
+        """The soup."""
+        return self.models
+
+    def start(self, setup: ServerSetup) -> Tree:
+        """The models, and weights that are all alike or random choices."""
+        value = 0.0 if self.softmax else 1 / self.models
+        weights = next(iter(setup.models.values())).new_full((len(setup.users), self.models), value)
+        for user, row in zip(setup.users, weights, strict=True) if self.chosen else ():
+            draw = generator(setup.seed, user, "fedmerge-fixed")
+            order = torch.randperm(self.models, generator=draw)
+            row[order[self.chosen :]] = NEVER
+            if self.random:  # the logarithms of exponential draws: their softmax is uniform on the simplex
+                some = order[: self.chosen]
+                row[some] = torch.empty(len(some)).exponential_(generator=draw).log().to(row)
+        return start_soup(setup.models) | {MERGING: weights}
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """Models and weights of those who took part, in the order that the settings say."""
+        soup, logits = soup_of(kept), kept[MERGING][list(received.users)]
+        sent = mix(soup, self._shares(logits))  # as large as the users' models, so it becomes the updates in place
+        updates = {name: t.sub_(received.tensors[name]) for name, t in sent.items()}
+        moves = (
+            (self._move_models, self._move_weights) if self.models_first else (self._move_weights, self._move_models)
+        )
+        for _ in range(self.global_iterations):
+            for move in moves if self.weight_step else (self._move_models,):
+                move(soup, logits, updates, received.weights)
+        kept[MERGING][list(received.users)] = logits
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """Each user's merged model."""
+        merged = mix(soup_of(kept), self._shares(kept[MERGING][list(users)]))
+        return {name: t.unsqueeze(1) for name, t in merged.items()}
+
+    def merging_weights(self, kept: Tree) -> Float[Tensor, "users models"]:
+        """Everybody's weights."""
+        return self._shares(kept[MERGING])
+
+    def settled(self) -> Merge:
+        """The models stay; the weights of who joins move by eq. 6."""
+        return replace(self, global_rate=0.0)
+
+    def _shares(self, logits: Float[Tensor, "users models"]) -> Float[Tensor, "users models"]:
+        return softmax_mixture(logits, 1.0) if self.softmax else logits
+
+    def _move_models(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
+        shares = self._shares(logits)
+        shares = column_shares(shares, weights) if self.column_normalize else weights.to(shares).unsqueeze(1) * shares
+        for name, gradient in soup_gradient(shares, updates).items():
+            soup[name].sub_(gradient, alpha=self.global_rate)
+
+    def _move_weights(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
+        names = keys(soup, self.keys)
+        inner = inner_products(soup, largest(updates, names, self.share), names).to(logits)
+        gradient = (
+            logit_gradient(logits.softmax(1), inner, weights) if self.softmax else weight_gradient(inner, weights)
+        )
+        logits.sub_(fixed_step(gradient, weights, self.weight_step))
+
+
+def fedmerge(
+    *,
+    models: Models = 5,
+    softmax: bool = True,
+    column_normalize: bool = True,
+    models_first: bool = True,
+    inner_product_keys: Keys = "head",
+    inner_product_share: Annotated[float, Range(least=0, most=1, above=True)] = 1.0,
+    weight_step: NotNegative = 0.01,
+    global_rate: NotNegative = 1.0,
+    global_iterations: Count = 1,
+    proximal: NotNegative = 0.0,
+) -> Method:
+    """FedMerge: d models and everybody's merging weights live on the server; one merged model travels each way.
+
+    Source: Chen et al. 2025, "FedMerge: Federated Personalization via Model Merging", arXiv:2504.06768, Algorithm 1.
+    Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: nothing.
+    Frozen: a language model's base.
+    Client: joint steps on the merged model, as in FedAvg; ``proximal`` times |theta - theta_i|^2 is added to the loss.
+    Server: the models by eq. 5 and 8, then the weights by eq. 6 and 9 (before the models without ``models_first``),
+    their largest entry by ``weight_step``; with ``softmax`` the weights are that of logits (appendix D).  Inner
+    products are over the last layer ("head", the public code's pruning; all of LoRA, which has none) or other keys, and
+    over a share of each update's largest numbers there (section 3 names pruning, and not how).
+    Differs from the paper: with eq. 5 the models would move d times less than "the global model is replaced" says, so
+    what moves a model is a mean over its users, as in the public code (``column_normalize``; false is eq. 5); weights
+    below zero (without ``softmax``) count there with their magnitude.  A model of which nobody present has a part stays
+    as it is.  That code moves weights first; its ``proximal`` is 0.01.  The search for the step is in closed form.
+    Users' shares in eq. 5 and 6 are ``training.weighting``, one setting for all methods that a recipe compares: equal
+    by default, the paper's n_i / n with ``samples`` (or ``tokens``), as the published recipes say.
+    """
+
+    return Method(
+        name="fedmerge",
+        placement=Placement(shared=MODEL),
+        client=Client(
+            phases=joint(routed=False), parts=(Proximal(proximal),) if proximal else (), drops_nonfinite=True
+        ),
+        server=Merge(
+            models=models,
+            softmax=softmax,
+            column_normalize=column_normalize,
+            models_first=models_first,
+            keys=inner_product_keys,
+            share=inner_product_share,
+            weight_step=weight_step,
+            global_rate=global_rate,
+            global_iterations=global_iterations,
+        ),
+    )
+
+
+def fedmerge_fixed(
+    *,
+    models: Models = 15,
+    chosen: Models = 5,
+    weights: Literal["even", "random"] = "even",
+    global_rate: NotNegative = 1.0,
+) -> Method:
+    """FedMerge with frozen merging weights: each user merges some models, drawn at random, in equal or random parts.
+
+    Source: Chen et al. 2025 (FedMerge, arXiv:2504.06768), Table 4, "Fixed (``chosen`` / ``models``)".
+    Shared: as by ``fedmerge``.  Local: nothing.  Frozen: a language model's base.
+    Client: as by ``fedmerge``.  Server: the models alone move.
+    Differs from the paper: none known; Table 4's caption has even weights, the text below it random ones, of no named
+    distribution: ours are uniform on the simplex.
+    """
+    if chosen > models:
+        raise RecipeError(f"method fedmerge-fixed: chosen is {chosen} of {models} models; allowed: 1 to {models}")
+
+    server = Merge(models=models, weight_step=0.0, global_rate=global_rate, chosen=chosen, random=weights == "random")
+    return replace(fedmerge(), name="fedmerge-fixed", server=server)
+
+
+@dataclass(frozen=True)
+class Proximal(Part):
+    """Adds ``weight |theta - theta_0|^2`` to the objective, theta_0 what the user began the round with."""
+
+    weight: float
+    looks_back = True
+
+    def correct(self, cohort: Cohort, gradients: Tree) -> None:
+        """Its gradient, ``2 weight (theta - theta_0)``."""
+        now, before = cohort.tensors, cohort.began
+        for name, gradient in gradients.items():
+            gradients[name] = gradient + 2 * self.weight * (now[name] - before[name])

@@ -1,0 +1,123 @@
+"""FLoRAL: a base that all train together, and a client-level mixture of federated adaptors."""
+
+from __future__ import annotations
+
+from comingle.methods.base import ROUTERS, Method, Phase
+from comingle.methods.mixtures import TRAINED, ClusterSteps, Entropic, WarmUp, client_mixture
+from comingle.methods.server import Mean
+from comingle.methods.settings import CountOrNone, Models, NotNegative, Positive
+from comingle.models.routers import ClientMixture
+from comingle.utils.errors import RecipeError
+
+
+def floral(
+    *,
+    clusters: Models = 4,
+    temperature: Positive = 1.0,
+    noise: NotNegative = 0.0,
+    precondition: bool = True,
+    centre: bool = False,
+    stateless: bool = False,
+    warmup_steps: CountOrNone = 0,
+    base_server_rate: NotNegative = 1.0,
+    adaptor_server_rate: NotNegative = 1.0,
+    server_adam_rate: NotNegative = 0.0,
+    report_mixture: bool = True,
+    per_layer: bool = False,
+) -> Method:
+    """FLoRAL with learned routers: the base and C adaptor sets are federated, each user mixes the adaptors by itself.
+
+    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1.
+    Shared: the base where it is trained, with its running statistics, and C adaptors a layer.  Local: one logit for
+    each adaptor set, and the running statistics of adaptors of batch norms.  Frozen: a language model's base.
+    Client: simultaneous descent on base, adaptors and router (its own learning rate) on training data; ``precondition``
+    as in eq. 36.  ``stateless``: users forget their router after each round, and learn it again, ``warmup_steps``
+    router steps before the others.
+    Server: base by p(k), adaptors by p(k|c) (eq. 2); it steps towards that mean by a rate, for each group.  With
+    ``server_adam_rate`` above 0 it takes a step of Adam with that rate instead, whose gradient is its model minus that
+    mean (betas 0.9 and 0.999, epsilon 1e-8), as the public code does on CIFAR-100.
+    ``centre`` as in eq. 37, under p(c).  Without ``report_mixture`` users keep their mixture to themselves, and the
+    server takes the adaptors' mean by p(k) too: no part of the paper, but a mean that privacy can bound.  With
+    ``per_layer`` a user has a router, a report and so a p(k|c) for each adapted layer, which section 7 names and does
+    not spell out.
+    Differs from the paper: users report their mixture (C numbers) with each upload, which the server needs for p(k|c)
+    and a secure aggregation could hide.  p(k) is ``training.weighting``, one setting for all methods that a recipe
+    compares: equal shares by default, N_k of Algorithm 1 with ``samples`` (or ``tokens``), as the published recipes
+    say.  The factor on the input side starts random and the output side zero, as in LoRA (Hu et al. 2021) and the
+    public code; section 3.2 says the reverse.  ``noise`` is Gaussian and off; the paper names none, and the public code
+    adds uniform noise in [0, 1) to logits in training by default.  That code keeps pi_c above 0.01, which stops its
+    gradient; we do not.  It reuses the adaptors' client learning rate as ``adaptor_server_rate``: set that to compare.
+    Its server also takes steps on routers, which stay with their users here; running statistics take the mean in both.
+    """
+    rates = (base_server_rate, adaptor_server_rate)
+    if centre and (per_layer or rates != (1.0, 1.0)):
+        why = "per_layer; it needs one p(c)" if per_layer else f"server rates {rates}; centring needs both to be 1"
+        raise RecipeError(f"method floral: centre with {why}")
+    if server_adam_rate and (centre or rates != (1.0, 1.0)):
+        raise RecipeError(
+            f"method floral: server_adam_rate: {server_adam_rate} with centre {str(centre).lower()} and server rates "
+            f"{rates}; allowed with it: centre false and server rates of 1. Adam has one rate for all, and its step is "
+            "not linear in the mean"
+        )
+    if not report_mixture and (centre or rates != (1.0, 1.0)):
+        raise RecipeError(
+            f"method floral: report_mixture: false with centre {str(centre).lower()} and server rates {rates}; a plain "
+            "mean has neither centring nor rates other than 1"
+        )
+    return client_mixture(
+        "floral",
+        ClientMixture(
+            clusters=clusters,
+            temperature=temperature,
+            noise=noise,
+            precondition=precondition,
+            centre=centre,
+            per_layer=per_layer,
+        ),
+        phases=(Phase(roles=TRAINED | ROUTERS, optimizer="both"),),
+        parts=(WarmUp(warmup_steps, forget=stateless),) if stateless or warmup_steps else (),
+        server=ClusterSteps(
+            base_rate=base_server_rate, component_rate=adaptor_server_rate, centre=centre, adam_rate=server_adam_rate
+        )
+        if report_mixture
+        else Mean(adam_rate=server_adam_rate),
+        reports=report_mixture,
+    )
+
+
+def floral_optimal(
+    *, clusters: Models = 4, precondition: bool = True, centre: bool = False, server_adam_rate: NotNegative = 0.0
+) -> Method:
+    """FLoRAL whose routers know the true clusters: what learning them could reach.
+
+    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
+    Shared: as by ``floral``.  Local: nothing but adaptors' running statistics.  Frozen: routers, one-hot.
+    Client: descent on base and the adaptors of the own cluster.  Server: base by p(k), adaptors by cluster,
+    or Adam as by ``floral`` with ``server_adam_rate``.
+    Differs from the paper: as ``floral``, but for the router.
+    """
+    mixture = ClientMixture(clusters=clusters, optimal=True, precondition=precondition, centre=centre)
+    if server_adam_rate and centre:
+        raise RecipeError(
+            f"method floral-optimal: server_adam_rate: {server_adam_rate} with centre true; allowed with it: centre "
+            "false, as Adam's step is not linear in the mean"
+        )
+    server = ClusterSteps(centre=centre, adam_rate=server_adam_rate)
+    return client_mixture("floral-optimal", mixture, phases=(Phase(roles=TRAINED),), server=server)
+
+
+def floral_mfl(*, clusters: Models = 4, precondition: bool = True, centre: bool = False) -> Method:
+    """FLoRAL with the mixture outside of the loss, and routers out of the losses of the components.
+
+    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL-WS), eq. 4, 5, 25 and 34.
+    Shared: as by ``floral``.  Local: one logit for each adaptor set, adaptors' running statistics.  Frozen: a language
+    model's base.
+    Client: pi_c ~ exp(-eta f_c), f_c the loss of the base with adaptor set c, as received, on all training data of the
+    user and eta the router's learning rate (1/C in the first round).  Then each adaptor set descends on its own f_c,
+    the base on sum_c pi_c f_c, C passes a step.  Server: base by p(k), adaptors by p(k|c), with the pi of the round's
+    start; ``centre`` under p(c).
+    Differs from the paper: a user's model for tests mixes the adaptors in the weights, as (FML) does.  p(k) and the
+    adaptors' start as by ``floral``.  Eq. 5 has f_c, the mean over a cluster; each user takes its own loss, as in C.1.
+    """
+    mixture = ClientMixture(clusters=clusters, at="losses", precondition=precondition, centre=centre)
+    return client_mixture("floral-mfl", mixture, phases=(Phase(roles=TRAINED),), parts=(Entropic(),))

@@ -1,0 +1,206 @@
+"""LoRA with a rank per user: HetLoRA and FlexLoRA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.methods.base import Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.server import MODEL_PREFIX, Mean, Received, Server, ServerSetup
+from comingle.methods.settings import BelowOne, NotNegative
+from comingle.methods.single_factor import NewOptimisers
+from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
+
+
+def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune: bool = True) -> Method:
+    """HetLoRA: users of different ranks; matrices with a larger change weigh more; ranks that are not used are pruned.
+
+    Source: Cho et al. 2023, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models",
+    arXiv:2401.06432; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3 and C.3.  Ranks are ``adapters.rank``.
+    Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
+    Client: joint steps on training text with ``regularisation`` times the norms of the last ranks, from gamma times
+    the rank on; with ``prune``, a user whose last ranks have become smaller over its local steps gives them up.
+    Server: zero-padding, mean weighted by the norm of each user's change, cut to each user's rank.
+    Differs from the paper: weights are computed for each linear; the scale alpha / sqrt(rank) is a user's own and stays
+    that of the rank it began with.  The regularisation is one of the three values that CoMiGS sweeps.
+    """
+    return Method(
+        name="hetlora",
+        placement=Placement(shared=frozenset({ATTENTION, GENERALIST})),
+        client=Client(
+            phases=joint(routed=False),
+            parts=(TailPenalty(regularisation, gamma), *([Prune(gamma)] if prune else [])),
+        ),
+        server=NormWeightedMean(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormWeightedMean(Mean):
+    """Mean over users with weights ``p_u |B_u A_u|`` for each linear; with ``p_u`` alone where nothing has changed."""
+
+    kind = "stack"
+    clipped_mean = False
+    knows_starts = False
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """One linear after the other."""
+        for name, a, b in lora_pairs(received.tensors):
+            weights = received.weights.to(a) * change_norm(a, b)
+            weights = weights if weights.any() else received.weights.to(a)
+            for factor, t in (("a", a), ("b", b)):
+                kept[f"{MODEL_PREFIX}{name}.{factor}"].copy_(torch.tensordot(weights / weights.sum(), t, dims=1))
+
+
+def change_norm(
+    a: Float[Tensor, "users *experts rank d_in"], b: Float[Tensor, "users *experts rank d_out"]
+) -> Float[Tensor, " users"]:
+    """Frobenius norm of each user's ``B A`` from the small matrices ``A A^T`` and ``B B^T``: no product is formed."""
+    squares = (torch.matmul(a, a.mT) * torch.matmul(b, b.mT)).flatten(1).sum(1)
+    return squares.clamp(min=0).sqrt()
+
+
+def tail(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
+    """1 on each user's last ranks, from ``floor(gamma * rank)`` on; the first rank is never among them."""
+    at = torch.arange(rank, device=ranks.device)
+    start = smaller_ranks(ranks, gamma).unsqueeze(1)
+    return ((at >= start) & (at < ranks.unsqueeze(1))).double()
+
+
+def smaller_ranks(ranks: Int[Tensor, " users"], gamma: float) -> Int[Tensor, " users"]:
+    """The rank that is left of each user's without its tail."""
+    return (ranks * gamma).floor().long().clamp(min=1)
+
+
+def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Float[Tensor, " users"]:
+    """``sum over linears of |B[:, tail]| |A[tail]|`` for each user."""
+    total = torch.zeros(len(ranks), dtype=torch.float64, device=ranks.device)
+    for _, a, b in lora_pairs(tensors):
+        mask = tail(ranks, gamma, a.shape[-2]).view(len(ranks), *[1] * (a.dim() - 3), -1, 1)
+        norms = [torch.linalg.vector_norm((t.double() * mask).flatten(1), dim=1) for t in (a, b)]
+        total = total + math.prod(norms, start=torch.ones_like(total))
+    return total
+
+
+@dataclass(frozen=True)
+class TailPenalty(Part):
+    """``weight`` times :func:`tail_norms` in the objective."""
+
+    weight: float
+    gamma: float
+
+    def penalty(self, tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
+        """Of each user."""
+        return self.weight * tail_norms(tensors, ranks, self.gamma)
+
+
+@dataclass(frozen=True)
+class Prune(Part):
+    """Give up the tail where its norms have become smaller over the local steps."""
+
+    gamma: float
+    language_only = True
+    resizes = True
+    looks_back = True
+
+    def end(self, cohort: Cohort) -> None:
+        """The users' new, smaller ranks."""
+        ranks = cohort.ranks
+        smaller = tail_norms(cohort.tensors, ranks, self.gamma) < tail_norms(cohort.began, ranks, self.gamma)
+        ranks.copy_(torch.where(smaller, smaller_ranks(ranks, self.gamma), ranks))
+
+
+def flexlora() -> Method:
+    """FlexLoRA: users of different ranks; the mean weight change is cut to each user's rank by its singular values.
+
+    Source: Bai et al. 2024, "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
+    Resources", arXiv:2402.11505; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3.  Ranks are ``adapters.rank``.
+    Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
+    Client: joint steps on training text, with a new optimiser each round, as factors are others then.
+    Server: dW = sum_u p_u s_u B_u A_u = U S V; user u gets A = the first rows of V, B = the first columns of U S / s_u.
+    Differs from the paper: the rank-stabilised scale s_u = alpha / sqrt(rank) of the forward pass is part of dW; dW
+    itself is never formed, its singular values come from those of a matrix as small as the sum of all ranks.
+    """
+    return Method(
+        name="flexlora",
+        placement=Placement(shared=frozenset({ATTENTION, GENERALIST})),
+        client=Client(phases=joint(routed=False), parts=(NewOptimisers(),)),
+        server=Redistribute(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Redistribute(Server):
+    """Keeps factors of the mean change in the largest rank; what is beyond a user's rank is cut off on its way."""
+
+    kind = "stack"
+    by_user = frozenset({"scales"})
+
+    def start(self, setup: ServerSetup) -> Tree:
+        """What users start from, as it would be with scale 1, and everybody's scale."""
+        return {name: t[0].clone() for name, t in setup.models.items()} | {SCALES: setup.scales.clone()}
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """One linear after the other."""
+        for name, a, b in lora_pairs(received.tensors):
+            factors = mean_factors(a, b, received.weights, received.scales)
+            for factor, t in zip("ab", factors, strict=True):
+                kept[f"{name}.{factor}"].copy_(t)
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """``B / s_u`` for user u, and A as it is."""
+        models = {name: t.expand(len(users), 1, *t.shape) for name, t in kept.items() if name != SCALES}
+        return {name: t / self._shares(kept, users, t) if name.endswith(".b") else t for name, t in models.items()}
+
+    def _shares(self, kept: Tree, users: Sequence[int], like: Tensor) -> Tensor:
+        return kept[SCALES][list(users)].to(like).view(-1, *[1] * (like.dim() - 1))
+
+
+SCALES = "scales"
+"""What the server keeps of each user's scale."""
+
+
+def mean_factors(
+    a: Float[Tensor, "users *experts rank d_in"],
+    b: Float[Tensor, "users *experts rank d_out"],
+    weights: Float[Tensor, " users"],
+    scales: Float[Tensor, " users"],
+) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
+    """Factors of the mean ``sum_u weights_u scales_u A_u^T B_u``, largest singular values first.
+
+    With ``A^T = Q R`` and ``B^T = P T`` of all users side by side, the mean is ``Q (R D T^T) P^T``: only the core, as
+    wide as the users' ranks together, is decomposed.
+    """
+    rank = a.shape[-2]
+    each = (weights * scales).to(a).view(-1, *[1] * (a.dim() - 1))
+    q, r = torch.linalg.qr(_side_by_side(a).mT)
+    p, t = torch.linalg.qr(_side_by_side(b * each).mT)
+    left, singular, right = torch.linalg.svd(r @ t.mT, full_matrices=False)
+    new_a = _first((q @ left).mT, rank)
+    new_b = _first(singular.unsqueeze(-1) * (right @ p.mT), rank)
+    signs = _signs(new_a)
+    return new_a * signs, new_b * signs
+
+
+def _side_by_side(factors: Float[Tensor, "users *experts rank width"]) -> Float[Tensor, "*experts ranks width"]:
+    return torch.cat(factors.unbind(0), dim=-2)
+
+
+def _signs(rows: Float[Tensor, "*experts rank width"]) -> Float[Tensor, "*experts rank 1"]:
+    """-1 or 1 for each row, so that its largest entry becomes positive.
+
+    A decomposition leaves the sign open: it must not follow from who is first.
+    """
+    largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True))
+    return torch.where(largest < 0, -1.0, 1.0).to(rows)
+
+
+def _first(factors: Float[Tensor, "*experts found width"], rank: int) -> Float[Tensor, "*experts rank width"]:
+    """The first ``rank`` rows; zeros where there are fewer."""
+    missing = max(0, rank - factors.shape[-2])
+    return torch.nn.functional.pad(factors[..., :rank, :], (0, 0, 0, missing))

@@ -1,0 +1,86 @@
+"""PCL: everybody averages everybody's model by how well it does on their own validation text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.methods.base import Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.server import Received, Server
+from comingle.methods.settings import Count
+from comingle.utils.trees import ATTENTION, GENERALIST, Tree
+
+
+def collaboration(
+    losses_nats: Float[Tensor, "users senders"], is_own: Float[Tensor, "users senders"]
+) -> Float[Tensor, "users senders"]:
+    """Row i: ``softmax_j(-perplexity of sender j's model on user i's text)`` (Wagner et al. 2024, strategy 2).
+
+    A perplexity that overflows is infinitely bad; where all are, row i is that of ``is_own``: 1 at user i's own model.
+    """
+    scores = -losses_nats.exp()
+    return torch.where(scores.isinf().all(1, keepdim=True), is_own.to(scores), scores.softmax(1))
+
+
+class Listen(Part):
+    """Everybody averages the uploads of all with weights of its own, found on its own validation text."""
+
+    language_only = True
+    validates = True
+
+    def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
+        """Row i of the weights belongs to user i of the cohort."""
+        losses = cohort.validation_losses(models)
+        is_own = torch.tensor([[sender == name for sender in senders] for name in cohort.names]).to(losses)
+        weights = collaboration(losses, is_own)
+        return {name: torch.einsum("us,us...->u...", weights.to(t), t) for name, t in models.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relay(Server):
+    """Hands everybody who took part the uploads of all who did."""
+
+    kind = "stack"
+    peer_to_peer = True
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """Nothing but to keep them until they are fetched, which is at once."""
+        kept.update(received.tensors | {SENDERS: torch.tensor(received.users)})
+
+    def senders(self, kept: Tree) -> Sequence[int]:
+        """Those who took part."""
+        return kept[SENDERS].tolist() if SENDERS in kept else []
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """All uploads, not copied."""
+        uploads = {name: t for name, t in kept.items() if name != SENDERS}
+        return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in uploads.items()}
+
+
+SENDERS = "senders"
+"""Whose uploads these are."""
+
+
+def pcl(*, exchange_from: Count = 5, exchange_every: Count = 2) -> Method:
+    """Personalised collaborative fine-tuning with a graph of who helps whom, found on validation text.
+
+    Source: Wagner et al. 2024, "Personalized Collaborative Fine-Tuning for On-Device Large Language Models",
+    arXiv:2404.09753, strategy 2; as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
+    Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base.
+    Client: joint steps on training text; after rounds 5, 7, 9 ... (``exchange_from``, ``exchange_every``; the public
+    code counts from 0, so there they are 4, 6, 8) every model is sent to every user and scored on the user's validation
+    text, at the user: the scores do not travel.
+    Server: none; user i keeps sum_j w_ij model_j, row i of w the softmax of minus the perplexities.
+    Differs from the paper: the whole validation text is scored instead of 20 random batches; those who sit a round out
+    are not listened to.
+    """
+    return Method(
+        name="pcl",
+        placement=Placement(generalists=2, shared=frozenset({ATTENTION, GENERALIST})),
+        client=Client(phases=joint(routed=False), parts=(Listen(),)),
+        server=Relay(exchange_from=exchange_from, exchange_every=exchange_every),
+    )

@@ -1,0 +1,182 @@
+"""Methods in Python files of the user's own, for commands: loaded by ``--plugin FILE``, never because a recipe says so.
+
+A file's methods are its functions that are annotated to return a ``Method``, its ``Method`` objects, and whatever it
+passes to ``comingle.methods.register`` itself. A run folder keeps which file its method came from, so that whoever
+opens the folder without the file is asked for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from comingle.methods import REGISTRY, make, register
+from comingle.methods.base import Method
+from comingle.methods.user_errors import user_place
+from comingle.utils.errors import ComingleError, PluginError, RunError
+from comingle.utils.records import expand_home, write_json
+
+FILES = "COMINGLE_PLUGINS"
+"""Environment variable by which other processes of the same command load the same files."""
+
+CHANGED = "COMINGLE_CHANGED_PLUGINS"
+"""Environment variable with the changes of files that processes of the same command have warned of, as WAS-NOW."""
+
+ORIGIN = "plugins.json"
+"""In a run folder: the file that its method came from."""
+
+_log = logging.getLogger(__name__)
+
+_loaded: dict[Path, list[str]] = {}
+"""Files that this process has loaded, each with the names of its methods."""
+
+
+_SHOWN = 8
+"""Characters of a digest in messages."""
+
+
+def load_file(path: Path) -> list[str]:
+    """Run a Python file, register its methods and return their names; a file that was loaded before is left as it is.
+
+    Raises:
+        PluginError: there is no such file, it cannot be run, has no method, or one of a name that is taken.
+    """
+    where, path = f"--plugin {path}", expand_home(path).resolve()
+    if path in _loaded:
+        return _loaded[path]
+    if not path.is_file():
+        raise PluginError(f"{where}: no such file; allowed: a Python file with a method")
+    before = set(REGISTRY)
+    module = _run(path, where)
+    for name, method in _methods(module):
+        if name in REGISTRY and not (name not in before and REGISTRY[name] is method):
+            raise PluginError(f"{where}: method {name!r} is there already{_whose(name)}; give it another name")
+        register(name, method)
+    names = [name for name in REGISTRY if name not in before]
+    if not names:
+        raise PluginError(
+            f"{where}: no method in it; allowed: functions annotated to return a Method (`def near() -> Method:`), "
+            "Method objects, or comingle.methods.register(NAME, FUNCTION)"
+        )
+    _loaded[path] = names
+    known = os.environ.get(FILES, "").split(os.pathsep)
+    os.environ[FILES] = os.pathsep.join(dict.fromkeys([*filter(None, known), str(path)]))
+    return names
+
+
+def load_files_of_command() -> None:
+    """Load the files that the command which started this process was given.
+
+    Raises:
+        PluginError: as :func:`load_file`.
+    """
+    for path in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+        load_file(Path(path))
+
+
+def write_origin(folder: Path, method: str) -> None:
+    """Keep in a run folder which file its method came from, if it came from one."""
+    if (path := _file_of(method)) is not None:
+        write_json(folder / ORIGIN, {"method": method, "file": str(path), "sha256": _digest(path)})
+
+
+def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
+    """Check that the method of a run folder is known here, and warn if its file has changed since.
+
+    Args:
+        folder: the run folder.
+        method: name of its method.
+        begun: whether the run has trained anything; there is no warning for one that has not.
+
+    Raises:
+        RunError: no such method; says which file it came from.
+    """
+    path = folder / ORIGIN
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        file, digest = str(kept.get("file", "")), str(kept.get("sha256", ""))
+    except (OSError, ValueError, AttributeError) as error:
+        raise RunError(f"{path}: damaged ({error}); delete it and give --plugin FILE") from None
+    if method in REGISTRY:
+        now = _file_of(method)
+        if file and now is not None and begun and _digest(now) != digest:
+            _warn_changed(method, now, digest[:_SHOWN], _digest(now)[:_SHOWN], folder)
+        return
+    hint = "where it is a method of your own, give --plugin FILE"
+    if file:
+        gone = "" if Path(file).is_file() else ", which is not there any more"
+        hint = f"it came from {file}{gone}: give --plugin {file}"
+    raise RunError(f"{folder}: no method {method!r} here; {hint}, or in Python comingle.load(FOLDER, method=...)")
+
+
+def _warn_changed(method: str, file: Path, was: str, now: str, folder: Path) -> None:
+    """Warn once per command that runs began with another version of a method's file."""
+    known = os.environ.get(CHANGED, "").split()
+    if (change := f"{was}-{now}") not in known:
+        os.environ[CHANGED] = " ".join([*known, change])
+        told = "%s: method %r has changed since the run began: %s had sha256 %s, now %s"
+        _log.warning(told, folder, method, file, was, now)
+
+
+def _run(path: Path, where: str) -> ModuleType:
+    name = f"comingle_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses and annotations look for it
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last, so that no file beside it takes the place of a library
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise PluginError(f"{where}: {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}") from error
+    except ComingleError as error:
+        raise PluginError(f"{where}: {error}") from error
+    except (Exception, SystemExit) as error:
+        _log.info("%s", path, exc_info=True)
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PluginError(f"{where}: {user_place(error, name) or path}: {what}") from error
+    finally:
+        sys.dont_write_bytecode = writes
+    return module
+
+
+def _methods(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Yield the methods that a module defines, by name: objects, and functions annotated to return one."""
+    for key, defined in list(vars(module).items()):
+        if key.startswith("_"):
+            continue
+        if isinstance(defined, Method):
+            yield defined.name, defined
+        elif inspect.isfunction(defined) and defined.__module__ == module.__name__ and _returns_method(defined):
+            yield make(defined).name, defined
+
+
+def _returns_method(function: Any) -> bool:
+    annotation = function.__annotations__.get("return")
+    return annotation is Method or (isinstance(annotation, str) and annotation.rpartition(".")[2] == "Method")
+
+
+def _whose(name: str) -> str:
+    path = _file_of(name)
+    return "" if path is None else f", from {path}"
+
+
+def _file_of(method: str) -> Path | None:
+    return next((path for path, names in _loaded.items() if method in names), None)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

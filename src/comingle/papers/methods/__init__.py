@@ -1,1 +1,0 @@
-"""Methods that the three papers propose or compare themselves with."""

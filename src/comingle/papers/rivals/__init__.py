@@ -1,1 +1,0 @@
-"""Methods from before and after the three papers, and our own answer; they reach the core as any plug-in does."""
