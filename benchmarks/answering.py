@@ -22,11 +22,11 @@ import torch
 
 from clocks import add_clock, clock_of
 from comingle.config.settings import Training
+from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, encode
 from comingle.engines.client import Clients
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.training import Portions
 from comingle.kinds.conversations import feed as feeding
-from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, encode
 from comingle.models.loading import load_base
 from comingle.models.random_bases import EOS, byte_tokenizer
 from throughput import clients_of

@@ -38,7 +38,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.engines.client import Clients
 from comingle.engines.holding import Held
 from comingle.engines.local import settle

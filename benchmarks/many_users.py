@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from clocks import add_clock, clock_of
 from comingle.config import parse_recipe
-from comingle.data.samples import Samples, UserSamples
+from comingle.data.samples.samples import Samples, UserSamples
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.models.floral.gradients import precondition

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from clocks import add_clock, clock_of
-from comingle.data.samples import UserSamples
+from comingle.data.samples.samples import UserSamples
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
 from comingle.models.loading import load_base

@@ -39,12 +39,12 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from comingle.config import parse_recipe
-from comingle.data.crowds import Crowd
-from comingle.data.pack import UserData
-from comingle.data.samples import Samples, UserSamples
+from comingle.data.populations import Crowd
+from comingle.data.samples.reading import Population
+from comingle.data.samples.samples import Samples, UserSamples
+from comingle.data.text.streams import UserData
 from comingle.kinds.base import Materials
 from comingle.kinds.samples.kind import KIND as SAMPLES
-from comingle.kinds.samples.population import Population
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.loading import load_base
 from comingle.models.scoring import CROSS_ENTROPY

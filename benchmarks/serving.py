@@ -34,7 +34,7 @@ import torch
 
 from clocks import add_clock, clock_of
 from comingle.config import parse_recipe
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND
 from comingle.models.generation import read_sampling

@@ -24,7 +24,7 @@ import torch
 
 from comingle.config.settings import AdapterSettings, Training
 from comingle.costing.memory import LiveBytes
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.users import batch_size

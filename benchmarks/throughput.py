@@ -26,7 +26,7 @@ import torch
 
 from clocks import add_clock, clock_of
 from comingle.config.settings import AdapterSettings, Training
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers, peak_memory_bytes

@@ -30,7 +30,7 @@ import torch
 import yaml
 
 from comingle.config import parse_recipe
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.base import Base

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from comingle import demo
-from comingle.data.partition import UserText, find_overlap, split_by_fractions
+from comingle.data import demo
 from comingle.data.sources import read_documents
+from comingle.data.splits import UserText, find_overlap, split_by_fractions
 from comingle.utils.errors import DataError
 
 
@@ -79,7 +79,7 @@ def test_a_python_without_sources_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_what_numpy_says_does_not_depend_on_what_was_imported() -> None:
-    code = "import {0}; from comingle.demo import read_numpy; print(hash(tuple(read_numpy())))"
+    code = "import {0}; from comingle.data.demo import read_numpy; print(hash(tuple(read_numpy())))"
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     found = {
         subprocess.run(

@@ -26,7 +26,7 @@ from comingle.audits.canaries import (
 )
 from comingle.audits.membership import auc, found_at, infer, windows_of
 from comingle.audits.proving import least_epsilon
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.models.windows import fixed_windows
 from comingle.privacy.accounting import Release, epsilon
 from comingle.reports.audit import Audit, Membership, Proof, exposure, verdict

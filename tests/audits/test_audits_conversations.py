@@ -25,8 +25,8 @@ from comingle.audits.canaries import (
 )
 from comingle.audits.membership import infer, show, windows_of
 from comingle.audits.shadows import halves, run_shadow
+from comingle.data.conversations.encoding import Answers, UserAnswers
 from comingle.kinds.base import Materials
-from comingle.kinds.conversations.answers import Answers, UserAnswers
 from comingle.models.windows import PAD
 from comingle.reports.audit import verdict
 from comingle.reports.audit_page import markdown

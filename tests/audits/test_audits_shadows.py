@@ -15,7 +15,7 @@ from comingle.audits.canaries import SERVER, USERS
 from comingle.audits.membership import auc, windows_of
 from comingle.audits.shadows import LEAST, Shadow, halves, likelihood_ratios, run_shadow, scored, told_apart
 from comingle.config import Recipe
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.reports.audit import Shadowed
 from comingle.runs.given import given_of
 from comingle.runs.session import prepare

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from comingle.cli.training import warn_overlaps
-from comingle.data.partition import UserText
+from comingle.data.splits import UserText
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.tables.run_tables import render_run

@@ -13,7 +13,7 @@ from test_cli_mistakes import one_line
 
 from comingle.config import Recipe, load_recipe
 from comingle.config.sections import FloralSection
-from comingle.data.samples import Samples
+from comingle.data.samples.samples import Samples
 from comingle.models.floral.layers import CONV_FORMS
 from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.runs import api

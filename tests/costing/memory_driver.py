@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from comingle.config import load_recipe
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
 from comingle.kinds.base import Materials

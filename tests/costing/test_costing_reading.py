@@ -17,9 +17,9 @@ from comingle.costing.fitting import fit
 from comingle.costing.nets import data_bytes, loads_of, rehearse_nets
 from comingle.costing.passes import memory
 from comingle.costing.planning import plan
-from comingle.data.crowds import Crowd
+from comingle.data.populations import Crowd
+from comingle.data.text import reading
 from comingle.kinds.conversations.kind import ConversationsKind
-from comingle.kinds.text import checking
 from comingle.runs.session import prepare
 from comingle.store import cache, language
 from comingle.utils.errors import ComingleError
@@ -43,7 +43,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def at_once(*_: Any, **__: Any) -> Any:
         raise AssertionError("read at once")
 
-    monkeypatch.setattr(checking, "read_users", at_once)
+    monkeypatch.setattr(reading, "read_users", at_once)
     monkeypatch.setattr(ConversationsKind, "read", at_once)
     return found
 

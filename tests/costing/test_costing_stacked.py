@@ -25,7 +25,7 @@ from comingle.costing.records import UserCost
 from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stacked import count_stacked, measured_base, text_load
 from comingle.costing.summaries import with_method
-from comingle.data.samples import SPLITS
+from comingle.data.samples.samples import SPLITS
 from comingle.engines.local import train
 from comingle.methods import make
 from comingle.models.base import Base

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from comingle.config import parse_recipe
-from comingle.data.partition import UserText
-from comingle.kinds.text.reading import token_limits, tokenise_users
+from comingle.data.splits import UserText
+from comingle.data.text.reading import token_limits, tokenise_users
 from comingle.models.loading import load_base
 from comingle.utils.errors import RecipeError
 

@@ -5,10 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from comingle.data.partition import Overlap, UserText, find_overlap, split_by_fractions
-from comingle.data.shingles import hash_shingles, split_words
-from comingle.data.sources import read_documents
-from comingle.demo import drop_near_duplicates
+from comingle.data.demo import drop_near_duplicates
+from comingle.data.sources import hash_shingles, read_documents, split_words
+from comingle.data.splits import Overlap, UserText, find_overlap, split_by_fractions
 
 
 def words(start: int, count: int) -> str:

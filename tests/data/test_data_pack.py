@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from comingle.cli.previews import summarise
-from comingle.data.pack import UserData, check, pack, pool
-from comingle.data.partition import UserText
+from comingle.data.splits import UserText
+from comingle.data.text.streams import UserData, check, pack, pool
 from comingle.utils.errors import DataError
 
 

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from comingle.data.partition import UserText, mix_held_out, split_by_fractions, split_given
 from comingle.data.sources import read_dataset, read_documents
+from comingle.data.splits import UserText, mix_held_out, split_by_fractions, split_given
 from comingle.utils.errors import DataError
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from comingle.config import parse_recipe
-from comingle.data import limits
-from comingle.data.limits import BYTES_A_TOKEN, most_bytes
+from comingle.data import files
+from comingle.data.files import BYTES_A_TOKEN, most_bytes
 from comingle.data.sources import read_dataset, read_documents
-from comingle.kinds.text.reading import read_users
+from comingle.data.text.reading import read_users
 from comingle.utils.errors import DataError
 
 ACCEPTED = "accepted: UTF-8 text"
@@ -148,7 +148,7 @@ def test_a_folder_and_rows_end_with_the_document_that_reaches_the_limit(tmp_path
 
 
 def test_how_much_is_read_follows_from_what_is_kept() -> None:
-    most = limits.READ_AT_LEAST
+    most = files.READ_AT_LEAST
     assert most_bytes(train=(None, 0.8), valid=(7, 0.1)) is None
     assert most_bytes(train=(4000, 0.8)) == most
     assert most_bytes(train=(10**7, 0.5)) == 2 * 10**7 * BYTES_A_TOKEN
@@ -159,7 +159,7 @@ def test_users_whose_text_is_cut_short_have_what_their_limits_ask_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Splits are parted from what is read: the same as those of a file that ends there."""
-    monkeypatch.setattr(limits, "READ_AT_LEAST", 20_000)
+    monkeypatch.setattr(files, "READ_AT_LEAST", 20_000)
     (tmp_path / "long.txt").write_text(paragraphs(20_000))
     (tmp_path / "head.txt").write_text((tmp_path / "long.txt").read_text()[:20_000].rpartition("\n")[0])
 
@@ -182,7 +182,7 @@ def test_two_gigabytes_are_not_read_for_four_thousand_tokens(tmp_path: Path) -> 
             file.write((b"word " * 100 + b"\n\n") * 1000)
         file.truncate(2 << 30)
     code = (
-        "from comingle.kinds.text.reading import read_users; from comingle.config import parse_recipe\n"
+        "from comingle.data.text.reading import read_users; from comingle.config import parse_recipe\n"
         f"data = parse_recipe({{'data': {{'users': {{'ann': {str(path)!r}}}, 'max_train_tokens': 4000}}}}).data\n"
         "print(sum(map(len, read_users(data, 0)[0].train)))"
     )

@@ -18,11 +18,10 @@ import pytest
 
 from comingle.config import parse_recipe
 from comingle.data import row_files
-from comingle.data.bad_rows import MOST_REFUSED, BadRows, BadRowsError
-from comingle.data.folders import list_files
-from comingle.data.row_files import read_json
+from comingle.data.files import list_files
+from comingle.data.row_files import MOST_REFUSED, BadRows, BadRowsError, read_json
 from comingle.data.sources import read_dataset, read_documents
-from comingle.kinds.text.reading import read_users
+from comingle.data.text.reading import read_users
 from comingle.utils.errors import DataError
 
 

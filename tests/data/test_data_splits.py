@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data.samples import Samples, UserSamples
-from comingle.data.splits import hold_out, warn_unseen
+from comingle.data.samples.samples import Samples, UserSamples, hold_out, warn_unseen
 from comingle.papers.tasks.holding import check_labels, hold_out_valid
 from comingle.utils.errors import DataError
 from comingle.utils.seeds import generator

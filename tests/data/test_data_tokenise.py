@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from comingle.data.partition import UserText
 from comingle.data.sources import read_documents
-from comingle.data.tokenise import tokenise
+from comingle.data.splits import UserText
+from comingle.data.text.streams import tokenise
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import Training
+from comingle.data.conversations.encoding import Answers, Question, UserAnswers, as_answers, encode
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.training import Portions
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.conversations import feed as feeding
-from comingle.kinds.conversations.answers import Answers, Question, UserAnswers, as_answers, encode
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.kind import training_tokens
 from comingle.methods.base import Phase

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from comingle.config import Recipe, parse_recipe
-from comingle.data.samples import Split, UserSamples
+from comingle.data.samples.samples import Split, UserSamples
 from comingle.engines.local import finetuned
 from comingle.models.personal_net import PersonalNet
 from comingle.reports.runs import Entry, read_run

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from comingle.evaluation.answers import AnswerScore, judge, score_answers
-from comingle.evaluation.rouge import rouge1, same_words, split_words
+from comingle.data.conversations.scoring import AnswerScore, judge, rouge1, same_words, score_answers, split_words
 from comingle.models.scoring import Score
 
 ENGLISH = [

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
-from comingle.evaluation.samples import score_samples
+from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank_of
+from comingle.data.samples.scoring import score_samples
 from comingle.models.scoring import CROSS_ENTROPY, LOSSES, MSE, SampleScore, find_loss
 from comingle.utils.errors import RecipeError
 from comingle.utils.seeds import generator

@@ -12,9 +12,9 @@ import pytest
 
 from comingle.cli.training import warn_overlaps
 from comingle.config import Recipe, parse_recipe
-from comingle.data.bad_rows import BadRowsError
+from comingle.data.conversations.reading import UserConversations, read_users
+from comingle.data.row_files import BadRowsError
 from comingle.kinds.conversations.kind import section
-from comingle.kinds.conversations.reading import UserConversations, read_users
 from comingle.models.random_bases import EOS
 from comingle.runs.session import build, prepare
 from comingle.utils.errors import DataError, RecipeError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from families import FAMILIES, SPECIAL
 
-from comingle.kinds.conversations.answers import as_answers
+from comingle.data.conversations.encoding import as_answers
 from comingle.models.chat_templates import ChatTemplate, Encoded
 from comingle.models.random_bases import BOS, EOS, PAD, byte_tokenizer
 from comingle.utils.errors import DataError

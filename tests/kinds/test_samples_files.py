@@ -17,7 +17,7 @@ from PIL import Image
 
 import comingle
 from comingle.config import Recipe, load_recipe
-from comingle.kinds.samples.folders import Look, read_folder
+from comingle.data.samples.images import Look, read_folder
 from comingle.models.nets import NETS
 from comingle.models.personal_net import PersonalNet
 from comingle.runs import api

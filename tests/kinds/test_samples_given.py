@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from comingle.data.samples import Samples
+from comingle.data.samples.samples import Samples
 from comingle.kinds.base import kind_of
 from comingle.models.personal_net import PersonalNet
 from comingle.runs.session import build

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data.samples import Samples
+from comingle.data.samples.samples import Samples
 from comingle.engines.mixing import mixtures_told, own_mixtures
 from comingle.methods.base import Method
 from comingle.methods.mixtures import Entropic

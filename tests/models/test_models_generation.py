@@ -208,7 +208,7 @@ def test_what_tokens_add_is_their_text_whatever_is_before(stories: Any, prompt: 
 
 
 def test_special_tokens_that_are_spelt_out_are_scored_as_the_text_they_are(person: Person) -> None:
-    from comingle.data.tokenise import tokenise
+    from comingle.data.text.streams import tokenise
 
     ann = person()
     tokenizer = ann.model.base.tokenizer

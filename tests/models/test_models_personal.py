@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from comingle.config import parse_recipe
-from comingle.data.samples import Samples
+from comingle.data.samples.samples import Samples
 from comingle.engines.client import Clients
 from comingle.models.floral.wrapper import floral
 from comingle.models.nets import make_net

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from comingle.config.settings import Privacy
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.engines.local import finetuned
 from comingle.methods import make
 from comingle.models.windows import PAD, fixed_windows

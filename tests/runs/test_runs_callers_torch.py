@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import comingle
-from comingle.data.samples import Samples
+from comingle.data.samples.samples import Samples
 
 TEXTS = {
     name: [f"the cat number {i} sat on mat {i * k} and saw" for i in range(60)]

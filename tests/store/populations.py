@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from comingle.config import Recipe, parse_recipe
-from comingle.data.crowds import Crowd
-from comingle.data.samples import SPLITS
+from comingle.data.populations import Crowd
+from comingle.data.samples.samples import SPLITS
 from comingle.kinds.base import Materials
 from comingle.runs.session import prepare
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from populations import paint, recipe_of, require_same, said, talks, write_rows
 
-from comingle.data.crowds import names_of
+from comingle.data.populations import names_of
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.utils.errors import ComingleError

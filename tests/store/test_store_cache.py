@@ -11,7 +11,7 @@ import pytest
 from filelock import FileLock
 from populations import contents, paint, recipe_of, require_same, said
 
-from comingle.data.crowds import Crowd, names_of
+from comingle.data.populations import Crowd, names_of
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.store import turns

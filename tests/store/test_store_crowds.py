@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from comingle.config import load_recipe
-from comingle.data.crowds import LOTS, Crowd, Numbers, digest_names, drawn
-from comingle.data.pack import UserData
+from comingle.data.populations import LOTS, Crowd, Numbers, digest_names, drawn
+from comingle.data.text.streams import UserData
 from comingle.engines.evaluations import sampled
 from comingle.engines.rounds import run_rounds
 from comingle.kinds.base import Materials

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from populations import both, paint, recipe_of, require_same
 
-from comingle.data.samples import UserSamples
+from comingle.data.samples.samples import UserSamples
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.store import arrays

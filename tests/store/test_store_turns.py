@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from populations import recipe_of, require_same, said, talks, write_rows
 
-from comingle.data.crowds import names_of
-from comingle.data.partition import UserText
-from comingle.data.samples import SPLITS
-from comingle.kinds.conversations.answers import Answers
+from comingle.data.conversations.encoding import Answers
+from comingle.data.populations import names_of
+from comingle.data.samples.samples import SPLITS
+from comingle.data.splits import UserText
 from comingle.runs import api
 from comingle.store.grouping import Spool
 from comingle.store.mixing import Mixture

@@ -17,13 +17,13 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.data.pack import UserData
+from comingle.data.conversations.encoding import Answers, UserAnswers, widen
+from comingle.data.text.streams import UserData
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.engines.server import ServerHalf
 from comingle.engines.state import draw
 from comingle.kinds.base import Materials
-from comingle.kinds.conversations.answers import Answers, UserAnswers, widen
 from comingle.kinds.text.feed import TextFeed
 from comingle.methods.base import Method
 from comingle.models.windows import begin_windows

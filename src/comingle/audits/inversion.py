@@ -17,7 +17,7 @@ from torch import Tensor
 from comingle.audits.canaries import SERVER, Watched, published
 from comingle.comparing.trials import shortened
 from comingle.config import Recipe
-from comingle.data.samples import UserSamples
+from comingle.data.samples.samples import UserSamples
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials

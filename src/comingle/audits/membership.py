@@ -15,7 +15,7 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from comingle.audits.canaries import Attacker, published
-from comingle.kinds.conversations.answers import Answers
+from comingle.data.conversations.encoding import Answers
 from comingle.models.windows import PAD, hide
 from comingle.reports.audit import Membership
 from comingle.runs.results import Run

@@ -24,11 +24,11 @@ from torch import Tensor
 from comingle.audits.canaries import SERVER, USERS, Attacker, Looked, Watched
 from comingle.audits.membership import auc, found_at, windows_of
 from comingle.config import Recipe
-from comingle.data.pack import UserData
+from comingle.data.conversations.encoding import UserAnswers, widen
+from comingle.data.text.streams import UserData
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials
-from comingle.kinds.conversations.answers import UserAnswers, widen
 from comingle.reports.audit import Shadowed
 from comingle.runs.session import build, execute
 from comingle.utils.seeds import generator

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from comingle.audits.canaries import SERVER, Looked, Watched
 from comingle.config import Recipe
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials

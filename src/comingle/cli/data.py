@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from comingle.cli.options import RecipePath, Sets, read_recipe
-from comingle.data.bad_rows import ADVICE, BadRowsError
+from comingle.data.row_files import ADVICE, BadRowsError
 from comingle.utils.errors import DataError
 from comingle.utils.terminal import words
 

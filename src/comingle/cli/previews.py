@@ -12,12 +12,12 @@ from rich.text import Text
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.data.crowds import Crowd
-from comingle.data.pack import UserData
-from comingle.data.partition import UserText
-from comingle.data.samples import SPLITS, UserSamples
+from comingle.data.conversations.encoding import Answers, UserAnswers
+from comingle.data.populations import Crowd
+from comingle.data.samples.samples import SPLITS, UserSamples
+from comingle.data.splits import UserText
+from comingle.data.text.streams import UserData
 from comingle.kinds.base import Materials
-from comingle.kinds.conversations.answers import Answers, UserAnswers
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.nets import net_name
 from comingle.tables.framing import Table

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.text import Text
 
 from comingle.cli.options import default_folder, read_recipe
-from comingle.data.pack import LISTED
-from comingle.data.partition import REPEATED
+from comingle.data.splits import REPEATED
+from comingle.data.text.streams import LISTED
 from comingle.kinds.base import Materials
 from comingle.processes.launched import LOST, PARENT, Place
 from comingle.processes.ranks import joined

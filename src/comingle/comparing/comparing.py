@@ -10,7 +10,7 @@ from typing import Any
 
 from comingle.config import Recipe
 from comingle.config.files import read_text
-from comingle.data.crowds import names_of
+from comingle.data.populations import names_of
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials

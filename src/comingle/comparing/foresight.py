@@ -8,8 +8,8 @@ from statistics import median
 
 from comingle.comparing import trials
 from comingle.config import Recipe
-from comingle.data.partition import REPEATED
-from comingle.data.samples import SPLITS, Samples
+from comingle.data.samples.samples import SPLITS, Samples
+from comingle.data.splits import REPEATED
 from comingle.kinds.base import Materials
 from comingle.utils.errors import list_names
 

@@ -138,9 +138,9 @@ class SplitSection(Section):
 
 
 _OWN = {
-    "text": "comingle.kinds.text.section:TextSection",
-    "samples": "comingle.kinds.samples.section:SamplesSection",
-    "conversations": "comingle.kinds.conversations.section:ConversationsSection",
+    "text": "comingle.data.text.section:TextSection",
+    "samples": "comingle.data.samples.section:SamplesSection",
+    "conversations": "comingle.data.conversations.section:ConversationsSection",
 }
 """The sections of the kinds that are here; named, not imported, as kinds stand on recipes."""
 

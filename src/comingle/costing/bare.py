@@ -9,12 +9,12 @@ from typing import cast
 import torch
 
 from comingle.config import Recipe
-from comingle.data.crowds import names_of
+from comingle.data.populations import names_of
+from comingle.data.samples.reading import Population
 from comingle.engines.client import Clients
 from comingle.kinds.language import check_on_language
 from comingle.kinds.samples.building import build_nets
 from comingle.kinds.samples.feed import SampleFeed
-from comingle.kinds.samples.population import Population
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base

@@ -11,7 +11,7 @@ from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.planning import rehearse_text
 from comingle.costing.reading import as_long
 from comingle.costing.summaries import NONE_FITS, smaller_pass, with_method
-from comingle.data.crowds import Crowd, names_of
+from comingle.data.populations import Crowd, names_of
 from comingle.engines.training import Portions
 from comingle.kinds.base import Materials, kind_of
 from comingle.models.base import logger

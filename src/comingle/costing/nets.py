@@ -16,11 +16,11 @@ from comingle.costing.passes import Rehearsal, rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import BaseFlops, Load, count_stacked, measured_base
 from comingle.costing.summaries import check_count, largest_round, summarise, with_method, with_privacy
-from comingle.data.crowds import Crowd, names_of
-from comingle.data.samples import SPLITS
+from comingle.data.populations import Crowd, names_of
+from comingle.data.samples.reading import Population
+from comingle.data.samples.samples import SPLITS
 from comingle.engines.client import Clients
 from comingle.kinds.base import kind_of
-from comingle.kinds.samples.population import Population
 from comingle.models.hardware import free_bytes
 from comingle.runs.session import prepare
 

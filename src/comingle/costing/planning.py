@@ -26,7 +26,7 @@ from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stacked import BaseFlops as BaseFlops
 from comingle.costing.stacked import count_stacked, text_load
 from comingle.costing.summaries import check_count, largest_round, summarise, with_method, with_privacy
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.engines.client import Clients
 from comingle.engines.training import portions
 from comingle.engines.users import batch_size

@@ -9,11 +9,11 @@ from typing import Any
 
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY
-from comingle.data.crowds import Crowd
+from comingle.data.populations import Crowd
+from comingle.data.text.reading import found_here, tokenizer_here
 from comingle.engines.users import STORES
 from comingle.kinds.base import Kind, Materials
 from comingle.kinds.conversations.kind import NOTE, ConversationsKind, as_steps
-from comingle.kinds.text.checking import found_here, tokenizer_here
 from comingle.kinds.text.kind import TextKind, anybody_validates, section
 from comingle.models.base import Base
 

@@ -1,20 +1,304 @@
-"""Plain text on disk: one file, or a folder of files, as documents."""
+"""Files and folders of a data source: suffixes, compression, first bytes, splits by name.
+
+A text is shuffled and cut into splits, so every split depends on all that is read. What is read therefore follows from
+the recipe alone, never from what the tokens turn out to be: the beginning of the source, long enough for all splits.
+"""
 
 from __future__ import annotations
 
 import codecs
+import gzip
+import io
 import logging
+import lzma
 import os
 import re
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-from comingle.data.compressed import UNREADABLE, open_bytes
-from comingle.data.folders import list_files
-from comingle.data.formats import has_rows
-from comingle.data.kinds import UTF_16, kind_of, word_problem
 from comingle.utils.errors import DataError
+
+COMPRESSIONS = (".xz", ".gz")
+ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+"""Suffixes of files of rows, each also with one of a compression behind it."""
+
+
+def suffix_of(path: Path) -> str:
+    """Return the last suffix of a file's name in lower case, without that of a compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def has_rows(path: Path) -> bool:
+    """Return whether a file holds rows, by its name."""
+    return suffix_of(path) in ROWS
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` wrote the folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def looks_like_path(source: str) -> bool:
+    """Hub names are ``NAME`` or ``OWNER/NAME``; anything else that does not exist is a mistyped path."""
+    return source.startswith((".", "~", "/")) or source.count("/") > 1 or has_rows(Path(source))
+
+
+OPENERS: Mapping[str, Callable[[Path], Any]] = {"": lambda path: path.open("rb"), ".gz": gzip.open, ".xz": lzma.open}
+"""How a file's bytes are opened, by its suffix."""
+
+UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
+"""What reading such a file raises where it is damaged or cannot be opened."""
+
+MAX_EXPANSION = 200
+"""Text compresses to a fifth, logs to a fiftieth; a file that expands further was made to fill memory."""
+
+ALWAYS_EXPANDED = 64 << 20
+"""Bytes that any file may expand to, whatever its size."""
+
+MAX_EXPANDED = 8 << 30
+"""Bytes that no compressed file may exceed, unless :data:`MAX_EXPANDED_VARIABLE` allows more."""
+
+MAX_EXPANDED_VARIABLE = "COMINGLE_MAX_DECOMPRESSED_BYTES"
+"""Environment variable with a limit in place of :data:`MAX_EXPANDED`, in bytes."""
+
+
+def max_expanded() -> int:
+    """Return the number of bytes that a compressed file may expand to.
+
+    Raises:
+        DataError: The environment variable is not a positive whole number.
+    """
+    given = os.environ.get(MAX_EXPANDED_VARIABLE, "").strip()
+    if not given:
+        return MAX_EXPANDED
+    if not (given.isascii() and given.isdigit() and int(given) > 0):
+        raise DataError(f"{MAX_EXPANDED_VARIABLE}: got {given!r:.60}; allowed: a positive whole number of bytes")
+    return int(given)
+
+
+def open_bytes(path: Path) -> Any:
+    """Open a file for reading bytes, decompressed as its suffix says.
+
+    Reading raises an ``OSError`` when a compressed file expands to more than 200 times its size and 64 MiB, or to more
+    than :func:`max_expanded` bytes.
+
+    Raises:
+        OSError: The file cannot be opened.
+        DataError: The environment variable of the limit is not a number.
+    """
+    opener = OPENERS.get(path.suffix.lower())
+    if opener is None:
+        return OPENERS[""](path)
+    limit = max_expanded()
+    return io.BufferedReader(_BoundedExpansion(opener(path), path.stat().st_size, limit), buffer_size=1 << 16)
+
+
+class _BoundedExpansion(io.RawIOBase):
+    """The decompressed bytes of a file, up to a bound that follows from its compressed size, and up to a limit.
+
+    Args:
+        inner: The decompressing file.
+        compressed_bytes: Size of the compressed file.
+        limit: Bytes that are decompressed at most.
+    """
+
+    def __init__(self, inner: Any, compressed_bytes: int, limit: int):
+        self._inner = inner
+        self._left = max(ALWAYS_EXPANDED, MAX_EXPANSION * compressed_bytes)
+        self._problem = f"expands to more than {MAX_EXPANSION} times its size; decompress it first if that is meant"
+        if limit < self._left:
+            self._left = limit
+            self._problem = f"expands to more than {limit:,} bytes; set {MAX_EXPANDED_VARIABLE} if that is meant"
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._inner.read(len(buffer))
+        self._left -= len(content)
+        if self._left < 0:
+            raise OSError(self._problem)
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._inner.close()
+        super().close()
+
+
+READ_AT_LEAST = 32 << 20
+"""Bytes of a source that are read whatever its limits are: a text that is no longer is always read as a whole."""
+
+BYTES_A_TOKEN = 64
+"""More than tokens of any usual text have on average (about 4 in English)."""
+
+Part = tuple[int | None, float]
+"""How many tokens of a split are kept (None: all), and which share of the source the split is."""
+
+
+def most_bytes(*, train: Part, valid: Part = (None, 0.0), test: Part = (None, 0.0)) -> int | None:
+    """The bytes to read of a source: enough for every limit, ``64 tokens / share``; None where train has no limit."""
+    if train[0] is None:
+        return None
+    needed = [ceil(BYTES_A_TOKEN * tokens / share) for tokens, share in (train, valid, test) if tokens and share]
+    return max(READ_AT_LEAST, *needed)
+
+
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+_PICTURE = "a picture"
+_KINDS = {
+    b"%PDF": "a PDF",
+    b"PK\x03\x04": "a zip archive (as .docx, .odt and .epub are)",
+    b"\xd0\xcf\x11\xe0": "an old office document",
+    b"{\\rtf": "rich text (RTF)",
+    b"\x89PNG": _PICTURE,
+    b"\xff\xd8\xff": _PICTURE,
+    b"GIF8": _PICTURE,
+    b"\x1f\x8b": "compressed by gzip; name it .gz",
+    b"\xfd7zXZ": "compressed by xz; name it .xz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"BZh91AY&SY": "compressed by bzip2",
+    b"PAR1": "a table (Parquet); name it .parquet",
+    b"SQLite format 3\0": "a database (SQLite)",
+    b"GGUF": "a model's weights (GGUF)",
+}
+
+
+MOST_WORD_CHARACTERS = 1 << 20
+"""Of one word; tokenizers take gigabytes for a longer one."""
+
+
+def word_problem(text: str) -> str | None:
+    """Return what is wrong with a text that has no white space for a million characters, as encoded files have."""
+    if len(text) <= MOST_WORD_CHARACTERS or max(map(len, text.split()), default=0) <= MOST_WORD_CHARACTERS:
+        return None
+    return f"more than {MOST_WORD_CHARACTERS:,} characters without white space, which is no text"
+
+
+def kind_of(content: bytes) -> str | None:
+    """What some bytes are that are no text in any coding; None where they may be text."""
+    for start, kind in _KINDS.items():
+        if content.startswith(start):
+            return kind
+    if b"\0" in content and not content.startswith(UTF_16):
+        return f"binary (zero byte at offset {content.index(0)})"
+    return None
+
+
+_SPLITS = {
+    "train": "train",
+    "training": "train",
+    "valid": "validation",
+    "validation": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+_ORDER = ("train", "validation", "test")
+_SHARD = re.compile(r"[-._ ]?\d.*")
+_WORDS = re.compile(r"[-._ /0-9]+")
+_DATA_CARD = "readme.md"
+_METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFile:
+    """A file of rows below a folder; ``more`` are columns that its folders name, as ``user=ada``."""
+
+    path: Path
+    split: str
+    more: dict[str, str | None]
+
+
+def list_files(folder: Path) -> list[str]:
+    """List all files below a folder recursively, as sorted relative POSIX paths.
+
+    Follows symbolic links to folders but visits each folder once. Skips names that begin with a dot, and ``__MACOSX``.
+    A folder that cannot be read is listed as if it were a file.
+    """
+    found: list[str] = []
+    seen = {os.path.realpath(folder)}
+
+    def unreadable(error: OSError) -> None:
+        found.append(Path(str(error.filename)).relative_to(folder).as_posix())
+
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=unreadable):
+        kept: list[str] = []
+        for name in sorted(folders, key=lambda name: (os.path.islink(os.path.join(root, name)), name)):
+            real = os.path.realpath(os.path.join(root, name))
+            if _is_visible(name) and real not in seen:
+                seen.add(real)
+                kept.append(name)
+        folders[:] = kept
+        below = Path(root).relative_to(folder)
+        found += [(below / name).as_posix() for name in files if _is_visible(name)]
+    return sorted(found)
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".") and name != "__MACOSX"
+
+
+def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
+    """List the files of rows below a folder by split and path, and the other files, which are left out.
+
+    A file is in a split by its own name, or that of a folder, as ``train.jsonl``, ``test-00000-of-00002.parquet`` or
+    ``validation/a.csv``; a file without such a name is in "train". Where all files have such a word somewhere in their
+    names, as ``news_train.csv`` beside ``news_test.csv``, that decides.
+
+    Raises:
+        DataError: no file of rows in it.
+    """
+    names = list_files(folder)
+    rows = [name for name in names if has_rows(Path(name)) and (folder / name).is_file()]
+    rows = [name for name in rows if Path(name).name not in _METADATA]
+    left_out = [name for name in names if name not in set(rows) and Path(name).name.lower() != _DATA_CARD]
+    if not rows:
+        there = f"{len(names)} other files, first: {names[0]}" if names else "nothing"
+        raise DataError(f"{folder}: no file of rows in it ({', '.join(ROWS)}); found: {there}")
+    worded = [_split_by_word(name) for name in rows]
+    splits = worded if "train" in worded and None not in worded else [_split_by_name(name) for name in rows]
+    files = [
+        RowFile(path=folder / name, split=split or "train", more=dict(_partitions(name)))
+        for name, split in zip(rows, splits, strict=True)
+    ]
+    return sorted(files, key=lambda file: _ORDER.index(file.split)), left_out
+
+
+def _split_by_name(name: str) -> str | None:
+    """The split that a file's name, or the nearest of its folders' names, is."""
+    *folders, own = name.lower().split("/")
+    stem = own.partition(".")[0]
+    for word, split in _SPLITS.items():
+        if stem.startswith(word) and (stem == word or _SHARD.fullmatch(stem[len(word) :])):
+            return split
+    return next((_SPLITS[one] for one in reversed(folders) if one in _SPLITS), None)
+
+
+def _split_by_word(name: str) -> str | None:
+    """The split that the last word of this kind in a file's path names."""
+    return next((_SPLITS[word] for word in reversed(_WORDS.split(name.lower())) if word in _SPLITS), None)
+
+
+def _partitions(name: str) -> Iterator[tuple[str, str | None]]:
+    for part in name.split("/")[:-1]:
+        key, sign, value = part.partition("=")
+        if key and sign:
+            yield unquote(key), None if value == _NO_VALUE else unquote(value)
+
 
 _LOG = logging.getLogger(__name__)
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")

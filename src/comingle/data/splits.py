@@ -1,89 +1,239 @@
-"""Holding out part of a user's samples so that every label of theirs stays in training.
-
-A label that is only in a user's test or validation samples would ask for what the user cannot have learnt. So samples
-are held out label by label, about the same share of each, and never the last one of a label: rare labels stay in
-training, as if they had been refilled from what was to be held out. (FedMerge's public code holds out at random.)
-
-Where test samples are not held out of a user's own but dealt (FLoRAL's tasks), or come from elsewhere, a label may be
-missing from training all the same. There it is part of the setting, as the others of a federation can teach what a user
-has no sample of, so it is said and not refused.
-"""
+"""Train, valid and test of a user: by fractions, by given splits, or held out from a mixture of all users."""
 
 from __future__ import annotations
 
-import logging
+import random
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
-import torch
-from jaxtyping import Int64
-from torch import Tensor
+import numpy as np
+from jaxtyping import UInt64
 
-from comingle.data.samples import Samples, UserSamples
+from comingle.data.sources import SHINGLE_WORDS, hash_shingles, split_words
+from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
+from comingle.utils.seeds import derive
 
-logger = logging.getLogger("comingle")
+# A longer line is a paragraph or a minified file: a cut goes through it instead of around it.
+_LONG_LINE_CHARACTERS = 1000
+_EXAMPLES = 3
+_EXAMPLE_CHARACTERS = 120
 
-_LISTED = 5
-_NAMED = 3
+
+@dataclass(frozen=True, kw_only=True)
+class UserText:
+    """The documents of one user, split by split."""
+
+    name: str
+    train: tuple[str, ...]
+    valid: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
 
 
-def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, " kept"], Int64[Tensor, " held_out"]]:
-    """Places of the samples that are kept and of those held out, each in the given order.
+REPEATED = f"in the training text, whole or by more than half of their runs of {SHINGLE_WORDS} words"
+"""Phrase for messages about an :class:`Overlap`, behind "documents are"."""
 
-    Of a label with ``n_y`` samples the first ``floor(share n_y)`` are held out, and one more of those labels that lose
-    most by rounding, until ``round(share n)`` are held out, at least one; but never the last of a label.
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How many held-out documents of a user are in its train documents, word for word or for the most part."""
+
+    user: str
+    valid: int
+    """Valid documents that overlap, out of ``valid_documents``."""
+    valid_documents: int
+    test: int
+    """Test documents that overlap, out of ``test_documents``."""
+    test_documents: int
+    examples: tuple[str, ...]
+    """Beginnings of up to three of them."""
+
+    @property
+    def total(self) -> int:
+        """Overlapping documents in both splits."""
+        return self.valid + self.test
+
+
+def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, seed: int, name: str) -> UserText:
+    """Shuffle the documents by (seed, name), then cut them into train, valid and test by characters.
+
+    The parts have the shares ``1 - valid - test``, ``valid`` and ``test`` of the characters within one line: a
+    document across a border is cut at the nearest line end, or at white space where it has no line ends (or a line of
+    more than 1,000 characters there). Nothing is lost or repeated.
+
+    Raises:
+        DataError: no documents, or fractions that are negative or leave nothing to train on.
     """
-    if share <= 0 or not len(labels):
-        return torch.arange(len(labels)), torch.arange(0)
-    counts = labels.bincount()
-    quota = share * counts.double()
-    taken = quota.floor().long().minimum((counts - 1).clamp(min=0))
-    missing = max(1, round(share * len(labels))) - int(taken.sum())
-    lost = torch.where(taken < counts - 1, quota - taken, -1.0)
-    first = lost.sort(descending=True, stable=True).indices[: max(0, missing)]
-    taken[first[lost[first] >= 0]] += 1
-    held = _rank_in_label(labels, counts) < taken[labels]
-    return (~held).nonzero().flatten(), held.nonzero().flatten()
+    if not (valid >= 0 and test >= 0 and valid + test < 1):
+        raise DataError(
+            f"user {name!r}: split fractions valid={valid}, test={test}: each must be >= 0 and their sum below 1"
+        )
+    if not any(documents):
+        raise DataError(f"user {name!r}: no documents to split, needs at least one")
+    shuffled = _shuffle(documents, "split", seed, name)
+    total = sum(map(len, shuffled))
+    seen, test_part = _cut(shuffled, round(total * (1 - test)))
+    train, valid_part = _cut(seen, round(total * (1 - test - valid))) if valid else (seen, [])
+    return UserText(name=name, train=tuple(train), valid=tuple(valid_part), test=tuple(test_part))
 
 
-def _rank_in_label(labels: Int64[Tensor, " n"], counts: Int64[Tensor, " classes"]) -> Int64[Tensor, " n"]:
-    """How many samples of the same label come before each."""
-    order = labels.argsort(stable=True)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[order]]
-    return rank
+def split_given(
+    splits: Mapping[str, Sequence[str]],
+    *,
+    name: str,
+    train: str = "train",
+    valid: str | None = None,
+    test: str = "test",
+    valid_fraction: float = 0.0,
+    seed: int = 0,
+) -> UserText:
+    """A user from splits that exist already; ``train``, ``valid`` and ``test`` are their names in ``splits``.
+
+    Where ``valid`` is not named, or named but missing, ``valid_fraction`` of train (by characters, documents shuffled
+    by (seed, name)) becomes valid; with a fraction of 0 an unnamed valid stays empty.
+
+    Raises:
+        NoTextError: a named split is missing and nothing replaces it; the message lists those found.
+    """
+    replaceable = valid is None or (valid not in splits and valid_fraction > 0)
+    for wanted in (train, test) if replaceable else (train, valid, test):
+        if wanted not in splits:
+            names_given = ", ".join(splits) or "none"
+            hint = did_you_mean(str(wanted), splits)
+            raise NoTextError(f"user {name!r}: no split {wanted!r}; found: {names_given}.{hint}")
+    test_part = tuple(splits[test])
+    if valid is not None and valid in splits:
+        return UserText(name=name, train=tuple(splits[train]), valid=tuple(splits[valid]), test=test_part)
+    if valid_fraction == 0:
+        return UserText(name=name, train=tuple(splits[train]), test=test_part)
+    carved = split_by_fractions(splits[train], valid=valid_fraction, test=0.0, seed=seed, name=name)
+    return replace(carved, test=test_part)
 
 
-def take(samples: Samples, places: Int64[Tensor, " m"]) -> Samples:
-    """The samples at these places."""
-    return Samples(inputs=samples.inputs[places], targets=samples.targets[places])
+def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
+    """Every user keeps its train documents; valid and test become uniform mixtures of all users' documents.
+
+    The out-of-distribution task of CoMiGS (section 4.1.1: "their validation and test sets consist of a uniform mixture
+    of all categories"). Every user gives as many characters as the smallest part holds, in an order drawn from (seed,
+    split, name), and gives each user an equal share of them. So all mixtures have the same size and composition within
+    a line for each giver, and no text is held by two users (Table 4 of the paper counts alike). Within a mixture the
+    givers take turns, so that a prefix (a token limit, say) is uniform too. The order of the users does not matter.
+
+    Raises:
+        DataError: a user has nothing to give to a split that others have, or two users share a name.
+    """
+    twice = [name for name, count in Counter(user.name for user in users).items() if count > 1]
+    if twice:
+        raise DataError(f"users to mix: two are named {twice[0]!r}, names must differ")
+    valid = _mix({user.name: user.valid for user in users}, split="valid", seed=seed)
+    test = _mix({user.name: user.test for user in users}, split="test", seed=seed)
+    return [replace(user, valid=valid[user.name], test=test[user.name]) for user in users]
 
 
-def warn_unseen(users: Sequence[UserSamples]) -> None:
-    """Say in one line who is validated or tested on labels without a sample to train on, and on which."""
-    unseen = {user.name: labels for user in users if (labels := unseen_labels(user))}
-    if unseen:
-        logger.warning("%s", told_unseen(unseen, len(unseen), len(users)))
+def find_overlap(user: UserText) -> Overlap:
+    """Held-out documents that a user also trains on.
+
+    A document overlaps when it equals a train document but for case and white space, or when more than half of its
+    13-word shingles occur in train. Linear in the text but for one sort of the train shingles.
+    """
+    train = [split_words(document) for document in user.train]
+    texts = {" ".join(words) for words in train}
+    shingles = np.unique(hash_shingles(train)[0])
+    valid = _repeated(user.valid, texts, shingles)
+    test = _repeated(user.test, texts, shingles)
+    return Overlap(
+        user=user.name,
+        valid=len(valid),
+        valid_documents=len(user.valid),
+        test=len(test),
+        test_documents=len(user.test),
+        examples=tuple(" ".join(document.split())[:_EXAMPLE_CHARACTERS] for document in (valid + test)[:_EXAMPLES]),
+    )
 
 
-def unseen_labels(user: UserSamples) -> list[int]:
-    """Labels that a user is validated or tested on and does not train on."""
-    return sorted({*find_unseen(user, user.valid), *find_unseen(user, user.test)})
+def _repeated(documents: Sequence[str], texts: set[str], shingles: UInt64[np.ndarray, " known"]) -> list[str]:
+    split = [split_words(document) for document in documents]
+    hashes, owner = hash_shingles(split)
+    known = np.bincount(owner[np.isin(hashes, shingles)], minlength=len(split))
+    every = np.bincount(owner, minlength=len(split))
+    return [
+        document
+        for document, words, mostly in zip(documents, split, 2 * known > every, strict=True)
+        if mostly or " ".join(words) in texts
+    ]
 
 
-def told_unseen(unseen: Mapping[str, Sequence[int]], count: int, users: int) -> str:
-    """The same in words, of ``count`` of all users, of whom these are the first."""
-    named = [f"{name!r} on {list_labels(labels)}" for name, labels in islice(unseen.items(), _NAMED)]
-    more = f"; and {count - _NAMED} more users" if count > _NAMED else ""
-    told = f"{count} of {users} users are validated or tested on labels that their train samples lack"
-    return f"{told}: {'; '.join(named)}{more}"
+def _mix(parts: Mapping[str, Sequence[str]], *, split: str, seed: int) -> dict[str, tuple[str, ...]]:
+    """The mixture of every user, out of equal shares of what each user gives."""
+    quota = quota_of({name: sum(map(len, documents)) for name, documents in parts.items()}, split)
+    if not quota:
+        return dict.fromkeys(parts, ())
+    names = sorted(parts)
+    shares = {name: deal(parts[name], quota, len(names), split, seed, name) for name in names}
+    return {name: take_turns({giver: shares[giver][index] for giver in names}) for index, name in enumerate(names)}
 
 
-def find_unseen(user: UserSamples, samples: Samples) -> list[int]:
-    """Labels of these samples that the user does not train on."""
-    return samples.targets[~torch.isin(samples.targets, user.train.targets)].unique().tolist()
+def quota_of(sizes: Mapping[str, int], split: str) -> int:
+    """How many characters each user gives, of whom these have so many; 0 where nobody has any.
+
+    Raises:
+        DataError: some have none, and others have.
+    """
+    quota = min(sizes.values(), default=0)
+    if quota == 0 and any(sizes.values()):
+        empty = list_names(name for name, size in sizes.items() if size == 0)
+        raise DataError(f"users to mix: no {split} documents from: {empty}; every user must give some")
+    return quota
 
 
-def list_labels(labels: Sequence[int]) -> str:
-    """Labels in one line, the first five of them."""
-    return ", ".join(map(str, labels[:_LISTED])) + (" ..." if len(labels) > _LISTED else "")
+def deal(documents: Sequence[str], quota: int, parts: int, split: str, seed: int, name: str) -> list[list[str]]:
+    """What a user called ``name`` gives of a split to each of the mixtures, in an order of its own.
+
+    They are consecutive parts, equal within a line, of the first ``quota`` characters; what comes after is left out.
+    """
+    dealt: list[list[str]] = []
+    rest = _shuffle(documents, "mix", split, seed, name)
+    for index in range(parts, -1, -1):
+        rest, part = _cut(rest, quota * index // parts)
+        dealt.insert(0, part)
+    return dealt[:-1]
+
+
+def take_turns(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """All documents, each placed by how much of its own giver's share comes before it."""
+    placed: list[tuple[int, str, str]] = []
+    for giver, documents in shares.items():
+        before = accumulate(map(len, documents), initial=0)
+        placed += [(offset, giver, document) for offset, document in zip(before, documents, strict=False)]
+    return tuple(document for _, _, document in sorted(placed))
+
+
+def _shuffle(documents: Sequence[str], *purpose: str | int) -> list[str]:
+    shuffled = list(documents)
+    random.Random(derive(*purpose)).shuffle(shuffled)
+    return shuffled
+
+
+def _cut(documents: Sequence[str], characters: int) -> tuple[list[str], list[str]]:
+    """The documents up to about a number of characters, and the rest; one document may be cut in two."""
+    ends = list(accumulate(map(len, documents)))
+    index = bisect_right(ends, characters)
+    if index == len(documents):
+        return list(documents), []
+    document = documents[index]
+    at = _cut_point(document, characters - ends[index] + len(document))
+    head, tail = document[:at], document[at:]
+    return [*documents[:index], *filter(None, [head])], [*filter(None, [tail]), *documents[index + 1 :]]
+
+
+def _cut_point(document: str, position: int) -> int:
+    """The line end nearest to a position; in a long or only line, the white space; in an endless word, itself."""
+    start = document.rfind("\n", 0, position) + 1
+    end = document.find("\n", position) + 1 or len(document)
+    only = start == 0 and end == len(document)
+    if position == start or not (only or end - start > _LONG_LINE_CHARACTERS):
+        return start if position - start <= end - position else end
+    spaces = (document.rfind(" ", start, position) + 1, document.find(" ", position, end) + 1)
+    return min((at for at in spaces if at > start), key=lambda at: abs(at - position), default=position)

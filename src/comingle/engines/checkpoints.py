@@ -46,8 +46,8 @@ class Progress:
 
     ``trainers`` are the names of those to whom the rows belong, in the rows' order. ``shards`` says how many of them
     are in each file, where several processes have written it (:mod:`comingle.engines.shards`). Where users' tensors are
-    elsewhere, ``population`` stands for the names (:func:`comingle.data.crowds.digest_names`). ``stopped``: no more
-    rounds.
+    elsewhere, ``population`` stands for the names (:func:`comingle.data.populations.digest_names`). ``stopped``: no
+    more rounds.
     """
 
     round: int

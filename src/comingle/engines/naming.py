@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from comingle.data.crowds import Numbers
+from comingle.data.populations import Numbers
 from comingle.engines.state import State
 from comingle.utils.errors import RunError, list_names
 from comingle.utils.trees import Tree

@@ -11,8 +11,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from comingle.config.settings import Training
-from comingle.data.crowds import listed
-from comingle.data.samples import epoch
+from comingle.data.populations import listed
+from comingle.data.samples.samples import epoch
 from comingle.engines.feeds import Feed
 from comingle.methods.base import Phase, Stream
 from comingle.models.windows import PAD

@@ -11,9 +11,9 @@ from typing import Any
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from comingle.data.conversations.scoring import AnswerScore
 from comingle.engines.faults import within_memory
 from comingle.engines.steps import Steps
-from comingle.evaluation.answers import AnswerScore
 from comingle.models.scoring import Gates, SampleScore, Score
 
 AnyScore = Score | SampleScore | AnswerScore

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.config.settings import Aggregation, Training
-from comingle.data.crowds import LOTS, Numbers
+from comingle.data.populations import LOTS, Numbers
 from comingle.engines.training import participants, round_sizes
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Received

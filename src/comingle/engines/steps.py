@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.config.settings import Training
-from comingle.data.crowds import Crowd
+from comingle.data.populations import Crowd
 from comingle.engines.columns import accumulate, keep_statistics, take_step
 from comingle.engines.faults import broke_first
 from comingle.engines.feeds import Feed

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from comingle.config.settings import Training
-from comingle.data.crowds import drawn
+from comingle.data.populations import drawn
 from comingle.methods.base import Method
 from comingle.privacy.accounting import sample_size
 from comingle.utils.errors import RecipeError
@@ -58,7 +58,7 @@ def portions(training: Training, device: torch.device, batch_size: int) -> Porti
 def participants(training: Training, round_number: int, users: Sequence[str]) -> list[int]:
     """Which of the users take part in this round (from 0), by number, in ascending order.
 
-    They are :func:`comingle.data.crowds.drawn`.
+    They are :func:`comingle.data.populations.drawn`.
 
     Raises:
         RecipeError: a list names a user who does not exist.

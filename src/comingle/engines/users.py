@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from comingle.config.settings import MEMORY, Training
-from comingle.data.crowds import Numbers, drawn, names_of
+from comingle.data.populations import Numbers, drawn, names_of
 from comingle.engines.cohort import Cohort
 from comingle.engines.feeds import Feed
 from comingle.engines.noised import noised_steps

@@ -13,9 +13,9 @@ from typing import Any
 
 from comingle.config import Recipe
 from comingle.config.settings import Training
-from comingle.data.crowds import Crowd, listed
-from comingle.data.partition import Overlap, UserText, find_overlap
-from comingle.data.samples import SPLITS
+from comingle.data.populations import Crowd, listed
+from comingle.data.samples.samples import SPLITS
+from comingle.data.splits import Overlap, UserText, find_overlap
 from comingle.engines.client import Clients
 from comingle.methods.base import Method
 from comingle.models.base import Base

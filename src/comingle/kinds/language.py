@@ -9,7 +9,7 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import AdapterSettings, Targets
-from comingle.data.samples import SPLITS
+from comingle.data.samples.samples import SPLITS
 from comingle.engines.state import NEEDS_CLUSTERS
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt

@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.data.arrays import read_samples
-from comingle.data.samples import SampleBank, Samples
-from comingle.evaluation.samples import score_samples
+from comingle.data.samples.samples import SampleBank, Samples, read_samples
+from comingle.data.samples.scoring import score_samples
 from comingle.models.floral.model import FloralModel
 from comingle.models.hardware import torch_defaults
 from comingle.models.model import own_copy
@@ -54,7 +53,7 @@ class PersonalNet(Personal):
 
         Args:
             samples: a map-style ``torch.utils.data.Dataset`` of ``(input, target)``, a pair of arrays or tensors, or
-                :class:`comingle.data.samples.Samples`.
+                :class:`comingle.data.samples.samples.Samples`.
 
         Raises:
             DataError: something else, or targets that are not of the net's task.

@@ -52,7 +52,7 @@ def random_windows(
     """Draw windows with replacement, uniform over all starts: ``tokens - context``, with ``begin`` one more.
 
     The starts are drawn where the generator lives and used where the stream lives, so a CPU generator gives the same
-    windows on every device. The stream must hold one window (see :func:`comingle.data.pack.check`).
+    windows on every device. The stream must hold one window (see :func:`comingle.data.text.streams.check`).
     """
     width = context + (begin is None)
     starts = torch.randint(len(stream) - width + 1, (count, 1), generator=generator, device=generator.device)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from comingle.data.loading import open_splits
 from comingle.data.row_files import Table
-from comingle.data.rows import iterate_batches
+from comingle.data.tables import iterate_batches, open_splits
 from comingle.utils.errors import DataError, list_names
 
 

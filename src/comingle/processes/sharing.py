@@ -13,7 +13,7 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import Training
-from comingle.data.crowds import Crowd, names_of
+from comingle.data.populations import Crowd, names_of
 from comingle.engines.starting import start_server
 from comingle.engines.state import Stored
 from comingle.engines.training import cohorts

@@ -10,7 +10,7 @@ from typing import Any
 
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY
-from comingle.data.crowds import Crowd
+from comingle.data.populations import Crowd
 from comingle.engines.users import STORES
 from comingle.kinds.base import Kind, Materials, kind_of, later
 from comingle.models.folders import digest_tokenizer

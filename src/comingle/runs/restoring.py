@@ -6,7 +6,7 @@ from pathlib import Path
 
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY
-from comingle.data.crowds import digest_names
+from comingle.data.populations import digest_names
 from comingle.engines.checkpoints import Progress, read_progress
 from comingle.engines.client import Clients
 from comingle.engines.naming import check_names, reorder_kept

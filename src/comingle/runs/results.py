@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comingle.config import Recipe
-from comingle.data.crowds import names_of
-from comingle.data.samples import SPLITS
+from comingle.data.populations import names_of
+from comingle.data.samples.samples import SPLITS
 from comingle.engines.checkpoints import personal_tensors
 from comingle.engines.local import finetuned
 from comingle.kinds.base import kind_of

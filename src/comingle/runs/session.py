@@ -16,8 +16,8 @@ import torch
 from comingle.config import Recipe
 from comingle.config.files import changed, check_used
 from comingle.config.settings import MEMORY
-from comingle.data.crowds import Crowd, digest_names, names_of
-from comingle.data.samples import SPLITS
+from comingle.data.populations import Crowd, digest_names, names_of
+from comingle.data.samples.samples import SPLITS
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import amounts, end_event, merged, sampled, start_event, summarise, users_metrics

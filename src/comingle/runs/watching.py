@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from comingle.config import Recipe
-from comingle.data.crowds import digest_names
+from comingle.data.populations import digest_names
 from comingle.engines.checkpoints import progress_of, prune_checkpoints
 from comingle.engines.clock import Clock
 from comingle.engines.crowd import MOST_SERIES, Summarised

@@ -7,15 +7,12 @@ from functools import partial
 from typing import Any
 
 from comingle.config import Recipe
-from comingle.data.crowds import Crowd
-from comingle.data.samples import Samples, UserSamples, check
-from comingle.data.splits import told_unseen, unseen_labels
+from comingle.data.populations import Crowd
+from comingle.data.samples.images import class_folders, find_splits
+from comingle.data.samples.reading import Population, Remarks, look_of, numbered, part, read_source, shared_classes
+from comingle.data.samples.samples import Samples, UserSamples, check, told_unseen, unseen_labels
 from comingle.kinds.base import Materials
-from comingle.kinds.samples.folders import class_folders, find_splits
 from comingle.kinds.samples.kind import SamplesKind, as_real, check_classes, section, usual_net
-from comingle.kinds.samples.parting import part
-from comingle.kinds.samples.population import Population
-from comingle.kinds.samples.reading import Remarks, look_of, numbered, read_source, shared_classes
 from comingle.models.base import Base
 from comingle.models.scoring import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.store.grouping import Spool

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comingle.data.pack import UserData
-from comingle.data.samples import SPLITS, Samples, UserSamples
-from comingle.kinds.conversations.answers import Answers, UserAnswers
+from comingle.data.conversations.encoding import Answers, UserAnswers
+from comingle.data.samples.samples import SPLITS, Samples, UserSamples
+from comingle.data.text.streams import UserData
 from comingle.models.windows import PAD
 
 Arrays = Mapping[str, Tensor]

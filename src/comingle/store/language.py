@@ -8,28 +8,20 @@ from functools import partial
 from typing import Any
 
 from comingle.config import Recipe
-from comingle.data.bad_rows import BadRows
-from comingle.data.crowds import Crowd
-from comingle.data.pack import Shortage, UserData, find_shortage, pack, too_short, with_validation
-from comingle.data.partition import REPEATED, Overlap, UserText, find_overlap
-from comingle.data.repeated import Repeated
-from comingle.data.rows import choose_users
-from comingle.data.sources import iterate_documents, no_texts, where_of
+from comingle.data.conversations.encoding import Encoder, UserAnswers, find_small, too_few
+from comingle.data.conversations.reading import UserConversations, file_readers, owned_records, parted, wanted_users
+from comingle.data.populations import Crowd
+from comingle.data.row_files import BadRows
+from comingle.data.sources import Repeated, iterate_documents, no_texts, where_of
+from comingle.data.splits import REPEATED, Overlap, UserText, find_overlap
+from comingle.data.tables import choose_users
+from comingle.data.text.reading import check_limits, limits_of, options_of, split_group, user_readers
+from comingle.data.text.streams import Shortage, UserData, find_shortage, pack, too_short, with_validation
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations import kind as conversations
-from comingle.kinds.conversations.answers import UserAnswers
-from comingle.kinds.conversations.encoding import Encoder, find_small, too_few
 from comingle.kinds.conversations.kind import ConversationsKind
-from comingle.kinds.conversations.reading import (
-    UserConversations,
-    file_readers,
-    owned_records,
-    parted,
-    wanted_users,
-)
 from comingle.kinds.language import require_rows, rows_key
 from comingle.kinds.text.kind import TextKind
-from comingle.kinds.text.reading import check_limits, limits_of, options_of, split_group, user_readers
 from comingle.models.base import Base, tokenizer_of
 from comingle.models.chat_templates import ChatTemplate
 from comingle.models.folders import digest_tokenizer

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from comingle.config import Recipe
-from comingle.data.pack import find_shortage
-from comingle.data.partition import UserText, deal, quota_of, take_turns
-from comingle.data.samples import SPLITS
+from comingle.data.samples.samples import SPLITS
+from comingle.data.splits import UserText, deal, quota_of, take_turns
+from comingle.data.text.streams import find_shortage
 from comingle.kinds.text.kind import TextKind, section
 from comingle.models.base import Base
 from comingle.store.grouping import Spool
@@ -63,7 +63,7 @@ class Pieces:
 
 
 class Mixture:
-    """Users' own text, then the mixtures; :func:`comingle.data.partition.mix_held_out` without a list of all."""
+    """Users' own text, then the mixtures; :func:`comingle.data.splits.mix_held_out` without a list of all."""
 
     def __init__(self, folder: Path, seed: int):
         self.folder, self.seed, self.names = folder, seed, list[str]()

@@ -2,7 +2,7 @@
 
 A folder has ``names.text`` (all names one after another), ``names.ends`` (where each ends), and ``names.index``: the
 numbers of the users in the order of their names' hashes, behind which ``names.hashes`` has these. ``names.sha256`` is
-the digest of them all (:func:`comingle.data.crowds.digest_names`).
+the digest of them all (:func:`comingle.data.populations.digest_names`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import overload
 
 import numpy as np
 
-from comingle.data.crowds import Known
+from comingle.data.populations import Known
 from comingle.utils.errors import DataError
 from comingle.utils.names import name_problem
 

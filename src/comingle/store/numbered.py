@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-from comingle.data.crowds import Known, digest_names
+from comingle.data.populations import Known, digest_names
 
 
 class Numbered(Known):

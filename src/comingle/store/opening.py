@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.data.crowds import Crowd
+from comingle.data.populations import Crowd
 from comingle.engines.client import Clients
 from comingle.engines.state import MOMENTS
 from comingle.kinds.base import Kind, LoadBase, Materials

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comingle.data.crowds import Crowd
-from comingle.data.samples import SPLITS
+from comingle.data.populations import Crowd
+from comingle.data.samples.samples import SPLITS
 from comingle.store.forms import FORMS, UserForm
 from comingle.store.names import Names, NamesWriter
 from comingle.utils.errors import DataError

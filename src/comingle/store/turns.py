@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
 from comingle.config import Recipe
-from comingle.data.crowds import Crowd
-from comingle.data.pack import LISTED, list_small
+from comingle.data.populations import Crowd
+from comingle.data.text.streams import LISTED, list_small
 from comingle.kinds.base import Kind, Materials
 from comingle.models.base import Base
 from comingle.store.grouping import Spool

@@ -15,7 +15,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, check_answers, encode, pool_answers
+from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, check_answers, encode, pool_answers
 from comingle.models.chat_templates import Encoded
 from comingle.models.random_bases import EOS, byte_tokenizer
 from comingle.models.windows import PAD, hide, inputs_of

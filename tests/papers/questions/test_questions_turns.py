@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from comingle.config import Recipe, parse_recipe
-from comingle.data.crowds import Crowd
-from comingle.data.samples import SPLITS
+from comingle.data.populations import Crowd
+from comingle.data.samples.samples import SPLITS
 from comingle.kinds.base import kind_of
 from comingle.models.loading import load_base
 from comingle.papers.questions.rows import LABELS

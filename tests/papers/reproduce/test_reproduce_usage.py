@@ -12,7 +12,7 @@ import torch
 from matplotlib.collections import PathCollection
 
 from comingle.config import Recipe, parse_recipe
-from comingle.data.samples import Samples, UserSamples
+from comingle.data.samples.samples import Samples, UserSamples
 from comingle.papers.reproduce.figures import draw, read_entries
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
 from comingle.papers.reproduce.published import Experiment, Plot, load_experiment

@@ -9,7 +9,7 @@ import pytest
 import torch
 from by_hand import EVERYONE, RATE, ByHand, Own, played, same
 
-from comingle.data.samples import UserSamples
+from comingle.data.samples.samples import UserSamples
 from comingle.utils.errors import RecipeError
 from federations import read_anew
 

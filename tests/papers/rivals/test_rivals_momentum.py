@@ -9,7 +9,7 @@ import torch
 from by_hand import EVERYONE, RATE, ByHand, Own, played, same
 from torch import Tensor
 
-from comingle.data.samples import UserSamples
+from comingle.data.samples.samples import UserSamples
 from comingle.methods.momentum_clustering import CENTRES, MOVED, OWN, Centres, threshold_step
 from comingle.utils.seeds import generator
 from federations import read_anew

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.data.pack import UserData
+from comingle.data.text.streams import UserData
 from comingle.engines.local import settle
 from comingle.engines.rounds import run_rounds
 from comingle.methods.stacking import likeliest

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data.samples import bank_of
+from comingle.data.samples.samples import bank_of
 from comingle.papers.tasks import transforms
 from comingle.papers.tasks.images import read_images
 from comingle.papers.tasks.making import Task, make_task

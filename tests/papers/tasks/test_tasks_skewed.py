@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data.samples import SPLITS, UserSamples
+from comingle.data.samples.samples import SPLITS, UserSamples
 from comingle.papers.tasks.kind import KIND as TASK_KIND
 from comingle.papers.tasks.making import Task, make_task
 from comingle.papers.tasks.settings import TASKS

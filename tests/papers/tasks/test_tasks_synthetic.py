@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from comingle.data.samples import UserSamples, check
+from comingle.data.samples.samples import UserSamples, check
 from comingle.papers.tasks.synthetic import DIMENSION, Kind, Truth, draw_truth, make_synthetic
 
 KINDS: tuple[Kind, ...] = ("linear", "mlp", "mlp-norm")

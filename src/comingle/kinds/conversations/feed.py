@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comingle.config.settings import Training
-from comingle.data.crowds import Crowd
+from comingle.data.conversations.encoding import Answers, UserAnswers, widen
+from comingle.data.conversations.scoring import JUDGES, AnswerScore, judge, score_answers
+from comingle.data.populations import Crowd
 from comingle.engines.feeds import SCORED_PER_SLOT, Generate, Predict
 from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions, portions
-from comingle.evaluation.answers import JUDGES, AnswerScore, judge, score_answers
-from comingle.kinds.conversations.answers import Answers, UserAnswers, widen
 from comingle.methods.base import Phase, Stream
 from comingle.models.scoring import Gates, score_windows
 from comingle.models.windows import PAD

@@ -8,26 +8,26 @@ from typing import Any, cast
 
 from comingle.config import Recipe
 from comingle.config.settings import Training
-from comingle.data.bad_rows import BadRows
-from comingle.data.crowds import Crowd
-from comingle.data.partition import UserText
-from comingle.data.samples import SPLITS
+from comingle.data.conversations.encoding import (
+    UserAnswers,
+    check_answers,
+    check_small,
+    count_here,
+    encode_users,
+    enough,
+    pool_answers,
+)
+from comingle.data.conversations.messages import Columns
+from comingle.data.conversations.reading import UserConversations, adopt_users, has_messages, owned_records, read_users
+from comingle.data.conversations.section import ConversationsSection
+from comingle.data.populations import Crowd
+from comingle.data.row_files import BadRows
+from comingle.data.samples.samples import SPLITS
+from comingle.data.splits import UserText
 from comingle.engines.client import Clients
 from comingle.engines.users import batch_size
 from comingle.kinds.base import LoadBase, Materials, always_there, count_trainers
-from comingle.kinds.conversations.answers import UserAnswers, check_answers, pool_answers
-from comingle.kinds.conversations.checking import count_here
-from comingle.kinds.conversations.encoding import check_small, encode_users, enough
 from comingle.kinds.conversations.feed import AnswerFeed
-from comingle.kinds.conversations.reading import (
-    UserConversations,
-    adopt_users,
-    has_messages,
-    owned_records,
-    read_users,
-)
-from comingle.kinds.conversations.rows import Columns
-from comingle.kinds.conversations.section import ConversationsSection
 from comingle.kinds.language import language_model, require_rows
 from comingle.kinds.text.kind import LanguageKind, anybody_validates
 from comingle.methods import make

@@ -11,15 +11,15 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import Training
-from comingle.data.crowds import Crowd, listed
-from comingle.data.samples import UserSamples, check, pool_samples
+from comingle.data.populations import Crowd, listed
+from comingle.data.samples.reading import Population
+from comingle.data.samples.samples import UserSamples, check, pool_samples
 from comingle.engines.client import Clients
 from comingle.engines.users import batch_size
 from comingle.kinds.base import always_there, later
 from comingle.kinds.language import ADAPTOR_SETS, NETS
 from comingle.kinds.samples.feed import SampleFeed
 from comingle.kinds.samples.nets import check_net, net_maker, net_name
-from comingle.kinds.samples.population import Population
 from comingle.methods.base import Method
 from comingle.models.floral.wrapper import adaptor_size, floral
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype

@@ -12,13 +12,13 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from comingle.config.settings import Training
-from comingle.data.crowds import Crowd
-from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
+from comingle.data.populations import Crowd
+from comingle.data.samples.reading import Augment
+from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank_of
+from comingle.data.samples.scoring import score_samples
 from comingle.engines.feeds import Predict
 from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions
-from comingle.evaluation.samples import score_samples
-from comingle.kinds.samples.population import Augment
 from comingle.methods.base import Phase, Stream
 from comingle.models.scoring import Gates, Loss, SampleScore
 from comingle.models.windows import PAD

@@ -9,15 +9,12 @@ from typing import Any, cast
 
 from comingle.config import Recipe
 from comingle.config.settings import Training
-from comingle.data.samples import Samples, UserSamples, pool_samples
-from comingle.data.splits import warn_unseen
+from comingle.data.samples.reading import TAKEN, MakeNet, Population, read_given, read_users, takes
+from comingle.data.samples.samples import Samples, UserSamples, pool_samples, warn_unseen
+from comingle.data.samples.section import SamplesSection
 from comingle.engines.client import Clients
 from comingle.kinds.base import Kind, LoadBase, Materials
 from comingle.kinds.samples.building import build_nets, check_on_nets, net_model
-from comingle.kinds.samples.given import TAKEN, read_given, takes
-from comingle.kinds.samples.population import MakeNet, Population
-from comingle.kinds.samples.reading import read_users
-from comingle.kinds.samples.section import SamplesSection
 from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.model import Model

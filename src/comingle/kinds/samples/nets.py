@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from comingle.config import Recipe
+from comingle.data.samples.reading import MakeNet, Population
 from comingle.kinds.language import NETS
-from comingle.kinds.samples.population import MakeNet, Population
 from comingle.models.model import call_with
 from comingle.models.nets import make_net
 from comingle.utils.errors import RecipeError

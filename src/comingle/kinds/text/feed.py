@@ -10,8 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from comingle.config.settings import Training
-from comingle.data.crowds import listed
-from comingle.data.pack import UserData
+from comingle.data.populations import listed
+from comingle.data.text.streams import UserData
 from comingle.engines.feeds import SCORED_PER_SLOT, Feed, Predict
 from comingle.engines.training import Portions, portions
 from comingle.methods.base import Phase

@@ -8,19 +8,17 @@ from typing import Any, cast
 
 from comingle.config import Recipe
 from comingle.config.settings import Training
-from comingle.data.bad_rows import BadRows
-from comingle.data.pack import UserData, check, pool
-from comingle.data.partition import UserText, mix_held_out
+from comingle.data.row_files import BadRows
 from comingle.data.sources import iterate_documents
+from comingle.data.splits import UserText, mix_held_out
+from comingle.data.text.reading import HANDED, check_texts, given_texts, leave_out, read_users, takes, tokenise_users
+from comingle.data.text.section import TextSection, UsersRows
+from comingle.data.text.streams import UserData, check, pool
 from comingle.engines.client import Clients
 from comingle.engines.users import batch_size
 from comingle.kinds.base import Kind, LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.language import check_on_language, language_model, require_rows
-from comingle.kinds.text.checking import check_texts
 from comingle.kinds.text.feed import TextFeed
-from comingle.kinds.text.given import HANDED, given_texts, takes
-from comingle.kinds.text.reading import leave_out, read_users, tokenise_users
-from comingle.kinds.text.section import TextSection, UsersRows
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.model import Model

@@ -6,8 +6,8 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from comingle.data.conversations.encoding import Question
 from comingle.data.row_files import Row
-from comingle.kinds.conversations.answers import Question
 
 LABELS = ("entailment", "neutral", "contradiction")
 """By number, as the hub has them."""

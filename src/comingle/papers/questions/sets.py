@@ -21,9 +21,8 @@ from typing import cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from comingle.data.bad_rows import BadRows
-from comingle.data.row_files import Row, read_json
-from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, encode
+from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, encode
+from comingle.data.row_files import BadRows, Row, read_json
 from comingle.models.chat_templates import Encoded
 from comingle.papers.decoded import iterate_values
 from comingle.papers.questions.rows import COLUMNS, QUESTIONS_OF

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from comingle.config import Recipe
-from comingle.data.crowds import Crowd
+from comingle.data.conversations.encoding import Question, UserAnswers, check_answers, encode
+from comingle.data.populations import Crowd
 from comingle.kinds.base import Kind, Materials
-from comingle.kinds.conversations.answers import Question, UserAnswers, check_answers, encode
 from comingle.kinds.language import require_rows, rows_key
 from comingle.models.base import Base, tokenizer_of
 from comingle.models.chat_templates import Encoded

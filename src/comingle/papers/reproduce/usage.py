@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from comingle.config import Recipe
 from comingle.costing.messages import download_of, upload_of
 from comingle.costing.summaries import with_method
-from comingle.data.samples import UserSamples
+from comingle.data.samples.samples import UserSamples
 from comingle.engines.server import ServerHalf
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.building import build_nets

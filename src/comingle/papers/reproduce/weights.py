@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from comingle.config import Recipe
 from comingle.config.settings import AUTO, SHORTEST
-from comingle.kinds.conversations.section import ConversationsSection
+from comingle.data.conversations.section import ConversationsSection
+from comingle.data.text.section import TextSection
 from comingle.kinds.language import NETS
-from comingle.kinds.text.section import TextSection
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.nets import make_net

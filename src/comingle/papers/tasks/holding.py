@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from comingle.data.samples import UserSamples
-from comingle.data.splits import find_unseen, hold_out, list_labels, take
+from comingle.data.samples.samples import UserSamples, find_unseen, hold_out, list_labels, take
 from comingle.utils.errors import DataError
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from comingle.data.compressed import UNREADABLE, open_bytes
+from comingle.data.files import UNREADABLE, open_bytes
 from comingle.utils.errors import DataError
 
 _IDX_BYTES = 0x08

@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from comingle.data.arrays import read_arrays
-from comingle.data.compressed import OPENERS
+from comingle.data.files import OPENERS
+from comingle.data.samples.samples import read_arrays
 from comingle.papers.decoded import iterate_values
 from comingle.papers.tasks.idx import read_idx
 from comingle.papers.tasks.pictures import decode, scale, stack

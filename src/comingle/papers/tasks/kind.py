@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from comingle.config import Recipe
-from comingle.data.splits import warn_unseen
+from comingle.data.samples.samples import warn_unseen
 from comingle.kinds.base import LoadBase, Materials
 from comingle.kinds.samples.kind import NetKind
 from comingle.models.base import Base

@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.data.samples import UserSamples, check
-from comingle.kinds.samples.population import Augment, Population
+from comingle.data.samples.reading import Augment, Population
+from comingle.data.samples.samples import UserSamples, check
 from comingle.papers.tasks import transforms
 from comingle.papers.tasks.holding import check_labels, hold_out_valid
 from comingle.papers.tasks.images import Images, check_images, has_images, read_domains, read_images

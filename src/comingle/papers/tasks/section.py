@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from comingle.config.data import Count, DataSection, Fraction, Positive, Section, keys_of_text, plain_name
-from comingle.kinds.samples.section import NO_WINDOWS, UNREAD
+from comingle.data.samples.section import NO_WINDOWS, UNREAD
 
 
 class TaskSection(Section):

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from comingle.data.samples import Samples, UserSamples
+from comingle.data.samples.samples import Samples, UserSamples
 from comingle.papers.tasks import transforms
 from comingle.papers.tasks.images import Images
 from comingle.papers.tasks.settings import Setting, Shift

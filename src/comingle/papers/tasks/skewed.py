@@ -3,7 +3,7 @@
 Source: FedMerge, section 4.1; what it leaves open is as in its public code. The data set's own train and test images
 are pooled, dealt out (:mod:`.groups`), and each user's are split: a sixth is for testing, a tenth of the
 others for validation, label by label, so that train, validation and test images of a user have the same distribution
-and every label is trained on (:mod:`comingle.data.splits`).
+and every label is trained on (:mod:`comingle.data.samples.samples`).
 
     personal   50 users; the images of each label are parted by shares drawn from Dir(0.1)
     cluster    the labels are drawn into five clusters of equally many; 6, 5, 8, 13 and 18 of 50 consecutive users have
@@ -25,8 +25,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from comingle.data.samples import Samples, UserSamples
-from comingle.data.splits import hold_out, list_labels
+from comingle.data.samples.samples import Samples, UserSamples, hold_out, list_labels
 from comingle.papers.tasks.groups import Key, choose_labels, cluster_sizes, deal, group_by_labels
 from comingle.papers.tasks.images import Images
 from comingle.papers.tasks.settings import REDUCED_MINIMUM, TEST_SHARE, Setting

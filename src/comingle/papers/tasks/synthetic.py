@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.data.samples import Samples, UserSamples
+from comingle.data.samples.samples import Samples, UserSamples
 from comingle.utils.seeds import generator
 
 Kind = Literal["linear", "mlp", "mlp-norm"]

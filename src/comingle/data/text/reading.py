@@ -1,22 +1,30 @@
-"""Users' text out of a recipe: read, split, cut to its limits and tokenised; who has too little is found."""
+"""Users' text from a recipe or a program: read, split, limited and tokenised."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from comingle.config import SplitSection
-from comingle.data.bad_rows import BadRows
-from comingle.data.limits import most_bytes
-from comingle.data.pack import UserData, find_shortage, list_small, pack, with_validation
-from comingle.data.partition import UserText, split_by_fractions, split_given
-from comingle.data.repeated import Repeated, warn_same_files
-from comingle.data.sources import read_dataset, read_documents
-from comingle.kinds.text.section import DatasetSource, TextSection, UserSource
+from comingle.config import Recipe, SplitSection
+from comingle.data.files import most_bytes
+from comingle.data.row_files import BadRows, BadRowsError
+from comingle.data.sources import Repeated, read_dataset, read_documents, warn_same_files
+from comingle.data.splits import UserText, mix_held_out, split_by_fractions, split_given
+from comingle.data.tables import iterate_texts, table_of
+from comingle.data.text.section import DatasetSource, TextSection, UserSource
+from comingle.data.text.streams import UserData, check, find_shortage, list_small, pack, with_validation
 from comingle.models.base import Base, tokenizer_of
+from comingle.models.chat_templates import begin_of
+from comingle.models.folders import load_tokenizer
+from comingle.models.pretrained import PreTrainedTokenizerBase
+from comingle.models.random_bases import PREFIX, byte_tokenizer
 from comingle.utils.errors import DataError, NoTextError, RecipeError, did_you_mean, list_names
+from comingle.utils.names import is_named
+from comingle.utils.records import expand_home
 
 logger = logging.getLogger("comingle")
 
@@ -242,3 +250,156 @@ def split_group(
         valid_fraction=0.0 if split.valid_name else split.valid,
         seed=seed,
     )
+
+
+HANDED = "a list of texts, a file or folder, a datasets.Dataset with a column text, or {train, valid, test} of these"
+
+_SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
+"""What splits may be called; ``validation`` is what data sets of the hub have."""
+
+
+def takes(data: Any) -> bool:
+    """Whether it is one user's text, as far as the first document tells."""
+    if isinstance(data, Mapping):
+        return bool(data) and set(data) <= set(_SPLITS) and all(map(_is_source, data.values()))
+    return _is_source(data)
+
+
+def _is_source(data: Any) -> bool:
+    if isinstance(data, str | os.PathLike) or _column(data) is not None:
+        return True
+    return isinstance(data, Sequence) and not isinstance(data, bytes) and (not data or isinstance(data[0], str))
+
+
+def _column(data: Any) -> str | None:
+    """The column of a table that holds its documents: ``text``, or the only one that there is."""
+    columns = getattr(data, "column_names", None)
+    if not isinstance(columns, list):
+        return None
+    if "text" in columns:
+        return "text"
+    holds = getattr((getattr(data, "features", None) or {}).get(columns[0]), "dtype", "") if len(columns) == 1 else ""
+    return columns[0] if holds in ("string", "large_string") else None
+
+
+def given_texts(data: TextSection, given: Mapping[str, Any], seed: int, bad: BadRows | None = None) -> list[UserText]:
+    """Split the documents of all users, as :func:`comingle.data.text.reading.read_users` does with files.
+
+    Args:
+        data: The recipe's section.
+        given: Documents, a table or a path by user, or a mapping of these by split.
+        seed: Seed of the splits.
+        bad: Collects rows that cannot be used; None for a collection of its own.
+
+    Raises:
+        DataError: A user's data is not text, or users without text are refused.
+    """
+    limits = token_limits(data, list(given))
+    bad, repeated = bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)
+    readers: dict[str, Callable[[], UserText]] = {}
+    for name, source in given.items():
+        if isinstance(source, Mapping):
+            sources = {_SPLITS[str(split)]: partial(_documents, bad, name, part) for split, part in source.items()}
+            readers[name] = partial(split_parts, name, sources, data.split, seed, limits[name], repeated)
+        else:
+            read = partial(_documents, bad, name, source)
+            readers[name] = partial(split_whole, name, read, data.split, seed, limits[name], repeated)
+    return collect(data, readers, bad, repeated)
+
+
+def _documents(bad: BadRows, name: str, source: Any, most: int | None) -> list[str]:
+    """Documents that are not blank, up to about ``most`` bytes of text."""
+    if isinstance(source, str | os.PathLike):
+        return _from_path(bad, name, os.fspath(source), most)
+    where, documents, left = f"user {name!r}", [], most
+    for document in _each(bad, source, where):
+        if left is not None and left <= 0:
+            break
+        left = None if left is None else left - len(document.encode())
+        documents.append(document)
+    if not documents:
+        raise NoTextError(f"{where}: no text in it, a user needs at least one document")
+    return documents
+
+
+def _from_path(bad: BadRows, name: str, path: str, most: int | None) -> list[str]:
+    try:
+        return read_documents(path, most=most, bad=bad)
+    except (NoTextError, BadRowsError):
+        raise
+    except DataError as error:
+        raise DataError(f"user {name!r}: {error!s:.300}; text itself is given as a list of documents") from None
+
+
+def _each(bad: BadRows, source: Any, where: str) -> Iterator[str]:
+    if (column := _column(source)) is not None:
+        yield from (document for (document,) in iterate_texts(table_of(source, where, "train"), (column,), bad))
+        return
+    for number, document in enumerate(source, start=1):
+        if not isinstance(document, str):
+            bad.add(f"{where}: document {number}", f"is {reprlib.repr(document)}; allowed: text")
+        elif document.strip():
+            yield document
+
+
+ABSENT_NOTE = "Some of the users' text is not here, so nobody's text is checked: a run may refuse it."
+
+
+def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set[str], str]:
+    """Whether users named in the recipe have the text that a run needs, where it is here: who would be left out, and
+    a note where nothing could be checked. Text of demo users, of the hub and of data sets is not looked at.
+
+    Raises:
+        DataError: text that a run would refuse.
+        RecipeError: a limit for somebody who is no user.
+    """
+    here, note = found_here(data)
+    if not here:
+        return set(), note
+    texts, tokenizer = read_users(data, recipe.data_seed), tokenizer_here(recipe.base)
+    return set() if tokenizer is None else _check_lengths(recipe, data, texts, tokenizer, validates), ""
+
+
+def found_here(data: TextSection) -> tuple[bool, str]:
+    """Whether text is looked at, which is here and of users named one by one; else maybe a note."""
+    sources = _sources(data)
+    if not sources or any(is_named(source) for source in sources):
+        return False, ""
+    here = all(os.path.exists(os.path.expanduser(source)) for source in sources)
+    return here, "" if here else ABSENT_NOTE
+
+
+def _check_lengths(
+    recipe: Recipe, data: TextSection, texts: list[UserText], tokenizer: PreTrainedTokenizerBase, validates: bool
+) -> set[str]:
+    """A window's length of every stream is enough to know whether it is too short."""
+    context = recipe.training.context
+    skip = data.on_small_user == "skip"
+    if data.held_out == "mixture" and not skip:
+        texts = mix_held_out(texts, seed=recipe.data_seed)
+    limits = token_limits(data, [text.name for text in texts])
+    heads = {
+        name: {key: min(limit or context + 1, context + 1) for key, limit in limits_of_user.items()}
+        for name, limits_of_user in limits.items()
+    }
+    users = [pack(text, tokenizer, **heads[text.name]) for text in texts]
+    users = [with_validation(user) for user in users] if data.train_on_valid else users
+    begins = data.add_bos_token and bool(begin_of(tokenizer))
+    needed = {"context": context, "needs_validation": validates, "begins": begins}
+    small = {user.name for user in users if find_shortage(user, **needed)}
+    if not skip or len(small) == len(users):
+        check(users, **needed)
+    return small
+
+
+def _sources(data: TextSection) -> list[str]:
+    users = (data.users or {}).values()
+    return [source for user in users for source in (user.path, user.train, user.valid, user.test) if source]
+
+
+def tokenizer_here(base: str) -> PreTrainedTokenizerBase | None:
+    """The base's tokenizer where that takes neither weights nor the hub."""
+    if base.startswith(PREFIX):
+        return byte_tokenizer()
+    folder = expand_home(base)
+    return load_tokenizer(folder) if os.path.isdir(folder) else None

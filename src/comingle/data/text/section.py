@@ -18,7 +18,7 @@ from comingle.config.data import (
     SplitSection,
     TokenLimit,
 )
-from comingle.data.bad_rows import OnBadRow
+from comingle.data.row_files import OnBadRow
 from comingle.utils.names import name_problem
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from comingle.data.rows import field_of, has_column
+from comingle.data.tables import field_of, has_column
 from comingle.models.chat_templates import ASSISTANT, ROLES
 from comingle.utils.errors import did_you_mean
 

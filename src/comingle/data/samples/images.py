@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from comingle.data.row_files import describe
-from comingle.data.samples import SPLITS
+from comingle.data.samples.samples import SPLITS
 from comingle.utils.errors import DataError, list_names
 
 SUFFIXES = (".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")

@@ -1,23 +1,141 @@
-"""Everybody's samples as a recipe names them: folders of images, or npz files."""
+"""Users' samples from a recipe or a program: npz files and folders of images."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from comingle.data.arrays import as_samples, read_arrays
-from comingle.data.samples import SPLITS, Samples, UserSamples
-from comingle.kinds.samples.folders import SUFFIXES, Look, Pictures, find_splits, read_folder, split_named, visible
-from comingle.kinds.samples.parting import part
-from comingle.kinds.samples.section import SampleSource, SamplesSection
+from comingle.data.samples import samples
+from comingle.data.samples.images import SUFFIXES, Look, Pictures, find_splits, read_folder, split_named, visible
+from comingle.data.samples.samples import (
+    SPLITS,
+    Samples,
+    UserSamples,
+    as_samples,
+    hold_out,
+    is_pair,
+    read_arrays,
+    read_samples,
+    take,
+)
+from comingle.data.samples.section import SampleSource, SamplesSection
+from comingle.models.scoring import Loss, find_loss
 from comingle.utils.errors import DataError, list_names
 from comingle.utils.records import expand_home
+from comingle.utils.seeds import generator
+
+Augment = Callable[[Sequence[int], Tensor, torch.Generator], Tensor]
+"""Changes train inputs ``(users, batch, ...)`` of the given users at random."""
+
+MakeNet = Callable[..., nn.Module]
+"""A net of no arguments, or of the shape of one input and the number of outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Population:
+    """Everybody; ``classes`` is the number of the net's outputs: classes, or dimensions of a regression's target."""
+
+    users: Sequence[UserSamples]
+    loss: str | Loss
+    classes: int
+    input_shape: tuple[int, ...]
+    net: str | MakeNet
+    """Trained where the recipe names none: of the registry, or what a program makes."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes, where they have some."""
+
+    @property
+    def measure(self) -> Loss:
+        """The loss itself."""
+        return self.loss if isinstance(self.loss, Loss) else find_loss(self.loss, classes=False)
+
+    @property
+    def augmentation(self) -> Augment | None:
+        """What changes train inputs at random."""
+        return None
+
+
+def part(name: str, splits: Mapping[str, Samples], *, valid: float, test: float, seed: int) -> UserSamples:
+    """A user of these splits; ``test`` and ``valid`` are shares that are held out of "train" for those that lack.
+
+    Which samples are held out follows from the seed and the user's name.
+
+    Raises:
+        DataError: so few samples that none can be spared.
+    """
+    train = splits["train"]
+    if not len(train):
+        raise DataError(f"user {name!r}: train holds no samples, needs at least 1")
+    if "test" in splits and "valid" in splits:
+        return UserSamples(name=name, train=train, valid=splits["valid"], test=splits["test"])
+    train = take(train, torch.randperm(len(train), generator=generator("samples", name, seed)))
+    parts = dict(splits)
+    if "test" not in splits:
+        valid /= 1 - test  # it is a share of all
+        train, parts["test"] = _held_out(name, train, "test", test)
+    if "valid" not in splits:
+        train, parts["valid"] = _held_out(name, train, "valid", valid) if valid else (train, train.first(0))
+    return UserSamples(name=name, train=train, valid=parts["valid"], test=parts["test"])
+
+
+def _held_out(name: str, samples: Samples, split: str, share: float) -> tuple[Samples, Samples]:
+    kept, held = hold_out(_labels(samples), share)
+    if not len(held):
+        got = f"{len(samples)} samples, one of each class" if len(samples) > 1 else "1 sample"
+        raise DataError(f"user {name!r}: {got}, of which none can be spared for data.split.{split}; give more")
+    return take(samples, kept), take(samples, held)
+
+
+def _labels(samples: Samples) -> Int64[Tensor, " n"]:
+    """Classes; a regression has none to keep."""
+    targets = samples.targets
+    if not targets.is_floating_point() and bool((targets >= 0).all()):
+        return targets.long()
+    return torch.zeros(len(targets), dtype=torch.int64)
+
+
+TAKEN = f"{samples.TAKEN}, or {{train, valid, test}} of these"
+
+
+def takes(data: Any) -> bool:
+    """Whether this may be a user's samples."""
+    if isinstance(data, Mapping):
+        return bool(data) and set(data) <= set(SPLITS) and all(_is_one(one) for one in data.values())
+    return isinstance(data, UserSamples) or _is_one(data)
+
+
+def _is_one(data: Any) -> bool:
+    return isinstance(data, Samples | Dataset) or is_pair(data)
+
+
+def read_given(name: str, data: Any, *, valid: float, test: float, seed: int) -> UserSamples:
+    """A user's samples, parted where they have no splits.
+
+    Raises:
+        DataError: they are none, or too few.
+    """
+    where = f"user {name!r}"
+    if not takes(data):
+        raise DataError(f"{where}: got {type(data).__name__}; allowed: {TAKEN}")
+    if isinstance(data, UserSamples):
+        return data
+    splits = data if isinstance(data, Mapping) else {"train": data}
+    if isinstance(data, Mapping) and not {"train", "test"} <= set(data):
+        raise DataError(f"{where}: splits {', '.join(map(repr, data))}; allowed: 'train' and 'test', maybe 'valid'")
+    alone = not isinstance(data, Mapping)
+    read = {split: read_samples(one, where if alone else f"{where}: {split}") for split, one in splits.items()}
+    return part(name, read, valid=valid, test=test, seed=seed)
+
 
 logger = logging.getLogger("comingle")
 

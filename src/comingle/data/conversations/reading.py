@@ -1,4 +1,4 @@
-"""Users' conversations out of a recipe, or handed over by a program: read, checked and split."""
+"""Users' conversations from a recipe or a program: read, checked and split."""
 
 from __future__ import annotations
 
@@ -14,21 +14,43 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import SplitSection
-from comingle.data.bad_rows import BadRows
-from comingle.data.kinds import word_problem
-from comingle.data.loading import read_tables
-from comingle.data.pack import list_small
-from comingle.data.repeated import Repeated, warn_same_files
-from comingle.data.row_files import Row, name_in
-from comingle.data.rows import choose_users, field_of, has_column, table_of
-from comingle.evaluation.rouge import same_words
-from comingle.kinds.conversations.records import Record, read_records
-from comingle.kinds.conversations.rows import Columns, Messages, messages_of
-from comingle.kinds.conversations.section import ConversationRows, ConversationsSection
-from comingle.kinds.text.section import UserFiles
+from comingle.data.conversations.messages import Columns, Messages, messages_of
+from comingle.data.conversations.scoring import same_words
+from comingle.data.conversations.section import ConversationRows, ConversationsSection
+from comingle.data.files import word_problem
+from comingle.data.row_files import BadRows, Row, name_in
+from comingle.data.sources import Repeated, warn_same_files
+from comingle.data.tables import choose_users, field_of, has_column, read_tables, table_of
+from comingle.data.text.section import UserFiles
+from comingle.data.text.streams import list_small
 from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
 from comingle.utils.names import name_problem
 from comingle.utils.seeds import derive
+
+Record = tuple[str, str, Row]
+"""The split that a row is in, its place, as ``chats.jsonl: line 3``, and the row."""
+
+
+def read_records(
+    source: str | Sequence[str], *, config: str | None = None, bad: BadRows | None = None
+) -> Iterator[Record]:
+    """Yield the rows of a file, of several, of a folder of them, or of a data set of the hub.
+
+    Args:
+        source: files, folders or names.
+        config: the configuration of a data set of the hub.
+        bad: collects rows that cannot be read; without it they are refused when reading ends.
+
+    Raises:
+        DataError: a source that is missing, unknown or unreadable.
+    """
+    collected = bad or BadRows()
+    for table in read_tables(source, name=config):
+        for place, row in table.read(collected, None):
+            yield table.split, f"{table.where}: {place}", row
+    if bad is None:
+        collected.settle()
+
 
 Placed = tuple[str, Messages]
 """A conversation, and where it stands."""

@@ -18,9 +18,9 @@ from comingle.config.data import (
     keys_of_text,
     steps_of,
 )
-from comingle.data.bad_rows import OnBadRow
-from comingle.kinds.conversations.rows import Columns
-from comingle.kinds.text.section import UserFiles, UsersRows, anchored_sources, named_sources
+from comingle.data.conversations.messages import Columns
+from comingle.data.row_files import OnBadRow
+from comingle.data.text.section import UserFiles, UsersRows, anchored_sources, named_sources
 from comingle.utils.errors import did_you_mean, list_names
 
 Measure = Literal["rouge1", "exact_match", "accuracy"]

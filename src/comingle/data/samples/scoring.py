@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from comingle.data.samples import SampleBank
+from comingle.data.samples.samples import SampleBank
 from comingle.models.scoring import Loss, SampleScore
 from comingle.models.windows import PAD
 

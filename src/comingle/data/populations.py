@@ -1,4 +1,4 @@
-"""Populations of which nobody holds a list: users are made when somebody asks for them, by number or by name."""
+"""Populations of users made on demand."""
 
 from __future__ import annotations
 

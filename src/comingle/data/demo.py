@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from comingle.data.files import join_paragraphs, split_paragraphs
-from comingle.data.shingles import hash_shingles, split_words
+from comingle.data.sources import hash_shingles, split_words
 from comingle.utils.errors import DataError, did_you_mean
 
 DEMO_PREFIX = "demo:"

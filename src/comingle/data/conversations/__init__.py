@@ -1,0 +1,1 @@
+"""Conversations: users with messages, trained on the responses."""

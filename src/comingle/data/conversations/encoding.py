@@ -1,0 +1,371 @@
+"""Conversations as tokens with a loss mask.
+
+A question with its answer is a conversation of one turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, compress
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from comingle.config import Recipe
+from comingle.data.conversations.reading import Placed, UserConversations, read_users
+from comingle.data.conversations.section import ConversationsSection
+from comingle.data.row_files import BadRows
+from comingle.data.samples.samples import SPLITS
+from comingle.data.text.reading import tokenizer_here
+from comingle.data.text.streams import list_small
+from comingle.models.chat_templates import ChatTemplate, Encoded, begin_of
+from comingle.models.windows import PAD, hide
+from comingle.utils.errors import DataError
+
+Split = Literal["train", "valid", "test"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked, as the model reads it, and the answer that is wanted."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Conversations of one user, one a row of ``windows``, filled with ``PAD``.
+
+    Tokens that carry no loss, which is on responses, are hidden (:func:`comingle.models.windows.hide`). Response i,
+    ``references[i]`` as text, is in row ``owners[i]``, after ``prompt_tokens[i]`` tokens. ``limit`` is how many tokens
+    the longest response of the user has, its end included; ``ends`` are the tokens that end one. ``measures`` is what
+    is reported of it, first that by which models are compared: see :mod:`comingle.data.conversations.scoring`.
+    """
+
+    windows: Int64[Tensor, "n window"]
+    owners: Int64[Tensor, " m"]
+    prompt_tokens: Int64[Tensor, " m"]
+    references: tuple[str, ...]
+    limit: int
+    measures: tuple[str, ...]
+    ends: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    @property
+    def contents(self) -> tuple[Any, ...]:
+        """What a digest is taken of."""
+        return self.windows, self.owners, self.prompt_tokens, [self.references, self.limit, self.measures, self.ends]
+
+    def prompt(self, number: int) -> Int64[Tensor, " tokens"]:
+        """The tokens before response ``number``: the earlier turns, as they are."""
+        return self.tokens(int(self.owners[number]))[: int(self.prompt_tokens[number])]
+
+    def tokens(self, number: int) -> Int64[Tensor, " tokens"]:
+        """All tokens of conversation ``number``."""
+        row = self.windows[number]
+        row = row[row != PAD]
+        return torch.where(row < 0, hide(row), row)
+
+    def only(self, kept: Bool[Tensor, " n"]) -> Answers:
+        """Return the conversations that are kept, with their responses."""
+        responses = kept[self.owners]
+        return replace(
+            self,
+            windows=self.windows[kept],
+            owners=(kept.cumsum(0) - 1)[self.owners[responses]],
+            prompt_tokens=self.prompt_tokens[responses],
+            references=tuple(compress(self.references, responses.tolist())),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserAnswers:
+    """The conversations of one user; valid may be empty. ``cluster`` is the true one, where the recipe names it."""
+
+    name: str
+    train: Answers
+    valid: Answers
+    test: Answers
+    cluster: int | None = None
+
+    def split(self, split: Split) -> Answers:
+        """One of the three."""
+        return {"train": self.train, "valid": self.valid, "test": self.test}[split]
+
+
+def encode(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    """The questions as tokens: a begin-of-text token where texts of the base have one, prompt, answer, end of text.
+
+    Prompt and answer are tokenised apart, so that the border between them is where generation starts. A special token
+    that is spelt out in them is tokenised as the text it is.
+
+    Raises:
+        DataError: the tokenizer has no end-of-text token, so that an answer would not end.
+    """
+    end: Any = tokenizer.eos_token_id
+    if end is None:
+        raise DataError(
+            "the base's tokenizer has no end-of-text token, so answers would have no end; give another base"
+        )
+    begin = begin_of(tokenizer)
+    prompts = _tokens([question.prompt for question in questions], tokenizer)
+    answers = _tokens([question.answer for question in questions], tokenizer)
+    return [
+        _one_turn((*begin, *prompt), (*answer, end), question.answer)
+        for prompt, answer, question in zip(prompts, answers, questions, strict=True)
+    ]
+
+
+def _one_turn(prompt: tuple[int, ...], answer: tuple[int, ...], reference: str) -> Encoded:
+    tokens = (*prompt, *answer)
+    return Encoded(tokens=tokens, responses=((len(prompt), len(tokens)),), references=(reference,))
+
+
+def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if not texts:
+        return []
+    encoded: Any = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        verbose=False,  # what is too long is left out by those who know the limit
+    )
+    return encoded["input_ids"]
+
+
+def as_answers(
+    encoded: Sequence[Encoded], *, limit: int, measures: Sequence[str], ends: Sequence[int], prompts: bool = False
+) -> Answers:
+    """Return the conversations as windows; with ``prompts`` the loss is on all of their tokens but masked responses."""
+    width = max((len(one) for one in encoded), default=2)
+    windows = torch.full((len(encoded), width), PAD, dtype=torch.int64)
+    for row, one in zip(windows, encoded, strict=True):
+        tokens = torch.tensor(one.tokens)
+        row[: len(one)] = tokens if prompts else hide(tokens)
+        for start, stop in one.masked or ():
+            row[start:stop] = hide(tokens[start:stop])
+        for start, stop in one.responses:
+            row[start:stop] = tokens[start:stop]
+    starts = [(number, start) for number, one in enumerate(encoded) for start, _ in one.responses]
+    return Answers(
+        windows=windows,
+        owners=torch.tensor([number for number, _ in starts], dtype=torch.int64),
+        prompt_tokens=torch.tensor([start for _, start in starts], dtype=torch.int64),
+        references=tuple(reference for one in encoded for reference in one.references),
+        limit=limit,
+        measures=tuple(measures),
+        ends=tuple(ends),
+    )
+
+
+def check_answers(user: UserAnswers, *, needs_validation: bool) -> None:
+    """Whether there are questions of every kind that will be asked.
+
+    Raises:
+        DataError: there are none to validate with, which the method needs.
+    """
+    if needs_validation and not len(user.valid):
+        raise DataError(
+            f"user {user.name!r}: valid holds 0 questions, needs at least 1; give data.questions.valid, or choose a "
+            "method without validation data"
+        )
+
+
+def pool_answers(users: Sequence[UserAnswers]) -> UserAnswers:
+    """One user named "everyone" that has the conversations of all: the centralized baseline."""
+    train, valid, test = (_join([user.split(split) for user in users]) for split in ("train", "valid", "test"))
+    return UserAnswers(name="everyone", train=train, valid=valid, test=test)
+
+
+def _join(parts: Sequence[Answers]) -> Answers:
+    before = accumulate((len(part) for part in parts), initial=0)
+    return Answers(
+        windows=torch.cat(widen([part.windows for part in parts])),
+        owners=torch.cat([part.owners + first for part, first in zip(parts, before, strict=False)]),
+        prompt_tokens=torch.cat([part.prompt_tokens for part in parts]),
+        references=tuple(reference for part in parts for reference in part.references),
+        limit=max(part.limit for part in parts),
+        measures=parts[0].measures,
+        ends=tuple(dict.fromkeys(end for part in parts for end in part.ends)),
+    )
+
+
+def widen(parts: Sequence[Int64[Tensor, "_ _"]]) -> list[Int64[Tensor, "_ window"]]:
+    """Windows of several users, filled with ``PAD`` to the width of the widest."""
+    width = max(part.shape[1] for part in parts)
+    return [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=PAD) for part in parts]
+
+
+logger = logging.getLogger("comingle")
+
+
+def encode_users(
+    data: ConversationsSection,
+    users: Sequence[UserConversations],
+    template: ChatTemplate,
+    context: int,
+    bad: BadRows | None = None,
+) -> list[UserAnswers]:
+    """Encode the conversations of all users as windows; warn of those longer than ``context`` tokens.
+
+    Args:
+        data: The recipe's section.
+        users: Users with messages.
+        template: Template of the base.
+        context: Length of a window in tokens.
+        bad: Collects conversations that the template refuses; None for a collection of its own.
+
+    Raises:
+        DataError: The base's template refuses messages.
+    """
+    bad = bad or BadRows(data.on_bad_row)
+    encoder = Encoder(data, template, context, bad)
+    encoded = [encoder.encode(user) for user in users]
+    bad.settle()
+    for note in encoder.notes:
+        logger.warning("%s", note)
+    return encoded
+
+
+class Encoder:
+    """Users' conversations as windows, one user after another."""
+
+    def __init__(self, data: ConversationsSection, template: ChatTemplate, context: int, bad: BadRows):
+        self.data, self.context, self.template, self.bad = data, context, template, bad
+        self.counts, self.ends = Counter[str](), self.template.ends()
+
+    def encode(self, user: UserConversations) -> UserAnswers:
+        """Encode a user's conversations; those that the base's template refuses are bad rows."""
+        data = self.data
+        parts = {
+            split: [
+                fitting
+                for placed in getattr(user, split)
+                for encoded in self._turns(user.name, placed)
+                if (fitting := _fit(encoded, self.context, data.too_long == "cut", self.counts))
+            ]
+            for split in SPLITS
+        }
+        limit = max((one.longest for part in parts.values() for one in part), default=1)
+        train, valid, test = (
+            as_answers(
+                part,
+                limit=limit,
+                measures=data.measures,
+                ends=self.ends,
+                prompts=data.loss_on == "all" and split == "train",
+            )
+            for split, part in parts.items()
+        )
+        return UserAnswers(name=user.name, train=train, valid=valid, test=test)
+
+    def _turns(self, name: str, placed: Placed) -> list[Encoded]:
+        where, messages = placed
+        with self.bad.row(f"user {name!r}: {where}"):
+            encoded = self.template.encode_turns(messages)
+            if self.data.loss_on == "all" and (len(encoded) > 1 or any(one.masked is None for one in encoded)):
+                raise DataError(
+                    "data.loss_on: got all, and the base's chat template writes earlier turns anew as a conversation "
+                    "goes on; allowed: responses"
+                )
+            self.counts["calls"] += sum(one.unwritten_calls for one in encoded)
+            return encoded
+        return []
+
+    @property
+    def told(self) -> str:
+        """How many were too long; empty where none was."""
+        cut, out = self.counts["cut"], self.counts["left out"]
+        longer = f"{cut + out} of {self.counts['all']} conversations are longer than {self.context} tokens"
+        return f"{longer} (training.context): {cut} cut at whole turns, {out} left out" if cut + out else ""
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings about all users: conversations that were too long, and tool calls that the template leaves out."""
+        calls = self.counts["calls"]
+        lost = f"{calls} responses call tools, which the base's chat template does not write; they carry no loss"
+        return [*filter(None, [self.told, lost if calls else ""])]
+
+
+def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> Encoded | None:
+    """The conversation, or its first turns, in at most ``context`` tokens; None where that leaves no response."""
+    counts["all"] += 1
+    if len(encoded) <= context:
+        return encoded
+    kept = [(start, stop) for start, stop in encoded.responses if stop <= context] if cuts else []
+    counts["cut" if kept else "left out"] += 1
+    if not kept:
+        return None
+    tokens, references = encoded.tokens[: kept[-1][1]], encoded.references[: len(kept)]
+    masked = tuple(span for span in encoded.masked or () if span[1] <= len(tokens))
+    return replace(encoded, tokens=tokens, responses=tuple(kept), references=references, masked=masked)
+
+
+def find_small(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
+    """Who lacks conversations that will be used, and which."""
+    wanted = ("train", "valid", "test") if needs_validation else ("train", "test")
+    small = {user.name: [split for split in wanted if not len(getattr(user, split))] for user in users}
+    return {name: f"no conversations in {' and '.join(splits)}" for name, splits in small.items() if splits}
+
+
+def check_small(users: Sequence[Any], *, needs_validation: bool) -> None:
+    """Whether everybody has the conversations that will be used; all who have not are named at once.
+
+    Raises:
+        DataError: some have not.
+    """
+    if small := find_small(users, needs_validation=needs_validation):
+        raise too_few(list_small(small), len(small), len(users))
+
+
+def too_few(told: str, small: int, users: int) -> DataError:
+    """What is said where so many of all users lack conversations, of some of whom it is ``told``."""
+    skip = ", or leave such users out with data.on_small_user: skip" if small < users else ""
+    count = f"{small} of {users} users have too few conversations: " if small > 1 else "user "
+    return DataError(f"{count}{told}; give more of them, other fractions, or a longer training.context{skip}")
+
+
+def enough(data: ConversationsSection, users: Sequence[Any], validates: bool) -> tuple[list[Any], Mapping[str, str]]:
+    """All users; or those with enough conversations where others are left out, which a warning says, and their lack.
+
+    Raises:
+        DataError: nobody would be left.
+    """
+    if data.on_small_user != "skip":
+        return list(users), {}
+    small = find_small(users, needs_validation=validates)
+    if len(small) == len(users):
+        raise DataError(f"all {len(users)} users have too few conversations: {list_small(small)}")
+    if small:
+        told = f"{len(small)} of {len(users)} users are left out, as they have too few conversations"
+        logger.warning("%s: %s", told, list_small(small))
+    return [user for user in users if user.name not in small], small
+
+
+def count_here(recipe: Recipe, data: ConversationsSection, validates: bool) -> tuple[dict[str, int], set[str]]:
+    """How many conversations each user trains on, and who would be left out, who is not among them.
+
+    Where the base's tokenizer is not here, none counts as too long.
+
+    Raises:
+        DataError: they cannot be read, or a run would refuse them.
+    """
+    read, tokenizer = read_users(data, recipe.data_seed), tokenizer_here(recipe.base)
+    users = (
+        list[Any](read)
+        if tokenizer is None
+        else encode_users(data, read, ChatTemplate(tokenizer), recipe.training.context)
+    )
+    users, small = enough(data, users, validates)
+    check_small(users, needs_validation=validates)
+    return {user.name: len(user.train) for user in users}, set(small)

@@ -1,0 +1,1 @@
+"""Samples: users with inputs and targets."""

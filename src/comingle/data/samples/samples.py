@@ -1,0 +1,404 @@
+"""A user's samples: arrays of inputs and targets, and splits of them.
+
+The counterpart of :mod:`comingle.data.text.streams` for tasks that are not language: FLoRAL's regressions and images.
+
+A label that is only in a user's test or validation samples would ask for what the user cannot have learnt. So samples
+are held out label by label, about the same share of each, and never the last one of a label: rare labels stay in
+training, as if they had been refilled from what was to be held out. (FedMerge's public code holds out at random.)
+
+Where test samples are not held out of a user's own but dealt (FLoRAL's tasks), or come from elsewhere, a label may be
+missing from training all the same. There it is part of the setting, as the others of a federation can teach what a user
+has no sample of, so it is said and not refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+from zipfile import is_zipfile
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from comingle.data.row_files import describe
+from comingle.models.windows import PAD
+from comingle.utils.errors import DataError
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Inputs with their targets: class numbers, or vectors to regress on.
+
+    Raises:
+        DataError: the numbers of inputs and targets differ.
+    """
+
+    inputs: Float[Tensor, " n *shape"]
+    targets: Int[Tensor, " m"] | Float[Tensor, "m d"]  # m is n, but saying so is for people: see below
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets):
+            got = f"{len(self.inputs)} inputs but {len(self.targets)} targets"
+            raise DataError(f"samples: {got}; every input needs one target")
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def contents(self) -> tuple[Tensor, Tensor]:
+        """What a digest is taken of."""
+        return self.inputs, self.targets
+
+    def first(self, count: int) -> Samples:
+        """The first ``count`` samples, or all where there are fewer."""
+        return Samples(inputs=self.inputs[:count], targets=self.targets[:count])
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserSamples:
+    """The samples of one user; valid may be empty. ``cluster`` is the true one, where it is known."""
+
+    name: str
+    train: Samples
+    valid: Samples
+    test: Samples
+    cluster: int | None = None
+
+    def split(self, split: Split) -> Samples:
+        """One of the three."""
+        return {"train": self.train, "valid": self.valid, "test": self.test}[split]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleBank:
+    """One split of all users, one user after another: user i has ``counts[i]`` samples from ``starts[i]`` on.
+
+    ``inputs`` and ``targets`` live on the device that trains, ``starts`` and ``counts`` on the CPU.
+    """
+
+    inputs: Float[Tensor, " total *shape"]
+    targets: Int[Tensor, " total"] | Float[Tensor, "total d"]
+    starts: Int64[Tensor, " everybody"]
+    counts: Int64[Tensor, " everybody"]
+
+    def take(
+        self, users: Sequence[int], indices: Int[Tensor, "users batch"]
+    ) -> tuple[Float[Tensor, "users batch *shape"], Tensor, Bool[Tensor, "users batch"]]:
+        """Samples ``indices[s]`` of user ``users[s]`` in one gather: inputs, targets ``(users, batch, ...)``, presence.
+
+        Where the index is ``PAD``, the sample is not present: it repeats some sample and must carry no loss.
+        """
+        indices = indices.cpu().long()
+        chosen = torch.tensor(users, dtype=torch.int64)
+        starts, counts = self.starts[chosen, None], self.counts[chosen, None]
+        # A larger index would read the samples of somebody else.
+        assert bool(((indices >= PAD) & (indices < counts)).all()), "an index beyond the user's samples"
+        # The start of a last user without samples lies behind the end.
+        at = (starts + indices.clamp(min=0)).clamp(max=len(self.inputs) - 1).to(self.inputs.device)
+        return _gather(self.inputs, at), _gather(self.targets, at), (indices != PAD).to(self.inputs.device)
+
+
+def _gather(values: Tensor, at: Int64[Tensor, "users batch"]) -> Tensor:
+    return values.index_select(0, at.flatten()).view(*at.shape, *values.shape[1:])
+
+
+def epoch(count: int, batch_size: int, generator: torch.Generator) -> Int64[Tensor, "steps batch"]:
+    """One shuffled pass over ``count`` samples in batches; the end of the last is filled with ``PAD``.
+
+    The batches of a ``DataLoader`` with ``shuffle`` and without ``drop_last``, as indices.
+    """
+    steps = -(-count // batch_size)
+    rows = torch.full((steps * batch_size,), PAD, dtype=torch.int64)
+    rows[:count] = torch.randperm(count, generator=generator, device=generator.device).cpu()
+    return rows.view(steps, batch_size)
+
+
+def join(parts: Sequence[Samples]) -> Samples:
+    """The samples of all parts, one part after another."""
+    return Samples(
+        inputs=torch.cat([part.inputs for part in parts]), targets=torch.cat([part.targets for part in parts])
+    )
+
+
+def bank_of(
+    parts: Sequence[Samples], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> SampleBank:
+    """Everybody's samples as a bank; ``dtype`` is that of inputs and real targets. See :func:`check` for shapes."""
+    joined, counts = join(parts), torch.tensor([len(part) for part in parts])
+    return SampleBank(
+        inputs=joined.inputs.to(device, dtype),
+        targets=joined.targets.to(device, dtype if joined.targets.is_floating_point() else None),
+        starts=counts.cumsum(0) - counts,
+        counts=counts,
+    )
+
+
+def check(users: Sequence[UserSamples], *, classes: int | None = None) -> None:
+    """Whether the users can share a task; ``classes`` is how many there are, None for a regression.
+
+    Raises:
+        DataError: no users, two of one name, a user without train or test samples, of another shape or kind of target
+            than the first user, with inputs that are not finite, or with a target out of range.
+    """
+    if not users:
+        raise DataError("no users; a task needs at least one")
+    names: set[str] = set()
+    for user in users:
+        if user.name in names:
+            raise DataError(f"user {user.name!r}: two users of this name; names must differ")
+        names.add(user.name)
+        for split in SPLITS:
+            _check_split(user, split, users[0], classes)
+
+
+def _check_split(user: UserSamples, split: Split, first: UserSamples, classes: int | None) -> None:
+    samples, where = user.split(split), f"user {user.name!r}: {split}"
+    if not len(samples):
+        if split != "valid":
+            raise DataError(f"{where} holds no samples, needs at least 1")
+        return
+    for part, like in ((samples.inputs, first.train.inputs), (samples.targets, first.train.targets)):
+        part_name = "inputs" if part is samples.inputs else "targets"
+        got, needed = tuple(part.shape[1:]), tuple(like.shape[1:])
+        if got != needed:
+            whose = f"those of user {first.name!r} {needed}"
+            raise DataError(f"{where} {part_name} have shape {got} but {whose}; all users and splits need one shape")
+        if part.is_floating_point() and not bool(part.isfinite().all()):
+            raise DataError(f"{where} {part_name} hold NaN or infinite values; allowed: finite numbers")
+    _check_targets(samples.targets, classes, where)
+
+
+def _check_targets(targets: Tensor, classes: int | None, where: str) -> None:
+    if targets.is_floating_point() != (classes is None):
+        got, needed = str(targets.dtype).removeprefix("torch."), "real numbers" if classes is None else "whole numbers"
+        raise DataError(f"{where} targets are {got}; this task needs {needed}")
+    if classes is not None:
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= classes:
+            raise DataError(f"{where} targets go from {low} to {high}; allowed: 0 to {classes - 1}")
+
+
+def pool_samples(users: Sequence[UserSamples]) -> UserSamples:
+    """One user named "everyone" that holds the samples of all: the centralized baseline."""
+
+    train, valid, test = (join([user.split(split) for user in users]) for split in SPLITS)
+    return UserSamples(name="everyone", train=train, valid=valid, test=test)
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an npz file; nothing in it is executed.
+
+    Raises:
+        DataError: no such file, no npz file, or a damaged one.
+    """
+    if not is_zipfile(path):  # numpy would take it for a pickle, or for a single array
+        problem = "not a readable npz file: no complete zip archive" if path.is_file() else "no such file"
+        raise DataError(f"{path}: {problem}")
+    try:
+        with path.open("rb") as raw, np.load(raw) as file:  # numpy leaves open what turns out to be damaged
+            return {key: file[key] for key in file.files}
+    except Exception as error:  # numpy, zipfile, zlib and tokenize each have errors of their own
+        raise DataError(f"{path}: not a readable npz file: {describe(error)}") from error
+
+
+def as_samples(inputs: Any, targets: Any, where: str) -> Samples:
+    """Make samples of arrays or tensors: images in [0, 1] with channels first, whole targets as class numbers.
+
+    Inputs of truth values or of 8 or 16 bits without a sign are images where they have three or four axes.
+
+    Raises:
+        DataError: no numbers, other whole numbers of three or four axes, or not one target for each input.
+    """
+    x, y = _tensor(inputs, f"{where}: inputs"), _tensor(targets, f"{where}: targets")
+    if not x.dim():
+        raise DataError(f"{where}: inputs are one number; allowed: arrays whose first axis counts samples")
+    if not x.is_floating_point() and x.dim() in (3, 4):
+        if x.dtype not in _LARGEST:
+            got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
+            raise DataError(
+                f"{where}: inputs are {got}, whole numbers without a range to scale by; allowed: uint8 or uint16 for "
+                "images, or real numbers"
+            )
+        x = as_images(x)
+    x = x if x.is_floating_point() else x.float()
+    if len(x) != (len(y) if y.dim() else 0):
+        raise DataError(f"{where}: inputs have shape {tuple(x.shape)} but targets {tuple(y.shape)}; needs one for each")
+    y = y.flatten() if not y.is_floating_point() and y.dim() == 2 and y.shape[1] == 1 else y
+    if y.is_floating_point():
+        y = y.reshape(len(y), -1) if len(y) else y.reshape(0, 1)
+    elif y.dim() == 1:
+        y = y.long()
+    else:
+        raise DataError(f"{where}: targets have shape {tuple(y.shape)}; allowed: a class number or real numbers each")
+    return Samples(inputs=x if x.dim() > 1 else x.unsqueeze(1), targets=y)
+
+
+_LARGEST = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
+
+
+def as_images(pixels: Tensor) -> Tensor:
+    """Pixels ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as ``(n, c, h, w)`` with values from 0 to 1."""
+    if pixels.dim() == 3:
+        pixels = pixels.unsqueeze(1)
+    elif (last := pixels.shape[-1]) in (1, 3, 4) and pixels.shape[1] not in {1, 3, last}:
+        pixels = pixels.permute(0, 3, 1, 2)
+    return pixels.contiguous().float() / _LARGEST[pixels.dtype]
+
+
+def _tensor(values: Any, where: str) -> Tensor:
+    if isinstance(values, Tensor):
+        tensor = values.detach().cpu()
+    else:
+        array = np.asarray(values)
+        if array.dtype.kind not in "biuf":
+            raise DataError(f"{where} are {array.dtype}; allowed: numbers")
+        if array.dtype.kind == "u" and array.dtype.itemsize > 2:  # which torch has few operations for
+            array = array.astype(np.int64)
+        tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
+    if tensor.is_complex():
+        raise DataError(f"{where} are complex; allowed: real numbers")
+    return tensor
+
+
+def read_samples(data: Any, where: str) -> Samples:
+    """Read one set of samples that a program hands over: a data set of PyTorch, or a pair of arrays or tensors.
+
+    Raises:
+        DataError: it is none of these, or its inputs and targets do not fit each other.
+    """
+    if isinstance(data, Samples):
+        return data
+    if isinstance(data, TensorDataset):
+        if len(data.tensors) != 2:
+            raise DataError(f"{where}: a TensorDataset of {len(data.tensors)}; allowed: two, inputs and targets")
+        return as_samples(*data.tensors, where)
+    if isinstance(data, Dataset):
+        return _items(data, where)
+    if not is_pair(data):
+        raise DataError(f"{where}: got {type(data).__name__}; allowed: {TAKEN}")
+    inputs, targets = data
+    return as_samples(inputs, targets, where)
+
+
+def is_pair(data: Any) -> bool:
+    """Return whether this may be inputs and targets."""
+    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(d, Tensor | np.ndarray) for d in data)
+
+
+TAKEN = "a torch Dataset of (input, target), a pair of arrays or tensors"
+
+
+def _items(data: Any, where: str) -> Samples:
+    """Every item of a data set, in order."""
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+        raise DataError(f"{where}: a data set without a length; allowed: map-style ones, with __len__ and __getitem__")
+    inputs, targets = [], []
+    for number in range(len(data)):
+        item = data[number]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            got = f"{len(item)} parts" if isinstance(item, tuple | list) else type(item).__name__
+            raise DataError(f"{where}: item {number} is {got}; allowed: (input, target)")
+        inputs.append(_array(item[0], f"{where}: the input of item {number}"))
+        targets.append(_array(item[1], f"{where}: the target of item {number}"))
+    if not inputs:
+        raise DataError(f"{where}: holds no samples, needs at least 1")
+    return as_samples(_stack(inputs, f"{where}: inputs"), _stack(targets, f"{where}: targets"), where)
+
+
+def _array(value: Any, where: str) -> Tensor:
+    """A number, array, tensor or picture."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"{where} is {type(value).__name__}; allowed: numbers, an array, a tensor or a picture")
+    return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else np.array(array))
+
+
+def _stack(values: list[Tensor], where: str) -> Tensor:
+    shapes = dict.fromkeys(tuple(value.shape) for value in values)
+    if len(shapes) > 1:
+        one, other, *_ = shapes
+        raise DataError(f"{where} have shapes {one} and {other}; all need one shape")
+    try:
+        return torch.stack(values)
+    except (RuntimeError, TypeError) as error:
+        raise DataError(f"{where} cannot be put together: {describe(error)}") from error
+
+
+logger = logging.getLogger("comingle")
+
+_LISTED = 5
+_NAMED = 3
+
+
+def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, " kept"], Int64[Tensor, " held_out"]]:
+    """Places of the samples that are kept and of those held out, each in the given order.
+
+    Of a label with ``n_y`` samples the first ``floor(share n_y)`` are held out, and one more of those labels that lose
+    most by rounding, until ``round(share n)`` are held out, at least one; but never the last of a label.
+    """
+    if share <= 0 or not len(labels):
+        return torch.arange(len(labels)), torch.arange(0)
+    counts = labels.bincount()
+    quota = share * counts.double()
+    taken = quota.floor().long().minimum((counts - 1).clamp(min=0))
+    missing = max(1, round(share * len(labels))) - int(taken.sum())
+    lost = torch.where(taken < counts - 1, quota - taken, -1.0)
+    first = lost.sort(descending=True, stable=True).indices[: max(0, missing)]
+    taken[first[lost[first] >= 0]] += 1
+    held = _rank_in_label(labels, counts) < taken[labels]
+    return (~held).nonzero().flatten(), held.nonzero().flatten()
+
+
+def _rank_in_label(labels: Int64[Tensor, " n"], counts: Int64[Tensor, " classes"]) -> Int64[Tensor, " n"]:
+    """How many samples of the same label come before each."""
+    order = labels.argsort(stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[order]]
+    return rank
+
+
+def take(samples: Samples, places: Int64[Tensor, " m"]) -> Samples:
+    """The samples at these places."""
+    return Samples(inputs=samples.inputs[places], targets=samples.targets[places])
+
+
+def warn_unseen(users: Sequence[UserSamples]) -> None:
+    """Say in one line who is validated or tested on labels without a sample to train on, and on which."""
+    unseen = {user.name: labels for user in users if (labels := unseen_labels(user))}
+    if unseen:
+        logger.warning("%s", told_unseen(unseen, len(unseen), len(users)))
+
+
+def unseen_labels(user: UserSamples) -> list[int]:
+    """Labels that a user is validated or tested on and does not train on."""
+    return sorted({*find_unseen(user, user.valid), *find_unseen(user, user.test)})
+
+
+def told_unseen(unseen: Mapping[str, Sequence[int]], count: int, users: int) -> str:
+    """The same in words, of ``count`` of all users, of whom these are the first."""
+    named = [f"{name!r} on {list_labels(labels)}" for name, labels in islice(unseen.items(), _NAMED)]
+    more = f"; and {count - _NAMED} more users" if count > _NAMED else ""
+    told = f"{count} of {users} users are validated or tested on labels that their train samples lack"
+    return f"{told}: {'; '.join(named)}{more}"
+
+
+def find_unseen(user: UserSamples, samples: Samples) -> list[int]:
+    """Labels of these samples that the user does not train on."""
+    return samples.targets[~torch.isin(samples.targets, user.train.targets)].unique().tolist()
+
+
+def list_labels(labels: Sequence[int]) -> str:
+    """Labels in one line, the first five of them."""
+    return ", ".join(map(str, labels[:_LISTED])) + (" ..." if len(labels) > _LISTED else "")

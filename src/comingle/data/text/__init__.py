@@ -1,0 +1,1 @@
+"""Text: users with streams of tokens."""

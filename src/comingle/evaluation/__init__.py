@@ -1,1 +1,0 @@
-"""Measures of what users end up with."""
