@@ -15,8 +15,8 @@ import time
 import numpy as np
 
 from comingle.config.settings import Secure, Terms
-from comingle.masking.rehearsal import Rehearsal
-from comingle.privacy.secure.sizes import received_bytes, sent_bytes
+from comingle.privacy.secure_server import Rehearsal
+from comingle.privacy.secure_sum import received_bytes, sent_bytes
 
 
 def measure(users: int, entries: int, lost: int) -> dict[str, float]:

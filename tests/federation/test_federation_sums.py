@@ -29,8 +29,8 @@ from comingle.federation.masking import SECURE
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
 from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
-from comingle.masking.messages import survivors_message
-from comingle.privacy.secure.sizes import VECTOR
+from comingle.privacy.secure_client import survivors_message
+from comingle.privacy.secure_sum import VECTOR
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.runs.session import prepare, run_in

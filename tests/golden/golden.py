@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import RESUMED, cases
 
 from comingle.config import parse_recipe
-from comingle.masking.rehearsal import rehearsed
 from comingle.models.personal_net import PersonalNet
+from comingle.privacy.secure_server import rehearsed
 from comingle.runs import api, session
 
 DIGESTS = Path(__file__).with_name("digests.json")

@@ -27,7 +27,7 @@ from comingle.federation.node import Node
 from comingle.methods import REGISTRY, make
 from comingle.privacy import noise
 from comingle.privacy.checks import check_private
-from comingle.privacy.examples import Work, multiplier_of, spent_by
+from comingle.privacy.noise import Work, multiplier_of, spent_by
 from comingle.protocol.wire import unpack
 from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in

@@ -19,9 +19,7 @@ from comingle.data.text.streams import UserData
 from comingle.engines.local import finetuned
 from comingle.methods import make
 from comingle.models.windows import PAD, fixed_windows
-from comingle.privacy.clipping import norms
-from comingle.privacy.examples import Examples, Work
-from comingle.privacy.noise import gaussian
+from comingle.privacy.noise import Examples, Work, gaussian, norms
 from comingle.protocol.wire import pack
 from comingle.transports.inprocess import InProcess
 from comingle.utils.trees import Tree

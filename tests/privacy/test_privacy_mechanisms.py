@@ -15,9 +15,8 @@ from comingle.config.settings import Privacy
 from comingle.engines.client import Clients
 from comingle.methods import REGISTRY, make
 from comingle.privacy.checks import check_private
-from comingle.privacy.clipping import norms
-from comingle.privacy.noise import add_noise
-from comingle.privacy.users import REFERENCE
+from comingle.privacy.guard import REFERENCE
+from comingle.privacy.noise import add_noise, norms
 from comingle.protocol.messages import Upload, join_uploads
 from comingle.protocol.wire import pack, unpack
 from comingle.transports.inprocess import InProcess

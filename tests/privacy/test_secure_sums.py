@@ -19,10 +19,8 @@ from comingle.costing.planning import plan
 from comingle.methods import REGISTRY, make
 from comingle.privacy.accounting import Release, release_of
 from comingle.privacy.checks import check_private
-from comingle.privacy.secure.quantising import Grid, flat
-from comingle.privacy.secure.sizes import VECTOR
-from comingle.privacy.summing import Sums
-from comingle.privacy.users import REFERENCE
+from comingle.privacy.guard import REFERENCE
+from comingle.privacy.secure_sum import VECTOR, Grid, Sums, flat
 from comingle.runs.session import build, check_method, prepare
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import RecipeError
@@ -169,7 +167,7 @@ def test_rounded_changes_are_no_longer_than_the_clip_norm(federate: Any, monkeyp
     assert sums is not None
     clients.state.rows += torch.randn(clients.state.rows.shape, dtype=torch.float64)
     monkeypatch.setattr(
-        "comingle.privacy.summing.gaussian", lambda shape, *key: torch.zeros(shape, dtype=torch.float64)
+        "comingle.privacy.secure_sum.gaussian", lambda shape, *key: torch.zeros(shape, dtype=torch.float64)
     )
     sent = clients.upload([0, 1, 2, 3], 1, {}).tensors[VECTOR].double() * sums.grid(1).step
     lengths = sent.square().sum(1).sqrt()

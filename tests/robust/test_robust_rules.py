@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from comingle.audits import attacks
-from comingle.robust import rules
+from comingle.privacy import robust
 from comingle.utils.trees import Tree
 
 Vectors = NDArray[np.float64]
@@ -77,12 +77,12 @@ def naive_bulyan(rows: Vectors, hostile: int) -> Vectors:
     return np.array(found)
 
 
-PAIRS: dict[str, tuple[Callable[[Tree, int], rules.Combined], Callable[[Vectors, int], Vectors]]] = {
-    "median": (lambda uploads, hostile: rules.coordinate_median(uploads), lambda rows, hostile: naive_median(rows)),
-    "trimmed-mean": (rules.trimmed_mean, naive_trimmed),
-    "krum": (rules.krum, naive_krum),
-    "multi-krum": (rules.multi_krum, naive_multi_krum),
-    "bulyan": (rules.bulyan, naive_bulyan),
+PAIRS: dict[str, tuple[Callable[[Tree, int], robust.Combined], Callable[[Vectors, int], Vectors]]] = {
+    "median": (lambda uploads, hostile: robust.coordinate_median(uploads), lambda rows, hostile: naive_median(rows)),
+    "trimmed-mean": (robust.trimmed_mean, naive_trimmed),
+    "krum": (robust.krum, naive_krum),
+    "multi-krum": (robust.multi_krum, naive_multi_krum),
+    "bulyan": (robust.bulyan, naive_bulyan),
 }
 
 
@@ -107,7 +107,7 @@ def test_the_geometric_median_is_what_a_minimiser_finds(users: int) -> None:
         weights = torch.rand(users, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.2
         weights /= weights.sum()
         rows, shares = vectors(uploads), weights.numpy()
-        found = vector(rules.geometric_median(uploads, weights).tensors)
+        found = vector(robust.geometric_median(uploads, weights).tensors)
         least = minimize(away, rows.mean(0), args=(rows, shares), method="BFGS", options={"gtol": 1e-9})
         assert away(found, rows, shares) <= least.fun + 1e-9
         np.testing.assert_allclose(found, least.x, atol=1e-4)
@@ -120,7 +120,7 @@ def test_norms_are_bounded_and_short_changes_stay() -> None:
     for bound in (None, 2.0):
         limit = sorted(lengths)[4] if bound is None else bound
         expected = [row * min(1.0, limit / length) for row, length in zip(rows, lengths, strict=True)]
-        np.testing.assert_allclose(vectors(rules.norm_bound(uploads, bound)), expected, rtol=1e-12)
+        np.testing.assert_allclose(vectors(robust.norm_bound(uploads, bound)), expected, rtol=1e-12)
 
 
 # -------------------------------------------------------------------- whose counted
@@ -153,7 +153,7 @@ def test_bulyan_uses_so_many_values_and_none_of_who_was_not_chosen() -> None:
     uploads = stacked(12, 1)
     for t in uploads.values():
         t[:2] += 50
-    counted = rules.bulyan(uploads, 2).counted
+    counted = robust.bulyan(uploads, 2).counted
     assert counted.sum() == pytest.approx(12 - 4 * 2)  # values of each coordinate
     assert counted[:2].tolist() == [0, 0]
     assert int((counted == 0).sum()) >= 4
@@ -163,7 +163,7 @@ def test_the_geometric_median_pulls_less_on_who_is_far() -> None:
     uploads = stacked(9, 1)
     for t in uploads.values():
         t[0] += 1000
-    combined = rules.geometric_median(uploads, _equal(uploads))
+    combined = robust.geometric_median(uploads, _equal(uploads))
     apart = np.linalg.norm(vectors(uploads) - vector(combined.tensors), axis=1)
     np.testing.assert_allclose(combined.counted, np.minimum(1, np.median(apart) / apart), rtol=1e-6)
     assert combined.counted[0] < 0.01
@@ -173,8 +173,8 @@ def test_the_geometric_median_pulls_less_on_who_is_far() -> None:
 
 ALL: dict[str, Callable[[Tree, int], Tree]] = {
     **{name: lambda uploads, hostile, rule=rule: rule(uploads, hostile).tensors for name, (rule, _) in PAIRS.items()},
-    "geometric-median": lambda uploads, hostile: rules.geometric_median(uploads, _equal(uploads)).tensors,
-    "norm-bound": lambda uploads, hostile: {n: t.mean(0) for n, t in rules.norm_bound(uploads).items()},
+    "geometric-median": lambda uploads, hostile: robust.geometric_median(uploads, _equal(uploads)).tensors,
+    "norm-bound": lambda uploads, hostile: {n: t.mean(0) for n, t in robust.norm_bound(uploads).items()},
 }
 
 
@@ -235,10 +235,10 @@ def test_a_bound_on_norms_bounds_what_hostile_users_move(share: float) -> None:
     """Each moves the mean by twice the median norm over the number of users at most, whatever it sends."""
     users, hostile = 40, list(range(round(40 * share)))
     honest = population(users, 0)
-    limit = float(rules.norms(honest).quantile(1.0))
+    limit = float(robust.norms(honest).quantile(1.0))
     for attack in attacks.BY_NAME.values():
         attacked = attack(honest, hostile)
-        moved = vector({n: t.mean(0) for n, t in rules.norm_bound(attacked, limit).items()}) - vectors(honest).mean(0)
+        moved = vector({n: t.mean(0) for n, t in robust.norm_bound(attacked, limit).items()}) - vectors(honest).mean(0)
         assert np.linalg.norm(moved) <= 2 * limit * share * (1 + 1e-9)
 
 

@@ -18,11 +18,10 @@ from comingle.config.settings import Aggregation, Privacy, Rule, Secure
 from comingle.costing.planning import plan
 from comingle.federation.checking import check_upload
 from comingle.methods import REGISTRY, make
-from comingle.privacy.clipping import norms
+from comingle.privacy import robust
+from comingle.privacy.noise import norms
+from comingle.privacy.robust import capped, check_robust
 from comingle.protocol.messages import Upload
-from comingle.robust import rules
-from comingle.robust.checks import check_robust
-from comingle.robust.defence import capped
 from comingle.runs.session import prepare, run_in
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import MessageError, RecipeError
@@ -81,11 +80,11 @@ def test_users_get_what_the_rule_makes_of_what_they_share(federate: Any, method:
     federation.server.aggregate(upload)
     sent = upload.tensors
     expected = {
-        "median": lambda: rules.coordinate_median(sent),
-        "trimmed-mean": lambda: rules.trimmed_mean(sent, 1),
-        "krum": lambda: rules.krum(sent, 1),
-        "multi-krum": lambda: rules.multi_krum(sent, 1),
-        "geometric-median": lambda: rules.geometric_median(sent, torch.full((5,), 0.2, dtype=torch.float64)),
+        "median": lambda: robust.coordinate_median(sent),
+        "trimmed-mean": lambda: robust.trimmed_mean(sent, 1),
+        "krum": lambda: robust.krum(sent, 1),
+        "multi-krum": lambda: robust.multi_krum(sent, 1),
+        "geometric-median": lambda: robust.geometric_median(sent, torch.full((5,), 0.2, dtype=torch.float64)),
     }[rule]().tensors
     for name, t in had(federation).items():
         torch.testing.assert_close(t, expected[name].expand_as(t))

@@ -13,7 +13,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from comingle.privacy.clipping import norms
+from comingle.privacy.noise import norms
 from comingle.utils.trees import Tree
 
 Attack = Callable[[Tree, Sequence[int]], Tree]

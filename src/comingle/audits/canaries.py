@@ -27,8 +27,8 @@ from comingle.kinds.base import Materials
 from comingle.kinds.text.feed import TextFeed
 from comingle.methods.base import Method
 from comingle.models.windows import begin_windows
-from comingle.privacy.examples import Work
-from comingle.privacy.ledger import Ledger
+from comingle.privacy.guard import Ledger
+from comingle.privacy.noise import Work
 from comingle.protocol.messages import Upload, expand, fill_ranks
 from comingle.runs.session import build, execute
 from comingle.transports.inprocess import InProcess

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkab
 from comingle.protocol.messages import Format
 
 if TYPE_CHECKING:
-    from comingle.privacy.summing import Sums
+    from comingle.privacy.secure_sum import Sums
 
 
 @runtime_checkable

@@ -11,8 +11,8 @@ from comingle.config.settings import Privacy, Training
 from comingle.engines.private import planned_releases
 from comingle.methods.base import Method
 from comingle.privacy.accounting import accountant_of, epsilon, release_of
-from comingle.privacy.examples import Work, multiplier_of, spent_by
-from comingle.privacy.ledger import Ledger
+from comingle.privacy.guard import Ledger
+from comingle.privacy.noise import Work, multiplier_of, spent_by
 
 
 def promise(training: Training, method: Method, users: Sequence[str]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from comingle.engines.training import Portions, round_sizes
 from comingle.kinds.base import kind_of
 from comingle.methods import make, settings_beside
 from comingle.privacy.accounting import sample_size
-from comingle.privacy.ledger import Ledger
-from comingle.robust.checks import check_rounds
+from comingle.privacy.guard import Ledger
+from comingle.privacy.robust import check_rounds
 from comingle.runs.session import build, prepare
 from comingle.runs.settings import training_settings
 from comingle.store.opening import check_storable

@@ -14,7 +14,7 @@ from comingle.engines.cohort import Cohort
 from comingle.engines.scoring import AnyScore, Models
 from comingle.engines.training import cohorts
 from comingle.engines.users import Users
-from comingle.privacy.users import without_bound
+from comingle.privacy.guard import without_bound
 from comingle.protocol.messages import COUNT, LOSS, LOWEST, Download, Upload, compress_kept, fill_ranks, insert_own
 from comingle.protocol.wire import packed_bytes
 from comingle.utils.trees import Tree, assign, restrict

@@ -25,9 +25,7 @@ from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
 from comingle.models.windows import PAD
 from comingle.privacy.checks import check_delta
-from comingle.privacy.clipping import clipped
-from comingle.privacy.examples import Examples, Work
-from comingle.privacy.noise import digest
+from comingle.privacy.noise import Examples, Work, clipped, digest
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout, Tree, restrict
 

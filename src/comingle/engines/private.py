@@ -13,12 +13,9 @@ from comingle.engines.training import exchanged_after, participants
 from comingle.methods.base import Method
 from comingle.privacy.accounting import calibrate, most_releases, release_of
 from comingle.privacy.checks import sharing
-from comingle.privacy.examples import Examples, Work
-from comingle.privacy.guard import Guard
-from comingle.privacy.ledger import Ledger
-from comingle.privacy.noise import kept_key, new_key
-from comingle.privacy.summing import Sums
-from comingle.privacy.users import Shield
+from comingle.privacy.guard import Guard, Ledger, Shield
+from comingle.privacy.noise import Examples, Work, kept_key, new_key
+from comingle.privacy.secure_sum import Sums
 
 
 def shield_of(training: Training) -> Shield | None:

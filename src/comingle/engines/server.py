@@ -20,14 +20,11 @@ from comingle.data.populations import LOTS, Numbers
 from comingle.engines.training import participants, round_sizes
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Received
-from comingle.privacy.clipping import without_padding
-from comingle.privacy.guard import BOUND, COUNTS, Guard
-from comingle.privacy.summing import Sums
-from comingle.privacy.users import CLIP_NORM, WITHIN
+from comingle.privacy.guard import BOUND, CLIP_NORM, COUNTS, WITHIN, Guard
+from comingle.privacy.noise import without_padding
+from comingle.privacy.robust import Judged, check_rounds, defended
+from comingle.privacy.secure_sum import Sums
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Format, Upload, expand, fill_ranks, verdict
-from comingle.robust.checks import check_rounds
-from comingle.robust.defence import defended
-from comingle.robust.judged import Judged
 from comingle.utils.trees import Layout, Tree
 
 logger = logging.getLogger("comingle")

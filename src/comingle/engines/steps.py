@@ -27,7 +27,7 @@ from comingle.engines.scaling import scaled
 from comingle.engines.training import Portions, check_needs
 from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
-from comingle.privacy.examples import Examples
+from comingle.privacy.noise import Examples
 from comingle.utils.seeds import generator
 from comingle.utils.trees import CLIENT_ROUTER, STATISTICS, Tree, restrict
 

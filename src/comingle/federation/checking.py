@@ -12,7 +12,7 @@ from torch import Tensor
 
 from comingle.methods.base import Method
 from comingle.methods.server import Reported
-from comingle.privacy.users import CLIP_NORM, WITHIN, without_bound
+from comingle.privacy.guard import CLIP_NORM, WITHIN, without_bound
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.utils.errors import MessageError
 from comingle.utils.trees import Layout, Tree, restrict

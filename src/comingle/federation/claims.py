@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from comingle.config import Recipe
 from comingle.engines.private import work_of
 from comingle.federation.public import House
-from comingle.privacy.examples import Work
+from comingle.privacy.noise import Work
 from comingle.utils.errors import MessageError
 
 

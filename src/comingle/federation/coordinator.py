@@ -22,7 +22,7 @@ from comingle.federation.public import House, Public
 from comingle.federation.tasks import Answer, Task, unpack_answer
 from comingle.federation.telling import check_told
 from comingle.models.model import Model
-from comingle.privacy.ledger import Ledger
+from comingle.privacy.guard import Ledger
 from comingle.protocol.messages import Download
 from comingle.protocol.wire import pack
 from comingle.transports.channel import Channel

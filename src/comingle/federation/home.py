@@ -24,8 +24,7 @@ from comingle.federation.own import Own, Tells
 from comingle.federation.public import Public
 from comingle.federation.tasks import unpack_answer
 from comingle.kinds.base import Materials
-from comingle.privacy.examples import spent_by
-from comingle.privacy.noise import digest
+from comingle.privacy.noise import digest, spent_by
 from comingle.protocol.wire import unpack
 from comingle.utils.errors import MessageError
 from comingle.utils.files import list_checkpoints

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config.settings import Terms
-from comingle.masking.session import Record, Session
-from comingle.privacy.secure.sizes import KEY
+from comingle.privacy.secure_client import Record, Session
+from comingle.privacy.secure_sum import KEY
 from comingle.utils.errors import MessageError, RunError
 from comingle.utils.records import told_in_one_line, write_text
 

@@ -12,8 +12,8 @@ from comingle.engines.private import terms_of
 from comingle.federation.coordinator import AN_EVENT, Coordinator
 from comingle.federation.taking import is_enough
 from comingle.federation.tasks import Answer
-from comingle.masking import messages
-from comingle.masking.collecting import SumCollector
+from comingle.privacy import secure_client
+from comingle.privacy.secure_server import SumCollector
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.utils.errors import MessageError, NoSumError
@@ -61,27 +61,27 @@ class _Sum:
             NoSumError: too few users have answered in one.
         """
         server, terms, done = self.collection, self.collection.terms, self.collection.terms.round
-        self._take(answers, lambda name, got: server.advertised(name, messages.read_keys(got, name, done)))
+        self._take(answers, lambda name, got: server.advertised(name, secure_client.read_keys(got, name, done)))
         server.require(server.roster, "have advertised")
 
         def share(name: str, got: Upload | Download) -> None:
             others = [other for other in server.roster if other != name]
-            server.shared(name, messages.read_shares(got, name, done, others, sealed=True))
+            server.shared(name, secure_client.read_shares(got, name, done, others, sealed=True))
 
-        self._ask("share", server.roster, lambda name: messages.roster_message(name, done, server.roster), share)
+        self._ask("share", server.roster, lambda name: secure_client.roster_message(name, done, server.roster), share)
         server.require(server.sealed, "have shared")
 
         def add(name: str, got: Upload | Download) -> None:
-            server.added(name, messages.read_masked(got, name, done, terms.entries, terms.word))
+            server.added(name, secure_client.read_masked(got, name, done, terms.entries, terms.word))
 
-        self._ask("mask", server.sharers, lambda n: messages.sealed_message(n, done, server.sealed_for(n)), add)
+        self._ask("mask", server.sharers, lambda n: secure_client.sealed_message(n, done, server.sealed_for(n)), add)
         server.require(server.survivors, "have masked")
         survivors, self.revealing = list(server.survivors), True
 
         def opened(name: str, got: Upload | Download) -> None:
-            server.unmasked(name, messages.read_shares(got, name, done, server.sharers, sealed=False))
+            server.unmasked(name, secure_client.read_shares(got, name, done, server.sharers, sealed=False))
 
-        self._ask("unmask", survivors, lambda name: messages.survivors_message(name, done, survivors), opened)
+        self._ask("unmask", survivors, lambda name: secure_client.survivors_message(name, done, survivors), opened)
         return server.total(largest)
 
     def _ask(

@@ -8,7 +8,8 @@ from comingle.config.settings import Terms
 from comingle.engines.private import terms_of
 from comingle.federation.home import Home
 from comingle.federation.tasks import Task
-from comingle.masking.messages import (
+from comingle.privacy.secure_client import (
+    Session,
     keys_message,
     masked_message,
     read_roster,
@@ -16,9 +17,7 @@ from comingle.masking.messages import (
     read_survivors,
     shares_message,
 )
-from comingle.masking.session import Session
-from comingle.privacy.secure.quantising import as_words
-from comingle.privacy.secure.sizes import VECTOR
+from comingle.privacy.secure_sum import VECTOR, as_words
 from comingle.protocol.messages import Download, Upload
 from comingle.utils.errors import MessageError
 

@@ -1,24 +1,111 @@
-"""The server's side: who is asked, what is made of uploads, and what it has cost."""
+"""Privacy on both sides: users' updates, and selection, noise and accounting on the server."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.config.settings import Privacy
+from comingle.methods.base import Cohort
 from comingle.privacy.accounting import Participation, Release, accountant_of, epsilon, expected, release_of
 from comingle.privacy.accounting import sample_size as size_of
-from comingle.privacy.clipping import clipped
-from comingle.privacy.noise import add_noise, gaussian, uniform
+from comingle.privacy.noise import (
+    Work,
+    add_noise,
+    clipped,
+    gaussian,
+    multiplier_of,
+    norms,
+    scaled,
+    spent_by,
+    uniform,
+    without_padding,
+)
+from comingle.privacy.secure_sum import VECTOR, Sums
 from comingle.utils.errors import list_names
 from comingle.utils.trees import Tree
+
+REFERENCE = "reference/"
+"""Under which names a user keeps what it has downloaded, against which its change is measured."""
+CLIP_NORM = "clip_norm"
+"""What the server says of the bound, where it is adaptive; and under which name a user keeps it."""
+WITHIN = "within"
+"""What a user then reports: 1 where its change was no longer than the bound."""
+
+
+@dataclass(kw_only=True)
+class Shield:
+    """What users do; ``key`` is theirs, and never the server's. ``sums`` is there where the server sees sums alone."""
+
+    privacy: Privacy
+    key: str
+    sums: Sums | None = None
+
+    def epsilon(self, count: int) -> float:
+        """What so many uploads with local noise reveal."""
+        return epsilon(release_of(self.privacy, 1.0, 1), count, self.privacy.delta, self.privacy.accountant)
+
+    def start(self, shared: Tree) -> Tree:
+        """What users keep for it between rounds: what they have in common with the server, and the bound."""
+        first = next(iter(shared.values()))
+        bounds = torch.full((len(first),), self.privacy.first_bound, dtype=torch.float64, device=first.device)
+        return {REFERENCE + name: t.clone() for name, t in shared.items()} | {CLIP_NORM: bounds}
+
+    def remember(self, kept: Tree, shared: Tree, bounds: Float[Tensor, " users"] | None) -> None:
+        """Take note of what was downloaded."""
+        for name, t in shared.items():
+            kept[REFERENCE + name].copy_(t)
+        if bounds is not None:
+            kept[CLIP_NORM].copy_(bounds)
+
+    def protect(self, tensors: Tree, cohort: Cohort, counts: Sequence[int], round_number: int) -> tuple[Tree, Tree]:
+        """What was downloaded plus each user's clipped change, times its weight, with noise where that is local.
+
+        With it come the reports that a server with an adaptive bound needs. ``counts`` are users' amounts of data. For
+        a secure sum it is the change alone, in whole numbers, which are not to leave without masks.
+        """
+        references, bounds = {name: cohort.kept[REFERENCE + name] for name in tensors}, cohort.kept[CLIP_NORM]
+        changes = {name: t.double() - references[name].double() for name, t in tensors.items()}
+        if self.sums is not None:
+            whole = self.sums.uploads(changes, self._weights(counts), cohort.names, self.key, round_number)
+            return {VECTOR: whole}, {}
+        leaving = scaled(clipped(changes, bounds), self._weights(counts))
+        if self.privacy.mechanism == "local":
+            leaving = without_padding(self._noised(leaving, cohort.names, bounds, round_number), cohort.ranks)
+        sent = {name: (references[name].double() + t).to(tensors[name].dtype) for name, t in leaving.items()}
+        within = (norms(changes) <= bounds).long().cpu()
+        return sent, {WITHIN: within} if self.privacy.adaptive else {}
+
+    def _weights(self, counts: Sequence[int]) -> Float[Tensor, " users"]:
+        cap = self.privacy.weight_cap
+        return torch.tensor([1.0 if cap is None else min(1.0, count / cap) for count in counts], dtype=torch.float64)
+
+    def _noised(self, changes: Tree, names: Sequence[str], bounds: Float[Tensor, " users"], round_number: int) -> Tree:
+        """Streams are each user's own."""
+        rows = [
+            add_noise(
+                {key: t[i] for key, t in changes.items()},
+                self.privacy.multiplier * float(bounds[i]),
+                self.key, name, round_number, "local noise",
+            )
+            for i, name in enumerate(names)
+        ]  # fmt: skip
+        return {key: torch.stack([row[key] for row in rows]) for key in changes}
+
+
+def without_bound(tensors: Tree) -> tuple[Tensor | None, Tree]:
+    """What a download says of the bound ``(users,)``, and the rest of it."""
+    if CLIP_NORM not in tensors:
+        return None, tensors
+    return tensors[CLIP_NORM][:, 0], {name: t for name, t in tensors.items() if name != CLIP_NORM}
+
 
 logger = logging.getLogger(__name__)
 
@@ -196,4 +283,55 @@ class Guard:
             "clip_norm": self.bound,
             "accountant": accountant_of(self.privacy, self.release),
             "releases": int(self.counts.max()) if len(self.counts) else 0,
+        }
+
+
+@dataclass(kw_only=True)
+class Ledger(Guard):
+    """``counts`` are the rounds in which each of ``users`` was asked to take steps; ``works`` says who does what.
+
+    All steps count that a user was asked to take, whether or not their outcome was sent.
+    """
+
+    works: Callable[[], Mapping[str, Work]]
+
+    at_uploads = False
+
+    @property
+    def draws(self) -> bool:
+        """Who takes part is no secret here."""
+        return False
+
+    def admit(self, members: Sequence[int], *, releases: bool) -> list[int] | None:
+        """Those whose budget allows a round's steps, which are counted."""
+        found = self.affordable(members)
+        self.charge(found)
+        return found or None
+
+    def charge(self, users: Sequence[int]) -> None:
+        """Count a round of these."""
+        self.counts[list(users)] += 1
+
+    def noise_warning(self, numbers: int, rounds: int) -> str | None:
+        """Return None: the noise is that of users' steps, not of uploads."""
+        return None
+
+    def _epsilon(self, user: int, count: int) -> float:
+        work = self.works().get(self.users[user])
+        return 0.0 if work is None else spent_by(self.privacy, work, count * work.steps)
+
+    @property
+    def account(self) -> dict[str, Any]:
+        """For a run's metrics; noise multipliers of each user where they differ."""
+        works, counts = self.works(), dict(zip(self.users, self.counts.tolist(), strict=True))
+        multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
+        differ = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
+        return {
+            **self.spent,
+            "mechanism": self.privacy.mechanism,
+            "noise_multiplier": max(multipliers.values(), default=self.privacy.noise_multiplier or 0.0),
+            **differ,
+            "clip_norm": self.bound,
+            "accountant": self.privacy.accountant,
+            "releases": max((work.steps * counts[name] for name, work in works.items()), default=0),
         }

@@ -20,9 +20,9 @@ from comingle.engines.training import cohorts
 from comingle.kinds.base import Materials, later
 from comingle.methods import make
 from comingle.methods.base import Method
-from comingle.privacy import summing
-from comingle.privacy.examples import Work
-from comingle.privacy.ledger import Ledger
+from comingle.privacy import secure_sum
+from comingle.privacy.guard import Ledger
+from comingle.privacy.noise import Work
 from comingle.processes.launched import Place
 from comingle.processes.ranks import Ranks
 from comingle.processes.sharded import Sharded
@@ -44,7 +44,7 @@ class _OfOwnUsers(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Hand it on to whoever listens."""
-        if record.levelno >= logging.ERROR or record.pathname == summing.__file__:
+        if record.levelno >= logging.ERROR or record.pathname == secure_sum.__file__:
             logging.getLogger().handle(record)
 
 

@@ -6,7 +6,7 @@ from comingle.config import Recipe
 from comingle.config.settings import Aggregation, Privacy
 from comingle.kinds.language import as_settings
 from comingle.methods.base import Method
-from comingle.robust.checks import check_robust
+from comingle.privacy.robust import check_robust
 
 
 def aggregation_of(recipe: Recipe) -> Aggregation | None:

@@ -22,10 +22,8 @@ from comingle.engines.shards import load_parts
 from comingle.engines.starting import start_server
 from comingle.engines.state import Stored
 from comingle.engines.training import cohorts
-from comingle.privacy.ledger import Ledger
-from comingle.privacy.secure.quantising import as_words
-from comingle.privacy.secure.sizes import VECTOR, keys_bytes, received_bytes, sent_bytes
-from comingle.privacy.summing import Sums
+from comingle.privacy.guard import Ledger
+from comingle.privacy.secure_sum import VECTOR, Sums, as_words, keys_bytes, received_bytes, sent_bytes
 from comingle.protocol.messages import (
     LOSS,
     Download,
@@ -49,7 +47,8 @@ Masked = Callable[[Terms, Mapping[str, np.ndarray], int], np.ndarray]
 class InProcess(Federation):
     """Moves messages and counts their bytes; with ``serialise`` every one of them is packed and unpacked.
 
-    A secure sum adds the numbers, or is what ``masked`` makes of them (:func:`comingle.masking.rehearsal.rehearsed`).
+    A secure sum adds the numbers, or is what ``masked`` makes of them
+    (:func:`comingle.privacy.secure_server.rehearsed`).
     """
 
     clients: Clients

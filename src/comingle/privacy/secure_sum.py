@@ -1,6 +1,6 @@
-"""Sums that the server cannot look behind: what users put into one, and what comes out.
+"""Secure sums: fixed-point grid, message sizes, and the sum itself.
 
-Users send their changes against what they have downloaded, on a grid (:mod:`comingle.privacy.secure.quantising`), so
+Users send their changes against what they have downloaded, on a grid (:mod:`comingle.privacy.secure_sum`), so
 that masks can hide them. Where there is noise each user adds a part of it: the parts of ``threshold - colluders`` users
 make the noise that the account counts, and there is no sum of fewer than ``threshold``. A part is a rounded Gaussian of
 many steps of the grid; a sum of them is as good as the Gaussian of their joint deviation (Kairouz et al. 2021,
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +21,132 @@ from torch import Tensor
 
 from comingle.config.settings import LEAST, Privacy, Secure, Terms, no_sum
 from comingle.privacy.accounting import Participation, expected
-from comingle.privacy.clipping import clipped, scaled
-from comingle.privacy.noise import digest, gaussian
-from comingle.privacy.secure.quantising import DTYPES, Grid, flat, shaped
-from comingle.privacy.secure.sizes import received_bytes, sent_bytes
+from comingle.privacy.noise import clipped, digest, gaussian, scaled
+from comingle.protocol.messages import Download, Upload
+from comingle.protocol.wire import packed_bytes
 from comingle.utils.errors import NoSumError, RecipeError
 from comingle.utils.trees import Tree
+
+DTYPES = {32: torch.int32, 64: torch.int64}
+"""How a tensor holds numbers modulo ``2^word``; they are read without a sign."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Multiples of ``step`` up to ``bound`` in magnitude, as whole numbers of ``bits`` bits, the sign included.
+
+    A number within the bound is sent as the nearest multiple, so it is wrong by at most half a step, and a sum of n by
+    at most n / 2 steps. Rounding is to the nearest and not at random: the same upload is the same bytes again.
+    """
+
+    bound: float
+    bits: int
+
+    @property
+    def levels(self) -> int:
+        """The largest whole number."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def step(self) -> float:
+        """The distance of two neighbours."""
+        return self.bound / self.levels
+
+    def slack(self, entries: int) -> float:
+        """By how much rounding may lengthen ``entries`` numbers together (L2)."""
+        return self.step * math.sqrt(entries) / 2
+
+    def place(self, values: Float[Tensor, ...]) -> Int[Tensor, ...]:
+        """The nearest multiples, as whole numbers; what is beyond the bound is put on it."""
+        return self.cut((values.double() / self.step).round()).long()
+
+    def cut(self, levels: Tensor) -> Tensor:
+        """Whole numbers within the bound."""
+        return levels.clamp(-self.levels, self.levels)
+
+    def beyond(self, values: Float[Tensor, "users ..."]) -> list[int]:
+        """How many of each user's numbers are out of range, or are none."""
+        return (~(values.abs() <= self.bound)).flatten(1).sum(1).tolist()
+
+
+def flat(tree: Tree) -> Float[Tensor, "users entries"]:
+    """Each user's tensors one behind the other, in the order of their names."""
+    return torch.cat([tree[name].double().flatten(1) for name in sorted(tree)], 1)
+
+
+def shaped(row: Float[Tensor, " entries"], like: Tree) -> Tree:
+    """The tensors again, with the shapes of ``like``, which has no dimension of users."""
+    parts = torch.split(row, [like[name].numel() for name in sorted(like)])
+    return {name: part.view(like[name].shape) for name, part in zip(sorted(like), parts, strict=True)}
+
+
+def as_words(row: Tensor) -> np.ndarray:
+    """Whole numbers modulo ``2^word``, without a sign."""
+    numbers = row.contiguous().numpy()
+    return numbers.view(f"<u{numbers.itemsize}")
+
+
+def as_tensor(words: np.ndarray) -> Tensor:
+    """The same with a sign, as tensors have them."""
+    return torch.from_numpy(np.ascontiguousarray(words).view(f"<i{words.itemsize}").copy())
+
+
+KEYS, SHARES, VECTOR = "keys", "shares", "sum"
+"""By which names tensors travel: public keys, shares, and what is summed."""
+
+KEY = 32
+"""Bytes of every key and seed."""
+PUBLIC = 2 * KEY
+"""Bytes of a user's two public keys: that for sealing, that for masks."""
+SHARE = KEY + 1
+"""Bytes of a share."""
+SEALED = 2 * SHARE + 16
+"""Bytes of what one user sends another: two shares, encrypted and authenticated."""
+
+_NOBODYS = torch.zeros(1, dtype=torch.int64)
+"""No LoRA rank: padding is masked too."""
+
+
+def upload(name: str, done: int, tensors: dict[str, Tensor]) -> Upload:
+    """What a user sends of round ``done``."""
+    return Upload(round=done, users=(name,), tensors=tensors, ranks=_NOBODYS)
+
+
+def download(
+    name: str, done: int, senders: Mapping[str, bytes] | Sequence[str], tensors: dict[str, Tensor]
+) -> Download:
+    """What it receives, of these others."""
+    return Download(version=done, users=(name,), tensors=tensors, ranks=_NOBODYS, senders=tuple(senders))
+
+
+def sent_bytes(terms: Terms, name: str, count: int) -> int:
+    """What a user sends for a sum of ``count`` users, if nobody is lost."""
+    done = terms.round
+    vector = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
+    sealed, opened = (_empty(rows, width) for rows, width in ((count - 1, SEALED), (count, SHARE)))
+    contents = ({KEYS: _empty(1, PUBLIC)}, {SHARES: sealed}, {VECTOR: vector}, {SHARES: opened})
+    return sum(packed_bytes(upload(name, done, tensors))[0] for tensors in contents)
+
+
+def keys_bytes(terms: Terms, name: str) -> int:
+    """What a user sends for a sum of which nothing came."""
+    return packed_bytes(upload(name, terms.round, {KEYS: _empty(1, PUBLIC)}))[0]
+
+
+def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
+    """What it receives for a sum of these users, besides the model."""
+    done, others = terms.round, [other for other in names if other != name]
+    messages = (
+        download(name, done, names, {KEYS: _empty(len(names), PUBLIC)}),
+        download(name, done, others, {SHARES: _empty(len(others), SEALED)}),
+        download(name, done, names, {}),
+    )
+    return sum(packed_bytes(message)[0] for message in messages)
+
+
+def _empty(rows: int, width: int) -> Tensor:
+    return torch.empty((1, rows, width), dtype=torch.int8, device="meta")
+
 
 logger = logging.getLogger("comingle")
 

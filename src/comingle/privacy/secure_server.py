@@ -1,16 +1,19 @@
-"""The server's side of one sum: it passes on what users send each other, adds what they mask, takes the masks off."""
+"""The server's side of secure aggregation, and a rehearsal in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from comingle.config.settings import Terms, no_sum
-from comingle.masking import keys, shares
-from comingle.masking.session import pair_mask
-from comingle.privacy.secure.sizes import KEY, PUBLIC
+from comingle.privacy import secure_client, secure_keys
+from comingle.privacy.secure_client import Session, pair_mask
+from comingle.privacy.secure_sum import KEY, PUBLIC
+from comingle.protocol.messages import Download, Upload
+from comingle.protocol.wire import pack, unpack
 from comingle.utils.errors import MessageError, NoSumError
 
 
@@ -91,7 +94,7 @@ class SumCollector:
         assert self.masked is not None
         total = self.masked.copy()
         for name in self.survivors:
-            total -= keys.mask(self._secret_of(name), self.terms.entries, self.terms.word)
+            total -= secure_keys.mask(self._secret_of(name), self.terms.entries, self.terms.word)
         for name in (one for one in self.sharers if one not in self.survivors):
             self._take_off_pairs(total, name)
         signed = total.view(f"<i{total.itemsize}").astype(np.int64)
@@ -102,7 +105,7 @@ class SumCollector:
     def _take_off_pairs(self, total: np.ndarray, gone: str) -> None:
         """The masks that survivors have in common with who was lost after sharing."""
         private = self._secret_of(gone)
-        if keys.public_of(private) != self.roster[gone][KEY:]:
+        if secure_keys.public_of(private) != self.roster[gone][KEY:]:
             raise NoSumError(f"round {self.terms.round}: shares of {gone!r} give another key")
         for name in self.survivors:
             pair = pair_mask(private, self.roster[name][KEY:], (gone, name), self.terms)
@@ -115,6 +118,87 @@ class SumCollector:
         points = {user: at for at, user in enumerate(self.roster, start=1)}
         held = {points[user]: opened[name] for user, opened in self.opened.items()}
         try:
-            return shares.join(held, self.terms.threshold)
+            return secure_keys.join(held, self.terms.threshold)
         except MessageError as error:
             raise NoSumError(f"round {self.terms.round}: {error}") from None
+
+
+Answers = Callable[[str, str], bool]
+"""Whether a user answers in a step."""
+
+
+@dataclass(kw_only=True)
+class Rehearsal:
+    """One sum of ``uploads``, entries modulo ``2^word`` by user. ``received`` is all that the server gets, by step."""
+
+    terms: Terms
+    uploads: Mapping[str, np.ndarray]
+    answers: Answers = lambda step, name: True
+    received: list[tuple[str, str, bytes]] = field(default_factory=list)
+    sent: list[tuple[str, str, bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.server = SumCollector(terms=self.terms)
+        self.users = {
+            name: Session(terms=self.terms, name=name, seed=secrets.token_bytes(KEY), save=lambda record: None)
+            for name in self.uploads
+        }
+
+    def total(self, largest: int) -> np.ndarray:
+        """The sum of who is in it, ``server.survivors``.
+
+        Raises:
+            NoSumError: too few have answered in a step.
+        """
+        server, done = self.server, self.terms.round
+        for name, user in self.users.items():
+            if self.answers("advertise", name):
+                message = self._up("advertise", name, secure_client.keys_message(name, done, user.advertise()))
+                server.advertised(name, secure_client.read_keys(message, name, done))
+        server.require(server.roster, "have advertised")
+        for name in [one for one in server.roster if self.answers("share", one)]:
+            self._share(name, done)
+        server.require(server.sealed, "have shared")
+        for name in [one for one in server.sharers if self.answers("mask", one)]:
+            self._mask(name, done)
+        server.require(server.survivors, "have masked")
+        for name in [one for one in server.survivors if self.answers("unmask", one)]:
+            self._unmask(name, done)
+        return server.total(largest)
+
+    def _share(self, name: str, done: int) -> None:
+        user, others = self.users[name], [one for one in self.server.roster if one != name]
+        asked = self._down("share", name, secure_client.roster_message(name, done, self.server.roster))
+        sealed = user.share(secure_client.read_roster(asked, name, done, user.advertise()))
+        message = self._up("share", name, secure_client.shares_message(name, done, sealed))
+        self.server.shared(name, secure_client.read_shares(message, name, done, others, sealed=True))
+
+    def _mask(self, name: str, done: int) -> None:
+        terms = self.terms
+        asked = self._down("mask", name, secure_client.sealed_message(name, done, self.server.sealed_for(name)))
+        masked = self.users[name].mask(secure_client.read_sealed(asked, name, done), self.uploads[name])
+        message = self._up("mask", name, secure_client.masked_message(name, done, masked))
+        self.server.added(name, secure_client.read_masked(message, name, done, terms.entries, terms.word))
+
+    def _unmask(self, name: str, done: int) -> None:
+        asked = self._down("unmask", name, secure_client.survivors_message(name, done, self.server.survivors))
+        opened = self.users[name].unmask(secure_client.read_survivors(asked, name, done))
+        message = self._up("unmask", name, secure_client.shares_message(name, done, opened))
+        self.server.unmasked(name, secure_client.read_shares(message, name, done, self.server.sharers, sealed=False))
+
+    def _up(self, step: str, name: str, message: Upload) -> Upload | Download:
+        self.received.append((step, name, pack(message)))
+        return unpack(self.received[-1][2])
+
+    def _down(self, step: str, name: str, message: Download) -> Upload | Download:
+        self.sent.append((step, name, pack(message)))
+        return unpack(self.sent[-1][2])
+
+
+def rehearsed(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> np.ndarray:
+    """The sum of these uploads, in a federation that adds in no other way (``InProcess.masked``).
+
+    Raises:
+        NoSumError: too few users.
+    """
+    return Rehearsal(terms=terms, uploads=uploads).total(largest)

@@ -1,0 +1,351 @@
+"""Robust aggregation: rules, checks and the server strategy that applies them.
+
+Krum, Bulyan and the geometric median take all that a user uploads as one vector: distances are sums over its tensors.
+Distances are computed from differences in float64, never from products: one huge upload must not round the others'
+distances away. Each rule also says how much of each upload counts in what it makes of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.config.settings import Aggregation, Privacy
+from comingle.methods.base import Method
+from comingle.methods.server import Received
+from comingle.privacy.noise import clipped, norms, without_padding
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What a rule has made of a round's uploads, for the events of a run.
+
+    ``counted`` is how much of each user's upload counts, from 0 to 1: :class:`comingle.privacy.robust.Combined`, and
+    with norm-bound by what its change was shortened. Empty where the uploads were too few, as ``reason`` says.
+    """
+
+    rule: str
+    counted: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Whose uploads changed nothing."""
+        return [name for name, share in self.counted.items() if share == 0]
+
+    def as_event(self, done: int) -> dict[str, Any]:
+        """After round ``done`` (from 1)."""
+        said = {"left_out": self.left_out, "counted": self.counted} if self.counted else {"reason": self.reason}
+        return {"event": "aggregation", "round": done, "rule": self.rule, **said}
+
+
+SMOOTHING, STEPS, ENOUGH = 1e-6, 1000, 1e-9
+"""Of the geometric median: the least distance (nu), the most steps, and when a step is too small to go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combined:
+    """What a rule makes of all uploads, and how much of each counts in it, from 0 to 1.
+
+    ``counted`` is 1 or 0 for rules that choose whole uploads, else the share of the coordinates in which an upload's
+    own value is used; for the geometric median its weight over the median weight, at most 1.
+    """
+
+    tensors: Tree
+    counted: Float[Tensor, " users"]
+
+
+def coordinate_median(uploads: Tree) -> Combined:
+    """Of each coordinate by itself the median; of an even number the mean of the two in the middle.
+
+    Source: Yin et al. 2018, arXiv:1803.01498, option I.
+    """
+    return _by_coordinate(uploads, _middle_of)
+
+
+def trimmed_mean(uploads: Tree, hostile: int) -> Combined:
+    """Of each coordinate by itself the mean without the ``hostile`` smallest and largest.
+
+    Source: Yin et al. 2018, arXiv:1803.01498, option II.
+    """
+    return _by_coordinate(uploads, lambda t: t.argsort(dim=0, stable=True)[hostile : len(t) - hostile])
+
+
+def krum(uploads: Tree, hostile: int) -> Combined:
+    """The one upload that is first in :func:`krum_order`.
+
+    Source: Blanchard et al. 2017, arXiv:1703.02757.
+    """
+    return _mean_of(uploads, krum_order(squared_distances(uploads), hostile)[:1])
+
+
+def multi_krum(uploads: Tree, hostile: int) -> Combined:
+    """The mean of the ``n - hostile - 2`` uploads that are first in :func:`krum_order`.
+
+    Source: Blanchard et al. 2017, arXiv:1703.02757, section 4; so many as Damaskinos et al. 2019 (AggregaThor) allow.
+    """
+    order = krum_order(squared_distances(uploads), hostile)
+    return _mean_of(uploads, order[: len(order) - hostile - 2])
+
+
+def bulyan(uploads: Tree, hostile: int) -> Combined:
+    """Krum chooses ``n - 2 hostile`` uploads one by one; of each coordinate the mean of those nearest to the median.
+
+    These are ``n - 4 hostile``. Where few are left to choose from, Krum looks at one neighbour at least.
+    Source: El Mhamdi et al. 2018, arXiv:1802.07927, Algorithm 2.
+    """
+    distances = squared_distances(uploads)
+    left, chosen = list(range(len(distances))), list[int]()
+    while len(chosen) < len(distances) - 2 * hostile:
+        chosen.append(left.pop(krum_order(distances[left][:, left], hostile)[0]))
+    count = len(distances) - 4 * hostile
+    found = _by_coordinate({name: t[chosen] for name, t in uploads.items()}, lambda t: _nearest(t, count))
+    counted = torch.zeros(len(distances), dtype=torch.float64).index_copy(0, torch.tensor(chosen), found.counted)
+    return Combined(tensors=found.tensors, counted=counted)
+
+
+def geometric_median(uploads: Tree, weights: Float[Tensor, " users"]) -> Combined:
+    """The point with the least weighted sum of distances, by the smoothed Weiszfeld algorithm; float64.
+
+    ``v = sum_u b_u x_u / sum_u b_u`` with ``b_u = w_u / max(nu, |v - x_u|)``, from the coordinates' medians on instead
+    of the mean, which a single upload may have carried off.
+    Source: Pillutla et al. 2022, arXiv:1912.13445, Algorithm 2.
+    """
+    point, pull = {name: _median(t).double() for name, t in uploads.items()}, weights
+    for _ in range(STEPS):
+        away = norms({name: t.double() - point[name] for name, t in uploads.items()}).clamp(min=SMOOTHING)
+        pull = weights.to(away) / away
+        after = {name: torch.tensordot((pull / pull.sum()).to(t.device), t.double(), 1) for name, t in uploads.items()}
+        moved = norms({name: (t - point[name]).unsqueeze(0) for name, t in after.items()})
+        point = after
+        if float(moved) <= ENOUGH * float(away.median()):
+            break
+    return Combined(tensors=point, counted=(pull / pull.quantile(0.5)).clamp(max=1.0).cpu())
+
+
+def norm_bound(changes: Tree, bound: float | None = None) -> Tree:
+    """Changes shortened to an L2 norm of ``bound``, without one to the median of their norms; float64.
+
+    Source: Sun et al. 2019, "Can You Really Backdoor Federated Learning?", arXiv:1911.07963, norm thresholding.
+    """
+    return clipped(changes, float(norms(changes).quantile(0.5)) if bound is None else bound)
+
+
+def squared_distances(uploads: Tree) -> Float[Tensor, "users users"]:
+    """Of everybody's whole upload from everybody's, float64."""
+    parts = [t.double().reshape(len(t), -1) for t in uploads.values()]
+    plain = "donot_use_mm_for_euclid_dist"
+    return torch.stack([torch.cdist(p, p, compute_mode=plain).square().cpu() for p in parts]).sum(0)
+
+
+def krum_order(distances: Float[Tensor, "users users"], hostile: int) -> list[int]:
+    """Uploads by the sum of their squared distances from their ``n - hostile - 2`` nearest others, least first.
+
+    Two who are each other's only neighbours have the same: then by their distances from all, not by who is first.
+    """
+    others = distances.clone().fill_diagonal_(torch.inf)
+    scores = others.topk(max(1, len(others) - hostile - 2), largest=False).values.sum(1)
+    keys = list(zip(scores.tolist(), distances.sum(1).tolist(), strict=True))
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+Chosen = Callable[[Float[Tensor, "users ..."]], Int[Tensor, "chosen ..."]]
+"""Of each coordinate by itself, whose values are used."""
+
+
+def _by_coordinate(uploads: Tree, chosen: Chosen) -> Combined:
+    """The means of the values that are chosen, and how often each upload's are."""
+    users, tensors = len(next(iter(uploads.values()))), {}
+    used = torch.zeros(users, dtype=torch.float64)
+    for name, t in uploads.items():
+        numbers = chosen(t)
+        tensors[name] = _mean(t.gather(0, numbers))
+        used += numbers.flatten().bincount(minlength=users).cpu()
+    return Combined(tensors=tensors, counted=used / sum(t[0].numel() for t in uploads.values()))
+
+
+def _mean_of(uploads: Tree, chosen: Sequence[int]) -> Combined:
+    """The mean of whole uploads."""
+    numbers = torch.tensor(chosen)
+    counted = torch.zeros(len(next(iter(uploads.values()))), dtype=torch.float64).index_fill(0, numbers, 1.0)
+    return Combined(tensors={name: _mean(t[chosen]) for name, t in uploads.items()}, counted=counted)
+
+
+def _middle_of(t: Float[Tensor, "users ..."]) -> Int[Tensor, "chosen ..."]:
+    middle = (len(t) - 1) // 2
+    return t.argsort(dim=0, stable=True)[middle : len(t) - middle]
+
+
+def _nearest(t: Float[Tensor, "users ..."], count: int) -> Int[Tensor, "chosen ..."]:
+    return (t - _median(t)).abs().topk(count, dim=0, largest=False).indices
+
+
+def _median(t: Float[Tensor, "users ..."]) -> Tensor:
+    return _mean(t.gather(0, _middle_of(t)))
+
+
+def _mean(t: Float[Tensor, "users ..."]) -> Tensor:
+    """In float64, so that many users' sum is not rounded; in the uploads' format again."""
+    return t.double().mean(0).to(t.dtype)
+
+
+WEIGHTED = ("geometric-median", "norm-bound")
+"""Rules in which users' weights are of use."""
+
+
+def check_robust(
+    method: Method, aggregation: Aggregation, *, weighting: str, select: str, privacy: Privacy | None
+) -> None:
+    """Whether the rule can take the place of the method's mean.
+
+    Raises:
+        RecipeError: it cannot; says why.
+    """
+    rule = aggregation.rule
+    if method.placement.pooled:
+        raise RecipeError(f"aggregation: method {method.name} pools everybody's data, among which no rule chooses")
+    if not method.shared:
+        return
+    if why := _unbounded(method) if rule == "norm-bound" else _unknown(method):
+        raise RecipeError(f"aggregation: {rule} with method {method.name}: {why}")
+    if weighting != "uniform" and rule not in WEIGHTED:
+        raise RecipeError(
+            f"training.weighting: got {weighting}, but {rule} gives all users the same weight, as amounts of data "
+            f"can be lies; allowed: uniform, or aggregation {' or '.join(WEIGHTED)}"
+        )
+    if select == "best":
+        raise RecipeError(
+            "aggregation: evaluation.select: best goes by the mean of users' validation losses, of which one false "
+            "one decides; allowed: last"
+        )
+    if privacy is not None and privacy.secure_aggregation is not None:
+        raise RecipeError(
+            f"aggregation: {rule} with privacy.secure_aggregation, where the server sees a sum and no upload that it "
+            "could judge; allowed: mean, or no secure_aggregation"
+        )
+    if privacy is not None and privacy.mechanism == "central":
+        raise RecipeError(
+            f"aggregation: {rule} with privacy.mechanism: central, whose noise covers a sum of clipped changes and "
+            "nothing else; its clip norm bounds each user's influence already; allowed: mean, or mechanism: local"
+        )
+
+
+def check_rounds(aggregation: Aggregation, sizes: Collection[int], *, same_ranks: bool) -> None:
+    """Whether rounds of so many users are large enough, and uploads have the same coordinates.
+
+    Raises:
+        RecipeError: they are not.
+    """
+    rule = aggregation.rule
+    for size in sorted(sizes):
+        if not aggregation.enough(size):
+            hostile = aggregation.hostile_among(size)
+            raise RecipeError(
+                f"aggregation: {rule} needs {aggregation.needed(hostile)} users in a round with {hostile} hostile ones "
+                f"among them, and training.participation leaves {size}; allowed: more users, a smaller "
+                "aggregation.hostile, or another rule"
+            )
+    if rule != "norm-bound" and not same_ranks:
+        raise RecipeError(
+            f"aggregation: {rule} compares users coordinate by coordinate, and adapters.rank differs between them; "
+            "allowed: one rank, or norm-bound"
+        )
+
+
+def _unbounded(method: Method) -> str:
+    """Why no change can be bounded."""
+    if method.server.knows_starts:
+        return ""
+    if method.server.peer_to_peer:
+        return "users mix each other's uploads themselves, so the server makes nothing of them"
+    return (
+        f"what its server ({type(method.server).__name__}) makes of uploads follows from more than their change "
+        "against what was downloaded, so a bound on that bounds nothing"
+    )
+
+
+def _unknown(method: Method) -> str:
+    """Why uploads cannot be put together without looking at who sent them."""
+    if method.server.clipped_mean:
+        return ""
+    allowed = "" if _unbounded(method) else "; allowed: norm-bound"
+    return f"its server ({type(method.server).__name__}) makes no mean whose weights no upload decides on{allowed}"
+
+
+_DIGITS = 4
+"""Of what events say; what counts a little is not said to count nothing."""
+
+
+def defended(
+    aggregation: Aggregation, received: Received, started: Tree, names: Sequence[str]
+) -> tuple[Received | None, Judged]:
+    """Uploads with shortened changes, or the one upload of nobody that the rule makes of all; and whose counted.
+
+    ``started`` is what each of the round's users had before it trained, ``names`` are theirs. None where too few
+    uploads have arrived for the rule: the server's model then stays as it is.
+    """
+    rule = aggregation.rule
+    if not aggregation.enough(len(received.weights)):
+        return None, Judged(rule=rule, reason=f"{len(names)} uploads are too few for {rule}: nothing changes")
+    received = replace(received, weights=capped(received.weights))
+    if rule == "norm-bound":
+        tensors, counted = _bounded(aggregation, received, started)
+        made = replace(received, tensors=tensors)
+    else:
+        combined = _combined(aggregation, received)
+        made, counted = _of_all(received, combined.tensors), combined.counted
+    shares = [round(share, _DIGITS) or min(share, 10.0**-_DIGITS) for share in counted.tolist()]
+    return made, Judged(rule=rule, counted=dict(zip(names, shares, strict=True)))
+
+
+def _of_all(received: Received, tensors: Tree) -> Received:
+    """The one upload of nobody."""
+    return Received(
+        users=[],
+        tensors={name: t.to(received.tensors[name].dtype).unsqueeze(0) for name, t in tensors.items()},
+        weights=torch.ones(1, dtype=torch.float64),
+        ranks=received.ranks[:1],
+        scales=received.scales[:1],
+        roles=received.roles,
+    )
+
+
+def capped(weights: Float[Tensor, " users"]) -> Float[Tensor, " users"]:
+    """No weight above the median of the round's: an amount of data can be a lie."""
+    return (most := weights.clamp(max=float(weights.quantile(0.5)))) / most.sum()
+
+
+def _combined(aggregation: Aggregation, received: Received) -> Combined:
+    uploads, hostile = received.tensors, aggregation.hostile_among(len(received.weights))
+    match aggregation.rule:
+        case "median":
+            return coordinate_median(uploads)
+        case "trimmed-mean":
+            return trimmed_mean(uploads, hostile)
+        case "krum":
+            return krum(uploads, hostile)
+        case "multi-krum":
+            return multi_krum(uploads, hostile)
+        case "bulyan":
+            return bulyan(uploads, hostile)
+        case "geometric-median":
+            return geometric_median(uploads, received.weights)
+        case other:
+            raise AssertionError(other)
+
+
+def _bounded(aggregation: Aggregation, received: Received, started: Tree) -> tuple[Tree, Float[Tensor, " users"]]:
+    """What each user had plus its shortened change, of smaller ranks without what is beyond them; and by how much."""
+    had = without_padding(started, received.ranks)
+    changes = {name: t.double() - had[name].double() for name, t in received.tensors.items()}
+    shortened = norm_bound(changes, None if isinstance(aggregation.bound, str) else aggregation.bound)
+    lengths = norms(changes)
+    counted = torch.where(lengths == 0, 1.0, norms(shortened) / lengths).nan_to_num(0.0)
+    return {name: (had[name].double() + t).to(received.tensors[name].dtype) for name, t in shortened.items()}, counted

@@ -1,1 +1,0 @@
-"""Robust aggregation: what a server makes of uploads, some of which may be hostile."""
