@@ -37,7 +37,7 @@ from comingle.protocol.messages import Upload, join_uploads
 from comingle.runs.given import Given, given_of, recipe_with
 from comingle.runs.results import Run
 from comingle.runs.session import build, execute, prepare
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from comingle.utils.errors import ComingleError
 
 RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-bound", "bulyan")

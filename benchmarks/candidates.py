@@ -39,13 +39,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.data.text.streams import UserData
-from comingle.engines.client import Clients
-from comingle.engines.holding import Held
-from comingle.engines.local import settle
-from comingle.engines.rounds import run_rounds
-from comingle.engines.scoring import Scorer
-from comingle.kinds.base import Materials
-from comingle.kinds.text.kind import TextKind
 from comingle.methods import make
 from comingle.models.adapted import AdaptedModel
 from comingle.models.ensembles import EnsembleModel, ensemble
@@ -55,6 +48,12 @@ from comingle.models.routers import mix_losses
 from comingle.models.windows import PAD, evaluation_windows
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
+from comingle.training.client import Clients, settle
+from comingle.training.cohort import Scorer
+from comingle.training.cohort_state import Held
+from comingle.training.kinds.base import Materials
+from comingle.training.kinds.text import TextKind
+from comingle.training.rounds import run_rounds
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, Layout, Slot, Tree
 
 BATCH = 16

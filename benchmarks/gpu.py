@@ -39,10 +39,6 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from comingle.costing.counts import Shape, own_entries
-from comingle.engines.client import Clients
-from comingle.engines.local import train
-from comingle.engines.runtime import keep_buffers
-from comingle.engines.training import TOKENS_PER_PASS
 from comingle.models.base import Base
 from comingle.models.cuda_graphs import recorded
 from comingle.models.gpu_experts import part_on, with_triton
@@ -50,6 +46,9 @@ from comingle.models.hardware import resolve_device
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import load_base
 from comingle.models.model import Model
+from comingle.training.client import Clients, train
+from comingle.training.runtime import keep_buffers
+from comingle.training.settings import TOKENS_PER_PASS
 from comingle.utils.errors import ComingleError, lacks_memory
 from one_by_one import one_by_one
 from throughput import base_pass, clients_of, timed

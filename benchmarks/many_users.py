@@ -29,8 +29,6 @@ from torch import Tensor, nn
 from clocks import add_clock, clock_of
 from comingle.config import parse_recipe
 from comingle.data.samples.samples import Samples, UserSamples
-from comingle.engines.client import Clients
-from comingle.engines.local import train
 from comingle.models.floral.gradients import precondition
 from comingle.models.floral.model import FloralModel, roles
 from comingle.models.floral.wrapper import floral
@@ -38,7 +36,8 @@ from comingle.models.nets import make_net
 from comingle.models.scoring import CROSS_ENTROPY, MSE
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import Clients, train
 
 RATE = 0.05
 CLUSTERS = 4

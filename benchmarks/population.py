@@ -43,14 +43,13 @@ from comingle.data.populations import Crowd
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import Samples, UserSamples
 from comingle.data.text.streams import UserData
-from comingle.kinds.base import Materials
-from comingle.kinds.samples.kind import KIND as SAMPLES
-from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.loading import load_base
 from comingle.models.scoring import CROSS_ENTROPY
 from comingle.runs import api
-from comingle.store.numbered import Numbered
-from comingle.store.tokens import read_population, write_population
+from comingle.training.kinds.base import Materials
+from comingle.training.kinds.samples import KIND as SAMPLES
+from comingle.training.kinds.text import KIND as TEXT
+from comingle.training.storage.population import Numbered, read_population, write_population
 from comingle.utils.seeds import generator
 
 INPUTS, CLASSES, SAMPLES_EACH, TOKENS_EACH = 32, 10, 24, 400

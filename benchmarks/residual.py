@@ -23,13 +23,12 @@ import comingle
 import torch
 from torch import Tensor
 
-from comingle.engines.client import Clients
-from comingle.engines.holding import Held
-from comingle.engines.local import settle, train
-from comingle.engines.scoring import Scorer
 from comingle.models.ensembles import EnsembleModel
 from comingle.models.routers import mix_losses
 from comingle.runs.results import Run
+from comingle.training.client import Clients, settle, train
+from comingle.training.cohort import Scorer
+from comingle.training.cohort_state import Held
 from comingle.utils.trees import GENERALIST, SPECIALIST, Tree
 
 

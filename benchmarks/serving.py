@@ -35,8 +35,6 @@ import torch
 from clocks import add_clock, clock_of
 from comingle.config import parse_recipe
 from comingle.data.text.streams import UserData
-from comingle.kinds.base import Materials
-from comingle.kinds.text.kind import KIND
 from comingle.models.generation import read_sampling
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import load_base
@@ -45,6 +43,8 @@ from comingle.runs.results import Run
 from comingle.runs.session import build
 from comingle.serving.engine import Engine, Request
 from comingle.serving.rows import prepare
+from comingle.training.kinds.base import Materials
+from comingle.training.kinds.text import KIND
 from comingle.utils.files import cache_folder
 
 PROMPTS = (

@@ -25,15 +25,13 @@ import torch
 from comingle.config.settings import AdapterSettings, Training
 from comingle.costing.memory import LiveBytes
 from comingle.data.text.streams import UserData
-from comingle.engines.client import Clients
-from comingle.engines.local import train
-from comingle.engines.users import batch_size
-from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.adapted import adapt
 from comingle.models.base import Base
 from comingle.models.injection import ExpertCounts
 from comingle.models.loading import load_base
+from comingle.training.client import Clients, batch_size, train
+from comingle.training.kinds.text import TextFeed
 
 WINDOW = 128
 

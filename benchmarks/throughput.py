@@ -27,11 +27,6 @@ import torch
 from clocks import add_clock, clock_of
 from comingle.config.settings import AdapterSettings, Training
 from comingle.data.text.streams import UserData
-from comingle.engines.client import Clients
-from comingle.engines.local import train
-from comingle.engines.runtime import keep_buffers, peak_memory_bytes
-from comingle.engines.users import batch_size
-from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.adapted import adapt
 from comingle.models.base import Base
@@ -41,6 +36,9 @@ from comingle.models.kernels import expert_mlp
 from comingle.models.layouts import decoder_layers
 from comingle.models.loading import backbone, lm_head, load_base
 from comingle.models.loss import cross_entropy
+from comingle.training.client import Clients, batch_size, train
+from comingle.training.kinds.text import TextFeed
+from comingle.training.runtime import keep_buffers, peak_memory_bytes
 from one_by_one import one_by_one
 
 

@@ -31,13 +31,13 @@ import yaml
 
 from comingle.config import parse_recipe
 from comingle.data.text.streams import UserData
-from comingle.kinds.base import Materials
-from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.base import Base
 from comingle.models.loading import load_base
 from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.runs.session import build, prepare
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.kinds.base import Materials
+from comingle.training.kinds.text import KIND as TEXT
 from comingle.utils.seeds import generator
 
 REPOSITORY = Path(__file__).parents[1]

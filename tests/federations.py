@@ -10,11 +10,10 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from comingle.engines.client import Clients
-from comingle.engines.local import LocalRound, train
-from comingle.kinds.samples.feed import SampleFeed
 from comingle.methods.base import Phase
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import Clients, LocalRound, train
+from comingle.training.kinds.nets import SampleFeed
 
 
 def everyone(federation: InProcess) -> range:

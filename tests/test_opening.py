@@ -13,8 +13,8 @@ import torch
 
 from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.models.personal import PersonalModel
-from comingle.models.personal_net import PersonalNet
 from comingle.runs import api
+from comingle.training.kinds.samples import PersonalNet
 from comingle.utils.errors import ComingleError, DataError, RunError
 
 QUICK = {"training.rounds": 2, "training.local_steps": 1, "base": "random:llama?layers=1"}

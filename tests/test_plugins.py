@@ -16,14 +16,14 @@ import pytest
 
 from comingle.config import load_recipe
 from comingle.config.data import kinds, load_section
-from comingle.engines.trackers import TRACKERS
-from comingle.engines.users import STORES
 from comingle.methods import REGISTRY, make, register, settings_of
 from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
 from comingle.models import personal
 from comingle.models.nets import NETS, make_net
 from comingle.runs import api, settings
+from comingle.training.client import STORES
+from comingle.training.events import TRACKERS
 from comingle.utils import registry
 from comingle.utils.errors import PluginError, RecipeError
 

@@ -92,7 +92,7 @@ def __dir__() -> list[str]:
 
 def _home(name: str) -> str:
     """Where a name is; in one of several processes that a launcher has started, a run is one of all of them."""
-    from comingle.processes.launched import find_place
+    from comingle.training.backends.launched import find_place
 
     return "comingle.processes.api" if name == "run" and find_place() is not None else _HOMES[name]
 

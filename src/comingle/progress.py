@@ -12,10 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from comingle.engines.client import Clients
-from comingle.engines.events import Observer
-from comingle.engines.training import cohorts, participants
 from comingle.privacy.accounting import sample_size
+from comingle.training.client import Clients
+from comingle.training.events import Observer
+from comingle.training.settings import cohorts, participants
 from comingle.utils.records import measure_of, number, sample_told
 from comingle.utils.terminal import errors, printable
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from comingle.config.settings import AdapterSettings
-from comingle.engines.state import initial_state
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.base import Base
 from comingle.models.injection import ExpertCounts
 from comingle.models.loading import load_base
 from comingle.models.lora import init_a, init_zero, lora_scale
+from comingle.training.state import initial_state
 from comingle.utils.trees import Tree
 from naive import FAMILIES, honest_double
 

@@ -12,8 +12,8 @@ import torch
 from clusters import scatter
 from torch import Tensor, nn
 
-from comingle.engines.local import train
 from comingle.models.floral.wrapper import floral
+from comingle.training.client import train
 from comingle.utils.errors import ComingleError, RecipeError
 from comingle.utils.trees import ADAPTOR
 

@@ -26,13 +26,13 @@ from comingle.audits.canaries import (
 from comingle.audits.membership import infer, show, windows_of
 from comingle.audits.shadows import halves, run_shadow
 from comingle.data.conversations.encoding import Answers, UserAnswers
-from comingle.kinds.base import Materials
 from comingle.models.windows import PAD
 from comingle.reports.audit import verdict
 from comingle.reports.audit_page import markdown
 from comingle.runs.given import given_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
+from comingle.training.kinds.base import Materials
 
 NAMES = ("ann", "bob", "cem")
 

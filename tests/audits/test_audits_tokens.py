@@ -11,10 +11,10 @@ from tests.audits.test_audits_shadows import TEXTS, recipe_of
 
 from comingle.audits.tokens import first_inputs, nearest_tokens, recover, token_factors
 from comingle.config import Recipe
-from comingle.kinds.base import Materials
 from comingle.reports.audit import Recovery
 from comingle.runs.given import given_of
 from comingle.runs.session import build, prepare
+from comingle.training.kinds.base import Materials
 
 SGD = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "weight_decay": 0}
 

@@ -11,8 +11,8 @@ import yaml
 
 from comingle.comparing.views import generating_model
 from comingle.models.personal import PersonalModel
-from comingle.models.personal_net import PersonalNet
 from comingle.runs import api
+from comingle.training.kinds.samples import PersonalNet
 from comingle.utils.errors import DataError
 
 

@@ -11,11 +11,11 @@ import yaml
 
 from comingle.config import load_recipe
 from comingle.costing.measured import counted
-from comingle.engines.local import train
 from comingle.papers.questions.kind import NOTE
 from comingle.papers.questions.rows import LABELS, ask
 from comingle.papers.questions.sets import QUESTIONS
 from comingle.runs.session import build, prepare
+from comingle.training.client import train
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 
 
 def exchanged(federation: InProcess, members: Sequence[int] | None = None) -> tuple[int, int]:

@@ -9,10 +9,10 @@ import pytest
 
 from comingle.config import parse_recipe
 from comingle.costing.messages import count_exchanges, mean_bytes, message_bytes
-from comingle.engines.clock import Clock
-from comingle.engines.rounds import run_rounds
 from comingle.methods import REGISTRY, make
 from comingle.runs.session import check_method
+from comingle.training.evaluation import Clock
+from comingle.training.rounds import run_rounds
 
 
 def runs_on_text(name: str) -> bool:

@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from comingle.costing.counts import Shape, count_users, own_entries
 from comingle.costing.flops import Block, Flops, Linear, backward, forward
-from comingle.engines.client import Clients
-from comingle.engines.local import train
+from comingle.training.client import Clients, train
 
 WITHIN = 0.001
 """Of the counter's number: the same products are counted, so it is exact but for what autograd may skip."""

@@ -19,9 +19,9 @@ from comingle.costing.passes import memory
 from comingle.costing.planning import plan
 from comingle.data.populations import Crowd
 from comingle.data.text import reading
-from comingle.kinds.conversations.kind import ConversationsKind
 from comingle.runs.session import prepare
-from comingle.store import cache, language
+from comingle.training.kinds.conversations import ConversationsKind
+from comingle.training.storage import language, readers
 from comingle.utils.errors import ComingleError
 
 
@@ -37,8 +37,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Populations that were written; nobody reads users all at once."""
     found: list[Any] = []
-    original: Callable[..., None] = cache.write_in_turn
-    monkeypatch.setattr(cache, "write_in_turn", lambda turns, folder: (found.append(turns), original(turns, folder)))
+    original: Callable[..., None] = readers.write_in_turn
+    monkeypatch.setattr(readers, "write_in_turn", lambda turns, folder: (found.append(turns), original(turns, folder)))
 
     def at_once(*_: Any, **__: Any) -> Any:
         raise AssertionError("read at once")

@@ -26,13 +26,13 @@ from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stacked import count_stacked, measured_base, text_load
 from comingle.costing.summaries import with_method
 from comingle.data.samples.samples import SPLITS
-from comingle.engines.local import train
 from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.kernels import convolutions
 from comingle.models.nets import make_net
 from comingle.runs.session import build, prepare
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import train
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
 NAMES = ("ann", "bob", "cem")

@@ -65,11 +65,11 @@ def test_rooms_import_downwards_alone(drawing: Any) -> None:
 
 
 def test_the_functions_in_the_picture_of_a_round_exist(drawing: Any) -> None:
-    from comingle.engines import local
-    from comingle.engines.client import Clients
-    from comingle.engines.server import ServerHalf
+    from comingle.training import client
+    from comingle.training.client import Clients
+    from comingle.training.server import ServerHalf
 
-    homes = {"Clients": Clients, "ServerHalf": ServerHalf, "local": local}
+    homes = {"Clients": Clients, "ServerHalf": ServerHalf, "local": client}
     named = re.findall(r">(?:\d  )?(\w+)\.(download|receive|train|upload|aggregate)<", drawing.message())
     assert len(named) == 5
     assert all(hasattr(homes[home], function) for home, function in named)

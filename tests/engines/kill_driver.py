@@ -18,9 +18,9 @@ from typing import Any
 
 import transformers.models.llama.modeling_llama  # noqa: F401 (the tests' language model: it is imported at first use)
 
-from comingle.engines import checkpoints
-from comingle.engines.events import Observer
 from comingle.runs import api, session
+from comingle.training import checkpoints
+from comingle.training.events import Observer
 
 
 def die(*_: Any, **__: Any) -> None:

@@ -18,13 +18,6 @@ from torch import Tensor
 from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import Training
 from comingle.data.conversations.encoding import Answers, Question, UserAnswers, as_answers, encode
-from comingle.engines.client import Clients
-from comingle.engines.local import train
-from comingle.engines.training import Portions
-from comingle.kinds.base import Materials, kind_of
-from comingle.kinds.conversations import feed as feeding
-from comingle.kinds.conversations.feed import AnswerFeed
-from comingle.kinds.conversations.kind import training_tokens
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.loading import load_base
@@ -34,7 +27,12 @@ from comingle.models.windows import PAD
 from comingle.papers.questions.rows import LABELS
 from comingle.runs import api, session
 from comingle.runs.session import prepare
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import Clients, train
+from comingle.training.kinds import conversations as feeding
+from comingle.training.kinds.base import Materials, kind_of
+from comingle.training.kinds.conversations import AnswerFeed, training_tokens
+from comingle.training.settings import Portions
 from comingle.utils.errors import RecipeError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from comingle.engines.checkpoints import Progress, load_checkpoint, prune_checkpoints, read_progress, save_checkpoint
-from comingle.engines.local import train
-from comingle.engines.state import State
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.checkpoints import Progress, load_checkpoint, prune_checkpoints, read_progress, save_checkpoint
+from comingle.training.client import train
+from comingle.training.state import State
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints, seal
 from comingle.utils.trees import Tree, restrict

@@ -15,9 +15,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from comingle.config import load_recipe
-from comingle.engines.checkpoints import load_checkpoint, read_progress
 from comingle.runs import api
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.checkpoints import load_checkpoint, read_progress
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints, seal, verify
 from comingle.utils.records import read_metrics

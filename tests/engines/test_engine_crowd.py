@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from comingle.config import parse_recipe
-from comingle.engines.crowd import MOST_SERIES, spread
-from comingle.engines.events import scalars
 from comingle.runs import api
+from comingle.training.events import MOST_SERIES, scalars, spread
 from comingle.utils.records import read_events
 
 PARTS = {"mean", "least", "p10", "median", "p90", "largest"}

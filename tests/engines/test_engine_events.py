@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from comingle.engines.events import EventLog, tensorboard
+from comingle.training.events import EventLog, tensorboard
 from comingle.utils.records import read_events
 
 

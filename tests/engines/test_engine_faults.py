@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from comingle.engines.faults import broke_first, diverged
-from comingle.engines.rounds import run_rounds
 from comingle.methods.base import ROUTERS
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.rounds import run_rounds
+from comingle.training.steps import broke_first, diverged
 from comingle.utils.errors import DivergenceError
 
 ROUTER = "try a smaller training.router.learning_rate, or training.router.clip_norm: 1.0"

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from comingle.config import load_recipe
-from comingle.engines.client import Clients
-from comingle.engines.rounds import run_rounds
-from comingle.engines.server import ServerHalf
-from comingle.engines.state import State
-from comingle.engines.training import participants
 from comingle.protocol.messages import LOSS, LOWEST, VALIDATION, Upload
 from comingle.protocol.wire import packed_bytes
 from comingle.runs import api
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import Clients
+from comingle.training.rounds import run_rounds
+from comingle.training.server import ServerHalf
+from comingle.training.settings import participants
+from comingle.training.state import State
 from comingle.utils.records import read_events
 from federations import everyone, exchange, play_round
 from resuming import StoppedError, stop_in_round_3

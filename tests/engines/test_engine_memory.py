@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 from comingle.config import load_recipe
 from comingle.costing import fitting
 from comingle.costing.memory import LiveBytes
-from comingle.engines.local import train
-from comingle.engines.training import Portions
 from comingle.methods import REGISTRY
 from comingle.runs.session import build, prepare
+from comingle.training.client import train
+from comingle.training.settings import Portions
 from comingle.utils.errors import RecipeError
 
 DRIVER = Path(__file__).with_name("memory_driver.py")

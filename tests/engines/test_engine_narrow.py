@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from comingle.config.settings import OptimizerSettings
-from comingle.engines import optimizers
-from comingle.engines.optimizers import descend
-from comingle.engines.steps import Steps
-from comingle.transports.inprocess import InProcess
+from comingle.training import cohort_state
+from comingle.training.backends.local import InProcess
+from comingle.training.cohort_state import descend
+from comingle.training.steps import Steps
 from comingle.utils.trees import Tree
 from federations import everyone, local_round
 
@@ -72,7 +72,7 @@ def test_what_is_changed_or_added_up_before_a_step_is_wide(federate: Federate) -
 @pytest.mark.parametrize("piece", [1, 7, 40, 1 << 20])
 @pytest.mark.parametrize("shape", [(5,), (5, 4, 3), (5, 0), (1, 8)])
 def test_a_step_widens_piece_by_piece(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], piece: int) -> None:
-    monkeypatch.setattr(optimizers, "PIECE", piece)
+    monkeypatch.setattr(cohort_state, "PIECE", piece)
     draw = torch.Generator().manual_seed(0)
     values, gradient = (torch.randn(shape, generator=draw) for _ in range(2))
     wanted = (values - 0.5 * 0.1 * values) - 0.5 * gradient.bfloat16().float()

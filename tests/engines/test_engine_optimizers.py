@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comingle.config.settings import OptimizerSettings
-from comingle.engines.optimizers import clip, learning_rate, update
+from comingle.training.cohort_state import clip, learning_rate, update
 
 USERS, COLUMNS, STEPS = 3, 11, 12
 TAKES_PART = [lambda step: True, lambda step: step % 3 == 0, lambda step: step >= 7]

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from comingle.config import Recipe, load_recipe
-from comingle.engines.local import train
-from comingle.engines.rounds import run_rounds
 from comingle.protocol.wire import packed_bytes
 from comingle.runs import api, session
 from comingle.runs.folders import open_folder
 from comingle.runs.session import describe, prepare
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import train
+from comingle.training.rounds import run_rounds
 from comingle.utils.errors import ComingleError, DivergenceError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from comingle.config import load_recipe
-from comingle.engines import scaling
-from comingle.engines.scaling import scaled, starting_scales
-from comingle.engines.steps import Steps
 from comingle.runs import api
-from comingle.transports.inprocess import InProcess
+from comingle.training import steps
+from comingle.training.backends.local import InProcess
+from comingle.training.steps import Steps, scaled, starting_scales
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Tree
 from federations import everyone
@@ -53,7 +52,7 @@ def test_what_is_too_small_for_float16_is_not_lost(federate: Federate, monkeypat
     """Losses as small as a mean over very many targets has in each: unscaled gradients are 0 there."""
 
     def share_of_zeros(start: float) -> float:
-        monkeypatch.setattr(scaling, "starting_scales", lambda targets: torch.full((len(targets),), start))
+        monkeypatch.setattr(steps, "starting_scales", lambda targets: torch.full((len(targets),), start))
         weigh = Steps._pass
 
         def faint(self: Steps, *args: Any, scales: Any = None) -> tuple[torch.Tensor, Tree]:
@@ -83,7 +82,7 @@ def test_who_overflows_takes_the_pass_again_and_nobody_else_notices(
 
     monkeypatch.setattr(Steps, "_pass", counted)
     monkeypatch.setattr(
-        scaling, "starting_scales", lambda targets: starting_scales(targets) * torch.tensor([1, 2.0**20, 1])
+        steps, "starting_scales", lambda targets: starting_scales(targets) * torch.tensor([1, 2.0**20, 1])
     )
     losses, gradients = first_gradients(federate, "comigs-1g1s")
     assert len(passes) > 1

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comingle.engines.local import train
 from comingle.models.scoring import Score, score_streams
 from comingle.models.windows import PAD
+from comingle.training.client import train
 from comingle.utils.seeds import generator
 
 

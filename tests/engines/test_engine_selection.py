@@ -11,11 +11,11 @@ import pytest
 
 from comingle.config import Recipe, parse_recipe
 from comingle.data.samples.samples import Split, UserSamples
-from comingle.engines.local import finetuned
-from comingle.models.personal_net import PersonalNet
 from comingle.reports.runs import Entry, read_run
 from comingle.reports.series import final
 from comingle.runs import api
+from comingle.training.client import finetuned
+from comingle.training.kinds.samples import PersonalNet
 from comingle.utils.errors import DataError
 from comingle.utils.records import read_events
 

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from comingle.config import load_recipe
-from comingle.engines.events import scalars
-from comingle.engines.trackers import check_trackers
 from comingle.runs import api
-from comingle.tracking import allowed
+from comingle.training.events import allowed, check_trackers, scalars
 from comingle.utils.errors import DivergenceError, RecipeError
 from comingle.utils.records import read_events
 

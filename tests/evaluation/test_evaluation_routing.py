@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.engines.client import Clients
 from comingle.models.personal import PersonalModel
 from comingle.models.random_bases import byte_tokenizer
 from comingle.models.routing import pieces, route
 from comingle.runs.results import Run
+from comingle.training.client import Clients
 from comingle.utils.errors import DataError
 
 

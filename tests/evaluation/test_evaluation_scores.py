@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.engines.local import train
-from comingle.engines.rounds import run_rounds
 from comingle.models import routing
+from comingle.training.client import train
+from comingle.training.rounds import run_rounds
 
 USERS = ("ann", "bob", "cem")
 

@@ -26,9 +26,9 @@ from comingle.federation.public import public_part
 from comingle.federation.running import coordinate
 from comingle.federation.splitting import split_recipe
 from comingle.federation.tasks import Task, unpack_answer
-from comingle.kinds.base import kind_of
 from comingle.models.loading import load_base
 from comingle.protocol.wire import pack, unpack
+from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events

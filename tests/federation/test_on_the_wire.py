@@ -19,8 +19,8 @@ from tests.federation.test_federation_wire import Numbers, pairs_in, pairs_of
 from tests.federation.test_out_there import SECONDS, Place, command, wait_for
 
 from comingle.config import Recipe
-from comingle.engines.client import Clients
 from comingle.runs import api
+from comingle.training.client import Clients
 from comingle.utils.trees import Layout
 
 pytestmark = pytest.mark.slow

@@ -39,9 +39,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import RESUMED, cases
 
 from comingle.config import parse_recipe
-from comingle.models.personal_net import PersonalNet
 from comingle.privacy.secure_server import rehearsed
 from comingle.runs import api, session
+from comingle.training.kinds.samples import PersonalNet
 
 DIGESTS = Path(__file__).with_name("digests.json")
 REPOSITORY = Path(__file__).parents[2]

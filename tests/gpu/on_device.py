@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from comingle.config import Recipe, parse_recipe
-from comingle.engines.rounds import run_rounds
 from comingle.runs.session import build, prepare
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.rounds import run_rounds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from on_device import apart, play, recipe_of
 from pretend import pretending
 from torch import Tensor
 
-from comingle.engines.feeds import Feed
-from comingle.gpu.copies import Ahead
 from comingle.methods.base import Phase
+from comingle.training.batch_sources import Feed
+from comingle.training.prefetch import Ahead
 
 EXPERTS, ROUTER = Phase(roles=frozenset({"a"})), Phase(roles=frozenset({"router"}), optimizer="router", steps=2)
 

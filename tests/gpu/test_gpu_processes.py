@@ -17,9 +17,9 @@ from on_device import recipe_of
 from pretend import Pretended
 
 import comingle
-from comingle.processes.adding import reduced
-from comingle.processes.launched import Place
-from comingle.processes.ranks import Ranks, joined
+from comingle.training.backends.distributed import reduced
+from comingle.training.backends.launched import Place
+from comingle.training.backends.ranks import Ranks, joined
 
 HERE = Path(__file__).parent
 

@@ -16,7 +16,7 @@ import pytest
 
 from comingle.costing.counts import count_users
 from comingle.models.loading import load_base
-from comingle.transports.inprocess import federate
+from comingle.training.backends.local import federate
 from comingle.utils.errors import RecipeError
 
 REPOSITORY = Path(__file__).parents[2]

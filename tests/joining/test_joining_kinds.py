@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from comingle.joining.api import join
 from comingle.models.personal import PersonalModel
-from comingle.models.personal_net import PersonalNet
 from comingle.runs.api import load, run
+from comingle.training.kinds.samples import PersonalNet
 from comingle.utils.errors import DataError
 
 ROWS = ["pretrained", "local", "shared", "joined"]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from comingle.config import Recipe, parse_recipe
-from comingle.kinds.base import Materials, kind_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, execute, get_ready
+from comingle.training.kinds.base import Materials, kind_of
 
 
 def recipe_of(method: Any = "fedavg", **changes: Any) -> Recipe:

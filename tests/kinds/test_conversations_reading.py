@@ -14,9 +14,9 @@ from comingle.cli.training import warn_overlaps
 from comingle.config import Recipe, parse_recipe
 from comingle.data.conversations.reading import UserConversations, read_users
 from comingle.data.row_files import BadRowsError
-from comingle.kinds.conversations.kind import section
 from comingle.models.random_bases import EOS
 from comingle.runs.session import build, prepare
+from comingle.training.kinds.conversations import section
 from comingle.utils.errors import DataError, RecipeError
 
 GOOD = {"prompt": "a", "response": "b"}

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 import yaml
 
 from comingle.config import Recipe, parse_recipe
-from comingle.kinds.base import kind_of
 from comingle.methods import REGISTRY
 from comingle.models.base import Base
 from comingle.models.loading import load_base
@@ -27,6 +26,7 @@ from comingle.runs import api
 from comingle.runs.results import Run
 from comingle.runs.session import prepare
 from comingle.serving.prompts import Prompts
+from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import DataError
 from comingle.utils.files import list_checkpoints
 

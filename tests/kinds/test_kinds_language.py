@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from comingle.config import parse_recipe
-from comingle.kinds import language
 from comingle.methods import make
 from comingle.models.loading import load_base
+from comingle.training.kinds import base as language
 
 SMALL, LARGER = "random:llama?layers=5&dim=64", "random:llama?layers=4&dim=256&mlp=1024&vocab=8192"
 

@@ -19,9 +19,9 @@ import comingle
 from comingle.config import Recipe, load_recipe
 from comingle.data.samples.images import Look, read_folder
 from comingle.models.nets import NETS
-from comingle.models.personal_net import PersonalNet
 from comingle.runs import api
 from comingle.runs.session import prepare
+from comingle.training.kinds.samples import PersonalNet
 from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError
 
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from comingle.data.samples.samples import Samples
-from comingle.kinds.base import kind_of
-from comingle.models.personal_net import PersonalNet
 from comingle.runs.session import build
+from comingle.training.kinds.base import kind_of
+from comingle.training.kinds.samples import PersonalNet
 from comingle.utils.errors import ComingleError, DataError
 
 

@@ -11,7 +11,7 @@ import pytest
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Server
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 
 Federate = Callable[..., InProcess]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from comingle.utils.seeds import generator
 from federations import download_all, exchange, local_round
 

@@ -16,7 +16,7 @@ from comingle.methods import REGISTRY
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.windows import random_windows
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from comingle.utils.seeds import generator
 from comingle.utils.trees import EXPERT_ROLES, ROUTER
 from federations import local_round, take_phase

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comingle.engines.local import settle
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import settle
 from comingle.utils.trees import ATTENTION
 from federations import download_all, exchange, local_round, take_phase
 

@@ -14,8 +14,8 @@ from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.settings import allowed
 from comingle.protocol.messages import LOSS, Download, Upload
 from comingle.protocol.wire import pack, packed_bytes, unpack
-from comingle.transports import inprocess
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends import local as inprocess
+from comingle.training.backends.local import InProcess
 from comingle.utils.trees import ADAPTOR, BASE, CLIENT_ROUTER
 from federations import download_all, local_round, play_round
 

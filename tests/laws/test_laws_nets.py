@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from comingle.data.samples.samples import Samples
-from comingle.engines.mixing import mixtures_told, own_mixtures
 from comingle.methods.base import Method
 from comingle.methods.mixtures import Entropic
 from comingle.methods.momentum_clustering import Centres
 from comingle.methods.scaffold import RATES, Controlled
 from comingle.models.routers import ClientMixture
 from comingle.protocol.messages import COUNT, LOSS, Upload
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.evaluation import mixtures_told, own_mixtures
 from comingle.utils.trees import CLIENT_ROUTER
 from federations import download_all, exchange, local_round, read_anew
 

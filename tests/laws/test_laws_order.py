@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.engines.rounds import run_rounds
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.rounds import run_rounds
 
 USERS = ("ann", "bob", "cem")
 TURNED = (2, 0, 1)

@@ -14,7 +14,7 @@ from comingle.methods.mixtures import Entropic
 from comingle.methods.momentum_clustering import Momentum
 from comingle.methods.scaffold import RATES, Controlled
 from comingle.protocol.messages import COUNT, LOSS, Upload
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, restrict
 from federations import crossing, exchange, local_round, message_bytes
 

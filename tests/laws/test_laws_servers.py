@@ -13,7 +13,7 @@ from torch import Tensor
 from comingle.methods.base import Client, Method, Placement
 from comingle.methods.mixtures import by_layer
 from comingle.methods.server import Received, Server
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from comingle.utils.trees import Tree
 from federations import local_round
 

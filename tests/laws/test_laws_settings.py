@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from comingle.config.sections import AdaptersSection, FloralSection
-from comingle.engines.local import finish, settle
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.models.floral.layers import CONV_FORMS
 from comingle.models.floral.wrapper import floral
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import finish, settle
 from federations import exchange, local_round
 
 ROUNDS = 3

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.engines.rounds import run_rounds
-from comingle.store.disk import OnDisk
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.rounds import run_rounds
+from comingle.training.storage.disk import OnDisk
 from comingle.utils.errors import RecipeError
 
 ABSENT = {"training.participation": 0.6, "training.rounds": 3, "runtime.users_per_step": 2}

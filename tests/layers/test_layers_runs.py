@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import comingle
-from comingle.kinds.samples.building import COMPILE_FROM
 from comingle.models.kernels import convolutions
 from comingle.models.nets import make_net
 from comingle.models.scoring import CROSS_ENTROPY
@@ -19,6 +18,7 @@ from comingle.models.stacked import StackedModel, stack
 from comingle.models.stacked_convolutions import FEWEST, form_of
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
+from comingle.training.kinds.nets import COMPILE_FROM
 from comingle.utils.seeds import generator
 
 

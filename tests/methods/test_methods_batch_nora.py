@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.engines.client import Clients
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import Clients
 from federations import exchange, local_round
 
 EVERYONE = [0, 1, 2, 3]

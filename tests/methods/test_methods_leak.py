@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.engines.state import GRADIENTS
 from comingle.methods import REGISTRY, settings_of
 from comingle.models.loading import load_base
 from comingle.models.windows import random_windows
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.state import GRADIENTS
 from comingle.utils.seeds import generator
 from federations import exchange, local_round
 from naive import Reference, Rules, honest_double

@@ -17,7 +17,7 @@ from comingle.models.loading import load_base
 from comingle.models.personal import PersonalModel
 from comingle.models.random_bases import byte_tokenizer
 from comingle.runs.results import Run
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from comingle.utils.errors import DataError, RecipeError
 
 PROMPTS = ["one two three", "a", "", "the longest of them all, by far", "a"]

@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from comingle.config import parse_recipe
 from comingle.data.samples.samples import Samples
-from comingle.engines.client import Clients
 from comingle.models.floral.wrapper import floral
 from comingle.models.nets import make_net
 from comingle.models.personal import PersonalModel
-from comingle.models.personal_net import MixtureOfModels, PersonalNet, personal_net
 from comingle.models.routers import ClientMixture
 from comingle.models.scoring import LOSSES
 from comingle.models.stacked import stack
 from comingle.runs.results import Run
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import Clients
+from comingle.training.kinds.samples import MixtureOfModels, PersonalNet, personal_net
 from comingle.utils.errors import DataError
 from comingle.utils.trees import CLIENT_ROUTER
 

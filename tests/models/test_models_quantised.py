@@ -11,11 +11,11 @@ import torch
 
 from comingle.config import load_recipe, parse_recipe
 from comingle.costing.memory import LiveBytes
-from comingle.engines.local import train
 from comingle.models.loading import load_base
 from comingle.models.quantised import QuantisedLinear
 from comingle.runs import api
 from comingle.runs.session import build, prepare
+from comingle.training.client import train
 from comingle.utils.errors import BaseModelError, RecipeError, RunError
 
 WIDE = {"base": "random:llama?layers=6&dim=128&heads=4", "training.local_steps": 1}

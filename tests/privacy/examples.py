@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comingle.engines.noised import Noised, padded
 from comingle.methods.base import Phase
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.privacy import Noised, padded
 from comingle.utils.trees import Tree, restrict
 
 USERS = ("ann", "bob")

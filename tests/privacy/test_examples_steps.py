@@ -16,12 +16,12 @@ from torch.func import functional_call
 
 from comingle.config.settings import Privacy
 from comingle.data.text.streams import UserData
-from comingle.engines.local import finetuned
 from comingle.methods import make
 from comingle.models.windows import PAD, fixed_windows
 from comingle.privacy.noise import Examples, Work, gaussian, norms
 from comingle.protocol.wire import pack
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import finetuned
 from comingle.utils.trees import Tree
 from federations import everyone, exchange, local_round
 from naive import Reference, Rules, honest_double

@@ -12,14 +12,14 @@ import torch
 from scipy.stats import kstest
 
 from comingle.config.settings import Privacy
-from comingle.engines.client import Clients
 from comingle.methods import REGISTRY, make
 from comingle.privacy.checks import check_private
 from comingle.privacy.guard import REFERENCE
 from comingle.privacy.noise import add_noise, norms
 from comingle.protocol.messages import Upload, join_uploads
 from comingle.protocol.wire import pack, unpack
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import Clients
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Tree
 from federations import local_round

@@ -22,7 +22,7 @@ from comingle.privacy.checks import check_private
 from comingle.privacy.guard import REFERENCE
 from comingle.privacy.secure_sum import VECTOR, Grid, Sums, flat
 from comingle.runs.session import build, check_method, prepare
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from comingle.utils.errors import RecipeError
 from federations import crossing, local_round
 

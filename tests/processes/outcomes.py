@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from comingle.engines.shards import shard_file
+from comingle.training.checkpoints import shard_file
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events
 

@@ -23,9 +23,9 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 (imported at first use otherwise)
 
 from comingle.cli.training import train_here
-from comingle.engines import rounds
-from comingle.processes import saving
-from comingle.processes.launched import Place
+from comingle.training import rounds
+from comingle.training.backends import distributed
+from comingle.training.backends.launched import Place
 from comingle.utils.errors import ComingleError
 
 
@@ -45,14 +45,14 @@ def kill_in(number: int) -> None:
 
 def fill_disk_in(name: str) -> None:
     """Have the disk take no more of this process's tensors in a checkpoint of this name."""
-    original = saving.write_tensors
+    original = distributed.write_tensors
 
     def write(path: Path, tensors: Any) -> None:
         if name in path.parent.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, tensors)
 
-    saving.write_tensors = write
+    distributed.write_tensors = write
 
 
 def work(case: dict[str, Any], rank: int, meeting: str) -> int:

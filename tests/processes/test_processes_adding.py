@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.processes.adding import largest_terms, reduced, shifts_of, sums_of, whole_sums
+from comingle.training.backends.distributed import largest_terms, reduced, shifts_of, sums_of, whole_sums
 from comingle.utils.errors import DivergenceError
 
 USERS = 7

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from comingle.config import parse_recipe
-from comingle.processes.launched import Place, find_place, speaks
-from comingle.processes.sharded import Sharded
 from comingle.processes.sharing import _check_alike, check_device, spans
+from comingle.training.backends.distributed import Sharded
+from comingle.training.backends.launched import Place, find_place, speaks
 from comingle.utils.errors import RecipeError, RunError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -105,8 +105,8 @@ def test_a_gpu_beside_none_is_refused() -> None:
 
 LEAVES = """
 import os, sys
-from comingle.processes.launched import Place
-from comingle.processes.ranks import joined
+from comingle.training.backends.launched import Place
+from comingle.training.backends.ranks import joined
 with joined(Place(rank=int(sys.argv[1]), size=2, local_rank=0, local_size=1, meeting=sys.argv[2])) as ranks:
     import torch._dynamo
     ranks.share(lambda: 1)

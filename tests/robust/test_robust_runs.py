@@ -23,7 +23,7 @@ from comingle.privacy.noise import norms
 from comingle.privacy.robust import capped, check_robust
 from comingle.protocol.messages import Upload
 from comingle.runs.session import prepare, run_in
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from comingle.utils.errors import MessageError, RecipeError
 from comingle.utils.records import read_events
 from comingle.utils.trees import Tree

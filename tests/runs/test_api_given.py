@@ -17,13 +17,13 @@ import comingle
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import OptimizerSettings
 from comingle.data.sources import read_documents
-from comingle.kinds.handed import section_for
 from comingle.methods import REGISTRY, make
 from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
 from comingle.models.loading import given_base, load_base
 from comingle.runs.given import NOTHING, given_of, recipe_with
 from comingle.runs.results import Run
+from comingle.training.kinds.base import section_for
 from comingle.utils.errors import BaseModelError, ComingleError, DataError, PluginError, RecipeError, RunError
 
 NAMES = ("ann", "bob", "cem")

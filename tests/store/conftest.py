@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from populations import said
 
-from comingle.store import cache
+from comingle.training.storage import readers
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +42,11 @@ def files(tmp_path: Path) -> dict[str, str]:
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Folders into which users were read."""
     folders: list[Path] = []
-    original: Callable[..., None] = cache.write_in_turn
+    original: Callable[..., None] = readers.write_in_turn
 
     def write(turns: Any, folder: Path) -> None:
         folders.append(folder)
         original(turns, folder)
 
-    monkeypatch.setattr(cache, "write_in_turn", write)
+    monkeypatch.setattr(readers, "write_in_turn", write)
     return folders

@@ -14,8 +14,8 @@ import torch
 from comingle.config import Recipe, parse_recipe
 from comingle.data.populations import Crowd
 from comingle.data.samples.samples import SPLITS
-from comingle.kinds.base import Materials
 from comingle.runs.session import prepare
+from comingle.training.kinds.base import Materials
 
 WORDS = ["tide", "lamp", "chalk", "river", "bread", "stone", "cloud", "glass"]
 

@@ -14,8 +14,8 @@ from populations import contents, paint, recipe_of, require_same, said
 from comingle.data.populations import Crowd, names_of
 from comingle.runs import api
 from comingle.runs.session import prepare
-from comingle.store import turns
-from comingle.store.names import FILES
+from comingle.training.storage import readers
+from comingle.training.storage.population import FILES
 from comingle.utils.errors import ComingleError, DataError, RunError
 from resuming import StoppedError, final, stop_in_round_3
 
@@ -224,7 +224,7 @@ def test_what_reading_warns_of_is_said_again_without_reading(
     assert len(written) == 1
     assert len(said_each_time[0]) == 1
     assert said_each_time[0] == said_each_time[1] == said_each_time[2]
-    monkeypatch.setattr(turns, "HEARD", 2)
+    monkeypatch.setattr(readers, "HEARD", 2)
     users = {f"user {number}": files["dag"] for number in range(4)}
     counts = []
     for _ in range(2):

@@ -15,15 +15,14 @@ import torch
 from comingle.config import load_recipe
 from comingle.data.populations import LOTS, Crowd, Numbers, digest_names, drawn
 from comingle.data.text.streams import UserData
-from comingle.engines.evaluations import sampled
-from comingle.engines.rounds import run_rounds
-from comingle.kinds.base import Materials
-from comingle.kinds.text.kind import KIND as TEXT
 from comingle.runs import api
 from comingle.runs.session import prepare
-from comingle.store.numbered import Numbered
-from comingle.store.tokens import read_population, write_population
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.evaluation import sampled
+from comingle.training.kinds.base import Materials
+from comingle.training.kinds.text import KIND as TEXT
+from comingle.training.rounds import run_rounds
+from comingle.training.storage.population import Numbered, read_population, write_population
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.records import sample_told
 from comingle.utils.seeds import derive

@@ -14,7 +14,7 @@ from populations import both, paint, recipe_of, require_same
 from comingle.data.samples.samples import UserSamples
 from comingle.runs import api
 from comingle.runs.session import prepare
-from comingle.store import arrays
+from comingle.training.storage import arrays
 from comingle.utils.errors import ComingleError
 from resuming import final
 

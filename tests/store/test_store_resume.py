@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from comingle.config import Recipe, load_recipe
 from comingle.runs import api
-from comingle.store import files
+from comingle.training.storage import files
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints, seal
 from resuming import StoppedError, final, kill, stop_in_round_3, told

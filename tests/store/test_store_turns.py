@@ -14,9 +14,8 @@ from comingle.data.populations import names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import UserText
 from comingle.runs import api
-from comingle.store.grouping import Spool
-from comingle.store.mixing import Mixture
-from comingle.store.names import Names, NamesWriter
+from comingle.training.storage.language import Mixture
+from comingle.training.storage.population import Names, NamesWriter, Spool
 from comingle.utils.errors import ComingleError, require_user
 from resuming import final
 

@@ -10,8 +10,8 @@ import torch
 
 from comingle.protocol.messages import LOSS, VALIDATION, Download, Upload
 from comingle.protocol.wire import pack
-from comingle.transports import inprocess
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends import local
+from comingle.training.backends.local import InProcess
 from comingle.utils.errors import MessageError
 from federations import download_all, everyone, exchange, message_bytes
 
@@ -37,7 +37,7 @@ def test_with_serialise_every_message_is_packed_and_unpacked(
 ) -> None:
     federation = federate({"name": "fedmerge", "models": 2}, changes=BEST)
     federation.serialise = True
-    monkeypatch.setattr(inprocess, "pack", damaged)
+    monkeypatch.setattr(local, "pack", damaged)
     with pytest.raises(MessageError, match=r"^message: has \d+ bytes and says that it has"):
         step(federation)
 

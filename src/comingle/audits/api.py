@@ -9,13 +9,13 @@ from typing import Any
 from comingle.audits.auditing import SHADOWS, audit_run
 from comingle.audits.shadows import FEWEST
 from comingle.models.hardware import torch_defaults
-from comingle.processes.launched import require_alone
 from comingle.progress import reporting
 from comingle.reports.audit import Audit
 from comingle.reports.audit_page import check_targets, write_audit
 from comingle.runs.api import load
 from comingle.runs.given import AnyBase, given_of
 from comingle.runs.results import Run
+from comingle.training.backends.launched import require_alone
 from comingle.utils.errors import RecipeError
 
 

@@ -19,19 +19,19 @@ from torch import Tensor
 from comingle.config import Recipe
 from comingle.data.conversations.encoding import Answers, UserAnswers, widen
 from comingle.data.text.streams import UserData
-from comingle.engines.client import Clients
-from comingle.engines.events import Observer
-from comingle.engines.server import ServerHalf
-from comingle.engines.state import draw
-from comingle.kinds.base import Materials
-from comingle.kinds.text.feed import TextFeed
 from comingle.methods.base import Method
 from comingle.models.windows import begin_windows
 from comingle.privacy.guard import Ledger
 from comingle.privacy.noise import Work
 from comingle.protocol.messages import Upload, expand, fill_ranks
 from comingle.runs.session import build, execute
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import Clients
+from comingle.training.events import Observer
+from comingle.training.kinds.base import Materials
+from comingle.training.kinds.text import TextFeed
+from comingle.training.server import ServerHalf
+from comingle.training.state import draw
 from comingle.utils.errors import RunError
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree, assign

@@ -18,11 +18,11 @@ from comingle.audits.canaries import SERVER, Watched, published
 from comingle.comparing.trials import shortened
 from comingle.config import Recipe
 from comingle.data.samples.samples import UserSamples
-from comingle.engines.client import Clients
-from comingle.engines.events import Observer
-from comingle.kinds.base import Materials
 from comingle.reports.audit import Inversion
 from comingle.runs.session import build, execute
+from comingle.training.client import Clients
+from comingle.training.events import Observer
+from comingle.training.kinds.base import Materials
 from comingle.utils.errors import RunError
 from comingle.utils.trees import Layout, Tree
 

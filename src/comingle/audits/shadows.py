@@ -26,11 +26,11 @@ from comingle.audits.membership import auc, found_at, windows_of
 from comingle.config import Recipe
 from comingle.data.conversations.encoding import UserAnswers, widen
 from comingle.data.text.streams import UserData
-from comingle.engines.client import Clients
-from comingle.engines.events import Observer
-from comingle.kinds.base import Materials
 from comingle.reports.audit import Shadowed
 from comingle.runs.session import build, execute
+from comingle.training.client import Clients
+from comingle.training.events import Observer
+from comingle.training.kinds.base import Materials
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
 

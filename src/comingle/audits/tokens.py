@@ -25,12 +25,12 @@ from torch import Tensor
 from comingle.audits.canaries import SERVER, Looked, Watched
 from comingle.config import Recipe
 from comingle.data.text.streams import UserData
-from comingle.engines.client import Clients
-from comingle.engines.events import Observer
-from comingle.kinds.base import Materials
 from comingle.models.layouts import decoder_layers
 from comingle.reports.audit import Recovery
 from comingle.runs.session import build, execute
+from comingle.training.client import Clients
+from comingle.training.events import Observer
+from comingle.training.kinds.base import Materials
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
 

@@ -33,7 +33,7 @@ from comingle.cli.serve import serve
 from comingle.cli.server import server
 from comingle.cli.show import show
 from comingle.cli.verbs import Verbs
-from comingle.processes.launched import speaks
+from comingle.training.backends.launched import speaks
 from comingle.utils.errors import ComingleError, UnknownMethodError, lacks_memory
 from comingle.utils.terminal import printable
 

@@ -17,10 +17,9 @@ from comingle.data.populations import Crowd
 from comingle.data.samples.samples import SPLITS, UserSamples
 from comingle.data.splits import UserText
 from comingle.data.text.streams import UserData
-from comingle.kinds.base import Materials
-from comingle.kinds.language import NETS
-from comingle.kinds.samples.nets import net_name
 from comingle.tables.framing import Table
+from comingle.training.kinds.base import NETS, Materials
+from comingle.training.kinds.nets import net_name
 from comingle.utils.errors import list_names
 from comingle.utils.terminal import printable, words
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from comingle.processes.launched import LOST, MEETING, PARENT
+from comingle.training.backends.launched import LOST, MEETING, PARENT
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 

@@ -18,7 +18,7 @@ from comingle.cli.options import (
     default_folder,
     read_recipe,
 )
-from comingle.processes.launched import find_place
+from comingle.training.backends.launched import find_place
 from comingle.utils.errors import RecipeError
 
 Processes = Annotated[

@@ -14,22 +14,22 @@ from rich.text import Text
 from comingle.cli.options import default_folder, read_recipe
 from comingle.data.splits import REPEATED
 from comingle.data.text.streams import LISTED
-from comingle.kinds.base import Materials
-from comingle.processes.launched import LOST, PARENT, Place
-from comingle.processes.ranks import joined
 from comingle.processes.sharing import build_sharded, read_shared
 from comingle.progress import LOADING, reporting
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import Given
 from comingle.runs.session import build, prepare, run_in, warn_unread
+from comingle.training.backends.launched import LOST, PARENT, Place
+from comingle.training.backends.ranks import joined
+from comingle.training.kinds.base import Materials
 from comingle.utils.errors import RankLostError
 from comingle.utils.inputs import recorded_date
 from comingle.utils.terminal import errors, words
 
 if TYPE_CHECKING:
-    from comingle.engines.client import Clients
-    from comingle.engines.events import Observer
     from comingle.runs.results import Run
+    from comingle.training.client import Clients
+    from comingle.training.events import Observer
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.utils import get_params_from_function
 
-from comingle.processes.launched import find_place
+from comingle.training.backends.launched import find_place
 from comingle.utils import registry
 from comingle.utils.errors import PluginError, RecipeError
 

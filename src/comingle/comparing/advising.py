@@ -11,12 +11,12 @@ from comingle.comparing import trials
 from comingle.comparing.comparing import recipes_of
 from comingle.comparing.foresight import choose_seeds, foresee
 from comingle.config import Recipe
-from comingle.kinds.base import Materials
 from comingle.methods import make
 from comingle.progress import LOADING, Reporter
 from comingle.reports.advice import Advice, advise_on
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.session import prepare, run_in
+from comingle.training.kinds.base import Materials
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import logger
 

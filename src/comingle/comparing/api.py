@@ -11,13 +11,13 @@ from comingle.comparing.advising import advise_runs
 from comingle.comparing.comparing import compare_runs, labels_of, recipes_of
 from comingle.comparing.results import Comparison
 from comingle.models.hardware import torch_defaults
-from comingle.processes.launched import require_alone
 from comingle.progress import reporting
 from comingle.reports.advice import Advice
 from comingle.reports.against import baseline_of
 from comingle.reports.tables import write_comparison
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.results import Run
+from comingle.training.backends.launched import require_alone
 from comingle.utils.errors import ComingleError, RecipeError
 
 

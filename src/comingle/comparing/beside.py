@@ -10,8 +10,8 @@ from typing import Any
 from comingle.comparing.comparing import Key, as_compared, check_folders, compare_runs, folders_of
 from comingle.comparing.parallel import in_processes
 from comingle.config import Recipe
-from comingle.kinds.base import Materials
 from comingle.progress import reporting
+from comingle.training.kinds.base import Materials
 from comingle.utils.errors import ComingleError
 from comingle.utils.terminal import errors
 

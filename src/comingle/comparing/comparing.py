@@ -11,9 +11,6 @@ from typing import Any
 from comingle.config import Recipe
 from comingle.config.files import read_text
 from comingle.data.populations import names_of
-from comingle.engines.client import Clients
-from comingle.engines.events import Observer
-from comingle.kinds.base import Materials
 from comingle.methods import make, settings_beside, settings_of
 from comingle.progress import LOADING, Reporter
 from comingle.reports.comparisons import folder_name, require_same_users
@@ -21,6 +18,9 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in
+from comingle.training.client import Clients
+from comingle.training.events import Observer
+from comingle.training.kinds.base import Materials
 from comingle.utils.errors import ComingleError, RecipeError
 from comingle.utils.inputs import recorded_date
 

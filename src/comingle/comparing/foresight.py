@@ -10,7 +10,7 @@ from comingle.comparing import trials
 from comingle.config import Recipe
 from comingle.data.samples.samples import SPLITS, Samples
 from comingle.data.splits import REPEATED
-from comingle.kinds.base import Materials
+from comingle.training.kinds.base import Materials
 from comingle.utils.errors import list_names
 
 _MANY = 5

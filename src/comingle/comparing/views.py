@@ -80,8 +80,8 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     """Texts x users under one run; without texts, the users' own."""
     import torch
 
-    from comingle.kinds.base import kind_of
     from comingle.reports.tokens import Text, TokenView
+    from comingle.training.kinds.base import kind_of
 
     kind, clients = kind_of(run.recipe), run.federation.clients
     streams: list[tuple[str, str | None, Any]]
@@ -117,7 +117,7 @@ def generating_model(run: Run, name: str) -> PersonalModel:
     Raises:
         DataError: no such user, or the users' models are nets.
     """
-    from comingle.kinds.base import kind_of
+    from comingle.training.kinds.base import kind_of
 
     person = run.user(name)
     if not kind_of(run.recipe).needs_base:

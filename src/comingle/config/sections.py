@@ -129,7 +129,7 @@ class FloralSection(Section):
 
 
 class OptimizerSection(Section):
-    """An optimiser and its schedule; see ``comingle.engines.optimizers``."""
+    """An optimiser and its schedule; see ``comingle.training.cohort_state``."""
 
     name: Literal["adamw", "sgd"] = OptimizerSettings.name
     learning_rate: Positive = OptimizerSettings.learning_rate

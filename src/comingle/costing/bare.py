@@ -11,10 +11,6 @@ import torch
 from comingle.config import Recipe
 from comingle.data.populations import names_of
 from comingle.data.samples.reading import Population
-from comingle.engines.client import Clients
-from comingle.kinds.language import check_on_language
-from comingle.kinds.samples.building import build_nets
-from comingle.kinds.samples.feed import SampleFeed
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base
@@ -26,7 +22,10 @@ from comingle.models.lora import init_zero, lora_scale
 from comingle.models.model import share_weights
 from comingle.models.stacked import StackedModel
 from comingle.runs.settings import training_settings
-from comingle.transports.inprocess import InProcess, federate
+from comingle.training.backends.local import InProcess, federate
+from comingle.training.client import Clients
+from comingle.training.kinds.base import check_on_language
+from comingle.training.kinds.nets import SampleFeed, build_nets
 from comingle.utils.trees import ADAPTOR, ROUTER, Layout, Slot
 
 
@@ -36,7 +35,7 @@ def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] |
     ``everybody`` has the names of all, where others are in other processes.
 
     Raises:
-        RecipeError: as :func:`comingle.kinds.samples.building.build_nets`.
+        RecipeError: as :func:`comingle.training.kinds.nets.build_nets`.
     """
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, names_of(population.users) if everybody is None else everybody)

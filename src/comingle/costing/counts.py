@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from comingle.costing.flops import Block, Flops, Linear, backward, forward
 from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.records import UserCost
-from comingle.engines.client import Clients
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.lora import IN, OUT, base_weight
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import Clients
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 
 ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)

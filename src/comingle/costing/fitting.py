@@ -12,10 +12,10 @@ from comingle.costing.planning import rehearse_text
 from comingle.costing.reading import as_long
 from comingle.costing.summaries import NONE_FITS, smaller_pass, with_method
 from comingle.data.populations import Crowd, names_of
-from comingle.engines.training import Portions
-from comingle.kinds.base import Materials, kind_of
 from comingle.models.base import logger
 from comingle.models.hardware import free_bytes
+from comingle.training.kinds.base import Materials, kind_of
+from comingle.training.settings import Portions
 from comingle.utils.errors import RecipeError
 
 FREE_SHARE = {"cuda": 0.9}

@@ -21,11 +21,11 @@ from comingle.config.settings import AUTO, MEMORY, Training
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.summaries import largest_round, with_method
 from comingle.costing.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
-from comingle.engines.periods import period
-from comingle.kinds.base import kind_of
-from comingle.processes.launched import MEETING
 from comingle.processes.sharing import cores
 from comingle.runs.settings import test_limit_of
+from comingle.training.backends.launched import MEETING
+from comingle.training.kinds.base import kind_of
+from comingle.training.rounds import period
 from comingle.utils.errors import RecipeError
 
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
@@ -75,7 +75,7 @@ class Found:
     state_bytes: int
     disk: float
     amounts: tuple[int, int, int]
-    """As in :func:`comingle.engines.periods.period`."""
+    """As in :func:`comingle.training.rounds.period`."""
 
 
 def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None = None) -> Found:

@@ -8,10 +8,10 @@ from statistics import fmean
 
 import torch
 
-from comingle.engines.training import exchanged_after
 from comingle.protocol.messages import LOSS, Download, Upload
 from comingle.protocol.wire import packed_bytes
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.settings import exchanged_after
 
 
 def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int, int]]:

@@ -19,10 +19,10 @@ from comingle.costing.summaries import check_count, largest_round, summarise, wi
 from comingle.data.populations import Crowd, names_of
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import SPLITS
-from comingle.engines.client import Clients
-from comingle.kinds.base import kind_of
 from comingle.models.hardware import free_bytes
 from comingle.runs.session import prepare
+from comingle.training.client import Clients
+from comingle.training.kinds.base import kind_of
 
 
 def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Any = 1.0) -> Plan:

@@ -15,14 +15,13 @@ from comingle.config.settings import MEMORY
 from comingle.costing.memory import ALLOCATOR_GAPS, CHECKPOINTED_GAPS, Fakes, LiveBytes
 from comingle.costing.records import MemoryCost
 from comingle.costing.stored import held_moments, held_params, received_bytes, taken_bytes, user_bytes
-from comingle.engines.cohort import Cohort
-from comingle.engines.scoring import Scorer
-from comingle.engines.state import GRADIENTS
-from comingle.engines.steps import Steps
-from comingle.engines.training import Portions
 from comingle.methods.base import Phase
 from comingle.protocol.messages import LOSS
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.cohort import Cohort, Scorer
+from comingle.training.settings import Portions
+from comingle.training.state import GRADIENTS
+from comingle.training.steps import Steps
 from comingle.utils.trees import Tree, restrict
 
 TRACED_BATCHES = 2
@@ -206,7 +205,8 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
 
 
 def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples: Tensor) -> Tree:
-    """As :meth:`comingle.engines.noised.Noised.step`: single examples' gradients beside those of what is a user's own.
+    """As :meth:`comingle.training.privacy.Noised.step`: single examples' gradients beside those of what is a user's
+    own.
 
     Passes are full, whoever is drawn; the noise itself is of one user at a time, and no larger than the sums.
     """

@@ -27,12 +27,6 @@ from comingle.costing.stacked import BaseFlops as BaseFlops
 from comingle.costing.stacked import count_stacked, text_load
 from comingle.costing.summaries import check_count, largest_round, summarise, with_method, with_privacy
 from comingle.data.text.streams import UserData
-from comingle.engines.client import Clients
-from comingle.engines.training import portions
-from comingle.engines.users import batch_size
-from comingle.kinds.base import kind_of
-from comingle.kinds.language import adapt_base
-from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.generation import check_places
@@ -41,7 +35,11 @@ from comingle.models.quantised import packed_parameters
 from comingle.runs.given import HANDED_OVER, NOTHING
 from comingle.runs.session import check_method
 from comingle.runs.settings import training_settings
-from comingle.transports.inprocess import InProcess, federate
+from comingle.training.backends.local import InProcess, federate
+from comingle.training.client import Clients, batch_size
+from comingle.training.kinds.base import adapt_base, kind_of
+from comingle.training.kinds.text import TextFeed
+from comingle.training.settings import portions
 from comingle.utils.errors import DataError, RecipeError
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from comingle.config.settings import Privacy, Training
-from comingle.engines.private import planned_releases
 from comingle.methods.base import Method
 from comingle.privacy.accounting import accountant_of, epsilon, release_of
 from comingle.privacy.guard import Ledger
 from comingle.privacy.noise import Work, multiplier_of, spent_by
+from comingle.training.privacy import planned_releases
 
 
 def promise(training: Training, method: Method, users: Sequence[str]) -> dict[str, Any]:

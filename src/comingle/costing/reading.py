@@ -11,17 +11,17 @@ from comingle.config import Recipe
 from comingle.config.settings import MEMORY
 from comingle.data.populations import Crowd
 from comingle.data.text.reading import found_here, tokenizer_here
-from comingle.engines.users import STORES
-from comingle.kinds.base import Kind, Materials
-from comingle.kinds.conversations.kind import NOTE, ConversationsKind, as_steps
-from comingle.kinds.text.kind import TextKind, anybody_validates, section
 from comingle.models.base import Base
+from comingle.training.client import STORES
+from comingle.training.kinds.base import Kind, Materials
+from comingle.training.kinds.conversations import NOTE, ConversationsKind, as_steps
+from comingle.training.kinds.text import TextKind, anybody_validates, section
 
 
 def as_text(
     kind: Kind, recipes: Sequence[Recipe], users: int | None, load_base: Callable[[], Base]
 ) -> tuple[list[Recipe], set[str], str]:
-    """As :meth:`comingle.kinds.base.Kind.as_text`; of users on disk no more than one is in memory.
+    """As :meth:`comingle.training.kinds.base.Kind.as_text`; of users on disk no more than one is in memory.
 
     ``load_base`` gives a base that needs no weights. Where its tokenizer is not here, users are read all at once.
 
@@ -63,7 +63,9 @@ def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) 
 
 
 def as_long(kind: Kind, recipes: Sequence[Recipe], users: Crowd) -> list[Recipe]:
-    """Recipes with text that costs as much as what these users have: as :meth:`comingle.kinds.base.Kind.as_text`."""
+    """Recipes with text that costs as much as what these users have: as
+    :meth:`comingle.training.kinds.base.Kind.as_text`.
+    """
     if not isinstance(kind, ConversationsKind) or users.sizes is None:
         return list(recipes)
     counts = dict(zip(users.names, users.sizes[:, 0].tolist(), strict=True))

@@ -15,8 +15,8 @@ from comingle.costing.measured import measure
 from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.passes import Rehearsal, empty_batch, empty_inputs, quietly
 from comingle.costing.records import UserCost
-from comingle.engines.client import Clients
 from comingle.methods.base import Phase
+from comingle.training.client import Clients
 from comingle.utils.trees import Tree
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from comingle.config.settings import MEMORY
-from comingle.engines.state import MOMENTS, State
-from comingle.engines.users import STORES
-from comingle.store.records import Form, forms_of
-from comingle.store.rows import BEHIND
+from comingle.training.client import STORES
+from comingle.training.state import MOMENTS, State
+from comingle.training.storage.files import Form, forms_of
+from comingle.training.storage.rows import BEHIND
 
 READ_AHEAD = 1
 """Cohorts whose records are read while others train."""

@@ -14,15 +14,15 @@ from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.promises import promise, promise_of_examples
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
 from comingle.costing.stored import Writes, store_bytes, user_bytes
-from comingle.engines.training import Portions, round_sizes
-from comingle.kinds.base import kind_of
 from comingle.methods import make, settings_beside
 from comingle.privacy.accounting import sample_size
 from comingle.privacy.guard import Ledger
 from comingle.privacy.robust import check_rounds
 from comingle.runs.session import build, prepare
 from comingle.runs.settings import training_settings
-from comingle.store.opening import check_storable
+from comingle.training.kinds.base import kind_of
+from comingle.training.settings import Portions, round_sizes
+from comingle.training.storage.opening import check_storable
 from comingle.utils.errors import RecipeError
 
 NONE_FITS = "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"

@@ -28,20 +28,18 @@ import torch.distributed as dist
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY
 from comingle.costing.stored import user_bytes
-from comingle.engines import rounds
-from comingle.engines.checkpoints import write_tensors
-from comingle.engines.client import Clients
-from comingle.engines.clock import Clock, Federation
-from comingle.engines.local import LocalRound
-from comingle.engines.periods import amounts_of
-from comingle.engines.rounds import run_rounds
-from comingle.kinds.base import Materials
-from comingle.processes.adding import largest_terms, shifts_of, whole_sums
-from comingle.processes.launched import find_place
-from comingle.processes.ranks import Ranks, joined
 from comingle.processes.sharing import build_sharded, check_device, share_out, spans
 from comingle.protocol.messages import LOSS
 from comingle.runs.session import build, prepare
+from comingle.training import rounds
+from comingle.training.backends.distributed import largest_terms, shifts_of, whole_sums
+from comingle.training.backends.launched import find_place
+from comingle.training.backends.ranks import Ranks, joined
+from comingle.training.checkpoints import write_tensors
+from comingle.training.client import Clients, LocalRound
+from comingle.training.evaluation import Clock, Federation
+from comingle.training.kinds.base import Materials
+from comingle.training.rounds import amounts_of, run_rounds
 from comingle.utils.errors import ComingleError
 
 ROUNDS = 5

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 WHOLE = 8
-"""Bytes of a number in a sum of whole numbers (:mod:`comingle.processes.adding`)."""
+"""Bytes of a number in a sum of whole numbers (:mod:`comingle.training.backends.distributed`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from comingle.config import Recipe
-from comingle.engines.private import work_of
 from comingle.federation.public import House
 from comingle.privacy.noise import Work
+from comingle.training.privacy import work_of
 from comingle.utils.errors import MessageError
 
 

@@ -1,6 +1,6 @@
 """The server's side of a federation whose users are elsewhere: who is asked what, who is waited for, what is kept.
 
-The rounds are those of :func:`comingle.engines.rounds.run_rounds`; what is said between two of them is in tasks.
+The rounds are those of :func:`comingle.training.rounds.run_rounds`; what is said between two of them is in tasks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from comingle.engines.clock import Clock
-from comingle.engines.events import Observer
-from comingle.engines.server import ServerHalf
-from comingle.engines.starting import start_server
 from comingle.federation.claims import check_steps, works_of
 from comingle.federation.patience import Patience
 from comingle.federation.public import House, Public
@@ -25,6 +21,9 @@ from comingle.models.model import Model
 from comingle.privacy.guard import Ledger
 from comingle.protocol.messages import Download
 from comingle.protocol.wire import pack
+from comingle.training.evaluation import Clock
+from comingle.training.events import Observer
+from comingle.training.server import ServerHalf, start_server
 from comingle.transports.channel import Channel
 from comingle.utils.errors import MessageError, RunError
 

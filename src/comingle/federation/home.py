@@ -16,16 +16,16 @@ from pathlib import Path
 
 from comingle.config import Recipe
 from comingle.config.settings import Privacy
-from comingle.engines.checkpoints import load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
-from comingle.engines.client import Clients
-from comingle.engines.state import State
 from comingle.federation.masking import Sessions
 from comingle.federation.own import Own, Tells
 from comingle.federation.public import Public
 from comingle.federation.tasks import unpack_answer
-from comingle.kinds.base import Materials
 from comingle.privacy.noise import digest, spent_by
 from comingle.protocol.wire import unpack
+from comingle.training.checkpoints import load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
+from comingle.training.client import Clients
+from comingle.training.kinds.base import Materials
+from comingle.training.state import State
 from comingle.utils.errors import MessageError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import DRAFT, told_in_one_line, write_bytes, write_json

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from comingle.alone import of_one_user
 from comingle.config import Recipe
-from comingle.engines.checkpoints import progress_of, save_checkpoint
-from comingle.engines.client import Clients
-from comingle.engines.clock import Clock
-from comingle.engines.evaluations import summarise
-from comingle.engines.local import finetuned
-from comingle.engines.state import GRADIENTS, State
 from comingle.federation.home import Home
 from comingle.federation.own import Own
 from comingle.runs.session import build, describe
+from comingle.training.checkpoints import progress_of, save_checkpoint
+from comingle.training.client import Clients, finetuned
+from comingle.training.evaluation import Clock, summarise
+from comingle.training.state import GRADIENTS, State
 from comingle.utils.inputs import write_inputs
 from comingle.utils.records import write_json, write_text
 

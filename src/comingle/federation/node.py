@@ -28,9 +28,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics, users_routing
-from comingle.engines.local import finetuned, finish, settle, train
-from comingle.engines.periods import amounts_of
 from comingle.federation.asking import check_address, check_task
 from comingle.federation.checking import check_download, check_verdict
 from comingle.federation.claims import counts_samples
@@ -45,6 +42,9 @@ from comingle.federation.tasks import Answer, Task, unpack_task
 from comingle.methods.user_errors import own_errors
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.wire import pack, unpack
+from comingle.training.client import finetuned, finish, settle, train
+from comingle.training.evaluation import amounts, measure_of, measured, users_metrics, users_routing
+from comingle.training.rounds import amounts_of
 from comingle.utils.errors import ComingleError, DivergenceError, MessageError, RunError
 from comingle.utils.records import told_in_one_line
 

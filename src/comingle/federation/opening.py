@@ -10,15 +10,15 @@ from typing import Any
 
 from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import complete_older
-from comingle.engines.private import keep_key
 from comingle.federation.home import Home
 from comingle.federation.own import Own
 from comingle.federation.public import Public, build_house, read_public, tokens_of
-from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
 from comingle.models.loading import is_public
 from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
+from comingle.training.kinds.base import Materials
+from comingle.training.privacy import keep_key
 from comingle.utils.errors import BaseModelError, DataError, MessageError, RunError, list_names
 from comingle.utils.inputs import DATE, INPUTS, SPLITS, Inputs, read_inputs, write_inputs
 from comingle.utils.records import PUBLIC, expand_home, write_json

@@ -12,7 +12,6 @@ from comingle import __version__
 from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import complete_older
 from comingle.config.settings import Training
-from comingle.kinds.base import Materials, kind_of, later
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of
@@ -21,6 +20,7 @@ from comingle.protocol.wire import FORMAT
 from comingle.runs.folders import BOS
 from comingle.runs.session import check_method
 from comingle.runs.settings import training_settings
+from comingle.training.kinds.base import Materials, kind_of, later
 from comingle.utils.errors import DataError, MessageError, RecipeError
 from comingle.utils.names import name_problem
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from comingle.engines.evaluations import evaluation_event, metrics_of
-from comingle.engines.rounds import Due, due_in
-from comingle.engines.training import counts_exchanged
 from comingle.federation.coordinator import Coordinator
 from comingle.federation.routing import routing_event
 from comingle.federation.summing import sum_up
 from comingle.federation.taking import take_in, validation_losses
 from comingle.federation.tasks import Answer
 from comingle.protocol.messages import validation_report
+from comingle.training.evaluation import evaluation_event, metrics_of
+from comingle.training.rounds import Due, due_in
+from comingle.training.settings import counts_exchanged
 from comingle.utils.errors import RunError
 from comingle.utils.records import Metrics
 

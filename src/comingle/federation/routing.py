@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from comingle.engines.mixing import mixtures_event
 from comingle.federation.coordinator import Coordinator
+from comingle.training.evaluation import mixtures_event
 
 RoutingMetrics = Mapping[str, Mapping[str, Any]]
 """What users have told in their answers."""

@@ -13,7 +13,16 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import AUTO
-from comingle.engines.checkpoints import (
+from comingle.federation.board import Board
+from comingle.federation.coordinator import Coordinator, new_coordinator
+from comingle.federation.patience import Patience
+from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
+from comingle.federation.rounds import run_tasks, tell_end
+from comingle.methods.user_errors import own_errors
+from comingle.protocol.messages import LOWEST, verdict
+from comingle.runs.folders import as_begun, open_folder
+from comingle.runs.given import Given
+from comingle.training.checkpoints import (
     Progress,
     load_checkpoint,
     progress_of,
@@ -21,22 +30,12 @@ from comingle.engines.checkpoints import (
     read_progress,
     save_checkpoint,
 )
-from comingle.engines.evaluations import end_event, start_event
-from comingle.engines.events import EventLog, Observer
-from comingle.engines.outcomes import Evaluations, outcome_warnings
-from comingle.engines.periods import period
-from comingle.engines.private import keep_key
-from comingle.engines.state import State, initial_state
-from comingle.federation.board import Board
-from comingle.federation.coordinator import Coordinator, new_coordinator
-from comingle.federation.patience import Patience
-from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
-from comingle.federation.rounds import run_tasks, tell_end
-from comingle.kinds.base import kind_of
-from comingle.methods.user_errors import own_errors
-from comingle.protocol.messages import LOWEST, verdict
-from comingle.runs.folders import as_begun, open_folder
-from comingle.runs.given import Given
+from comingle.training.evaluation import end_event, start_event
+from comingle.training.events import EventLog, Observer
+from comingle.training.kinds.base import kind_of
+from comingle.training.privacy import keep_key
+from comingle.training.rounds import Evaluations, outcome_warnings, period
+from comingle.training.state import State, initial_state
 from comingle.transports.channel import Channel
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
@@ -173,7 +172,7 @@ def _write_down(folder: Path, run: str, public: Public, *, ending: bool = False)
 
 
 def _settle(coordinator: Coordinator) -> None:
-    """Find out how often users evaluate, as :mod:`comingle.engines.periods` does; those who tell stand for all."""
+    """Find out how often users evaluate, as :mod:`comingle.training.rounds` does; those who tell stand for all."""
     training, users = coordinator.house.training, len(coordinator.public.users)
     told = [one["works"] for one in coordinator.joined.values() if one.get("works", (0, 0))[0]]
     if training.evaluate_every == AUTO and coordinator.house.method.trains and told:

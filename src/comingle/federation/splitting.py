@@ -9,8 +9,8 @@ from comingle.federation.own import Own
 from comingle.federation.patience import Patience
 from comingle.federation.public import check_possible
 from comingle.federation.running import Plan
-from comingle.kinds.base import kind_of
 from comingle.runs.session import prepare
+from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import expand_home
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from comingle.engines.private import terms_of
 from comingle.federation.coordinator import AN_EVENT, Coordinator
 from comingle.federation.taking import is_enough
 from comingle.federation.tasks import Answer
@@ -16,6 +15,7 @@ from comingle.privacy import secure_client
 from comingle.privacy.secure_server import SumCollector
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
+from comingle.training.privacy import terms_of
 from comingle.utils.errors import MessageError, NoSumError
 
 logger = logging.getLogger("comingle")

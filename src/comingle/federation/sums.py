@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from comingle.config.settings import Terms
-from comingle.engines.private import terms_of
 from comingle.federation.home import Home
 from comingle.federation.tasks import Task
 from comingle.privacy.secure_client import (
@@ -19,6 +18,7 @@ from comingle.privacy.secure_client import (
 )
 from comingle.privacy.secure_sum import VECTOR, as_words
 from comingle.protocol.messages import Download, Upload
+from comingle.training.privacy import terms_of
 from comingle.utils.errors import MessageError
 
 Message = Download | Upload | None

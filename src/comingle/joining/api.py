@@ -7,11 +7,11 @@ from typing import Any
 
 from comingle.joining.joining import Joined, join_run, newcomer
 from comingle.models.hardware import torch_defaults
-from comingle.processes.launched import require_alone
 from comingle.progress import reporting
 from comingle.runs.api import load
 from comingle.runs.given import AnyBase, Loss, given_of
 from comingle.runs.results import Run
+from comingle.training.backends.launched import require_alone
 
 
 @torch_defaults()

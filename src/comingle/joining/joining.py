@@ -17,13 +17,7 @@ from typing import Any
 
 from comingle.alone import of_one_user
 from comingle.config import Recipe
-from comingle.engines.client import Clients
-from comingle.engines.evaluations import measure_of, measured
-from comingle.engines.holding import Held
-from comingle.engines.scoring import Models
 from comingle.joining.drafts import drafted
-from comingle.kinds.base import Materials
-from comingle.kinds.handed import section_for
 from comingle.methods.base import Method
 from comingle.models.routers import NEVER
 from comingle.progress import LOADING, Reporter
@@ -33,7 +27,12 @@ from comingle.runs.given import Given
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, execute, prepare
 from comingle.tables.framing import html_of
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import Clients
+from comingle.training.cohort import Models
+from comingle.training.cohort_state import Held
+from comingle.training.evaluation import measure_of, measured
+from comingle.training.kinds.base import Materials, section_for
 from comingle.utils.errors import DataError, RecipeError, RunError
 from comingle.utils.records import PUBLIC, write_json
 from comingle.utils.trees import CLIENT_ROUTER

@@ -108,7 +108,7 @@ def generation_of(base: Base, about: About | None) -> GenerationConfig:
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Personal:
     """One user's model: a :class:`comingle.models.personal.PersonalModel`, or of samples a
-    :class:`comingle.models.personal_net.PersonalNet`.
+    :class:`comingle.training.kinds.samples.PersonalNet`.
 
     Which of them it is, a recipe says as it is read, so both are asked in the same way.
 

@@ -8,12 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comingle.engines.client import Clients
-from comingle.engines.events import Observer
-from comingle.kinds.base import Materials
 from comingle.models.hardware import torch_defaults
-from comingle.processes.launched import find_place
-from comingle.processes.ranks import joined
 from comingle.processes.sharing import build_sharded, read_shared
 from comingle.progress import LOADING, reporting
 from comingle.runs import api
@@ -21,6 +16,11 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.results import Run
 from comingle.runs.session import run_in, warn_unread
+from comingle.training.backends.launched import find_place
+from comingle.training.backends.ranks import joined
+from comingle.training.client import Clients
+from comingle.training.events import Observer
+from comingle.training.kinds.base import Materials
 from comingle.utils.errors import RunError
 from comingle.utils.inputs import recorded_date
 

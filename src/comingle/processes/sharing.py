@@ -14,21 +14,21 @@ import torch
 from comingle.config import Recipe
 from comingle.config.settings import Training
 from comingle.data.populations import Crowd, names_of
-from comingle.engines.starting import start_server
-from comingle.engines.state import Stored
-from comingle.engines.training import cohorts
-from comingle.kinds.base import Materials, later
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.privacy import secure_sum
 from comingle.privacy.guard import Ledger
 from comingle.privacy.noise import Work
-from comingle.processes.launched import Place
-from comingle.processes.ranks import Ranks
-from comingle.processes.sharded import Sharded
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.session import prepare
 from comingle.runs.settings import fitted, training_settings
+from comingle.training.backends.distributed import Sharded
+from comingle.training.backends.launched import Place
+from comingle.training.backends.ranks import Ranks
+from comingle.training.kinds.base import Materials, later
+from comingle.training.server import start_server
+from comingle.training.settings import cohorts
+from comingle.training.state import Stored
 from comingle.utils.errors import RecipeError
 
 

@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import Recipe, load_recipe
-from comingle.engines.checkpoints import Progress
-from comingle.engines.client import Clients
-from comingle.engines.events import Observer
-from comingle.kinds.base import Materials
 from comingle.methods import make
 from comingle.methods.user_errors import own_errors
 from comingle.methods.user_files import check_origin
@@ -23,6 +19,10 @@ from comingle.runs.opening import reopen
 from comingle.runs.restoring import restore
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare, run_in, warn_unread
+from comingle.training.checkpoints import Progress
+from comingle.training.client import Clients
+from comingle.training.events import Observer
+from comingle.training.kinds.base import Materials
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import recorded_date

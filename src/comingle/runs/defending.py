@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from comingle.config import Recipe
 from comingle.config.settings import Aggregation, Privacy
-from comingle.kinds.language import as_settings
 from comingle.methods.base import Method
 from comingle.privacy.robust import check_robust
+from comingle.training.kinds.base import as_settings
 
 
 def aggregation_of(recipe: Recipe) -> Aggregation | None:

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.config.data import load_section
-from comingle.kinds.base import kind_of
-from comingle.kinds.handed import section_for
 from comingle.methods import Make, lent
 from comingle.methods.base import Method
 from comingle.models.base import Base, with_date
 from comingle.models.generation import check_places
 from comingle.models.loading import GIVEN, given_base, load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.training.kinds.base import kind_of, section_for
 from comingle.utils.errors import BaseModelError, DataError, RecipeError
 
 AnyRecipe = Recipe | str | Path | Mapping[str, Any]

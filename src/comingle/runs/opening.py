@@ -11,11 +11,11 @@ from typing import Any
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY
 from comingle.data.populations import Crowd
-from comingle.engines.users import STORES
-from comingle.kinds.base import Kind, Materials, kind_of, later
 from comingle.models.folders import digest_tokenizer
 from comingle.runs.given import NOTHING, Given, lending
 from comingle.runs.session import describe, get_ready, prepare
+from comingle.training.client import STORES
+from comingle.training.kinds.base import Kind, Materials, kind_of, later
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.inputs import DATE, POPULATION, check_base, check_users, read_inputs
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY
 from comingle.data.populations import digest_names
-from comingle.engines.checkpoints import Progress, read_progress
-from comingle.engines.client import Clients
-from comingle.engines.naming import check_names, reorder_kept
-from comingle.engines.state import Stored
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.checkpoints import Progress, read_progress
+from comingle.training.client import Clients
+from comingle.training.state import Stored, check_names, reorder_kept
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from comingle.config import Recipe
 from comingle.data.populations import names_of
 from comingle.data.samples.samples import SPLITS
-from comingle.engines.checkpoints import personal_tensors
-from comingle.engines.local import finetuned
-from comingle.kinds.base import kind_of
 from comingle.models.hardware import torch_defaults
 from comingle.models.personal import About, Gates, Losses, Personal, PersonalModel
 from comingle.tables.curves import curve_svg
 from comingle.tables.framing import html_of
 from comingle.tables.run_tables import render_run
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.checkpoints import personal_tensors
+from comingle.training.client import finetuned
+from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import DataError, RunError, require_user
 from comingle.utils.records import describe_metrics, read_events
 from comingle.utils.terminal import printable

@@ -18,18 +18,6 @@ from comingle.config.files import changed, check_used
 from comingle.config.settings import MEMORY
 from comingle.data.populations import Crowd, digest_names, names_of
 from comingle.data.samples.samples import SPLITS
-from comingle.engines.client import Clients
-from comingle.engines.clock import Clock
-from comingle.engines.evaluations import amounts, end_event, merged, sampled, start_event, summarise, users_metrics
-from comingle.engines.events import EventLog, Observer
-from comingle.engines.outcomes import Evaluations, outcome_warnings
-from comingle.engines.private import keep_key, key_of, set_key
-from comingle.engines.rounds import run_rounds
-from comingle.engines.runtime import keep_buffers
-from comingle.engines.state import Stored
-from comingle.engines.trackers import check_trackers
-from comingle.engines.users import STORES
-from comingle.kinds.base import Materials, kind_of
 from comingle.methods import make
 from comingle.methods.user_errors import own_errors
 from comingle.models.base import Base, digests_of, with_date
@@ -42,7 +30,24 @@ from comingle.runs.restoring import restore
 from comingle.runs.results import Run
 from comingle.runs.settings import fitted, privacy_of, training_settings
 from comingle.runs.watching import boards, saving
-from comingle.transports.inprocess import InProcess, federate
+from comingle.training.backends.local import InProcess, federate
+from comingle.training.client import STORES, Clients
+from comingle.training.evaluation import (
+    Clock,
+    amounts,
+    end_event,
+    merged,
+    sampled,
+    start_event,
+    summarise,
+    users_metrics,
+)
+from comingle.training.events import EventLog, Observer, check_trackers
+from comingle.training.kinds.base import Materials, kind_of
+from comingle.training.privacy import keep_key, key_of, set_key
+from comingle.training.rounds import Evaluations, outcome_warnings, run_rounds
+from comingle.training.runtime import keep_buffers
+from comingle.training.state import Stored
 from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs

@@ -8,11 +8,10 @@ from typing import Any
 
 from comingle.config import Recipe
 from comingle.config.settings import AUTO, OptimizerSettings, Privacy, Secure, Training
-from comingle.engines.private import with_noise, with_sums
-from comingle.kinds.base import Materials
-from comingle.kinds.language import as_settings
 from comingle.methods import make
 from comingle.runs.defending import aggregation_of
+from comingle.training.kinds.base import Materials, as_settings
+from comingle.training.privacy import with_noise, with_sums
 from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.registry import load_object
 

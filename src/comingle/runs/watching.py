@@ -8,14 +8,12 @@ from pathlib import Path
 
 from comingle.config import Recipe
 from comingle.data.populations import digest_names
-from comingle.engines.checkpoints import progress_of, prune_checkpoints
-from comingle.engines.clock import Clock
-from comingle.engines.crowd import MOST_SERIES, Summarised
-from comingle.engines.events import EventLog, tensorboard
-from comingle.engines.rounds import Checkpoint
-from comingle.engines.state import Stored
-from comingle.engines.trackers import TRACKERS, Tracked, Tracker
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.checkpoints import progress_of, prune_checkpoints
+from comingle.training.evaluation import Clock
+from comingle.training.events import MOST_SERIES, TRACKERS, EventLog, Summarised, Tracked, Tracker, tensorboard
+from comingle.training.rounds import Checkpoint
+from comingle.training.state import Stored
 
 
 def boards(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from comingle.kinds.base import kind_of
 from comingle.models.kernels import expert_mlp
 from comingle.models.personal import PersonalModel
 from comingle.runs.api import load
 from comingle.serving.finding import find_run
 from comingle.serving.rows import prepare
+from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import DataError
 from comingle.utils.files import cache_folder
 from comingle.utils.inputs import read_inputs

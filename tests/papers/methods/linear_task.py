@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from federations import read_anew
 
 RATE = 0.05

@@ -8,9 +8,9 @@ import pytest
 import torch
 from receiving import downloaded, received, started
 
-from comingle.engines.local import finish
-from comingle.engines.rounds import run_rounds
 from comingle.methods.dual_lora import Fuse, OuterSteps, lowest
+from comingle.training.client import finish
+from comingle.training.rounds import run_rounds
 from federations import exchange, local_round
 
 EVERYONE = [0, 1, 2]

@@ -12,10 +12,10 @@ import torch
 from linear_task import EVERYONE, LINEAR, RATE
 
 from comingle.config import load_recipe
-from comingle.engines.local import finetuned
-from comingle.engines.rounds import run_rounds
 from comingle.runs import api
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import finetuned
+from comingle.training.rounds import run_rounds
 from federations import exchange, local_round
 
 

@@ -13,13 +13,13 @@ from linear_task import EVERYONE, LINEAR, Own, batches, descend, outputs, sample
 from torch import Tensor, nn
 
 from comingle.config import parse_recipe
-from comingle.engines.mixing import mixture_at_users
-from comingle.models.personal_net import MixtureOfModels, personal_net
 from comingle.models.routers import ClientMixture
 from comingle.models.scoring import CROSS_ENTROPY
 from comingle.models.stacked import stack
 from comingle.runs.api import run
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.evaluation import mixture_at_users
+from comingle.training.kinds.samples import MixtureOfModels, personal_net
 from comingle.utils.errors import RecipeError
 from federations import crossing, exchange, local_round, message_bytes
 

@@ -13,14 +13,14 @@ from linear_task import EVERYONE, LINEAR, Own, batches, descend, sample_losses, 
 from scipy.stats import kstest
 from torch import Tensor
 
-from comingle.engines.mixing import mixtures_told, own_mixtures
-from comingle.engines.rounds import run_rounds
-from comingle.kinds.samples import building as nets
 from comingle.methods import make
 from comingle.methods.fedmerge import Proximal
 from comingle.methods.server import ServerSetup
 from comingle.models import hardware
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.evaluation import mixtures_told, own_mixtures
+from comingle.training.kinds import nets
+from comingle.training.rounds import run_rounds
 from comingle.utils.errors import DivergenceError, RecipeError
 from federations import crossing, download_all, exchange, local_round, message_bytes
 

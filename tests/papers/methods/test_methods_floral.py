@@ -10,11 +10,11 @@ from receiving import downloaded, received, started
 from scipy.optimize import minimize
 from torch import Tensor
 
-from comingle.engines.mixing import entropy, mismatch, mixture_at_users
 from comingle.methods import make
 from comingle.methods.mixtures import ClusterSteps, cluster_weights, entropic
 from comingle.methods.server import aggregation_weights
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.evaluation import entropy, mismatch, mixture_at_users
 from comingle.utils.errors import RecipeError
 from federations import exchange, local_round
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.engines.mixing import mixture_at_users
 from comingle.federation.checking import check_upload
 from comingle.methods import make
 from comingle.methods.mixtures import ClusterSteps, by_layer
 from comingle.methods.server import Received
 from comingle.models.floral.wrapper import floral
 from comingle.protocol.messages import LOSS
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.evaluation import mixture_at_users
 from comingle.utils.errors import MessageError, RecipeError
 from comingle.utils.trees import CLIENT_ROUTER
 from federations import exchange, local_round

@@ -10,7 +10,7 @@ from linear_task import EVERYONE, LINEAR, Own, batches, descend, sample_losses, 
 from torch import Tensor
 
 from comingle.methods.clustered import CHOICE, best_model
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from federations import crossing, download_all, everyone, exchange, local_round, message_bytes
 
 MODELS = 3

@@ -15,7 +15,7 @@ import torch
 from linear_task import unequal
 from torch import Tensor
 
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from federations import exchange, local_round
 
 EVERYONE, RATE, ROUTER_RATE, EPS, CLUSTERS = [0, 1, 2, 3], 0.05, 0.2, 1e-5, 2

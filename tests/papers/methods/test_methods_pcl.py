@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.engines.rounds import run_rounds
 from comingle.methods import make
 from comingle.methods.pcl import collaboration
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.rounds import run_rounds
 from federations import exchange, local_round, message_bytes
 
 

@@ -10,9 +10,9 @@ import torch
 from linear_task import EVERYONE, RATE, batches, samples_of, unequal
 from torch import Tensor, nn
 
-from comingle.models.personal_net import personal_net
 from comingle.models.stacked import GatedPair
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.kinds.samples import personal_net
 from comingle.utils.errors import RecipeError
 from federations import exchange, local_round
 

@@ -13,13 +13,13 @@ import pytest
 from comingle.config import Recipe, parse_recipe
 from comingle.data.populations import Crowd
 from comingle.data.samples.samples import SPLITS
-from comingle.kinds.base import kind_of
 from comingle.models.loading import load_base
 from comingle.papers.questions.rows import LABELS
 from comingle.papers.questions.sets import QUESTIONS
 from comingle.runs import api
 from comingle.runs.session import prepare
-from comingle.store.turns import in_turn, write_in_turn
+from comingle.training.kinds.base import kind_of
+from comingle.training.storage.readers import in_turn, write_in_turn
 from comingle.utils.errors import ComingleError
 
 LANGUAGES = QUESTIONS["xnli"].languages

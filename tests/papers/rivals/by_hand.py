@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from federations import exchange, local_round
 
 RATE = 0.05

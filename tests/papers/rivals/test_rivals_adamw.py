@@ -13,9 +13,9 @@ from test_rivals_lora import changed, check_added, lora, product, stems
 from torch import Tensor
 from torch.optim import AdamW
 
-from comingle.engines.local import finetuned
 from comingle.models.lora import init_a
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import finetuned
 from comingle.utils.seeds import generator
 from naive import Reference, Rules, honest_double
 

@@ -18,7 +18,7 @@ from comingle.methods.fedamole import EMBEDDINGS, EXPERTS, PLACES, TOKENS, Assig
 from comingle.methods.server import Received, ServerSetup
 from comingle.models.personal import PersonalModel
 from comingle.models.routers import Router
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from comingle.utils.errors import DataError, DivergenceError, RecipeError
 from exporting import trained as after_rounds
 from naive import Gating, Reference, Rules, honest_double, top_k_softmax

@@ -15,12 +15,12 @@ from by_hand import Own, played, rows_of, same
 from torch import Tensor, nn
 
 from comingle.config import parse_recipe
-from comingle.engines.local import finetuned, settle
 from comingle.methods.base import Phase
 from comingle.models.ensembles import cache_name
 from comingle.models.personal import PersonalModel
 from comingle.runs.session import build, execute, prepare
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
+from comingle.training.client import finetuned, settle
 from comingle.utils.errors import DataError
 from exporting import trained as after_rounds
 from naive import Mixture, Reference, Rules, honest_double

@@ -11,7 +11,7 @@ from by_hand import Own, played, rows_of, same
 from torch import Tensor
 
 from comingle.models.merging import changes_of_adapted
-from comingle.transports.inprocess import InProcess
+from comingle.training.backends.local import InProcess
 from comingle.utils.errors import RecipeError
 from federations import download_all, exchange, play_round
 from federations import local_round as train

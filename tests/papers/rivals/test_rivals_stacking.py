@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from comingle.data.text.streams import UserData
-from comingle.engines.local import settle
-from comingle.engines.rounds import run_rounds
 from comingle.methods.stacking import likeliest
 from comingle.models.personal import PersonalModel
 from comingle.models.routers import mix_losses
 from comingle.models.windows import PAD, evaluation_windows, inputs_of
+from comingle.training.client import settle
+from comingle.training.rounds import run_rounds
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.trees import CLIENT_ROUTER
 from federations import exchange, local_round

@@ -58,7 +58,7 @@ class ConversationsSection(OwnUsersSection):
     labels: tuple[Source, ...] = ()
 
     label: ClassVar[str] = "conversations"
-    implementation: ClassVar[str] = "comingle.kinds.conversations.kind:KIND"
+    implementation: ClassVar[str] = "comingle.training.kinds.conversations:KIND"
     unread: ClassVar[Mapping[str, str]] = {
         **steps_of("conversations"),
         **ON_LANGUAGE,

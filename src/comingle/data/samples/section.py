@@ -73,7 +73,7 @@ class SamplesSection(OwnUsersSection):
     split: FractionsSection = FractionsSection()
 
     label: ClassVar[str] = "samples"
-    implementation: ClassVar[str] = "comingle.kinds.samples.kind:KIND"
+    implementation: ClassVar[str] = "comingle.training.kinds.samples:KIND"
     has_base: ClassVar[bool] = True
     accepted: ClassVar[Mapping[str, str]] = {
         "users": "a mapping of names to folders or .npz files, as {ada: path/to/ada}",

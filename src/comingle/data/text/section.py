@@ -95,7 +95,7 @@ class TextSection(OwnUsersSection):
 
     label: ClassVar[str] = "text"
     marks: ClassVar[tuple[str, ...]] = ("users", "dataset")
-    implementation: ClassVar[str] = "comingle.kinds.text.kind:KIND"
+    implementation: ClassVar[str] = "comingle.training.kinds.text:KIND"
     weightings: ClassVar[tuple[str, ...]] = ("uniform", "tokens")
     unread: ClassVar[Mapping[str, str]] = {
         "training.local_epochs": "local iterations on text are counted by training.local_steps",

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from comingle.config import Recipe
-from comingle.kinds.base import LoadBase, Materials
-from comingle.kinds.conversations.kind import AnswersKind, as_steps
 from comingle.models.base import Base, tokenizer_of
 from comingle.papers.questions.section import QuestionsDataSection, QuestionsSection
 from comingle.papers.questions.sets import QUESTIONS, choose_languages, make_questions
 from comingle.papers.questions.turns import QuestionTurns
-from comingle.store.turns import Turns, in_turn
+from comingle.training.kinds.base import LoadBase, Materials
+from comingle.training.kinds.conversations import AnswersKind, as_steps
+from comingle.training.storage.readers import Turns, in_turn
 
 NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
 

@@ -10,8 +10,6 @@ from typing import Any
 from comingle.config import Recipe
 from comingle.data.conversations.encoding import Question, UserAnswers, check_answers, encode
 from comingle.data.populations import Crowd
-from comingle.kinds.base import Kind, Materials
-from comingle.kinds.language import require_rows, rows_key
 from comingle.models.base import Base, tokenizer_of
 from comingle.models.chat_templates import Encoded
 from comingle.models.folders import digest_tokenizer
@@ -25,9 +23,9 @@ from comingle.papers.questions.sets import (
     source_of,
     user_of,
 )
-from comingle.store.grouping import Spool
-from comingle.store.tokens import PopulationWriter
-from comingle.store.turns import Some, Turns
+from comingle.training.kinds.base import Kind, Materials, require_rows, rows_key
+from comingle.training.storage.population import PopulationWriter, Spool
+from comingle.training.storage.readers import Some, Turns
 from comingle.utils.errors import DataError
 
 Asked = tuple[str, Mapping[int, Encoded], Parts]

@@ -8,11 +8,11 @@ from torch import nn
 
 from comingle.config import Recipe
 from comingle.costing.records import Plan as Costs
-from comingle.kinds.language import NETS
 from comingle.methods import make
 from comingle.models.nets import make_net
 from comingle.papers.reproduce.plan import Cell, Plan
 from comingle.papers.tasks.settings import TASKS
+from comingle.training.kinds.base import NETS
 from comingle.utils.errors import RecipeError
 
 _IMAGE = (3, 32, 32)

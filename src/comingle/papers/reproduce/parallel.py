@@ -8,11 +8,11 @@ from itertools import groupby
 from pathlib import Path
 
 from comingle.comparing.parallel import in_processes
-from comingle.engines.client import Clients
-from comingle.engines.events import Observer
 from comingle.papers.reproduce.plan import Cell
 from comingle.papers.reproduce.runner import Outcome, run_cells, title_of, unique
 from comingle.progress import reporting
+from comingle.training.client import Clients
+from comingle.training.events import Observer
 from comingle.utils.terminal import errors
 
 

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import load_recipe
-from comingle.engines.client import Clients
-from comingle.engines.events import Observer
-from comingle.kinds.base import Materials
 from comingle.models.base import Base
 from comingle.papers.reproduce.measured import (
     DIVERGED,
@@ -29,6 +26,9 @@ from comingle.papers.reproduce.measured import (
 from comingle.papers.reproduce.plan import Cell
 from comingle.progress import LOADING
 from comingle.runs.session import describe, prepare, run_in
+from comingle.training.client import Clients
+from comingle.training.events import Observer
+from comingle.training.kinds.base import Materials
 from comingle.utils.errors import DivergenceError, RunError
 from comingle.utils.inputs import read_inputs
 from comingle.utils.records import read_metrics, write_text

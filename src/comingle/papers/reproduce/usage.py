@@ -15,9 +15,6 @@ from comingle.config import Recipe
 from comingle.costing.messages import download_of, upload_of
 from comingle.costing.summaries import with_method
 from comingle.data.samples.samples import UserSamples
-from comingle.engines.server import ServerHalf
-from comingle.kinds.language import NETS
-from comingle.kinds.samples.building import build_nets
 from comingle.methods import make
 from comingle.papers.reproduce.plan import Cell, Plan
 from comingle.papers.reproduce.tables import table_line
@@ -25,7 +22,10 @@ from comingle.papers.tasks.making import Task
 from comingle.protocol.messages import LOSS
 from comingle.runs.session import prepare
 from comingle.runs.settings import training_settings
-from comingle.transports.inprocess import federate
+from comingle.training.backends.local import federate
+from comingle.training.kinds.base import NETS
+from comingle.training.kinds.nets import build_nets
+from comingle.training.server import ServerHalf
 from comingle.utils.records import write_json, write_text
 
 if TYPE_CHECKING:

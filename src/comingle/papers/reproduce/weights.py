@@ -13,7 +13,6 @@ from comingle.config import Recipe
 from comingle.config.settings import AUTO, SHORTEST
 from comingle.data.conversations.section import ConversationsSection
 from comingle.data.text.section import TextSection
-from comingle.kinds.language import NETS
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.nets import make_net
@@ -22,6 +21,7 @@ from comingle.papers.questions.sets import QUESTIONS
 from comingle.papers.tasks.section import TaskDataSection, TaskSection
 from comingle.papers.tasks.settings import REDUCED_MINIMUM, TASKS
 from comingle.papers.tasks.synthetic import DIMENSION, OUTPUTS
+from comingle.training.kinds.base import NETS
 
 _IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}
 """Train and test images of the data sets, as on the hub."""

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from comingle.config import Recipe
 from comingle.data.samples.samples import warn_unseen
-from comingle.kinds.base import LoadBase, Materials
-from comingle.kinds.samples.kind import NetKind
 from comingle.models.base import Base
 from comingle.papers.tasks.making import Task, make_task
 from comingle.papers.tasks.section import TaskDataSection, TaskSection
+from comingle.training.kinds.base import LoadBase, Materials
+from comingle.training.kinds.samples import NetKind
 
 SETTINGS = ("loss", "classes", "clusters", "augment", "input_shape", "net", "shift")
 """What a task says besides its users."""

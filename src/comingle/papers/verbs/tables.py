@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from comingle.engines.client import Clients
-    from comingle.engines.events import Observer
     from comingle.papers.reproduce.plan import Cell, Plan
     from comingle.papers.reproduce.runner import Outcome
+    from comingle.training.client import Clients
+    from comingle.training.events import Observer
 
 
 def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool) -> Iterator[Outcome]:

@@ -1,1 +1,0 @@
-"""What is made for NVIDIA GPUs alone: Triton kernels, CUDA graphs, batches that are copied ahead."""

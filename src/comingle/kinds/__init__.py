@@ -1,1 +1,0 @@
-"""Kinds of data: text, conversations, samples; each is a folder."""

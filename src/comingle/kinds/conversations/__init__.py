@@ -1,1 +1,0 @@
-"""Users with conversations: the loss is on the responses, which models may also give by themselves."""

@@ -1,1 +1,0 @@
-"""Users with samples of their own, inputs with targets: each trains a copy of a net."""

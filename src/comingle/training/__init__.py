@@ -1,0 +1,1 @@
+"""The round loop, clients and server, optimizers, evaluation and checkpoints."""

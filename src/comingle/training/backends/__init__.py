@@ -1,0 +1,1 @@
+"""Backends: one process, or several with torch.distributed."""

@@ -1,0 +1,373 @@
+"""A run whose users are sharded over processes.
+
+Floating-point sums depend on their order, sums of whole numbers do not. So each term is rounded to a grid that is the
+same for all (as in pre-rounded reproducible summation: Demmel and Nguyen 2015, "Parallel Reproducible Summation",
+section 3), and added as a whole number of 64 bits.
+
+Every process runs the same rounds. Messages are those of one process: uploads are put together in the order of the
+users, so that the server computes what it would have computed alone, to the last bit; downloads are handed out. Where
+the server needs sums alone, each process sends one sum and no upload (:mod:`comingle.training.backends.distributed`).
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from comingle.protocol.messages import (
+    LOSS,
+    Download,
+    Upload,
+    expand,
+    join_uploads,
+    no_uploads,
+    validation_report,
+    verdict,
+)
+from comingle.protocol.wire import packed_bytes
+from comingle.training.backends.local import InProcess
+from comingle.training.backends.ranks import Ranks
+from comingle.training.checkpoints import (
+    OF_SERVER,
+    SERVER,
+    Progress,
+    finish_checkpoint,
+    load_parts,
+    named,
+    places,
+    shard_file,
+    write_tensors,
+    written,
+)
+from comingle.training.evaluation import Federation
+from comingle.training.state import Stored
+from comingle.utils.errors import DivergenceError
+from comingle.utils.files import line_of, list_checkpoints
+from comingle.utils.trees import Tree, restrict
+
+_BITS = 61
+"""A sum needs one bit for its sign, and one more where its terms are rounded up."""
+
+_POWER = 1000
+"""By no more powers of two at once is multiplied: float64 has none from 2^1024 on."""
+
+_AT_ONCE = 2**22
+"""So many numbers are made float64 at once."""
+
+
+def terms(t: Float[Tensor, "users ..."], weights: Float[Tensor, "users ..."]) -> Float[Tensor, "users ..."]:
+    """``weight_u t_u`` in float64, in which products of float32 are exact; weights may have ``t``'s components."""
+    factors = weights.to(t).double()
+    return t.double() * factors.view(*factors.shape, *[1] * (t.dim() - factors.dim()))
+
+
+def largest_terms(tensors: Tree, weights: Tree) -> Float[Tensor, " tensors"]:
+    """The largest magnitude of each tensor's terms; 0 where nobody is here."""
+    return torch.stack([_largest(t, weights[name]) for name, t in tensors.items()])
+
+
+def _largest(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
+    found = [terms(some, of).abs().max() for some, of in _portions(t, weights) if some.numel()]
+    return torch.stack(found).max().cpu() if found else torch.zeros((), dtype=torch.float64)
+
+
+def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
+    """By which power of two each tensor's terms are multiplied so that the sum of all users' fits into 64 bits.
+
+    A term is rounded to half a unit: a sum is off by at most ``users 2^(log2(users) - 61)`` of its largest term.
+
+    Raises:
+        DivergenceError: a term is not finite.
+    """
+    if not bool(largest.isfinite().all()):
+        raise DivergenceError("the sum of the users' uploads is not finite; try a smaller learning rate")
+    room = _BITS - math.ceil(math.log2(max(users, 2)))
+    return [room - math.frexp(value)[1] if value else 0 for value in largest.tolist()]
+
+
+def whole_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Tensor, " entries"]:
+    """``sum_u round(weight_u t_u 2^shift)`` of those who are here, all tensors one after another."""
+    return torch.cat(
+        [_whole(t, weights[name], shift).flatten() for (name, t), shift in zip(tensors.items(), shifts, strict=True)]
+    )
+
+
+def _whole(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
+    total = torch.zeros(t.shape[1:], dtype=torch.int64, device=t.device)
+    for some, of in _portions(t, weights):
+        total += _scaled(terms(some, of), shift).round().long().sum(0)
+    return total
+
+
+def _scaled(t: Float[Tensor, "*shape"], shift: int) -> Float[Tensor, "*shape"]:
+    """``t 2^shift``, to the last bit where float64 has it."""
+    first = min(max(shift, -_POWER), _POWER)
+    t = t * 2.0**first
+    return t if first == shift else t * 2.0 ** (shift - first)
+
+
+def sums_of(whole: Int64[Tensor, " entries"], like: Tree, shifts: Sequence[int]) -> Tree:
+    """The same as tensors of ``like``'s shapes ``(users, *shape)`` and dtypes, without the users."""
+    parts = whole.split([t[:0].new_empty(t.shape[1:]).numel() for t in like.values()])
+    named = zip(like.items(), parts, shifts, strict=True)
+    return {name: _scaled(part.double(), -shift).to(t.dtype).view(t.shape[1:]) for (name, t), part, shift in named}
+
+
+def reduced(
+    tensors: Tree,
+    weights: Tree,
+    users: int,
+    *,
+    largest: Callable[[Tensor], Tensor],
+    total: Callable[[Tensor], Tensor],
+) -> Tree:
+    """``sum_u weight_u t_u`` over so many users; ``largest`` and ``total`` put together what each process has found."""
+    shifts = shifts_of(largest(largest_terms(tensors, weights)), users)
+    return sums_of(total(whole_sums(tensors, weights, shifts)), tensors, shifts)
+
+
+def _portions(t: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
+    size = max(1, _AT_ONCE // max(1, t[:1].numel()))
+    return list(zip(t.split(size), weights.split(size), strict=True))
+
+
+def save_shards(federation: Federation, run: Path, number: int, progress: Progress) -> None:
+    """Write the checkpoint of a round: each process the part of its users, process ``number`` of as many as there are.
+
+    Raises:
+        RunError: the disk of one of them does not take it; the older checkpoints stay.
+    """
+    clients, layout = federation.clients, federation.clients.model.layout
+
+    def begin() -> tuple[str, str]:
+        folder, draft = places(run, progress.round)
+        with written(folder, draft):
+            draft.mkdir(parents=True)
+        return str(folder), str(draft)
+
+    folder, draft = (Path(place) for place in federation.share(begin))
+
+    def write() -> str:
+        if isinstance(store := clients.state, Stored):
+            with written(folder, None):
+                files = store.save(draft, list_checkpoints(run))
+                return "".join(line_of(draft / name).decode() for name in files)
+        file = draft / shard_file(number, len(progress.shards))
+        with written(folder, None):
+            write_tensors(file, named(layout, clients.state, {}))
+            return line_of(file).decode()
+
+    try:
+        lines = [line for text in federation.gather(write) for line in text.encode().splitlines(keepends=True)]
+    except BaseException:
+        if federation.leads:  # when all know of it: who still writes would else say that the folder is gone
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+    def finish() -> None:
+        with written(folder, draft):
+            kept = {OF_SERVER + name: t for name, t in federation.server.state.items()}
+            write_tensors(draft / SERVER, kept)
+            finish_checkpoint(draft, folder, progress, lines)
+
+    federation.share(finish)
+
+
+T = TypeVar("T")
+_REPORT = "report/"
+
+
+@dataclass(kw_only=True)
+class Sharded(InProcess):
+    """``first`` is the number of the first trainer who is here; with ``ordered`` no sums are made on the way.
+
+    What the server of a process that does not lead keeps is not kept up: only after how many rounds it last aggregated.
+    """
+
+    ranks: Ranks
+    first: int
+    ordered: bool = False
+    shards: list[int] = field(default_factory=list)
+    """How many trainers each process has."""
+
+    def __post_init__(self) -> None:
+        self.leads = self.ranks.leads
+
+    def each(self, work: Callable[[], T]) -> T:
+        """As :meth:`comingle.training.backends.ranks.Ranks.each`."""
+        return self.ranks.each(work)
+
+    def gather(self, work: Callable[[], Any]) -> list[Any]:
+        """As :meth:`comingle.training.backends.ranks.Ranks.gather`."""
+        return self.ranks.gather(work)
+
+    def share(self, work: Callable[[], T]) -> T:
+        """As :meth:`comingle.training.backends.ranks.Ranks.share`."""
+        return self.ranks.share(work)
+
+    def invite(self, number: int, *, releases: bool) -> list[int] | None:
+        """The server draws, and everybody hears who takes part."""
+        members = self.share(lambda: self.server.invite(self.clients.training, number, releases=releases))
+        here = range(len(self.clients.trainers))
+        return None if members is None else [m - self.first for m in members if m - self.first in here]
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        """Write the checkpoint of a round, each process its users' part."""
+        save_shards(self, folder, self.ranks.rank, replace(progress, shards=self.shards))
+
+    def load(self, checkpoint: Path, progress: Progress) -> Tree:
+        """Have those who are here be as they were at a checkpoint; what the server kept, at the process that leads."""
+        return load_parts(self, checkpoint, progress)
+
+    # ---------------------------------------------------------------- downloads
+
+    def download(self, members: Sequence[int]) -> None:
+        """Those of these users who are behind receive what the server has."""
+        if not self.clients.shares:
+            return
+        behind = self.clients.behind(self.server.version, members)
+        asked = self.gather(lambda: [self.clients.names[member] for member in behind])
+        common: Tree = {}
+        told, own = self.ranks.hand_out(lambda: self._answers(asked, common))
+        if not told["answered"]:
+            return
+        tensors = own | self.ranks.broadcast(common)
+        if users := tuple(told["users"]):
+            message = Download(
+                version=told["version"],
+                users=users,
+                tensors={name: tensors[name].expand(len(users), *tensors[name].shape[1:]) for name in told["order"]},
+                ranks=torch.tensor(told["ranks"], dtype=torch.int64),
+                senders=tuple(told["senders"]),
+            )
+            self.each(lambda: self.clients.receive(message))
+        else:
+            self.each(lambda: None)
+
+    def _answers(self, asked: Sequence[Sequence[str]], common: Tree) -> list[tuple[dict[str, Any], Tree]]:
+        """What each process hears of its users' downloads; ``common`` gets the tensors that all have in common."""
+        names = [self.server.answers(some) for some in asked]
+        flat = [name for some in names for name in some]
+        if not flat:
+            return [({"answered": False}, {})] * len(asked)
+        message = self.server.download(flat)
+        self.download_bytes += sum(packed_bytes(message))
+        common.update({name: t[:1] for name, t in message.tensors.items() if t.stride(0) == 0})
+        about = {"answered": True, "version": message.version, "senders": list(message.senders)}
+        about["order"] = list(message.tensors)
+        answers, start = [], 0
+        for some in names:
+            span = slice(start, start := start + len(some))
+            own = {name: t[span] for name, t in message.tensors.items() if name not in common and some}
+            answers.append((about | {"users": some, "ranks": message.ranks[span].tolist()}, own))
+        return answers
+
+    # ---------------------------------------------------------------- uploads
+
+    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
+        """These users send what they share, and how well they did, after round ``done``."""
+        self._sent = self.each(lambda: self._made(members, done, losses))
+        sent, summed = self._sent, self.server.sums is not None
+        told = self.gather(lambda: list(sent.users) if summed else sum(packed_bytes(sent)) if sent.users else 0)
+        if summed and self.leads:
+            names = [name for some in told for name in some]
+            self._count_sum(names, done) if names else None
+        elif self.leads:
+            self.upload_bytes += sum(told)
+
+    def _made(self, members: Sequence[int], done: int, losses: dict[int, float]) -> Upload:
+        if not members:
+            return no_uploads(done)
+        said = {LOSS: torch.tensor([losses[member] for member in members])}
+        return self.clients.upload(members, done, said)
+
+    def aggregate(self) -> str:
+        """The server takes in what has been sent; between peers everybody who took part hears of it at once."""
+        assert self._sent is not None
+        sent, self._sent = self._sent, None
+        adds = self.server.adds and not self.ordered
+        whole = self._collected(replace(sent, tensors={}) if adds else sent)
+        if adds and (users := self.share(lambda: [] if whole is None else list(whole.users))):
+            sums = self._sums(sent, whole, users)
+            why = self.share(lambda: self._step(sums, whole))
+        else:
+            why = self.share(lambda: self._take(whole))
+        self.server.version = self.share(lambda: self.server.version)
+        if self.clients.method.server.peer_to_peer:
+            self.download(self.clients.numbers(sent.users))
+            self.server.forget()
+        return why
+
+    def _take(self, whole: Upload | None) -> str:
+        assert whole is not None
+        if self.server.sums is not None:
+            return self._sum(self.server.sums, whole)
+        self.server.aggregate(whole)
+        return ""
+
+    def _step(self, sums: Tree, whole: Upload | None) -> str:
+        assert whole is not None
+        self.server.aggregate_weighted(sums, whole)
+        return ""
+
+    def _collected(self, sent: Upload) -> Upload | None:
+        """Everybody's uploads as one, at the process that leads."""
+        tensors = sent.tensors | {_REPORT + n: t for n, t in sent.reports.items()} | {"ranks": sent.ranks}
+        found = self.ranks.collect(tensors if sent.users else {})
+        users = self.gather(lambda: list(sent.users))
+        if not self.leads:
+            return None
+        uploads = [_upload(sent.round, names, tree) for names, tree in zip(users, found, strict=True) if names]
+        return join_uploads(uploads) if uploads else no_uploads(sent.round)
+
+    def _sums(self, sent: Upload, whole: Upload | None, users: Sequence[str]) -> Tree:
+        """The weighted sums of all uploads, at the process that leads."""
+        layout = self.clients.model.layout
+        like = restrict(layout.views(self.clients.state.rows[:0]), layout, self.server.method.shared)
+        own = expand(sent.tensors, self.server.uploads) if sent.users else like
+        counts = self.gather(lambda: len(sent.users))
+        of_tensor, weights = self.ranks.hand_out(lambda: self._weights(list(like), whole, counts))
+        of_each = {name: weights[of_tensor[name]] for name in like}
+        own = {name: own[name] for name in like}
+        return reduced(own, of_each, len(users), largest=self.ranks.largest, total=self.ranks.total)
+
+    def _weights(self, names: Sequence[str], whole: Upload | None, counts: Sequence[int]) -> list[tuple[Any, Tree]]:
+        """By what each process multiplies its users' uploads; tensors with the same weights have them in common."""
+        assert whole is not None
+        found = self.server.coefficients(names, whole)
+        unlike = {str(id(t)): t.cpu().split(list(counts)) for t in found.values()}
+        keys = {name: str(id(t)) for name, t in found.items()}
+        return [(keys, {key: parts[rank] for key, parts in unlike.items()}) for rank in range(len(counts))]
+
+    # ---------------------------------------------------------------- the best round
+
+    def select(self, done: int, losses: dict[str, float]) -> float:
+        """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""
+        parts = self.gather(lambda: losses)
+        mean, lowest = self.share(lambda: self._judged(parts, done))
+        self.clients.hear(verdict(list(losses) or [self.clients.names[0]], done, lowest=lowest))
+        return mean
+
+    def _judged(self, parts: Sequence[dict[str, float]], done: int) -> tuple[float, bool]:
+        losses = {name: loss for part in parts for name, loss in part.items()}
+        before, message = self.server.lowest_loss, validation_report(losses, done)
+        self.upload_bytes += sum(packed_bytes(message))
+        self.download_bytes += sum(packed_bytes(self.server.judge(message)))
+        return fmean(losses.values()), self.server.lowest_loss < before
+
+
+def _upload(done: int, users: Sequence[str], tree: Tree) -> Upload:
+    reports = {name.removeprefix(_REPORT): t for name, t in tree.items() if name.startswith(_REPORT)}
+    tensors = {name: t for name, t in tree.items() if name != "ranks" and not name.startswith(_REPORT)}
+    return Upload(round=done, users=tuple(users), tensors=tensors, ranks=tree["ranks"], reports=reports)

@@ -1,0 +1,222 @@
+"""Batch sources: what yields a user's batches and scores held-out data.
+
+A batch is drawn as integers ``(users, batch, ...)`` before anything is read: windows of tokens, or numbers of samples.
+``PAD`` marks what carries no loss.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int, Int64
+from torch import Tensor
+
+from comingle.config.settings import Training
+from comingle.data.populations import listed
+from comingle.data.samples.samples import epoch
+from comingle.methods.base import Phase, Stream
+from comingle.models.scoring import Gates
+from comingle.models.windows import PAD
+from comingle.training.settings import Portions
+from comingle.utils.seeds import generator
+
+Predict = Callable[[Sequence[int], Any], Tensor]
+"""What the models of the given rows make of a batch, one row's after the other: losses of text, outputs for samples."""
+
+Generate = Callable[[Sequence[int], Tensor, int], Tensor]
+"""The tokens with which the models of the given rows go on after prompts, at most so many: see ``models.greedy``."""
+
+SCORED_PER_SLOT = 16
+
+
+class Feed(ABC):
+    """The users' data as the engine needs it; ``trainers`` are numbers of those who own it."""
+
+    unit: str
+    """What data is counted in."""
+    training: Training
+    trainers: Sequence[Any]
+    batch_size: int
+
+    @abstractmethod
+    def portions(self, device: torch.device, columns: int) -> Portions:
+        """What goes through the model at once, on a device, where a user has so many columns."""
+
+    @abstractmethod
+    def steps(self, trainer: int) -> int:
+        """Local iterations of a trainer in one round."""
+
+    @abstractmethod
+    def draw(
+        self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
+    ) -> Int[Tensor, "users batch ..."]:
+        """A batch for each trainer, from (seed, user, round, purpose, step, repeat) and nothing else."""
+
+    def move(self, drawn: Int[Tensor, "users batch ..."], device: torch.device) -> Int[Tensor, "users batch ..."]:
+        """A batch that was drawn, on the device that computes."""
+        return drawn.to(device)
+
+    def ahead(self) -> None:  # noqa: B027 (nothing, unless there is a device to copy to)
+        """A step's work has been handed to the device, and will take a while: time for what the next one needs."""
+
+    @abstractmethod
+    def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
+        """Batches that stand for each trainer's training data as a whole."""
+
+    def examples(self, trainer: int) -> int:
+        """How many training examples a trainer has, of which privacy hides each by itself."""
+        raise NotImplementedError(f"{type(self).__name__}: has no examples that could be numbered")
+
+    def numbered(
+        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    ) -> Int[Tensor, "users batch ..."]:
+        """Training examples of these numbers as :meth:`draw` has them, ``PAD`` for none; each as if it were alone."""
+        raise NotImplementedError(f"{type(self).__name__}: has no examples that could be numbered")
+
+    @abstractmethod
+    def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch ..."]]:
+        """Batches that have each loss of the trainers' validation data once, filled with ``PAD``."""
+
+    def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch ..."]) -> Any:
+        """What was drawn, as the model takes it: windows are drawn as what they are."""
+        return drawn
+
+    @abstractmethod
+    def counted(self, drawn: Int[Tensor, "users batch ..."]) -> Int[Tensor, " users"]:
+        """How many losses each user's part of a batch has."""
+
+    @abstractmethod
+    def seen(self, trainer: int) -> int:
+        """How many losses (tokens or samples) a trainer's local iterations of one round have."""
+
+    def scoring(self, part: Any) -> int:
+        """How much is scored in an evaluation on a set of a user, in what :meth:`seen` counts."""
+        return len(part)
+
+    @abstractmethod
+    def score(
+        self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
+    ) -> Sequence[Any]:
+        """Score set i with the model of row ``rows[i]``."""
+
+    def examine(
+        self,
+        predict: Predict,
+        generate: Generate,
+        sets: Sequence[Any],
+        rows: Sequence[int],
+        portions: Portions,
+        gates: Gates | None,
+    ) -> Sequence[Any]:
+        """The final score of test sets, for which a model may be asked to generate; else the same as any score."""
+        return self.score(predict, sets, rows, portions, gates)
+
+    # ---------------------------------------------------------------- counted without data
+
+    scores_more = False
+    """Whether more is scored at once than trained on, so that scoring may need most memory."""
+
+    def batch_sizes(self, user: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many samples the batches of one pass have on which a user trains, and those over which it sweeps."""
+        one_step = (self.batch_size,)
+        return one_step, one_step
+
+    def without_data(self, fake: Callable[[Tensor], Tensor]) -> Feed:
+        """The feed with ``fake`` tensors in the place of what it holds of users' data."""
+        return self
+
+    def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int[Tensor, "users count ..."]:
+        """A batch as :meth:`draw` has it, without data: windows of ``context + 1`` tokens."""
+        return fake(torch.empty(users, count, self.training.context + 1, dtype=torch.int64, device="meta"))
+
+    def blank_inputs(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a model predicts from when it is scored, without data."""
+        return self.blank(users, count, fake)
+
+    def scored_at_once(self, users: Sequence[Any], portions: Portions) -> int:
+        """How many windows or samples of a user go through the model at once when it is scored."""
+        return portions.sequences
+
+
+class PassFeed(Feed):
+    """Each round every user goes ``local_epochs`` times over its train samples, in an order of its own.
+
+    The last batch of a pass may be smaller; where it has fewer than ``least`` samples it is left out. ``trainers`` have
+    a name, and ``train`` and ``valid`` sets with a length.
+    """
+
+    unit = "samples"
+    even = False
+    """Whether all batches have one shape, whoever shares a step."""
+
+    def __init__(self, trainers: Sequence[Any], training: Training, batch_size: int, *, least: int = 1):
+        self.trainers, self.training, self.batch_size, self.least = listed(trainers), training, batch_size, least
+        self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
+        self._round = -1
+
+    @abstractmethod
+    def count(self, trainer: int, stream: Stream) -> int:
+        """How many samples a trainer has."""
+
+    def examples(self, trainer: int) -> int:
+        """Samples or conversations."""
+        return self.count(trainer, "train")
+
+    def _batches(self, count: int) -> int:
+        """Batches of one pass over so many samples."""
+        full, rest = divmod(count, self.batch_size)
+        return full + (rest >= self.least)
+
+    def batch_sizes(self, user: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """A last batch with fewer than ``least`` is not trained on."""
+        count, size = len(user.train), self.batch_size
+        every = tuple(min(size, count - first) for first in range(0, count, size))
+        return tuple(one for one in every if one == size or one >= self.least), every
+
+    def steps(self, trainer: int) -> int:
+        """Batches of all local epochs."""
+        return self.training.local_epochs * self._batches(self.count(trainer, "train"))
+
+    def seen(self, trainer: int) -> int:
+        """Training samples of a round."""
+        count = self.count(trainer, "train")
+        return self.training.local_epochs * min(count, self._batches(count) * self.batch_size)
+
+    def numbers(
+        self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
+    ) -> Int64[Tensor, "users batch"]:
+        """The next batch of each trainer's shuffled pass, as large as the largest of them, or if ``even`` as any.
+
+        ``PAD`` fills the others.
+        """
+        self.enter(round_number)
+        purpose = f"{phase.purpose}/{phase.stream}" if step >= 0 else "before"
+        place = repeat if step < 0 else step * phase.steps + repeat
+        drawn = torch.stack([self._batch(trainer, phase.stream, purpose, round_number, place) for trainer in trainers])
+        return drawn if self.even else drawn[:, : max(1, int((drawn != PAD).sum(1).max()))]
+
+    def enter(self, round_number: int) -> None:
+        """Take note of the round: orders follow from it, so they are kept for its steps alone."""
+        if round_number != self._round:
+            self._order, self._round = {}, round_number
+
+    def _batch(
+        self, trainer: int, stream: Stream, purpose: str, round_number: int, place: int
+    ) -> Int64[Tensor, " batch"]:
+        count = self.count(trainer, stream)
+        number, at = divmod(place, max(1, self._batches(count)))
+        key = (trainer, purpose, number)
+        if key not in self._order:
+            random = generator(self.training.seed, self.trainers[trainer].name, round_number, purpose, number)
+            self._order[key] = epoch(count, self.batch_size, random)
+        return self._order[key][at]
+
+    def every(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
+        """All samples of each trainer, in order."""
+        counts = torch.tensor([self.count(trainer, stream) for trainer in trainers]).unsqueeze(1)
+        for first in range(0, int(counts.max()), self.batch_size):
+            at = torch.arange(first, first + self.batch_size).expand(len(counts), -1)
+            yield torch.where(at < counts, at, PAD)

@@ -1,0 +1,287 @@
+"""Cohorts: users trained in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from statistics import fmean
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
+from torch.nn import functional as F
+
+from comingle.data.conversations.scoring import AnswerScore
+from comingle.methods.base import Phase
+from comingle.models.routers import Powers
+from comingle.models.scoring import Gates, SampleScore, Score
+from comingle.models.windows import PAD
+from comingle.training.batch_sources import Feed
+from comingle.training.cohort_state import Members, learning_rate
+from comingle.training.settings import Portions, cohorts
+from comingle.training.steps import Steps, within_memory
+from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
+
+AnyScore = Score | SampleScore | AnswerScore
+"""Text, samples and answers are scored alike: ``mean_loss`` and ``measures``."""
+
+Rows = Callable[[Sequence[int]], Float[Tensor, "slots columns"]]
+"""The tensors of some models, by number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Models to be scored: the tensors of each, by number, and the trainer whose experts and rank it has."""
+
+    rows: Rows
+    owners: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """Scores models with what trains them."""
+
+    steps: Steps
+
+    @property
+    def routed(self) -> bool:
+        """Whether tokens are routed to experts."""
+        return self.steps.model.routed
+
+    def examine(self, models: Models, sets: Sequence[Any], numbers: Sequence[int]) -> Sequence[AnyScore]:
+        """The final score of test set i with model ``numbers[i]``, and how much each of its experts said."""
+        feed = self.steps.feed
+        score = partial(feed.examine, partial(self.predict, models), partial(self.generate, models), sets, numbers)
+        if not self.routed:
+            return score(self.steps.portions, None)
+        with self.steps.model.watched() as gates:
+            return score(self.steps.portions, gates)
+
+    def score(
+        self, models: Models, sets: Sequence[Any], numbers: Sequence[int], gates: Gates | None = None
+    ) -> Sequence[AnyScore]:
+        """Score set i, a token stream or samples, with model ``numbers[i]``."""
+        return self.steps.feed.score(partial(self.predict, models), sets, numbers, self.steps.portions, gates)
+
+    def mean_loss(self, models: Models, sets: Sequence[Any], numbers: Sequence[int]) -> float:
+        """Mean loss in nats over sets."""
+        return fmean(score.mean_loss for score in self.score(models, sets, numbers))
+
+    def predict(self, models: Models, numbers: Sequence[int], batch: Tensor) -> Float[Tensor, "slots batch ..."]:
+        """What model ``numbers[slot]`` makes of each slot's batch.
+
+        Raises:
+            RecipeError: there is not enough memory for it.
+        """
+        device, owners = self.steps.model.device, [models.owners[number] for number in numbers]
+        with within_memory(self.steps.portions, len(numbers), device):
+            return self.steps.model.predict(self.steps.tensors(models.rows(numbers)), owners, batch.to(device))
+
+    def generate(
+        self, models: Models, numbers: Sequence[int], prompts: Tensor, limit: int
+    ) -> Int64[Tensor, "slots batch new"]:
+        """How model ``numbers[slot]`` goes on after each slot's prompts."""
+        tensors = self.steps.tensors(models.rows(numbers))
+        return self.steps.model.generate(tensors, [models.owners[n] for n in numbers], prompts, limit)
+
+
+Losses = Callable[[Any], Float[Tensor, "users models batch ..."]]
+"""Maps a batch of each user to its losses under several models."""
+
+
+@dataclass(frozen=True)
+class TrainSweep:
+    """Batches that stand for the training data of a cohort, to be asked about again and again."""
+
+    feed: Feed
+    users: Sequence[int]
+    round_number: int
+    portions: Portions
+    device: torch.device
+
+    @cached_property
+    def _batches(self) -> list[Int[Tensor, "users batch ..."]]:
+        drawn = self.feed.sweep(self.users, self.round_number)
+        return [part for batch in drawn for part in batch.split(self.portions.sequences, dim=1)]
+
+    def answers(self, losses: Losses) -> list[Float[Tensor, "users models batch ..."]]:
+        """Losses batch after batch, 0 where there is nothing."""
+        return [losses(self.feed.read("train", self.users, drawn.to(self.device))) for drawn in self._batches]
+
+    def responsibilities(
+        self, prior: Float[Tensor, "users models"], losses: Losses
+    ) -> list[Float[Tensor, "models samples"]]:
+        """``q_m(s) ~ prior_m exp(-loss_m(s))`` of every training sample of each user, in their order."""
+        shares = (prior.log().unsqueeze(2) - torch.cat(self.answers(losses), 2)).softmax(1)
+        counts = torch.cat([drawn != PAD for drawn in self._batches], 1).sum(1).tolist()
+        return [of_user[:, :count] for of_user, count in zip(shares, counts, strict=True)]
+
+    def means(self, losses: Losses) -> Float[Tensor, "users models"]:
+        """Mean losses."""
+        total = torch.stack([batch_losses.flatten(2).sum(2) for batch_losses in self.answers(losses)]).sum(0)
+        counts = torch.stack([self.feed.counted(drawn).cpu() for drawn in self._batches]).sum(0)
+        return total / counts.to(total).unsqueeze(1)
+
+
+@dataclass(kw_only=True)
+class Cohort(Members):
+    """Users, with what they take steps and are scored with.
+
+    ``trainers`` are all users, of whom these are some; ``initial`` gives what rows had before any training, for
+    methods that ask for it.
+    """
+
+    steps: Steps
+    scorer: Scorer
+    trainers: Sequence[Any]
+    initial: Callable[[Sequence[int]], Float[Tensor, "users columns"]]
+
+    @property
+    def copy(self) -> Int[Tensor, " users"]:
+        """Which copy each row is."""
+        return torch.tensor(self.rows, device=self.part.rows.device) // len(self.trainers)
+
+    @property
+    def router_rate(self) -> float:
+        """The router's learning rate in this round."""
+        training = self.steps.training
+        return learning_rate(training.router, self.round_number, training.rounds)
+
+    def reset(self, roles: frozenset[str]) -> None:
+        """Make the tensors of some roles what they were before any training."""
+        columns = self.layout.mask(roles).to(self.part.rows.device)
+        self.part.rows[:, columns] = self.initial(self.rows)[:, columns]
+
+    def forget(self, roles: frozenset[str]) -> None:
+        """Moments begin at zero again, which an optimiser corrects by the number of its steps: so these do too."""
+        columns = self.layout.mask(roles).to(self.part.rows.device)
+        for moments in (self.part.first, self.part.second):
+            moments[:, columns[: moments.shape[1]]] = 0
+        for name, count in (("experts", self.part.iterations), ("router", self.part.router_steps)):
+            whole = {role for of, trained in self.steps.method.client.optimizers if of == name for role in trained}
+            count.mul_(0 if bool(columns[self.layout.mask(whole)].all()) else 1)
+
+    def take_steps(self, phase: Phase) -> None:
+        """The optimiser steps of a phase, before the others."""
+        self.steps.take(self, phase, -1)
+
+    @torch.no_grad()
+    def component_losses(self) -> Float[Tensor, "users clusters"]:
+        """Mean training loss in nats under each component; 0 for users without data."""
+        model, mixture = self.steps.model, self.steps.method.placement.mixture
+        assert mixture is not None
+        losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
+        for some, owners in self._with_data():
+            tensors = self.steps.tensors(self.part.rows[some])
+            lost = self._sweep(owners).means(lambda batch, o=owners, t=tensors: model.component_losses(t, o, batch))
+            losses[some] = lost.to(losses)
+        return losses
+
+    @torch.no_grad()
+    def divide_samples(self) -> None:
+        """Every training sample's own mixture, for this round, and each user's as their mean (FedEM, eq. 7 and 8)."""
+        tensors, owners, model = self.steps.tensors(self.part.rows), self.owners, self.steps.model
+        sweep = self._sweep(owners)
+        prior = model.shares(tensors)
+        shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))
+        self.sample_shares = shares
+        means = torch.stack([of_user.mean(1) for of_user in shares])
+        smallest = torch.finfo(means.dtype).tiny  # or a component would be lost for good
+        self.tensors[CLIENT_ROUTER].copy_(means.clamp(min=smallest).log())
+
+    @torch.no_grad()
+    def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
+        """Mean loss in nats of each model on each user's training data, as it is drawn for the round.
+
+        What a user does not share is as in its row. Users without data have zeros.
+        """
+        layout, shared = self.layout, self.steps.method.shared
+        count = next(iter(models.values())).shape[1]
+        losses = torch.zeros(len(self.rows), count, dtype=self.part.rows.dtype)
+        for some, owners in self._with_data():
+            sweep = self._sweep(owners)
+            for number in range(count):
+                with_model = self.part.rows[some]
+                assign(layout.views(with_model), layout, shared, {n: t[some, number] for n, t in models.items()})
+                losses[some, number] = sweep.means(self._losses(with_model, owners))[:, 0].to(losses)
+        return losses
+
+    def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
+        """Mean validation loss in nats of each model on each user's text; what is not shared is as in its row."""
+        layout, shared = self.layout, self.steps.method.shared
+        count = next(iter(models.values())).shape[1]
+        pairs = [(user, model) for user in range(len(self.rows)) for model in range(count)]
+
+        def rows(numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
+            users, chosen = ([pairs[n][k] for n in numbers] for k in (0, 1))
+            with_model = self.part.rows[users]
+            assign(layout.views(with_model), layout, shared, {n: t[users, chosen] for n, t in models.items()})
+            return with_model if self.mask is None else with_model.mul_(self.mask[users])
+
+        owners = [self.owners[user] for user, _ in pairs]
+        sets = [self.trainers[owner].valid for owner in owners]
+        scores = self.scorer.score(Models(rows=rows, owners=owners), sets, range(len(pairs)))
+        return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, count)
+
+    def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
+        """Every loss in nats on each user's validation data under each component, filled up with zeros."""
+        model, feed, tensors = self.steps.model, self.steps.feed, self.steps.tensors(self.part.rows)
+        device, found, taken = self.part.rows.device, [], {} if powers is None else dict[str, Any](powers=powers)
+        for drawn in feed.held_out(self.owners):
+            for part in drawn.to(device).split(self.steps.portions.sequences, dim=1):
+                batch: Any = feed.read("valid", self.owners, part)
+                found.append(model.component_losses(tensors, self.owners, batch, **taken).flatten(2).double())
+        return torch.cat(found, 2)
+
+    @torch.no_grad()
+    def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
+        """Of users without training data zeros."""
+        found = {n: torch.zeros_like(t[:, 0]) for n, t in self.tensors.items() if n.endswith(f".{ROUTER}")}
+        for some, owners in self._with_data():
+            tensors, seen = self.steps.tensors(self.part.rows[some]), self.part.rows.new_zeros(len(some), 1)
+            for drawn in self._instances(owners, instances):
+                for part in drawn.split(self.steps.portions.sequences, dim=1):
+                    for name, x in self.steps.model.router_inputs(tensors, owners, part, whole=whole).items():
+                        found[name][some] += F.normalize(x.to(found[name]), dim=-1).sum(1)
+                seen += (drawn != PAD).any(-1).sum(1, keepdim=True)
+            for t in found.values():
+                t[some] /= seen.clamp(min=1)
+        return found
+
+    def _instances(self, owners: Sequence[int], count: int) -> Iterator[Int[Tensor, "users batch window"]]:
+        """Batches of random training instances, ``count`` of each user; ``PAD`` alone stands for none."""
+        feed, phase, seen = self.steps.feed, Phase(roles=frozenset(), label="instances"), 0
+        for repeat in range(-(-count // feed.batch_size)):
+            drawn = feed.draw(owners, phase, self.round_number, 0, repeat).to(self.part.rows.device)
+            number = seen + (drawn != PAD).any(-1).cumsum(1)
+            seen = number[:, -1:]
+            yield drawn.masked_fill((number > count).unsqueeze(-1), PAD)
+
+    def copies(self) -> Float[Tensor, "copies users columns"]:
+        """Every set of tensors that the users train: the cohort holds all copies of each, one after the other."""
+        return self.part.rows.clone().view(self.steps.method.placement.copies, -1, self.part.rows.shape[1])
+
+    def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
+        """Mean validation loss in nats of one user (by place) with these tensors as its model."""
+        owner = self.owners[user]
+        models = Models(rows=lambda numbers: candidate.expand(len(numbers), -1), owners=[owner])
+        return self.scorer.mean_loss(models, [self.trainers[owner].valid], [0])
+
+    # ---------------------------------------------------------------- helpers
+
+    def _with_data(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Those who have training data, as many as go through the model at once: their places, and who they are."""
+        trainers, owners = self.trainers, self.owners
+        some = [i for i, owner in enumerate(owners) if len(trainers[owner].train)]
+        for group in cohorts(some, self.steps.portions.users):
+            yield group, [owners[i] for i in group]
+
+    def _sweep(self, owners: Sequence[int]) -> TrainSweep:
+        return TrainSweep(self.steps.feed, owners, self.round_number, self.steps.portions, self.part.rows.device)
+
+    def _losses(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:
+        """What the models of these rows lose on their users' batches."""
+        tensors, model = self.steps.tensors(rows), self.steps.model
+        return lambda batch: model.losses(tensors, owners, batch)[0].unsqueeze(1)

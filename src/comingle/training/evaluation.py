@@ -1,0 +1,415 @@
+"""Evaluation of users' models: cost so far, events and metrics."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.config.settings import Training
+from comingle.methods.base import Method
+from comingle.methods.server import aggregation_weights
+from comingle.models.model import Model
+from comingle.training.client import Clients, finetuned, settle
+from comingle.training.cohort import AnyScore
+from comingle.training.events import Observer
+from comingle.training.runtime import peak_memory_bytes
+from comingle.training.server import ServerHalf, averaging_weights
+from comingle.training.steps import diverged
+from comingle.utils.records import GEOMETRIC, Metrics, geometric
+from comingle.utils.trees import CLIENT_ROUTER
+
+T = TypeVar("T")
+
+
+class Federation(ABC):
+    """Two halves, and what moves messages between them; users are numbers here.
+
+    Where users are shared out over processes, each runs the same rounds with the users that are here. The one that
+    :attr:`leads` has the server and tells of the run. What is gathered and shared is what JSON can say.
+    """
+
+    clients: Clients
+    server: ServerHalf
+    leads: bool = True
+    """Whether this process has the server."""
+    upload_bytes: int
+    """Length of all that users have sent."""
+    download_bytes: int
+    """Length of all that they have received."""
+
+    def each(self, work: Callable[[], T]) -> T:
+        """Do something in every process; its result here. What fails anywhere ends it everywhere."""
+        return work()
+
+    def gather(self, work: Callable[[], Any]) -> list[Any]:
+        """The same; every process's result at the one that leads, in the order of the users, elsewhere one's own."""
+        return [self.each(work)]
+
+    def share(self, work: Callable[[], T]) -> T:
+        """Do something in the process that leads; its result everywhere."""
+        return work()
+
+    def invite(self, number: int, *, releases: bool) -> list[int] | None:
+        """Who of those here takes part in round ``number`` (from 0); None where privacy allows no more rounds."""
+        return self.server.invite(self.clients.training, number, releases=releases)
+
+    @abstractmethod
+    def download(self, members: Sequence[int]) -> None:
+        """Those of these users who are behind receive what the server has."""
+
+    @abstractmethod
+    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
+        """These users send what they share after round ``done`` (from 1)."""
+
+    @abstractmethod
+    def aggregate(self) -> str:
+        """The server takes in what has been sent; if it cannot, why the round has no sum."""
+
+    @abstractmethod
+    def select(self, done: int, losses: dict[str, float]) -> float:
+        """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have.
+
+        Returns the mean.
+        """
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """Time, tokens and bytes of a run, over all its processes: a resumed run starts from what the checkpoint says.
+
+    ``user_rounds`` counts each round once for each user who took part; ``told_upload_bytes`` and
+    ``told_download_bytes`` are what events have told of so far.
+    """
+
+    train_seconds: float = 0.0
+    tokens: int = 0
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    told_upload_bytes: int = 0
+    told_download_bytes: int = 0
+    user_rounds: int = 0
+    earlier_seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds since the run began, without the time in which no process worked on it."""
+        return self.earlier_seconds + time.perf_counter() - self.started
+
+    def count(self, federation: Federation) -> None:
+        """Take over what has been sent and received so far."""
+        self.upload_bytes, self.download_bytes = federation.upload_bytes, federation.download_bytes
+
+
+PRECISION = 6
+
+
+def own_mixtures(clients: Clients) -> dict[str, dict[str, Any]]:
+    """What that needs of each user who is here: its mixture, its true cluster, how much data it has."""
+    known = mixture_at_users(clients)
+    rows = [None] * len(clients.scored) if known is None else known.tolist()
+    return {
+        user.name: {"mixture": row, "cluster": getattr(user, "cluster", None), "count": len(user.train)}
+        for user, row in zip(clients.scored_users, rows, strict=True)
+    }
+
+
+def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The same of all users of a federation, some of whom may not be here."""
+    shares, names = _known(server, users), list(users)
+    if shares is None or not (event := mixtures_event(names, shares, clients.method)):
+        return {}
+    truth = [of_user["cluster"] for of_user in users.values()]
+    if None not in truth:
+        event["clusters"] = dict(zip(names, truth, strict=True))
+    if None not in truth and _are_shares(shares):
+        weights = _sizes([of_user["count"] for of_user in users.values()], clients.training)
+        event["aggregation_mismatch"] = round(float(mismatch(shares, torch.tensor(truth), weights).mean()), PRECISION)
+    return event
+
+
+def _known(server: ServerHalf, users: Mapping[str, Mapping[str, Any]]) -> Float[Tensor, "users clusters"] | None:
+    """Everybody's mixture as the server knows it, else as users do."""
+    if (merging := server.method.server.merging_weights(server.kept)) is not None:
+        return merging[server.numbers(list(users))].double().cpu()
+    rows = [of_user["mixture"] for of_user in users.values()]
+    return None if None in rows else torch.tensor(rows, dtype=torch.float64)
+
+
+def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"], method: Method) -> dict[str, Any]:
+    """What an evaluation's event says of these users' mixtures; nothing of a single component."""
+    if shares.shape[1] < 2:
+        return {}
+    rows = [[round(p, PRECISION) for p in row] for row in shares.tolist()]
+    event: dict[str, Any] = {"mixtures": dict(zip(names, rows, strict=True)), "component": method.components}
+    if _are_shares(shares):
+        event["router_entropy_nats"] = round(float(entropy(shares).mean()), PRECISION)
+    return event
+
+
+def _are_shares(shares: Float[Tensor, "users clusters"]) -> bool:
+    """Merging weights without a softmax may be anything."""
+    return bool((shares >= 0).all())
+
+
+def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None:
+    """Each user's mixture, without noise, or its choice, as users know it; the mean over layers that have their own."""
+    mixture = clients.method.placement.mixture
+    if not clients.scored:
+        return None
+    if mixture is not None:
+        theta = clients.model.layout.views(clients.state.rows_of(clients.scored_rows))[CLIENT_ROUTER]
+        shares = mixture.shares(theta.double()).cpu()
+        return shares.mean(1) if mixture.per_layer else shares
+    chosen = [part.shares(clients.cohort(clients.scored_rows, 0)) for part in clients.method.client.parts]
+    return next((shares.double().cpu() for shares in chosen if shares is not None), None)
+
+
+def _sizes(counts: Sequence[int], training: Training) -> Float[Tensor, " users"]:
+    """Each user's share of the training data, p(k), or equal shares where means are uniform."""
+    return averaging_weights(torch.tensor(counts) if training.weighting != "uniform" else torch.ones(len(counts)))
+
+
+def entropy(mixture: Float[Tensor, "users clusters"]) -> Float[Tensor, " users"]:
+    """``-sum_c pi_c log pi_c`` in nats; 0 for a one-hot vector."""
+    return -torch.xlogy(mixture, mixture).sum(-1)
+
+
+def mismatch(
+    mixture: Float[Tensor, "users clusters"], truth: Tensor, weights: Float[Tensor, " users"]
+) -> Float[Tensor, " clusters"]:
+    """``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` of each component (FLoRAL section 4).
+
+    Components have no names, so each is held against the true cluster that makes most of it.
+    """
+    clusters = int(truth.max()) + 1
+    true = aggregation_weights(torch.nn.functional.one_hot(truth, clusters).to(mixture), weights)
+    learned = aggregation_weights(mixture, weights)
+    distances = (learned.unsqueeze(2) - true.unsqueeze(1)).abs().sum(0)
+    return distances.min(1).values
+
+
+def evaluate(federation: Federation, done: int, observe: Observer) -> Sequence[AnyScore]:
+    """Score everybody's models after so many rounds, and tell of it.
+
+    Where the best round is selected, everything is remembered if the mean validation loss is the lowest so far.
+
+    Raises:
+        DivergenceError: a user's loss is not finite.
+    """
+    clients = federation.clients
+    observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
+    scores, losses = federation.each(lambda: _look(clients, done))
+    mean_loss = {"mean_valid_loss": federation.select(done, losses)} if clients.state.best else {}
+    told = merged(federation.gather(lambda: _told_of(clients, scores)))
+    if federation.leads:
+        measure = measure_among(told["users"])
+        event = evaluation_event(told["users"], measure, done=done, iterations=done * clients.steps.local_steps)
+        mixed = mixtures_told(clients, federation.server, told["mixtures"])
+        observe(event | sampled(clients, told["users"], measure) | mean_loss | told["routing"] | mixed)
+    return scores
+
+
+def _look(clients: Clients, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
+    """Scores of those who are here, and where the best round is selected their validation losses."""
+    settle(clients, ends=done >= clients.training.rounds or len(clients.scored) == len(clients.users))
+    with finetuned(clients, done):  # once for both
+        scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
+    _check_finite(clients, scores, done)
+    return scores, losses
+
+
+def _told_of(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
+    """What an event tells of those who are here."""
+    users = {user.name: measured(score) for user, score in zip(clients.scored_users, scores, strict=True)}
+    return {"users": users, "routing": experts_event(clients, scores), "mixtures": own_mixtures(clients)}
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mappings of users, below the same names, as one, in the order of the parts."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    names = dict.fromkeys(name for part in parts for name in part)
+    whole = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: merged(some) if isinstance(some[0], Mapping) else some[0] for name, some in whole.items()}
+
+
+def evaluation_event(
+    users: Mapping[str, Mapping[str, float]], measure: str, *, done: int, iterations: int
+) -> dict[str, Any]:
+    """What an event tells of users' scores after so many rounds."""
+    of_users = {name: dict(of_user) for name, of_user in users.items()}
+    event = {"event": "evaluation", "round": done, "iterations": iterations, "users": of_users}
+    return event | {f"mean_test_{measure}": mean_of(users, measure)} | geometric(of_users, measure)
+
+
+def sampled(clients: Clients, users: Mapping[str, Mapping[str, Any]], measure: str) -> dict[str, Any]:
+    """What is said where not everybody was evaluated: how many of how many, and a 95% interval for the mean of all.
+
+    ``mean -+ t s sqrt((1 - n/N) / n)``: Student's t, drawn without replacement (Cochran 1977, section 2.6).
+    """
+    count, population = len(users), len(clients.everybody)
+    if clients.method.placement.pooled or count >= population:
+        return {}
+    values = [of_user[f"test_{measure}"] for of_user in users.values()]
+    interval = None
+    if count > 1 and all(map(math.isfinite, values)):
+        from scipy.special import stdtrit  # only such runs need it
+
+        error = statistics.stdev(values) * math.sqrt((1 - count / population) / count)
+        reach, mean = float(stdtrit(count - 1, 0.975)) * error, statistics.fmean(values)
+        interval = [mean - reach, mean + reach]
+    return {"sample": {"users": count, "of": population, "interval": interval}}
+
+
+def _check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> None:
+    for user, row, score in zip(clients.scored_users, clients.scored_rows, scores, strict=True):
+        if not math.isfinite(score.mean_loss):
+            suspects = clients.steps.suspects(row, clients.state.rows_of([row])[0]) if done else ()
+            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspects)
+
+
+def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
+    """For methods with routers: each user's experts, and for each layer their mean gates over the test text."""
+    if not clients.scorer.routed:
+        return {}
+    rows = zip(clients.scored_users, clients.scored_rows, strict=True)
+    names = {user.name: clients.model.expert_names(row) for user, row in rows}
+    by_user = {
+        name: [[round(gate, 4) for gate in layer[: len(experts)]] for layer in score.expert_scores]
+        for (name, experts), score in zip(names.items(), scores, strict=True)
+    }
+    return {"experts": names, "expert_scores": by_user}
+
+
+def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, dict[str, Any]]:
+    """How each user's model shares the work out: mean gates ``(layers, experts)`` over its test text, its mixture."""
+    gates = experts_event(clients, scores).get("expert_scores", {})
+    mixed = mixture_at_users(clients)
+    of_users: dict[str, dict[str, Any]] = {name: {"gates": layers} for name, layers in gates.items()}
+    for user, mixture in zip(clients.scored_users, [] if mixed is None else mixed.tolist(), strict=False):
+        of_users.setdefault(user.name, {})["mixture"] = mixture
+    return {user.name: of_users.get(user.name, {}) for user in clients.scored_users}
+
+
+def measured(score: AnyScore) -> dict[str, float]:
+    """A score as events and metrics have it."""
+    return {f"test_{name}": value for name, value in score.measures.items()}
+
+
+def start_event(
+    method: Method, training: Training, base: str, users: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What a run says first: what it is, and how much everybody has, by :func:`amounts`."""
+    return {
+        "event": "start",
+        "method": method.name,
+        "seed": training.seed,
+        "base": base,
+        "rounds": training.rounds if method.trains else 0,
+        "users": users,
+    }
+
+
+def end_event(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run says last: what its models are compared by."""
+    means = (f"mean_test_{metrics['measure']}", GEOMETRIC)
+    return {"event": "end"} | {key: metrics[key] for key in means if key in metrics}
+
+
+def amounts(user: Any, unit: str) -> dict[str, int]:
+    """How much a user has, in the unit of its kind."""
+    return {f"train_{unit}": len(user.train), f"test_{unit}": len(user.test)}
+
+
+def measure_of(scores: Sequence[AnyScore]) -> str:
+    """What models are compared by."""
+    return next(iter(scores[0].measures))
+
+
+def measure_among(users: Mapping[str, Mapping[str, Any]]) -> str:
+    """The same, of what is told of users, none of whom may be here."""
+    return next((key for of_user in users.values() for key in of_user), "test_loss").removeprefix("test_")
+
+
+def mean_of(users: Mapping[str, Mapping[str, Any]], measure: str) -> float:
+    """Mean over users of what they are compared by, as in the papers' tables."""
+    return sum(of_user[f"test_{measure}"] for of_user in users.values()) / len(users) if users else math.nan
+
+
+def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, dict[str, Any]]:
+    """What a finished run's metrics say of each user."""
+    parameters, sent = clients.trainable_parameters(), clients.upload_bytes()
+    unit = clients.feed.unit
+    return {
+        user.name: {
+            **measured(score),
+            f"test_{unit}": getattr(score, unit),
+            f"train_{unit}": len(user.train),
+            f"valid_{unit}": len(user.valid),
+            "trainable_parameters": parameters[i],
+            "upload_bytes_per_round": sent[i],
+        }
+        for i, (user, score) in enumerate(zip(clients.scored_users, scores, strict=True))
+    }
+
+
+def summarise(
+    clients: Clients, scores: Sequence[AnyScore], clock: Clock, users: dict[str, dict[str, Any]] | None = None
+) -> Metrics:
+    """The metrics of a finished run; ``users`` are those of everybody, where some are not here."""
+    return metrics_of(
+        users_metrics(clients, scores) if users is None else users,
+        clients.model,
+        clients.method,
+        clients.training,
+        clock,
+        rounds=clients.rounds_done,
+        selected=clients.chosen_round,
+        measure=measure_of(scores) if scores else measure_among(users or {}),
+        unit=clients.feed.unit,
+    )
+
+
+def metrics_of(
+    users: dict[str, dict[str, Any]],
+    model: Model,
+    method: Method,
+    training: Training,
+    clock: Clock,
+    *,
+    rounds: int,
+    selected: int,
+    measure: str,
+    unit: str,
+) -> Metrics:
+    """The same out of what is known of each user."""
+    return Metrics(
+        method=method.name,
+        seed=training.seed,
+        base=model.name,
+        rounds=rounds,
+        planned_rounds=training.rounds if rounds < training.rounds * method.trains else None,
+        selected_round=selected,
+        measure=measure,
+        unit=unit,
+        users=users,
+        mean=mean_of(users, measure),
+        upload_bytes_per_user_round=clock.upload_bytes / max(1, clock.user_rounds),
+        download_bytes_per_user_round=clock.download_bytes / max(1, clock.user_rounds),
+        trainable_parameters=max((of_user["trainable_parameters"] for of_user in users.values()), default=0),
+        per_second=clock.tokens / clock.train_seconds if clock.train_seconds else 0.0,
+        wall_seconds=clock.wall_seconds,
+        peak_memory_bytes=peak_memory_bytes(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+    )

@@ -1,0 +1,1 @@
+"""Kinds of data: how users of each kind are trained and scored."""

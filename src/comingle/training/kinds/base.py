@@ -1,0 +1,472 @@
+"""Kinds of data: text, conversations and samples.
+
+A kind is a folder: its section of the recipe, its :class:`Kind`, its feed. Nothing outside asks which kind it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from comingle.config import Recipe
+from comingle.config.data import kinds, load_section
+from comingle.config.settings import AdapterSettings, Targets, Training
+from comingle.data.populations import Crowd, listed
+from comingle.data.samples.samples import SPLITS
+from comingle.data.splits import Overlap, UserText, find_overlap
+from comingle.methods.base import Method
+from comingle.models.adapted import AdaptedModel, adapt
+from comingle.models.base import Base, tokenizer_of
+from comingle.models.ensembles import EnsembleModel, ensemble
+from comingle.models.floral.wrapper import adaptor_size
+from comingle.models.floral_language import MixedLanguageModel, mix_language_model
+from comingle.models.hardware import require_room
+from comingle.models.injection import ExpertCounts
+from comingle.models.loading import backbone
+from comingle.models.lora import lora_scale
+from comingle.models.model import Model
+from comingle.models.personal import Personal
+from comingle.training.client import Clients
+from comingle.training.state import NEEDS_CLUSTERS
+from comingle.utils.digests import digest_split
+from comingle.utils.errors import DataError, PluginError, RecipeError
+from comingle.utils.names import name_problem
+from comingle.utils.registry import load_object
+from comingle.utils.trees import BASE, Tree
+
+LoadBase = Callable[[], Base]
+"""Loads the base, when something needs it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Materials:
+    """What several runs of a comparison have in common: the base and everybody's data.
+
+    ``unread`` says that the users' data is read when something asks for it, as by :mod:`comingle.runs.opening`.
+    """
+
+    kind: Kind
+    base: Base | None
+    users: Sequence[Any]
+    """Everybody: a name, and ``train``, ``valid`` and ``test`` with a length."""
+    texts: tuple[UserText, ...] = ()
+    """Everybody's documents, where they have any."""
+    common: Any = None
+    """What all users have in common besides the base: a task."""
+    unread: bool = False
+    here: Sequence[int] | None = None
+    """The numbers of those whose data is on this machine, where others have theirs elsewhere; None: everybody's is."""
+    shared_out: bool = False
+    """Whether the others are in other processes of this run, which have been looked at together."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Users who were left out, as ``data.on_small_user`` asks for, and what they have too little of."""
+    skipped_rows: int = 0
+    """Number of rows that were left out, as ``data.on_bad_row`` asks for."""
+
+    @cached_property
+    def digests(self) -> dict[str, dict[str, str]]:
+        """By which the splits of everybody who is here are known again."""
+        return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.present}
+
+    def with_users(self, users: Sequence[Any]) -> Materials:
+        """Return the same materials with other users, or with some of them."""
+        names = {user.name for user in users}
+        common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
+        return replace(self, users=users, common=common, texts=tuple(t for t in self.texts if t.name in names))
+
+    @property
+    def reads(self) -> bool:
+        """Whether it has to be seen to that there is validation data where it is needed."""
+        return not self.unread and not self.shared_out
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Which of the users :attr:`present` are."""
+        return range(len(self.users)) if self.here is None else self.here
+
+    @property
+    def present(self) -> Sequence[Any]:
+        """The users whose data is on this machine."""
+        if isinstance(self.users, Crowd) and isinstance(self.here, range):
+            return self.users.part(self.here)
+        return self.users if self.here is None else tuple(self.users[number] for number in self.numbers)
+
+    @property
+    def documents(self) -> str:
+        """Plural noun for what :attr:`texts` hold."""
+        return "conversations" if self.kind.name == "conversations" else "documents"
+
+    def overlaps(self) -> list[Overlap]:
+        """Users whose held-out documents also occur in their training text."""
+        return [overlap for text in self.texts if (overlap := find_overlap(text)).total]
+
+
+class Kind(ABC):
+    """One kind of data."""
+
+    name: str
+    needs_base: bool = True
+    """Whether users train adapters on a language model; else nets of their own."""
+    handed: str = ""
+    """What a program may hand over as one user's data, in words; empty where it may not."""
+    user: type
+    """What a user is: ``name``, ``train``, ``valid``, ``test``."""
+
+    # ---------------------------------------------------------------- before training
+
+    @abstractmethod
+    def check(self, recipe: Recipe, method: Method) -> None:
+        """Whether the recipe's method is for such users; reads no data.
+
+        Raises:
+            RecipeError: it is not.
+        """
+
+    @abstractmethod
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+        """Everybody's data, and the base; ``validates`` says whether users need validation data to be large enough.
+
+        Raises:
+            RecipeError: a setting is wrong.
+            DataError: somebody's data cannot be used.
+            BaseModelError: the base cannot.
+        """
+
+    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
+        """Whether this is what a program may hand over as one user's data of this kind, by its section's options."""
+        return False
+
+    def adopt(
+        self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
+    ) -> Materials:
+        """As :meth:`read`, of data that a program hands over by users' names; ``net`` makes a net where there is one.
+
+        Raises:
+            DataError: somebody's data cannot be used.
+        """
+        raise DataError(f"users: {self.name} is read where a recipe says, and not handed over")
+
+    @abstractmethod
+    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+        """The model that all users train, be they here or not; looks at no data.
+
+        Raises:
+            ComingleError: settings and base do not fit each other.
+        """
+
+    def model_here(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+        """The same, of the users who are here."""
+        model = self.model(recipe, materials, method, training)
+        return model if materials.here is None else model.only(materials.here)
+
+    @abstractmethod
+    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+        """The users who are here, with the model that they train.
+
+        Raises:
+            ComingleError: settings, data and base do not fit each other.
+        """
+
+    def pooled(self, users: Sequence[Any]) -> Any:
+        """One user named "everyone" that has what all have: the centralized baseline."""
+        raise NotImplementedError
+
+    def trainers(self, materials: Materials, method: Method) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Everybody who is here, and those who train: all of them, or the one who has what all have."""
+        users = listed(materials.present)
+        if not method.placement.pooled:
+            return users, users
+        if materials.unread:
+            return users, [later(self.user, "everyone", lambda: self.pooled(users))]
+        return users, [self.pooled(users)]
+
+    # ---------------------------------------------------------------- afterwards
+
+    @abstractmethod
+    def personal(self, name: str, model: Model, tensors: Tree, row: int) -> Personal:
+        """A user's own model; ``row`` is the user's row in the federation."""
+
+    def settings(self, materials: Materials) -> dict[str, Any]:
+        """What a run folder keeps of the materials besides names and digests, so that the run opens without data."""
+        return {}
+
+    def reopened(
+        self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
+    ) -> Materials:
+        """The materials of a run that is opened again, whose users are read when something asks for them.
+
+        ``net`` makes a net, where a program hands that over.
+        """
+        return Materials(kind=self, base=base, users=users, unread=True)
+
+    # ---------------------------------------------------------------- looked at
+
+    def sample(self, user: Any) -> Any:
+        """Tokens of a test set of a user, for a view of where they are routed."""
+        return user.test
+
+    # ---------------------------------------------------------------- counted without data
+
+    read_for_costs: bool = False
+    """Whether costs depend on what users have, so that it is read before they are counted."""
+
+    def names_of(self, recipe: Recipe) -> tuple[str, ...]:
+        """Who the users are, without reading more than has to be.
+
+        Raises:
+            DataError: that cannot be found out.
+        """
+        return tuple(recipe.data.names)
+
+    def of_users(self, recipe: Recipe, users: int) -> Recipe:
+        """The recipe with so many users, where their number alone decides on the costs that are read for."""
+        return recipe
+
+    def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
+        """Recipes of several methods, with text that costs as much, where costs are counted in tokens.
+
+        Who would be left out comes with them, and a note. With a number of ``users`` their data may be out of reach.
+
+        Raises:
+            DataError: what a run would refuse of data that lies on this machine.
+        """
+        return list(recipes), set(), ""
+
+
+def kind_of(recipe: Recipe) -> Kind:
+    """The kind of a recipe's users."""
+    return load_object(recipe.data.implementation)
+
+
+def always_there(method: Method, training: Training) -> Training:
+    """The one trainer of pooled data takes part in every round."""
+    return replace(training, participation=1.0) if method.placement.pooled else training
+
+
+def count_trainers(materials: Materials, method: Method) -> int:
+    """How many train, here and elsewhere."""
+    return 1 if method.placement.pooled else len(materials.users)
+
+
+class _Later:
+    """Fields that nobody has filled in are read, all at once."""
+
+    _read: Callable[[], Any]
+
+    def __getattr__(self, name: str) -> Any:  # asked only for what is not there
+        if name not in ("train", "valid", "test"):
+            raise AttributeError(name)
+        read = self._read()
+        vars(self).update({split: getattr(read, split) for split in ("train", "valid", "test")})
+        return vars(self)[name]
+
+
+def later(kind: type, name: str, read: Callable[[], Any], *, cluster: int | None = None) -> Any:
+    """A user of some type of whom the name, and the true cluster if any, is known without reading."""
+    user = object.__new__(type(f"Later{kind.__name__}", (_Later, kind), {}))
+    vars(user).update(name=name, _read=read, cluster=cluster)
+    return user
+
+
+_LAST = "text"
+"""Asked after all others: paths and tables may be of a more particular kind."""
+
+
+def section_for(users: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """The ``data.kind`` of users who are handed over by their names: that of the section's options, or one that takes
+    them all.
+
+    Raises:
+        DataError: nobody, a name that cannot be one, data that no kind takes, or users of several kinds.
+        PluginError: the kind that is wanted cannot be used.
+    """
+    if not isinstance(users, Mapping) or not users:
+        raise DataError(f"users: got {_described(users)}; allowed: a mapping of names to data, as {{'ada': [...]}}")
+    if problem := name_problem(name if isinstance(name, str) else "" for name in users):
+        raise DataError(f"users: {problem}")
+    offered = dict(_kinds(options.get("kind")))
+    found = {
+        name: next((key for key, kind in offered.items() if kind.takes(data, options)), None)
+        for name, data in users.items()
+    }
+    for name, key in found.items():
+        if key is None:
+            allowed = "; ".join(f"{kind.name}: {kind.handed}" for kind in offered.values() if kind.handed)
+            raise DataError(f"users: {name!r} is {_described(users[name])}; allowed: {allowed}")
+    if len(set(found.values())) > 1:
+        told = ", ".join(f"{name} has {key}" for name, key in _one_of_each(found))
+        raise DataError(f"users: all must have one kind of data; {told}")
+    return next(key for key in found.values() if key)
+
+
+def _kinds(wanted: str | None) -> Iterator[tuple[str, Kind]]:
+    """The kind that is wanted, or all that can be used, by the ``kind`` of their sections."""
+    if wanted is not None:
+        yield wanted, load_object(load_section(wanted).implementation)
+        return
+    for key in sorted(kinds(), key=lambda key: key == _LAST):
+        with suppress(PluginError):
+            yield key, load_object(load_section(key).implementation)
+
+
+def _one_of_each(found: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
+    firsts: dict[str | None, str] = {}
+    for name, key in found.items():
+        firsts.setdefault(key, name)
+    return [(name, key) for key, name in firsts.items()]
+
+
+def _described(data: Any) -> str:
+    """What somebody has handed over, in a few words."""
+    kind = type(data).__name__
+    if columns := getattr(data, "column_names", None):
+        return f"{kind} with {', '.join(map(str, columns)):.100}"
+    if isinstance(data, Mapping):
+        return f"{kind} with {', '.join(map(str, data)):.100}" if data else f"an empty {kind}"
+    if isinstance(data, list | tuple):
+        return f"{kind} of {_described(data[0])}" if data else f"an empty {kind}"
+    return kind
+
+
+COMPILE_FROM, OVERHEAD = 5e12, 8e6
+"""``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
+saves. Compiling takes some tens of seconds whatever the model; SmolLM2-135M gets there with 35,000 tokens. What
+a token takes of any model, and compiled code saves most of, counts as ``OVERHEAD`` parameters: stories260K gets there
+with 610,000."""
+
+NETS = "net:"
+"""How a recipe's ``base`` names a net, as "net:mlp"."""
+
+ADAPTOR_SETS = "adaptor sets"
+
+_FOR_NETS = "nets are for users with samples (data.kind: samples)"
+
+
+def require_rows(base: Base, user: Any) -> None:
+    """Refuse a user's tokens that the base has no rows for.
+
+    Raises:
+        DataError: it has none for some.
+    """
+    parts = [getattr(user, split) for split in SPLITS]
+    begin = [] if base.begin is None else [base.begin]
+    for tokens in (begin, *(part if isinstance(part, torch.Tensor) else part.windows for part in parts)):
+        base.require_rows(tokens, f"user {user.name!r}")
+
+
+def rows_key(base: Base) -> list[int]:
+    """Return the rows of the base's embedding where its tokenizer has more tokens, as only then some are refused."""
+    return [base.rows] if base.rows < len(tokenizer_of(base)) else []  # type: ignore[arg-type]
+
+
+def check_on_language(recipe: Recipe, method: Method) -> None:
+    """Whether the method and the base are for users of a language model.
+
+    Raises:
+        RecipeError: they are not.
+    """
+    if recipe.base.startswith(NETS):
+        raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model; {_FOR_NETS}")
+    needs = method.placement.needs
+    if BASE in {role.partition(".")[0] for role in needs}:
+        what = ", ".join(sorted(needs))
+        raise RecipeError(f"method {method.name}: is about {what}, and a language model's base is frozen; {_FOR_NETS}")
+    if (mixture := method.placement.mixture) is None or mixture.trains_apart:
+        return
+    if mixture.of != "adaptors":
+        raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; {_FOR_NETS}")
+    if mixture.optimal and not recipe.data.cluster_numbers:
+        raise RecipeError(f"method {method.name}: {NEEDS_CLUSTERS}")
+    if mixture.optimal and mixture.clusters < (true := len(set(recipe.data.cluster_numbers.values()))):
+        raise RecipeError(
+            f"method {method.name}: clusters is {mixture.clusters}; allowed: from {true}, as data.clusters"
+        )
+    if mixture.centre:
+        raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; leave it out")
+    if not isinstance(rank := recipe.adapters.rank, int):
+        raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
+
+
+def language_model(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> Model:
+    """The base as the method trains it, for so many trainers and training tokens."""
+    mixture = method.placement.mixture
+    if mixture is not None and not mixture.trains_apart:
+        return mix_base(recipe, base, method, trainers)
+    return adapt_base(recipe, base, method, trainers, tokens)
+
+
+def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> AdaptedModel | EnsembleModel:
+    """The base with the adapters that the recipe and the method ask for, for so many trainers and training tokens.
+
+    Whole models whose predictions are mixed have generalists for experts, as many as the mixture says.
+    """
+    section, mixture = recipe.adapters, method.placement.mixture
+    targets = Targets(**as_settings(section.targets, Targets)) if section.targets else None
+    settings = AdapterSettings(**{**as_settings(section, AdapterSettings), "targets": targets})
+    if method.placement.pooled and not isinstance(settings.rank, int):  # the one trainer can afford what anybody can
+        settings = replace(settings, rank=max(settings.rank))
+    specialists = method.placement.specialists_of(trainers)
+    counts = ExpertCounts(generalists=method.placement.generalists, specialists=specialists)
+    if mixture is not None:
+        counts = ExpertCounts(generalists=mixture.experts, specialists=(0,) * trainers)
+    compiled = recipe.runtime.compile
+    if compiled == "auto":
+        compiled = method.trains and tokens * (base.model.num_parameters() + OVERHEAD) >= COMPILE_FROM
+    placement = method.placement
+    model = adapt(
+        base,
+        settings,
+        counts,
+        routed=placement.routed,
+        gating=placement.gating,
+        compiled=bool(compiled),
+        residual=placement.residual,
+        checkpointed=recipe.runtime.gradient_checkpointing,
+    )
+    for name in recipe.runtime.gpu:
+        from comingle.models.cuda_graphs import recorded
+        from comingle.models.gpu_experts import with_triton
+
+        model = {"graphs": recorded, "triton": with_triton}[name](model)
+    if mixture is None:
+        return model
+    return ensemble(model, mixture, generalists=method.placement.generalists, specialists=max(specialists))
+
+
+def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
+    """A frozen language model with the method's mixture of adaptors, of the rank and alpha that LoRA has elsewhere.
+
+    Raises:
+        RecipeError: a mixture of whole models, or ranks of each user's own.
+    """
+    check_on_language(recipe, method)
+    _check_plain(recipe, method)
+    mixture, section = method.placement.mixture, recipe.adapters
+    assert mixture is not None
+    assert isinstance(section.rank, int)
+    alpha = lora_scale(section.alpha, section.rank)
+    size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
+    require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
+    return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=alpha)
+
+
+def _check_plain(recipe: Recipe, method: Method) -> None:
+    for key, found in {
+        "quantise": recipe.quantise != "none",
+        "runtime.gradient_checkpointing": recipe.runtime.gradient_checkpointing,
+        "runtime.gpu": recipe.runtime.gpu,
+    }.items():
+        if found:
+            raise RecipeError(f"{key}: method {method.name} wraps every linear by itself; allowed: methods of LoRAs")
+
+
+def as_settings(section: Any, kind: type) -> dict[str, Any]:
+    """The fields of a pydantic section that a frozen dataclass of the inside has too, lists as tuples."""
+    values = {f.name: getattr(section, f.name) for f in fields(kind)}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

@@ -1,0 +1,405 @@
+"""Conversations: training on the responses, scored on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from math import ceil
+from typing import Any, cast
+
+import torch
+from jaxtyping import Int, Int64
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from comingle.config import Recipe
+from comingle.config.settings import Training
+from comingle.data.conversations.encoding import (
+    Answers,
+    UserAnswers,
+    check_answers,
+    check_small,
+    count_here,
+    encode_users,
+    enough,
+    pool_answers,
+    widen,
+)
+from comingle.data.conversations.messages import Columns
+from comingle.data.conversations.reading import UserConversations, adopt_users, has_messages, owned_records, read_users
+from comingle.data.conversations.scoring import JUDGES, AnswerScore, judge, score_answers
+from comingle.data.conversations.section import ConversationsSection
+from comingle.data.populations import Crowd
+from comingle.data.row_files import BadRows
+from comingle.data.samples.samples import SPLITS
+from comingle.data.splits import UserText
+from comingle.methods import make
+from comingle.methods.base import Method, Phase, Stream
+from comingle.models.base import tokenizer_of
+from comingle.models.chat_templates import ChatTemplate
+from comingle.models.model import Model
+from comingle.models.scoring import Gates, score_windows
+from comingle.models.windows import PAD
+from comingle.training.batch_sources import SCORED_PER_SLOT, Generate, PassFeed, Predict
+from comingle.training.client import Clients, batch_size
+from comingle.training.kinds.base import LoadBase, Materials, always_there, count_trainers, language_model, require_rows
+from comingle.training.kinds.text import LanguageKind, anybody_validates
+from comingle.training.settings import Portions, portions
+from comingle.utils.errors import DataError
+from comingle.utils.inputs import DATE
+
+
+class AnswerFeed(PassFeed):
+    """Passes over conversations, in batches as wide as the longest of them; the loss is on the responses' tokens.
+
+    With ``even`` all batches have as many rows and are ``context`` wide. Padding has no loss, but a load-balancing
+    penalty sees where it is routed: with even batches a user's does not depend on others' conversations.
+    """
+
+    def __init__(
+        self,
+        trainers: Sequence[UserAnswers],
+        training: Training,
+        batch_size: int,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        even: bool = False,
+    ):
+        super().__init__(trainers, training, batch_size)
+        self.tokenizer, self.even = tokenizer, even
+
+    def count(self, trainer: int, stream: Stream) -> int:
+        """How many conversations a trainer has."""
+        return len(self._set(trainer, stream))
+
+    def _set(self, trainer: int, stream: Stream) -> Answers:
+        owner = self.trainers[trainer]
+        return owner.valid if stream == "valid" else owner.train
+
+    def portions(self, device: torch.device, columns: int) -> Portions:
+        """By tokens, as if all conversations were as long as the longest."""
+        if isinstance(self.trainers, Crowd):
+            longest = self.trainers.about["most_width"]
+        else:
+            longest = max(trainer.train.windows.shape[1] for trainer in self.trainers)
+        context = self.training.context if self.even else longest
+        return portions(replace(self.training, context=context), device, self.batch_size)
+
+    def draw(
+        self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
+    ) -> Int64[Tensor, "users batch window"]:
+        """The windows of the next batch of each trainer's shuffled pass; ``PAD`` alone stands for none."""
+        return self._windows(trainers, phase.stream, self.numbers(trainers, phase, round_number, step, repeat))
+
+    def numbered(
+        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    ) -> Int64[Tensor, "users batch window"]:
+        """Whole conversations, as wide as any may be: their lengths change nothing for others."""
+        return self._windows(trainers, "train", numbers.long(), even=True)
+
+    def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
+        """All train conversations of each trainer, in order."""
+        for numbers in self.every(trainers):
+            yield self._windows(trainers, "train", numbers)
+
+    def held_out(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch window"]]:
+        """All validation conversations of each trainer, in order."""
+        for numbers in self.every(trainers, "valid"):
+            yield self._windows(trainers, "valid", numbers)
+
+    def _windows(
+        self, trainers: Sequence[int], stream: Stream, numbers: Int64[Tensor, "users batch"], *, even: bool = False
+    ) -> Int64[Tensor, "users batch window"]:
+        parts = []
+        for trainer, trainers_numbers in zip(trainers, numbers, strict=True):
+            chosen = self._set(trainer, stream).windows[trainers_numbers.clamp(min=0)]
+            parts.append(chosen.masked_fill((trainers_numbers == PAD).unsqueeze(1), PAD))
+        windows = torch.stack(widen(parts))
+        width = self.training.context if self.even or even else max(2, _width(windows))
+        missing = max(0, width - windows.shape[-1])
+        return torch.nn.functional.pad(windows, (0, missing), value=PAD)[..., :width]
+
+    def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
+        """Targets that are neither hidden nor padding: the responses' tokens."""
+        return (drawn[..., 1:] >= 0).flatten(1).sum(1)
+
+    def scoring(self, part: Answers) -> int:
+        """To answer by oneself, token by token, takes as long as to be trained on: more than twice as long."""
+        return len(part) * (1 + any(name in JUDGES for name in part.measures))
+
+    def score(
+        self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
+    ) -> list[AnswerScore]:
+        """Losses of the responses of every set under its row's model, each token once."""
+        batch, slots = portions.slots(SCORED_PER_SLOT)
+        parts = [[_trim(part.windows[at]) for at in _by_width(part.windows).split(batch)] for part in sets]
+        windows_scores = score_windows(predict, parts, rows, slots=slots, gates=gates)
+        return [
+            score_answers(score, len(part), part.measures) for score, part in zip(windows_scores, sets, strict=True)
+        ]
+
+    def examine(
+        self,
+        predict: Predict,
+        generate: Generate,
+        sets: Sequence[Any],
+        rows: Sequence[int],
+        portions: Portions,
+        gates: Gates | None,
+    ) -> list[AnswerScore]:
+        """The same, and what the models respond by themselves, where a measure asks for it."""
+        scores = self.score(predict, sets, rows, portions, gates)
+        if not any(name in JUDGES for part in sets for name in part.measures):
+            return scores
+        given = self.answers(generate, sets, rows, portions)
+        return [judge(score, texts, part.references) for score, texts, part in zip(scores, given, sets, strict=True)]
+
+    def answers(
+        self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], portions: Portions
+    ) -> list[list[str]]:
+        """What the model of row ``rows[i]`` says after each prompt of set i: its likeliest tokens, one by one.
+
+        A response ends where the model ends it, or at the length of the longest response that its user has.
+        """
+        batch, slots = _slots_to_speak(sets, portions)
+        texts = [[""] * len(part.references) for part in sets]
+        jobs = [
+            _Job(i, at) for i, part in enumerate(sets) for at in part.prompt_tokens.argsort(stable=True).split(batch)
+        ]
+        jobs.sort(key=lambda job: -int(sets[job.owner].prompt_tokens[job.numbers].max()))
+        for start in range(0, len(jobs), slots):
+            group = jobs[start : start + slots]
+            limit = max(sets[job.owner].limit for job in group)
+            said = generate([rows[job.owner] for job in group], _prompts(group, sets), limit)
+            for job, continuation in zip(group, said, strict=True):
+                for number, tokens in zip(job.numbers.tolist(), continuation, strict=False):
+                    texts[job.owner][number] = self._text(tokens[: sets[job.owner].limit], sets[job.owner].ends)
+        return texts
+
+    def _text(self, tokens: Int64[Tensor, " new"], ends: Sequence[int]) -> str:
+        """The text up to the first token that ends it."""
+        said = list(takewhile(lambda token: token != PAD and token not in ends, tokens.tolist()))
+        return str(self.tokenizer.decode(said, skip_special_tokens=True)).strip()
+
+
+SPEAKING, READ_AT_ONCE = 64, 8192
+"""Responses that are given at once, and tokens of their prompts: each further token reads all weights, for however many
+responses; with more, passes over the prompts need more memory than training does."""
+
+
+def _slots_to_speak(sets: Sequence[Answers], portions: Portions) -> tuple[int, int]:
+    """Prompts of a set that share a slot, and slots of a pass: responses of as many sets as there is room for."""
+    longest = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
+    rows = max(portions.users * portions.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest)))
+    most = max((len(part.references) for part in sets), default=1)
+    batch = max(1, min(most, rows // max(1, len(sets))))
+    return batch, max(1, rows // batch)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Responses of one set for one pass through one slot."""
+
+    owner: int
+    numbers: Int64[Tensor, " n"]
+
+
+def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
+    """The prompts of each job, filled with ``PAD`` on the left; a job with fewer repeats its last."""
+    rows = max(len(job.numbers) for job in group)
+    prompts_of_jobs = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
+    width = max(len(prompt) for prompts in prompts_of_jobs for prompt in prompts)
+    padded = torch.full((len(group), rows, width), PAD, dtype=torch.int64)
+    for slot, prompts in enumerate(prompts_of_jobs):
+        for row in range(rows):
+            prompt = prompts[min(row, len(prompts) - 1)]
+            padded[slot, row, width - len(prompt) :] = prompt
+    return padded
+
+
+def _width(windows: Int[Tensor, "*batch window"]) -> int:
+    """Places up to the last one that is not padding in all windows."""
+    used = (windows != PAD).flatten(0, -2).any(0).nonzero()
+    return int(used.max()) + 1 if len(used) else 0
+
+
+def _trim(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, "n width"]:
+    return windows[:, : _width(windows)]
+
+
+def _by_width(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, " n"]:
+    """Numbers of the conversations, the shortest first."""
+    return (windows != PAD).sum(1).argsort(stable=True)
+
+
+NOTE = "Conversations count as long as the context, the most that training on them can cost."
+ABSENT_NOTE = f"{NOTE} How many there are is not known, so a round has one batch ({{}})."
+
+
+TAKEN = (
+    "rows with messages, or with prompt and response or what data.prompt and data.response name "
+    "(a list, a datasets.Dataset), or {train, valid, test} of these"
+)
+
+
+class AnswersKind(LanguageKind):
+    """What kinds have in common whose users' loss is on responses."""
+
+    user = UserAnswers
+
+    def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
+        """Whether everybody has what the method will use.
+
+        Raises:
+            DataError: somebody has not.
+        """
+        for user in users:
+            check_answers(user, needs_validation=method.client.needs_validation)
+
+    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+        """How much there is to train on is known of those who are here."""
+        assert materials.base is not None
+        if isinstance(materials.users, Crowd):
+            tokens = training.rounds * training.local_epochs * materials.users.about.get("tokens", 0)
+        else:
+            read = not materials.unread and materials.present
+            tokens = training_tokens(self.trainers(materials, method)[1], training) if read else 0
+        return language_model(recipe, materials.base, method, count_trainers(materials, method), tokens)
+
+    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+        """Batches are as wide as their longest conversation, or all equally wide where tokens' routes are balanced."""
+        training = always_there(method, training)
+        assert materials.base is not None
+        if not materials.unread:
+            self.check_enough(materials.present, method)
+            for user in materials.present:
+                require_rows(materials.base, user)
+        users, trainers = self.trainers(materials, method)
+        size = batch_size(method, training, len(users))
+        even = method.placement.routed and training.balance_weight > 0
+        return Clients(
+            self.model_here(recipe, materials, method, training),
+            method,
+            training,
+            trainers=trainers,
+            users=users,
+            feed=AnswerFeed(trainers, training, size, tokenizer=tokenizer_of(materials.base), even=even),
+            reads=materials.reads,
+            skipped=materials.skipped,
+            skipped_rows=materials.skipped_rows,
+        )
+
+    def pooled(self, users: Sequence[Any]) -> UserAnswers:
+        """The conversations of all."""
+        return pool_answers(users)
+
+    def sample(self, user: Any) -> Any:
+        """The first of the test set."""
+        return user.test.tokens(0)
+
+
+class ConversationsKind(AnswersKind):
+    """Messages, or prompts with responses."""
+
+    name, handed = "conversations", TAKEN
+
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+        """Conversations are read before the base is loaded, as more can be wrong with them."""
+        bad = BadRows(section(recipe).on_bad_row)
+        return self._encoded(recipe, read_users(section(recipe), recipe.data_seed, bad), load_base, validates, bad)
+
+    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
+        """Rows with messages, or with a prompt and a response, by the names that the section has for them."""
+        return has_messages(data, Columns.read(options))
+
+    def adopt(
+        self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
+    ) -> Materials:
+        """Lists of rows, data sets of ``datasets``, either of them by split, or paths of files."""
+        bad = BadRows(section(recipe).on_bad_row)
+        read = adopt_users(section(recipe), given, recipe.data_seed, bad)
+        return self._encoded(recipe, read, load_base, validates, bad)
+
+    def _encoded(
+        self, recipe: Recipe, read: Sequence[UserConversations], load_base: LoadBase, validates: bool, bad: BadRows
+    ) -> Materials:
+        data, base = section(recipe), load_base()
+        template = ChatTemplate(tokenizer_of(base), base.date)
+        users = encode_users(data, read, template, recipe.training.context, bad)
+        users, skipped = enough(data, users, validates)
+        texts = tuple(as_text_of(user) for user in read if user.name not in skipped)
+        return Materials(
+            kind=self, base=base, users=tuple(users), texts=texts, skipped=skipped, skipped_rows=bad.skipped
+        )
+
+    def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
+        """All who have too few are named at once."""
+        check_small(users, needs_validation=method.client.needs_validation)
+
+    def settings(self, materials: Materials) -> dict[str, Any]:
+        """The date in the base's chat template, where it writes today's."""
+        date = None if materials.base is None else materials.base.date
+        return {} if date is None else {DATE: date.isoformat()}
+
+    def names_of(self, recipe: Recipe) -> tuple[str, ...]:
+        """Rows of a data set are read where it alone knows its users."""
+        source = section(recipe).dataset
+
+        def owners() -> Iterator[str]:
+            assert source is not None
+            return (owner for owner, _ in owned_records(section(recipe), BadRows("skip")))
+
+        return self.known_names(recipe, source, owners, "rows")
+
+    def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
+        """Users with text as long as the context, and as many steps of it as the one with most conversations has.
+
+        That is the most that conversations can cost: a batch is as wide as its longest, and none is wider than the
+        context. Where their number is out of reach, one batch counts.
+        """
+        data, batch = section(recipes[0]), recipes[0].training.batch_size
+        try:
+            counts, small = count_here(recipes[0], data, anybody_validates(recipes))
+        except DataError as error:
+            if users is None:
+                raise
+            told = ABSENT_NOTE.format(error)
+            return [as_steps(recipe, {"somebody": batch}) for recipe in recipes], set(), told
+        return [as_steps(recipe, counts) for recipe in recipes], small, NOTE
+
+
+def as_steps(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
+    """The recipe with text of its users, and the steps in which so many conversations of each are passed over."""
+    pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
+    batches = ceil((sum if pooled else max)(counts.values()) / recipe.training.batch_size)
+    text = {"users": dict.fromkeys(counts, "not read")}
+    return recipe.with_changes({"data": text, "training.local_steps": max(1, batches) * recipe.training.local_epochs})
+
+
+def section(recipe: Recipe) -> ConversationsSection:
+    """The recipe's data, which is conversations."""
+    return cast(ConversationsSection, recipe.data)
+
+
+def as_text_of(user: UserConversations) -> UserText:
+    """Join the messages of each of a user's conversations, to find what is there twice.
+
+    System messages are left out: a user's conversations often share one.
+    """
+    parts = {
+        split: tuple(
+            " ".join(m["content"] for m in messages if m["role"] != "system") for _, messages in getattr(user, split)
+        )
+        for split in SPLITS
+    }
+    return UserText(name=user.name, **parts)
+
+
+def training_tokens(trainers: Sequence[UserAnswers], training: Training) -> int:
+    """How many tokens trainers who are there in every round train on."""
+    every = sum(int((trainer.train.windows != PAD).sum()) for trainer in trainers)
+    return training.rounds * training.local_epochs * every
+
+
+KIND = ConversationsKind()

@@ -1,0 +1,477 @@
+"""Users' copies of a net: how it is built, and its batches."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor, nn
+from torch.func import vmap
+
+from comingle.config import Recipe
+from comingle.config.settings import Training
+from comingle.data.populations import Crowd, listed
+from comingle.data.samples.reading import Augment, MakeNet, Population
+from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank_of, check, pool_samples
+from comingle.data.samples.scoring import score_samples
+from comingle.methods.base import Method, Phase, Stream
+from comingle.models.floral.wrapper import adaptor_size, floral
+from comingle.models.hardware import require_room, resolve_device, resolve_dtype
+from comingle.models.model import call_with
+from comingle.models.nets import make_net
+from comingle.models.scoring import Gates, Loss, SampleScore
+from comingle.models.stacked import StackedModel, gated_pair, stack
+from comingle.models.windows import PAD
+from comingle.training.batch_sources import PassFeed, Predict
+from comingle.training.client import Clients, batch_size
+from comingle.training.kinds.base import ADAPTOR_SETS, NETS, always_there, later
+from comingle.training.settings import Portions
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.seeds import derive, generator
+from comingle.utils.trees import ADAPTOR, BASE
+
+COLUMNS_PER_PASS = 2**26
+"""How many parameters, over all users, are stepped at once by default: their gradients and copies need memory."""
+
+SCORED_PER_SLOT = 512
+
+
+class SampleFeed(PassFeed):
+    """Passes over inputs with targets.
+
+    Batch norm cannot take a batch of a single sample, and would see what fills up smaller batches.
+    """
+
+    def __init__(
+        self,
+        trainers: Sequence[UserSamples],
+        training: Training,
+        batch_size: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        loss: Loss,
+        augment: Augment | None = None,
+        least: int = 1,
+    ):
+        super().__init__(trainers, training, batch_size, least=least)
+        self.loss, self.augment = loss, augment
+        self.like = {"device": device, "dtype": dtype}
+        self._scored: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
+        if isinstance(self.trainers, Crowd):
+            return
+        for trainer in self.trainers:
+            if len(trainer.train) < least:
+                got = f"{len(trainer.train)} train samples"
+                raise DataError(f"user {trainer.name!r}: {got}; batch norm needs at least {least} in a batch")
+        self.banks = {
+            split: bank_of([trainer.split(split) for trainer in self.trainers], **self.like)
+            for split in ("train", "valid")
+        }
+
+    def count(self, trainer: int, stream: Stream) -> int:
+        """How many samples a trainer has."""
+        owner = self.trainers[trainer]
+        return len(owner.valid if stream == "valid" else owner.train)
+
+    def portions(self, device: torch.device, columns: int) -> Portions:
+        """By parameters: copies of the net are large beside the activations of a small batch."""
+        sequences = min(self.training.micro_batch or self.batch_size, self.batch_size)
+        privacy = self.training.privacy
+        copies = sequences if privacy is not None and privacy.of_examples else 1  # one of a net for each sample
+        users = self.training.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns * copies))
+        return Portions(users=users, sequences=sequences)
+
+    def draw(
+        self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
+    ) -> Int64[Tensor, "users batch"]:
+        """Samples are drawn as their numbers."""
+        return self.numbers(trainers, phase, round_number, step, repeat)
+
+    def numbered(
+        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    ) -> Int64[Tensor, "users batch"]:
+        """Samples are drawn as their numbers."""
+        self.enter(round_number)
+        return numbers.long()
+
+    def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch"]]:
+        """All train samples of each trainer, in order."""
+        self.enter(round_number)  # augmentation follows from it too
+        return self.every(trainers)
+
+    def held_out(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch"]]:
+        """All validation samples of each trainer, in order."""
+        return self.every(trainers, "valid")
+
+    def read(
+        self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, targets and presence; train inputs are augmented, at random but the same for the same draw."""
+        if isinstance(self.trainers, Crowd):
+            bank = self._bank([self.trainers[trainer].split(stream) for trainer in trainers])
+            inputs, targets, present = bank.take(range(len(trainers)), drawn)
+        else:
+            inputs, targets, present = self.banks[stream].take(trainers, drawn)
+        if self.augment is not None and stream == "train":
+            inputs = torch.stack(
+                [self._augmented(*of_trainer) for of_trainer in zip(trainers, inputs, drawn, strict=True)]
+            )
+        return inputs, targets, present
+
+    def _augmented(self, trainer: int, inputs: Tensor, drawn: Int[Tensor, " batch"]) -> Float[Tensor, "batch ..."]:
+        assert self.augment is not None
+        random = generator(self.training.seed, self.trainers[trainer].name, self._round, "augment", *drawn.tolist())
+        return self.augment([trainer], inputs.unsqueeze(0), random)[0]
+
+    def counted(self, drawn: Int[Tensor, "users batch"]) -> Int64[Tensor, " users"]:
+        """Samples that are present."""
+        return (drawn != PAD).sum(1)
+
+    def score(
+        self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
+    ) -> list[SampleScore]:
+        """Loss, and accuracy of a classification, of every set under its row's model."""
+        bank = self._bank(sets)
+        slots = max(1, min(portions.users, len(rows)))
+
+        def forward(owners: Sequence[int], inputs: Tensor) -> Tensor:
+            return predict([rows[owner] for owner in owners], inputs)
+
+        return score_samples(forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=slots)
+
+    # ---------------------------------------------------------------- counted without data
+
+    scores_more = True
+
+    def of(self, trainers: Sequence[UserSamples]) -> SampleFeed:
+        """The feed of other trainers, without augmentation."""
+        like, size = self.banks["train"].inputs, self.batch_size
+        same = {"device": like.device, "dtype": like.dtype, "loss": self.loss, "least": self.least}
+        return SampleFeed(trainers, self.training, size, **same)
+
+    def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleFeed:
+        """Augmentation is left out too: it is done before a pass, and small beside it."""
+        feed = copy.copy(self)
+        feed.banks = {
+            name: replace(bank, inputs=fake(bank.inputs), targets=fake(bank.targets))
+            for name, bank in self.banks.items()
+        }
+        feed.augment = None
+        return feed
+
+    def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int64[Tensor, "users count"]:
+        """The first sample again and again."""
+        return torch.zeros(users, count, dtype=torch.int64)
+
+    def blank_inputs(
+        self, users: int, count: int, fake: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "users count ..."]:
+        """Inputs of samples."""
+        inputs = self.banks["train"].inputs
+        return fake(torch.empty(users, count, *inputs.shape[1:], dtype=inputs.dtype, device="meta"))
+
+    def scored_at_once(self, users: Sequence[Any], portions: Portions) -> int:
+        """As many as the largest test set has, up to a limit."""
+        return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
+
+    def _bank(self, sets: Sequence[Samples]) -> SampleBank:
+        """The sets in one tensor; the test and validation sets are asked for again and again, in turns."""
+        key = tuple(id(part) for part in sets)
+        if key not in self._scored:
+            newest = dict(list(self._scored.items())[-1:])
+            self._scored = newest | {key: (sets, bank_of(sets, **self.like))}  # kept, or others might get their ids
+        return self._scored[key][1]
+
+
+_TRIED = 2
+"""Users, and samples of each, that a net is tried on; batch norm needs two."""
+
+
+def net_name(recipe: Recipe, population: Population) -> str:
+    """Which net is trained, as messages and metrics call it.
+
+    Raises:
+        RecipeError: a base is named that is no net.
+    """
+    if not isinstance(population.net, str):
+        name = getattr(population.net, "__name__", "")
+        return name if name.isidentifier() else "own"
+    if "base" not in recipe.model_fields_set:
+        return population.net
+    if not recipe.base.startswith(NETS):
+        label = recipe.data.label
+        raise RecipeError(f"base: got {recipe.base!r} for {label}; allowed: {NETS}NAME, or none for the data's own")
+    return recipe.base.removeprefix(NETS)
+
+
+def net_maker(recipe: Recipe, population: Population) -> Callable[[int], nn.Module]:
+    """Makes the net with the initial weights of a seed.
+
+    Raises:
+        RecipeError: no such net, one that the samples do not fit, or one that cannot be stacked over users.
+    """
+    name, shape, outputs = net_name(recipe, population), population.input_shape, population.classes
+    own = population.net
+
+    def make(seed: int) -> nn.Module:
+        if isinstance(own, str):
+            return make_net(name, shape, outputs, seed=seed)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(derive("net", "own", seed))
+            return _made(own, name, shape, outputs)
+
+    return make
+
+
+def _made(own: MakeNet, name: str, shape: Sequence[int], outputs: int) -> nn.Module:
+    if isinstance(own, nn.Module):
+        kind = type(own).__name__
+        raise RecipeError(f"net: got a {kind} that is made already; give what makes one, as lambda: {kind}(...)")
+    made = own() if _takes(own) else own(tuple(shape), outputs)
+    if not isinstance(made, nn.Module):
+        raise RecipeError(f"net {name!r}: its function returned {type(made).__name__}; allowed: an nn.Module")
+    return made
+
+
+def _takes(own: MakeNet, *arguments: Any) -> bool:
+    try:
+        inspect.signature(own).bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def check_net(net: nn.Module, name: str, population: Population) -> bool:
+    """Whether users' copies of a net can be run together and give the outputs that the loss takes.
+
+    Returns whether training changes buffers, as running statistics of a batch.
+
+    Raises:
+        RecipeError: they cannot, or other outputs.
+    """
+    _check_parts(net, name)
+    net = _tried(lambda: copy.deepcopy(net), f"net {name!r}: cannot be copied").train()
+    tensors = {key: p.detach() for key, p in net.named_parameters()}
+    buffers = {key: b.detach() for key, b in net.named_buffers() if b.is_floating_point()}
+    tensors |= buffers
+    like = next(iter(tensors.values()))
+    inputs = torch.zeros(_TRIED, _TRIED, *population.input_shape, dtype=like.dtype, device=like.device)
+
+    def call(own: dict[str, Tensor], x: Tensor) -> Any:
+        return call_with(net, own, x)
+
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        shape = population.input_shape
+        copies = _copies(tensors, ())
+        alone = _tried(lambda: call(copies, inputs[0]), f"net {name!r}: cannot take inputs of {shape}")
+        _check_outputs(alone, name, population)
+        together = f"net {name!r}: users' copies cannot run together under torch.vmap"
+        _tried(lambda: vmap(call, randomness="different")(_copies(tensors, (_TRIED,)), inputs), together)
+    return any(copies[key]._version or not torch.equal(copies[key], buffers[key]) for key in buffers)
+
+
+def _check_parts(net: nn.Module, name: str) -> None:
+    """Whether its modules are such that each user can have its own.
+
+    Raises:
+        RecipeError: they are not.
+    """
+    if not any(True for _ in net.parameters()):
+        raise RecipeError(f"net {name!r}: nothing in it can be trained; allowed: an nn.Module with parameters")
+    for key, t in (*net.named_parameters(), *net.named_buffers()):
+        if nn.parameter.is_lazy(t):
+            raise RecipeError(f"net {name!r}: {key} has no shape yet; allowed: modules that are not lazy")
+        if t.is_floating_point() and not bool(t.isfinite().all()):
+            raise RecipeError(f"net {name!r}: {key} is not finite; allowed: finite numbers (-1e9 in a mask for -inf)")
+    for key, module in net.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats:
+            why = "without running statistics a sample's output depends on others in evaluation, too"
+            raise RecipeError(f"net {name!r}: {key} has track_running_stats=False; allowed: True, as {why}")
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None:
+            raise RecipeError(f"net {name!r}: {key} has momentum None, a mean over all batches; allowed: a number")
+
+
+def _copies(tensors: dict[str, Tensor], users: tuple[int, ...]) -> dict[str, Tensor]:
+    return {key: t.expand(*users, *t.shape).clone() for key, t in tensors.items()}
+
+
+def _tried(run: Callable[[], Any], what: str) -> Any:
+    try:
+        return run()
+    except Exception as error:  # the net is a stranger's, and may raise anything
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RecipeError(f"{what}: {first}") from error
+
+
+def _check_outputs(outputs: Any, name: str, population: Population) -> None:
+    got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    loss, wanted = population.measure, (_TRIED, population.classes)
+    if isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == _TRIED:
+        if got == wanted or not loss.paired:
+            return
+    elif not loss.paired:
+        raise RecipeError(f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: ({_TRIED}, outputs)")
+    each = "class" if loss.classes else "number of a target"
+    raise RecipeError(f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: {wanted}, one for each {each}")
+
+
+def build_nets(
+    recipe: Recipe,
+    population: Population,
+    method: Method,
+    training: Training,
+    *,
+    unread: bool = False,
+    here: Sequence[int] | None = None,
+    reads: bool = True,
+) -> Clients:
+    """Everybody's copy of the net, with adaptors where the method mixes them.
+
+    ``unread`` leaves the users' samples where they are until something asks for them; ``here`` are the numbers of those
+    whose samples are on this machine. With ``reads`` somebody must have validation data where it is needed.
+
+    Raises:
+        RecipeError: a base that is no net, a method for language models, fewer components than true clusters for
+            optimal routing, or batches that batch norm cannot take.
+        DataError: users whose samples cannot share a net.
+    """
+    training = always_there(method, training)
+    everybody, numbers = population, range(len(population.users)) if here is None else here
+    if here is not None:
+        some = population.users
+        some = some.part(here) if isinstance(some, Crowd) and isinstance(here, range) else [some[n] for n in numbers]
+        population = replace(population, users=some)
+    users = listed(population.users)
+    if not unread:
+        _check_users(population)
+    model = net_model(recipe, everybody, method)
+    model = model if here is None else model.only(numbers)
+    pooled = later(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
+    trainers = [pooled or pool_samples(users)] if method.placement.pooled else users
+    size = batch_size(method, training, len(users))
+    least = _least_batch(model, training, size)
+    augment = None if method.placement.pooled else population.augmentation
+    like = {"device": model.device, "dtype": model.dtype}
+    feed = partial(SampleFeed, trainers, training, size, loss=population.measure, augment=augment, least=least, **like)
+    source = feed if unread else feed()
+    return Clients(model, method, training, trainers=trainers, users=users, feed=source, reads=reads and not unread)
+
+
+def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:
+    """The net as everybody trains it.
+
+    Raises:
+        RecipeError: as :func:`build_nets`.
+    """
+    check_on_nets(method)
+    _check_clusters(population, method)
+    device = resolve_device(recipe.runtime.device)
+    dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
+    if dtype == torch.float16:
+        raise RecipeError("runtime.dtype: float16 is for language models; nets take auto, bfloat16, float32 or float64")
+    users = 1 if method.placement.pooled else len(population.users)
+    name, mixture = net_name(recipe, population), method.placement.mixture
+    make = net_maker(recipe, population)
+    many = mixture.clusters if mixture is not None and mixture.of == "models" else method.server.server_models
+    many = 2 if method.placement.gated else many
+    first = make(recipe.seed)
+    batchwise = check_net(first, name, population)
+    require_room(f"method {method.name}", many, sum(p.numel() for p in first.parameters()))
+    nets = [first, *(make(recipe.seed + SEED_STEP * number) for number in range(1, many))]
+    if mixture is not None and mixture.of == "adaptors":
+        settings = recipe.floral.model_dump()
+        if settings["rank"] is None and settings["budget"] is None:
+            settings["budget"] = 0.01
+        sizes = {key: settings[key] for key in ("rank", "budget", "conv", "lora", "bias", "norm")}
+        require_room(f"method {method.name}", mixture.clusters, adaptor_size(nets[0], **sizes), ADAPTOR_SETS)
+        settings |= {"num_clusters": mixture.clusters, "per_layer": mixture.per_layer}
+        nets = [floral(nets[0], copy=False, generator=torch.Generator(), **settings)]
+    if method.placement.gated:
+        nets = [gated_pair(*nets, inputs=math.prod(population.input_shape), seed=recipe.seed)]
+    compiled = recipe.runtime.compile
+    if compiled == "auto":
+        compiled = recipe.training.rounds >= COMPILE_FROM
+    like = {
+        "device": device,
+        "dtype": dtype,
+        "loss": population.measure,
+        "compiled": bool(compiled),
+        "batchwise": batchwise,
+    }
+    return stack(nets, name=NETS + name, users=users, mixture=mixture, **like)
+
+
+COMPILE_FROM = 20
+"""``compile: auto`` has compiled code for convolutions from so many rounds on: making it takes some seconds, once for a
+machine. Users do not count: whoever is alone on a machine has the same code as all together in one process."""
+
+
+NET_ROLES = frozenset({BASE, ADAPTOR})
+"""What nets have to be trained and shared, besides routers."""
+
+SEED_STEP = 1_000_003
+"""Between the seeds of an ensemble's nets, so that runs with other seeds share none."""
+
+
+def check_on_nets(method: Method) -> None:
+    """Whether a method is for nets.
+
+    Raises:
+        RecipeError: it is for language models alone.
+    """
+    if method.placement.gated:  # its experts and its router are nets
+        return
+    if method.trains and not method.client.trained & NET_ROLES:
+        raise RecipeError(f"method {method.name}: trains nothing of a net; it is for language models")
+    if method.shared and not {role.partition(".")[0] for role in method.shared} & NET_ROLES:
+        raise RecipeError(f"method {method.name}: shares nothing of a net; it is for language models")
+    if any(part.language_only for part in method.client.parts):
+        raise RecipeError(
+            f"method {method.name}: needs a language model; users with samples have nets that are trained whole"
+        )
+
+
+def _check_users(population: Population) -> None:
+    """Users may come from elsewhere than a recipe."""
+    check(population.users, classes=population.classes if population.measure.classes else None)
+    first = population.users[0]
+    if (got := tuple(first.train.inputs.shape[1:])) != tuple(population.input_shape):
+        raise DataError(
+            f"user {first.name!r}: inputs have shape {got}; allowed: the net's, {tuple(population.input_shape)}"
+        )
+
+
+def _check_clusters(population: Population, method: Method) -> None:
+    """More components than true clusters are left without users, fewer would make two clusters one."""
+    mixture = method.placement.mixture
+    if mixture is None or not mixture.optimal:
+        return
+    true = max((user.cluster for user in population.users if user.cluster is not None), default=-1) + 1
+    if (got := mixture.clusters) < true:
+        raise RecipeError(f"method {method.name}: clusters is {got}; allowed: from {true}, the true clusters")
+
+
+def _least_batch(model: StackedModel, training: Training, size: int) -> int:
+    """How many samples a batch has at least: batch norm needs two, and sees a batch as a whole."""
+    if not model.batchwise:
+        return 1
+    if size < LEAST_FOR_NORM:
+        raise RecipeError(f"training.batch_size: got {size}; {model.name} has batch norm, which needs {LEAST_FOR_NORM}")
+    if training.micro_batch is not None and training.micro_batch < size:
+        raise RecipeError(
+            f"runtime.micro_batch: got {training.micro_batch}; {model.name} has batch norm, which needs whole "
+            f"batches; allowed: from {size}, or none"
+        )
+    return LEAST_FOR_NORM
+
+
+LEAST_FOR_NORM = 2
+"""Batch norm has no variance of one sample."""

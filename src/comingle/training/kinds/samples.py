@@ -1,0 +1,341 @@
+"""Samples: each user trains a copy of a net."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from comingle.config import Recipe
+from comingle.config.settings import Training
+from comingle.data.samples.reading import TAKEN, MakeNet, Population, read_given, read_users, takes
+from comingle.data.samples.samples import SampleBank, Samples, UserSamples, pool_samples, read_samples, warn_unseen
+from comingle.data.samples.scoring import score_samples
+from comingle.data.samples.section import SamplesSection
+from comingle.methods.base import Method
+from comingle.models.base import Base
+from comingle.models.floral.model import FloralModel
+from comingle.models.hardware import torch_defaults
+from comingle.models.model import Model, own_copy
+from comingle.models.personal import Personal
+from comingle.models.routers import merge_models, mix_probabilities
+from comingle.models.scoring import CROSS_ENTROPY, MSE, Loss, SampleScore, find_loss
+from comingle.models.stacked import StackedModel
+from comingle.training.client import Clients
+from comingle.training.kinds.base import Kind, LoadBase, Materials
+from comingle.training.kinds.nets import build_nets, check_on_nets, net_model
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.trees import CLIENT_ROUTER, Tree
+
+SCORED_AT_ONCE = 512
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PersonalNet(Personal):
+    """Predicts as one user's model.
+
+    ``model`` belongs to nobody else: in evaluation mode, its parameters can be trained on, and its state dict is one of
+    the plain net, with adaptors merged into its tensors (for an ensemble, of a :class:`MixtureOfModels`).
+    """
+
+    model: nn.Module
+    loss: Loss = MSE
+    """What :meth:`evaluate` measures."""
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.model.parameters())
+        return f"PersonalNet({self.name!r}, {type(self.model).__name__} of {count:,} parameters)"
+
+    @torch_defaults()
+    @torch.no_grad()
+    def predict(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
+        """Outputs for inputs of any floating dtype, on any device."""
+        return self.model(inputs.to(next(self.model.parameters())))
+
+    @torch_defaults()
+    def evaluate(self, samples: Any) -> SampleScore:
+        """Return the mean loss, and accuracy where targets are classes; NaN without samples.
+
+        Args:
+            samples: a map-style ``torch.utils.data.Dataset`` of ``(input, target)``, a pair of arrays or tensors, or
+                :class:`comingle.data.samples.samples.Samples`.
+
+        Raises:
+            DataError: something else, or targets that are not of the net's task.
+        """
+        like, where = next(self.model.parameters()), f"user {self.name!r}: samples"
+        samples = read_samples(samples, where)
+        if not self.loss.classes and not samples.targets.is_floating_point():
+            samples = Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
+        elif self.loss.classes and samples.targets.is_floating_point():
+            raise DataError(f"{where}: targets are real numbers; allowed: class numbers, as the net was trained on")
+        targets = samples.targets.to(like if samples.targets.is_floating_point() else like.device)
+        counts = torch.tensor([len(samples)])
+        bank = SampleBank(inputs=samples.inputs.to(like), targets=targets, starts=counts - counts, counts=counts)
+
+        def forward(rows: Sequence[int], inputs: Tensor) -> Tensor:
+            outputs = self.predict(inputs[0])
+            if self.loss.classes and self.loss.paired and len(targets):
+                low, high, most = int(targets.min()), int(targets.max()), outputs.shape[-1] - 1
+                if low < 0 or high > most:
+                    raise DataError(f"{where}: targets go from {low} to {high}; allowed: 0 to {most}")
+            return outputs.unsqueeze(0)
+
+        return score_samples(forward, bank, [0], loss=self.loss, batch=SCORED_AT_ONCE, slots=1)[0]
+
+
+class MixtureOfModels(nn.Module):
+    """``sum_c shares_c models_c(x)``: an ensemble as one user mixes it, before any softmax over classes.
+
+    Of ``probabilities`` the logits of the mixture: ``log sum_c shares_c softmax(models_c(x))``.
+    """
+
+    shares: Float[Tensor, " clusters"]
+
+    def __init__(self, models: Sequence[nn.Module], shares: Float[Tensor, " clusters"], *, probabilities: bool = False):
+        super().__init__()
+        self.models, self.probabilities = nn.ModuleList(models), probabilities
+        self.register_buffer("shares", shares.clone())
+
+    def forward(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
+        """The mixed outputs."""
+        outputs = torch.stack([model(inputs) for model in self.models])
+        if self.probabilities:
+            return mix_probabilities(outputs, self.shares)
+        return torch.tensordot(self.shares, outputs, dims=1)
+
+
+def personal_net(name: str, model: StackedModel, tensors: Tree) -> PersonalNet:
+    """The net of a user called ``name``, out of its tensors ``(1, ...)``."""
+    net = _own_net(model, tensors)
+    return PersonalNet(name=name, model=net.requires_grad_(True).eval(), loss=model.loss)
+
+
+def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
+    """A user's mixture in the weights where components are adaptors, whatever its place was in training, or merge."""
+    if model.mixture is None:
+        return own_copy(model.net, tensors)
+    shares = model.shares(tensors)[0]
+    if isinstance(model.net, FloralModel):
+        return own_copy(model.net, tensors).merge(shares)
+    if model.mixture.merges_models:
+        return own_copy(model.net, merge_models(tensors, shares.unsqueeze(0)))
+    parts = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
+    models = [own_copy(model.net, {n: t[:, c] for n, t in parts.items()}) for c in range(len(shares))]
+    return MixtureOfModels(models, shares, probabilities=model.mixes_probabilities)
+
+
+logger = logging.getLogger("comingle")
+
+OWN = ""
+"""What a run folder has as the net or the loss that a program handed over."""
+
+
+class NetKind(Kind):
+    """What kinds of users who train copies of a net have in common."""
+
+    user, needs_base, read_for_costs = UserSamples, False, True
+
+    def check(self, recipe: Recipe, method: Method) -> None:
+        """Adapters in a language model and routers of tokens are none of nets."""
+        check_on_nets(method)
+
+    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+        """The net, or the nets that are mixed."""
+        return net_model(recipe, materials.common, method)
+
+    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+        """Everybody's copy of the net."""
+        unread, here, reads = materials.unread, materials.here, materials.reads
+        return build_nets(recipe, materials.common, method, training, unread=unread, here=here, reads=reads)
+
+    def pooled(self, users: Sequence[Any]) -> UserSamples:
+        """The samples of all."""
+        return pool_samples(users)
+
+    def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalNet:
+        """One that predicts."""
+        return personal_net(name, cast(StackedModel, model), tensors)
+
+    def of_users(self, recipe: Recipe, users: int) -> Recipe:
+        """The recipe with so many users, for costs.
+
+        Raises:
+            RecipeError: who the users are is not a matter of their number.
+        """
+        raise RecipeError(f"--users: got {users}; the users' samples are read, so leave it out")
+
+
+class SamplesKind(NetKind):
+    """Inputs with targets, out of files or handed over."""
+
+    name, handed = "samples", TAKEN
+
+    def check(self, recipe: Recipe, method: Method) -> None:
+        """The loss must be one, too."""
+        super().check(recipe, method)
+        if (loss := section(recipe).loss) is not None:
+            find_loss(loss, classes=False)
+
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+        """Files; no base is loaded."""
+        if section(recipe).users is None:
+            raise DataError("users: a program hands them over; do so again, as comingle.run(recipe, users={...})")
+        users, labels = read_users(section(recipe), recipe.data_seed)
+        return self._materials(recipe, users, section(recipe).loss, None, labels)
+
+    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
+        """Data sets of PyTorch, pairs of arrays, splits of these."""
+        return takes(data)
+
+    def adopt(
+        self,
+        recipe: Recipe,
+        given: Mapping[str, Any],
+        load_base: LoadBase,
+        *,
+        validates: bool,
+        net: Any = None,
+        loss: Callable[..., Any] | None = None,
+    ) -> Materials:
+        """``net`` makes a net, of nothing or of an input's shape and the number of outputs; ``loss`` is one a sample.
+
+        Raises:
+            DataError: somebody's samples cannot be used.
+            RecipeError: the net or the loss cannot.
+        """
+        data = section(recipe)
+        if data.image_size is not None or data.grayscale:
+            raise RecipeError("data.image_size and grayscale are for folders of images; scale what is handed over")
+        shares = {"valid": data.split.valid, "test": data.split.test, "seed": recipe.data_seed}
+        users = tuple(read_given(name, of_user, **shares) for name, of_user in given.items())
+        return self._materials(recipe, users, loss or data.loss, net, ())
+
+    def _materials(
+        self,
+        recipe: Recipe,
+        users: tuple[UserSamples, ...],
+        loss: str | Callable[..., Any] | None,
+        net: MakeNet | None,
+        labels: tuple[str, ...],
+    ) -> Materials:
+        if not users:
+            raise DataError("no users; at least one is needed")
+        whole = all(not part.targets.is_floating_point() for user in users for part in (user.train, user.test))
+        chosen = find_loss(loss, classes=whole) if loss is not None else CROSS_ENTROPY if whole else MSE
+        if whole and not chosen.classes:
+            users = tuple(as_real(user) for user in users)
+        shape = tuple(users[0].train.inputs.shape[1:])
+        classes = _outputs(users, chosen, section(recipe).outputs, labels)
+        if chosen.classes and whole:
+            seen = {int(target) for user in users for target in user.train.targets.unique()}
+            check_classes(seen, classes, section(recipe).outputs, labels)
+            warn_unseen(users)
+        own = net if net is not None else usual_net(shape)
+        common = Population(users=users, loss=chosen, classes=classes, input_shape=shape, net=own, labels=labels)
+        return Materials(kind=self, base=None, users=users, common=common)
+
+    def settings(self, materials: Materials) -> dict[str, Any]:
+        """Shapes, and the names of the net and of the loss, where they have some."""
+        common = cast(Population, materials.common)
+        return {
+            "net": common.net if isinstance(common.net, str) else OWN,
+            "loss": common.measure.name,
+            "whole": common.measure.classes,
+            "classes": common.classes,
+            "input_shape": list(common.input_shape),
+            "labels": list(common.labels),
+        }
+
+    def reopened(
+        self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
+    ) -> Materials:
+        """The shapes as they were, and the net.
+
+        Raises:
+            DataError: a program made the net, and hands it over no more.
+        """
+        if settings["net"] == OWN and net is None:
+            raise DataError(
+                "net: a function of a program made it; hand it over again, as comingle.load(folder, base=make_net)"
+            )
+        common = Population(
+            users=users,
+            loss=_reopened_loss(settings["loss"], settings["whole"]),
+            classes=settings["classes"],
+            input_shape=tuple(settings["input_shape"]),
+            net=settings["net"] if net is None else net,
+            labels=tuple(settings["labels"]),
+        )
+        return Materials(kind=self, base=base, users=users, common=common, unread=True)
+
+
+def section(recipe: Recipe) -> SamplesSection:
+    """The recipe's data, which is samples."""
+    return cast(SamplesSection, recipe.data)
+
+
+def usual_net(shape: Sequence[int]) -> str:
+    """Which net is trained on inputs of a shape where nobody names one."""
+    return "cnn" if len(shape) == 3 and min(shape[1:]) >= 4 else "mlp"
+
+
+def _outputs(users: Sequence[UserSamples], loss: Loss, given: int | None, labels: Sequence[str]) -> int:
+    """How many outputs a net has."""
+    if not loss.classes:
+        return users[0].train.targets.shape[-1]
+    if labels or given:
+        return max(len(labels), given or 0)
+    parts = (part.targets for user in users for part in (user.train, user.valid, user.test) if len(part))
+    return max(1, *(int(targets.max()) + 1 for targets in parts))
+
+
+def check_classes(seen: Collection[int], outputs: int, given: int | None, labels: Sequence[str]) -> None:
+    """Refuse one class alone, as when the given folder is one level too high: any net would be right always.
+
+    Args:
+        seen: classes of train samples; where they are fewer than there are, this is said.
+        outputs: classes that there are.
+        given: their number, where the recipe has it, as one user of a federation may have one class of many.
+        labels: their names, if they have some.
+
+    Raises:
+        DataError: there is one.
+    """
+    name = f" ({labels[min(seen)]})" if labels else ""
+    if outputs == 1 and not any(seen):
+        raise DataError(
+            f"samples: one class alone{name}, so there is nothing to learn; give samples of two or more, or "
+            "data.classes where others have them"
+        )
+    if len(seen) == 1 and outputs > 1 and given is None:
+        logger.warning("all train samples are of class %s%s, so any net learns to predict only it", min(seen), name)
+
+
+def as_real(user: UserSamples) -> UserSamples:
+    """Whole targets as real numbers, for a regression."""
+
+    def real(samples: Samples) -> Samples:
+        return Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
+
+    return replace(user, train=real(user.train), valid=real(user.valid), test=real(user.test))
+
+
+def _reopened_loss(name: str, classes: bool) -> Loss:
+    """The loss of a run, or one that says what is missing where something is to be scored."""
+    try:
+        return find_loss(name, classes=classes)
+    except RecipeError:
+
+        def missing(*_: Any) -> Any:
+            raise DataError(f"loss {name!r}: a program handed it over; do so again to score models")
+
+        return Loss(name=name, function=missing, classes=classes)
+
+
+KIND = SamplesKind()

@@ -1,0 +1,269 @@
+"""Text: training on random windows, scored by perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from comingle.config import Recipe
+from comingle.config.settings import Training
+from comingle.data.populations import listed
+from comingle.data.row_files import BadRows
+from comingle.data.sources import iterate_documents
+from comingle.data.splits import UserText, mix_held_out
+from comingle.data.text.reading import HANDED, check_texts, given_texts, leave_out, read_users, takes, tokenise_users
+from comingle.data.text.section import TextSection, UsersRows
+from comingle.data.text.streams import UserData, check, pool
+from comingle.methods import make
+from comingle.methods.base import Method, Phase
+from comingle.models.hardware import require_bytes
+from comingle.models.model import Model
+from comingle.models.personal import PersonalModel, Spoken
+from comingle.models.scoring import Gates, Score, score_streams
+from comingle.models.windows import PAD, evaluation_windows, fixed_windows, random_windows
+from comingle.training.batch_sources import SCORED_PER_SLOT, Feed, Predict
+from comingle.training.client import Clients, batch_size
+from comingle.training.kinds.base import (
+    Kind,
+    LoadBase,
+    Materials,
+    always_there,
+    check_on_language,
+    count_trainers,
+    language_model,
+    require_rows,
+)
+from comingle.training.settings import Portions, portions
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.seeds import generator
+from comingle.utils.trees import Tree
+
+
+class TextFeed(Feed):
+    """Random windows of each trainer's token streams."""
+
+    unit = "tokens"
+
+    def __init__(
+        self, trainers: Sequence[UserData], training: Training, batch_size: int, *, begin: int | None = None
+    ) -> None:
+        self.trainers, self.training, self.batch_size = listed(trainers), training, batch_size
+        self.begin = begin
+        window = training.context + 1
+        require_bytes(f"training.batch_size: {batch_size:,} windows of {window:,} tokens", 8 * batch_size * window)
+        self._cut: dict[int, Int[Tensor, "windows window"]] = {}
+
+    def portions(self, device: torch.device, columns: int) -> Portions:
+        """By tokens alone: adapters are small beside activations."""
+        return portions(self.training, device, self.batch_size)
+
+    def steps(self, trainer: int) -> int:
+        """The same for all."""
+        return self.training.local_steps
+
+    def seen(self, trainer: int) -> int:
+        """Training tokens of a round."""
+        return self.training.local_steps * self.batch_size * self.training.context
+
+    def draw(
+        self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
+    ) -> Int[Tensor, "users batch window"]:
+        """Fresh random windows ``context + 1`` tokens wide."""
+        drawn = [
+            random_windows(
+                trainer.valid if phase.stream == "valid" else trainer.train,
+                count=self.batch_size,
+                context=self.training.context,
+                generator=generator(self.training.seed, trainer.name, round_number, phase.purpose, step, repeat),
+                begin=self.begin,
+            )
+            for trainer in (self.trainers[i] for i in trainers)
+        ]
+        return torch.stack(drawn)
+
+    def examples(self, trainer: int) -> int:
+        """Windows at fixed places of the stream."""
+        return len(self._windows(trainer))
+
+    def _windows(self, trainer: int) -> Int[Tensor, "windows window"]:
+        if trainer not in self._cut:
+            stream, context = self.trainers[trainer].train, self.training.context
+            self._cut[trainer] = fixed_windows(stream, context=context, begin=self.begin)
+        return self._cut[trainer]
+
+    def numbered(
+        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    ) -> Int[Tensor, "users batch window"]:
+        """Windows that have no token in common."""
+        chosen = [self._windows(trainer)[at.clamp(min=0)] for trainer, at in zip(trainers, numbers, strict=True)]
+        return torch.stack(chosen).masked_fill((numbers == PAD).unsqueeze(2), PAD)
+
+    def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch window"]]:
+        """As many fresh windows as the trainers train on in a round: a stream is too long to be read whole."""
+        for step in range(self.training.local_steps):
+            yield self.draw(trainers, Phase(roles=frozenset()), round_number, step, -1)
+
+    def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch window"]]:
+        """The validation streams, cut as where they are scored."""
+        context, size = self.training.context, self.batch_size
+        parts = [evaluation_windows(self.trainers[i].valid, context=context, begin=self.begin) for i in trainers]
+        for start in range(0, max(map(len, parts)), size):
+            windows = torch.full((len(parts), size, context + 1), PAD, dtype=torch.int64)
+            for row, part in zip(windows, parts, strict=True):
+                row[: len(part[start : start + size])] = part[start : start + size]
+            yield windows
+
+    def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
+        """Targets: tokens that are neither padding nor hidden."""
+        return (drawn[..., 1:] >= 0).flatten(1).sum(1)
+
+    def score(
+        self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
+    ) -> list[Score]:
+        """Losses of whole streams, in one exact pass over each."""
+        batch, slots = portions.slots(SCORED_PER_SLOT)
+        cut = {"context": self.training.context, "begin": self.begin}
+        return score_streams(predict, sets, rows, batch=batch, slots=slots, gates=gates, **cut)
+
+
+class LanguageKind(Kind):
+    """What kinds on a language model have in common."""
+
+    def check(self, recipe: Recipe, method: Method) -> None:
+        """A mixture of whole models is for nets, and true clusters are known of made tasks alone."""
+        check_on_language(recipe, method)
+
+    def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalModel:
+        """One that speaks."""
+        return PersonalModel(name=name, model=cast(Spoken, model), tensors=tensors, row=row)
+
+    def known_names(
+        self, recipe: Recipe, source: UsersRows | None, owners: Callable[[], Iterable[str]], unread: str
+    ) -> tuple[str, ...]:
+        """Who the users are: ``owners`` are those of a data set's rows, asked for where it alone knows its users.
+
+        Raises:
+            DataError: the rows, which are called ``unread``, cannot be read.
+        """
+        if source is None:
+            return tuple(recipe.data.names)
+        if isinstance(source.users, list):
+            return tuple(source.users)
+        try:
+            return tuple(dict.fromkeys(owners()))[: source.users]
+        except DataError as error:
+            told = f"{error}; to count without the {unread}, say how many users there are: --users N"
+            raise DataError(told) from None
+
+
+class TextKind(LanguageKind):
+    """Token streams."""
+
+    name, user, handed = "text", UserData, HANDED
+
+    def check(self, recipe: Recipe, method: Method) -> None:
+        """As on any language model; text that is trained on cannot say which round was best."""
+        super().check(recipe, method)
+        if section(recipe).train_on_valid and recipe.evaluation.select == "best":
+            told = "chooses by validation text, which data.train_on_valid trains on; allowed: last"
+            raise RecipeError(f"evaluation.select: best {told}")
+
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+        """Text is read before the base is loaded, as more can be wrong with it."""
+        bad = BadRows(section(recipe).on_bad_row)
+        texts = read_users(section(recipe), recipe.data_seed, bad)
+        return replace(self._materials(recipe, texts, load_base, validates), skipped_rows=bad.skipped)
+
+    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
+        """Documents, a table with a column of them, a path, or splits of these."""
+        return takes(data)
+
+    def adopt(
+        self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
+    ) -> Materials:
+        """As read from files: the same documents give the same run."""
+        bad = BadRows(section(recipe).on_bad_row)
+        texts = given_texts(section(recipe), given, recipe.data_seed, bad)
+        return replace(self._materials(recipe, texts, load_base, validates), skipped_rows=bad.skipped)
+
+    def _materials(self, recipe: Recipe, texts: Sequence[UserText], load_base: LoadBase, validates: bool) -> Materials:
+        data, base, skipped = section(recipe), load_base(), dict[str, str]()
+        if data.on_small_user == "skip":
+            texts, skipped = leave_out(data, texts, base, context=recipe.training.context, validates=validates)
+        if data.held_out == "mixture":
+            texts = mix_held_out(texts, seed=recipe.data_seed)
+        users = tokenise_users(data, texts, base, known=[text.name for text in texts] + list(skipped))
+        if data.train_on_valid and (without := [user.name for user in users if not len(user.valid)]):
+            raise DataError(
+                f"data.train_on_valid: {without[0]!r} has no validation text; give a valid split or fraction"
+            )
+        return Materials(kind=self, base=base, users=tuple(users), texts=tuple(texts), skipped=skipped)
+
+    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+        """Everybody trains on as many tokens."""
+        assert materials.base is not None
+        trainers = count_trainers(materials, method)
+        tokens = trainers * training.iterations * training.batch_size * training.context
+        return language_model(recipe, materials.base, method, trainers, tokens)
+
+    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+        """Every stream that will be used must be long enough."""
+        assert materials.base is not None
+        training, begin = always_there(method, training), materials.base.begin
+        if not materials.unread:
+            needed = {"needs_validation": method.client.needs_validation, "begins": begin is not None}
+            check(materials.present, context=training.context, **needed)
+            for user in materials.present:
+                require_rows(materials.base, user)
+        users, trainers = self.trainers(materials, method)
+        return Clients(
+            self.model_here(recipe, materials, method, training),
+            method,
+            training,
+            trainers=trainers,
+            users=users,
+            feed=TextFeed(trainers, training, batch_size(method, training, len(users)), begin=begin),
+            reads=materials.reads,
+            skipped=materials.skipped,
+            skipped_rows=materials.skipped_rows,
+        )
+
+    def pooled(self, users: Sequence[Any]) -> UserData:
+        """The streams of all, one after another."""
+        return pool(users)
+
+    def names_of(self, recipe: Recipe) -> tuple[str, ...]:
+        """Rows of a data set are read where it alone knows its users."""
+        source = section(recipe).dataset
+
+        def owners() -> Iterable[str]:
+            assert source is not None
+            columns = {"user": source.user, "text": source.text, "split": source.split}
+            bad = BadRows("skip")
+            return (owner for owner, _, _ in iterate_documents(source.path, **columns, name=source.config, bad=bad))
+
+        return self.known_names(recipe, source, owners, "text")
+
+    def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
+        """As they are, if users named in them have the text that a run needs."""
+        if users is not None:
+            return list(recipes), set(), ""
+        return list(recipes), *check_texts(recipes[0], section(recipes[0]), anybody_validates(recipes))
+
+
+def anybody_validates(recipes: Iterable[Recipe]) -> bool:
+    """Whether one of the recipes' methods needs validation data."""
+    return any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes)
+
+
+def section(recipe: Recipe) -> TextSection:
+    """The recipe's data, which is text."""
+    return cast(TextSection, recipe.data)
+
+
+KIND = TextKind()

@@ -1,0 +1,341 @@
+"""Differentially private steps, and the privacy settings of client and server.
+
+Rows of a pass are examples: what a user shares is repeated for each of its examples, so that one backward pass gives
+every example's gradient by itself, as it gives every user's elsewhere. The model of that pass has what is shared and
+nothing that a user trains without noise: else the released gradient would be a function of what the same text has
+made of specialists and routers, which no account covers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.config.settings import KEY, Terms, Training
+from comingle.methods.base import Method, Phase
+from comingle.models.model import Model
+from comingle.models.windows import PAD
+from comingle.privacy.accounting import calibrate, most_releases, release_of
+from comingle.privacy.checks import check_delta, sharing
+from comingle.privacy.guard import Guard, Ledger, Shield
+from comingle.privacy.noise import Examples, Work, clipped, digest, kept_key, new_key
+from comingle.privacy.secure_sum import Sums
+from comingle.training.batch_sources import Feed
+from comingle.training.cohort_state import Members
+from comingle.training.settings import Portions, exchanged_after, participants
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Layout, Tree, restrict
+
+
+def shield_of(training: Training) -> Shield | None:
+    """What users do to their uploads."""
+    if training.privacy is None or training.privacy.of_examples:
+        return None
+    return Shield(privacy=training.privacy, key=_key(training), sums=training.sums)
+
+
+def examples_of(training: Training) -> Examples | None:
+    """What users do to gradients of single examples."""
+    privacy = training.privacy
+    return Examples(privacy=privacy, key=_key(training)) if privacy is not None and privacy.of_examples else None
+
+
+def work_of(training: Training, method: Method, name: str, *, examples: int, iterations: int) -> Work:
+    """What a user with so many examples, and so many local iterations in a round, does in a whole run."""
+    steps = [phase.steps * -(-iterations // phase.every) for phase in sharing(method)]
+    rounds = _turns(training)[name]
+    return Work(examples=examples, batch=training.batch_size, steps=sum(steps), rounds=rounds)
+
+
+@lru_cache(maxsize=16)
+def _turns(training: Training) -> Counter[str]:
+    """In how many rounds each user takes part."""
+    rounds = (participants(training, number, training.users) for number in range(training.rounds))
+    return Counter(training.users[user] for members in rounds for user in members)
+
+
+def guard_of(training: Training, users: Sequence[str]) -> Guard | None:
+    """What the server does to them."""
+    privacy = training.privacy
+    if privacy is None or not privacy.noisy:
+        return None
+    if privacy.of_examples:
+        return Ledger(privacy=privacy, participation=training.participation, users=tuple(users), key="", works=dict)
+    return Guard(privacy=privacy, participation=training.participation, users=tuple(users), key=_key(training))
+
+
+def terms_of(training: Training, run: str, done: int, size: int) -> Terms:
+    """What all know of the sum of round ``done`` (from 1) of so many numbers; who is asked is drawn from the seed."""
+    assert training.sums is not None
+    names = training.sums.users
+    asked = tuple(names[user] for user in participants(training, done - 1, names))
+    return training.sums.terms(run, done, size, asked)
+
+
+def with_sums(training: Training, users: Sequence[str]) -> Training:
+    """The settings with how uploads are summed, where the server sees sums alone; ``users`` are all of the federation.
+
+    Raises:
+        RecipeError: a round has too few users for a sum, or the grid is too coarse for the noise.
+    """
+    privacy = training.privacy
+    if privacy is None or privacy.secure_aggregation is None:
+        return training
+    weighted = training.weighting != "uniform" and not privacy.noisy
+    sums = Sums(privacy=privacy, participation=training.participation, users=tuple(users), weighted=weighted)
+    sums.check()
+    return replace(training, sums=sums)
+
+
+def keep_key(folder: Path, *halves: Shield | Examples | Guard | None, anew: bool = False, begun: bool = False) -> None:
+    """Have these go on with the key in a folder, which is made where there is none.
+
+    A run that begins ``anew`` where another was has another: with one key both would draw the same users. One that has
+    ``begun`` would draw other noise in a round that it plays again, which is a second release.
+
+    Raises:
+        RunError: the key is damaged, or is gone.
+    """
+    if anew:
+        (folder / KEY).unlink(missing_ok=True)
+    for half in halves:
+        if half is not None and half.privacy.noisy and half.privacy.noise == "secret":
+            half.key = kept_key(folder, begun=begun)
+
+
+def key_of(*halves: Shield | Examples | Guard | None) -> str:
+    """The key that they have in common; none where nobody has one."""
+    return next((half.key for half in halves if half is not None), "")
+
+
+def set_key(key: str, *halves: Shield | Examples | Guard | None) -> None:
+    """Have these go on with a key that another process of the run has kept."""
+    for half in halves:
+        if half is not None:
+            half.key = key
+
+
+def _key(training: Training) -> str:
+    """One that nobody knows until a kept one takes its place; in simulations that ask for it, the seed's."""
+    assert training.privacy is not None
+    return f"seed {training.seed}" if training.privacy.noise == "reproducible" else new_key()
+
+
+def with_noise(training: Training, method: Method, users: Sequence[str]) -> Training:
+    """The settings with a noise multiplier: given, or the least with which the planned rounds spend epsilon.
+
+    Raises:
+        RecipeError: the package that computes it is not installed, or no noise is enough.
+    """
+    privacy = training.privacy
+    if privacy is not None and privacy.of_examples:
+        return replace(training, users=tuple(users))
+    if privacy is None or not privacy.noisy or privacy.noise_multiplier is not None:
+        return training
+    count = planned_releases(training, method, users)
+    multiplier = calibrate(privacy, training.participation, len(users), count)
+    return replace(training, privacy=replace(privacy, noise_multiplier=multiplier))
+
+
+def planned_releases(training: Training, method: Method, users: Sequence[str]) -> int:
+    """In how many rounds of a whole run something is revealed of the user of whom most is."""
+    privacy = training.privacy
+    assert privacy is not None
+    rounds = training.rounds if method.trains else 0
+    exchanging = [n for n in range(rounds) if exchanged_after(method, training, bool(method.shared), n + 1)]
+    known = replace(privacy, noise_multiplier=privacy.noise_multiplier or 1.0)
+    if release_of(known, training.participation, len(users)).sampled:
+        return len(exchanging)
+    return most_releases([participants(training, number, users) for number in exchanging])
+
+
+TUNING = "tuning"
+"""Label of the phases that finetune: their batches have a random stream of their own, and nothing of them is sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noised:
+    """How a method's users take steps on what they share."""
+
+    examples: Examples
+    method: Method
+    training: Training
+
+    def applies(self, phase: Phase, layout: Layout) -> bool:
+        """Whether a phase trains something that is sent."""
+        return phase.label != TUNING and bool(self.leaves(phase, layout))
+
+    def leaves(self, phase: Phase, layout: Layout) -> list[str]:
+        """The tensors of which a phase trains entries that are shared."""
+        shared, roles = self.method.shared, phase.roles
+        both = ((slot.name, zip(slot.chosen(shared), slot.chosen(roles), strict=True)) for slot in layout.slots)
+        return [name for name, entries in both if any(sent and moves for sent, moves in entries)]
+
+    def alone(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
+        """The tensors of which a phase trains entries that are a user's own, or all that it trains."""
+        slots, shared, reached = layout.touching(phase.reached).slots, self.method.shared, phase.reached
+        both = ((slot.name, zip(slot.chosen(shared), slot.chosen(reached), strict=True)) for slot in slots)
+        return [name for name, entries in both if everything or any(moves and not sent for sent, moves in entries)]
+
+    def own(self, layout: Layout) -> frozenset[str]:
+        """The roles that are trained without noise."""
+        return (layout.roles & self.method.client.trained) - self.method.shared
+
+    def works(self, feed: Feed) -> dict[str, Work]:
+        """What each of the feed's trainers does."""
+        return {trainer.name: self.work(feed, number) for number, trainer in enumerate(feed.trainers)}
+
+    def work(self, feed: Feed, trainer: int) -> Work:
+        """What one of them does.
+
+        Raises:
+            RecipeError: it has so many examples that delta would allow one of them to be published.
+        """
+        name, count = feed.trainers[trainer].name, feed.examples(trainer)
+        check_delta(self.examples.privacy, name, count)
+        return work_of(self.training, self.method, name, examples=count, iterations=feed.steps(trainer))
+
+    # ---------------------------------------------------------------- a step
+
+    def step(
+        self,
+        model: Model,
+        feed: Feed,
+        portions: Portions,
+        cohort: Members,
+        phase: Phase,
+        place: Sequence[int],
+        at: Sequence[int],
+        plain: tuple[Float[Tensor, " users"], Tree] | None,
+    ) -> tuple[Float[Tensor, " users"], Tree]:
+        """Losses, and gradients of all that a phase trains: noised ones of what the users ``at`` share.
+
+        All others, and the losses, are the ``plain`` ones, where there are any.
+        """
+        losses, own = plain or (torch.zeros(len(cohort.rows)), Tree())
+        if not at:
+            return losses, own
+        some = cohort if len(at) == len(cohort.rows) else cohort.only(at)
+        found, shared = self.gradients(model, feed, portions, some, phase, place)
+        if plain is None:
+            losses[list(at)] = found
+        return losses, self.joined(model.layout, phase, own, shared, at, len(cohort.rows))
+
+    def gradients(
+        self, model: Model, feed: Feed, portions: Portions, cohort: Members, phase: Phase, place: Sequence[int]
+    ) -> tuple[Float[Tensor, " users"], Tree]:
+        """Of each user the mean loss, estimated from its batch, and the noised gradient of what it shares.
+
+        Tensors are cut to their shared entries. ``place`` says which step of the round this is.
+        """
+        layout, rows, number = model.layout, cohort.part.rows, cohort.round_number
+        kept = layout.roles - self.own(layout)
+        works = [self.work(feed, owner) for owner in cohort.owners]
+        stamps = [digest({n: t[i] for n, t in self._shared(layout, rows).items()}) for i in range(len(rows))]
+        keys = [(name, number, phase.purpose, *place, s) for name, s in zip(cohort.names, stamps, strict=True)]
+        drawn = [self.examples.draw(work, *key) for work, key in zip(works, keys, strict=True)]
+        tensors, leaves = restrict(model.tensors(rows), layout, kept), self.leaves(phase, layout)
+        sums = {n: torch.zeros_like(tensors[n], dtype=torch.float64) for n in leaves}
+        lost = torch.zeros(len(rows), dtype=torch.float64)
+        with model.randomness(self.examples.key, cohort.names[0], number, *place):  # masks of a known seed hide nobody
+            for part in padded(drawn, portions.sequences).split(portions.sequences, 1):
+                found, losses = self.clipped_sums(model, feed, tensors, leaves, cohort, part)
+                sums = {n: t + found[n] for n, t in sums.items()}
+                lost += losses
+        made = [
+            self.examples.noised({n: t[i] for n, t in sums.items()}, work, *key)
+            for i, (work, key) in enumerate(zip(works, keys, strict=True))
+        ]
+        means = lost / torch.tensor([work.expected for work in works], dtype=torch.float64)
+        return means.float(), {n: torch.stack([one[n] for one in made]).to(rows.dtype) for n in leaves}
+
+    def clipped_sums(
+        self, model: Model, feed: Feed, tensors: Tree, leaves: Sequence[str], cohort: Members, part: Int[Tensor, "u n"]
+    ) -> tuple[Tree, Float[Tensor, " u"]]:
+        """The sum of each user's clipped gradients, float64, and of its losses, over examples of these numbers."""
+        drawn = feed.numbered(cohort.owners, part, cohort.round_number).to(cohort.part.rows.device)
+        return self.sums_over(model, feed, tensors, leaves, cohort.owners, drawn)
+
+    def sums_over(
+        self,
+        model: Model,
+        feed: Feed,
+        tensors: Tree,
+        leaves: Sequence[str],
+        owners: Sequence[int],
+        drawn: Int[Tensor, "u n ..."],
+    ) -> tuple[Tree, Float[Tensor, " u"]]:
+        """The same over examples that were drawn: one pass, whose rows they are, the first user's first."""
+        users, count = drawn.shape[:2]
+        who = [owner for owner in owners for _ in range(count)]
+        wide = {n: t.detach().repeat_interleave(count, 0) for n, t in tensors.items()}
+        for name in leaves:
+            wide[name].requires_grad_()
+        rows = drawn.flatten(0, 1).unsqueeze(1)
+        batch: Any = feed.read("train", who, rows)
+        losses = model.without(self.own(model.layout)).losses_of_each(wide, who, batch)
+        means = losses.flatten(1).sum(1) / feed.counted(rows).clamp(min=1)
+        found = torch.autograd.grad(means.sum(), [wide[n] for n in leaves], materialize_grads=True)
+        changes = clipped(dict(zip(leaves, found, strict=True)), self.examples.privacy.first_bound)
+        sums = {n: t.view(users, count, *t.shape[1:]).sum(1) for n, t in changes.items()}
+        return sums, means.detach().double().view(users, count).sum(1).cpu()
+
+    def _shared(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
+        return restrict(layout.views(rows), layout, self.method.shared)
+
+    def joined(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
+        """``plain`` gradients with ``noised`` ones, cut to shared entries, in their place for users ``at``."""
+        whole = Tree()
+        for slot in layout.touching(phase.reached).slots:
+            if slot.name not in noised:
+                whole[slot.name] = plain[slot.name]
+                continue
+            made = noised[slot.name]
+            full = plain.get(slot.name)
+            full = made.new_zeros(users, *slot.shape) if full is None else full.clone()
+            keep = [i for i, shared in enumerate(slot.chosen(self.method.shared)) if shared]
+            if len(keep) == len(slot.roles):
+                full[list(at)] = made
+            else:
+                full[torch.tensor(at).unsqueeze(1), torch.tensor(keep)] = made
+            whole[slot.name] = full
+        return whole
+
+
+def noised_steps(model: Model, method: Method, training: Training) -> Noised | None:
+    """How a method's users hide single examples in steps on what they share, where a run asks for that.
+
+    Raises:
+        RecipeError: what is shared is no model by itself, or examples of a batch have statistics in common.
+    """
+    if (examples := examples_of(training)) is None:
+        return None
+    where = f"privacy: method {method.name}"
+    if model.batchwise:
+        raise RecipeError(
+            f"{where}: statistics of batch norm are of all examples of a batch together; allowed: a net with "
+            "group norm, as net:resnet9-group"
+        )
+    noised = Noised(examples=examples, method=method, training=training)
+    try:
+        model.without(noised.own(model.layout))
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    return noised
+
+
+def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users most"]:
+    """Everybody's numbers, filled with ``PAD`` to a multiple of ``size`` of which there is at least one."""
+    most = max(1, -(-max(len(numbers) for numbers in drawn) // size)) * size
+    whole = torch.full((len(drawn), most), PAD, dtype=torch.int64)
+    for row, numbers in zip(whole, drawn, strict=True):
+        row[: len(numbers)] = numbers
+    return whole

@@ -1,0 +1,384 @@
+"""The server: aggregated state and what it does with uploads."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.config.settings import Aggregation, Training
+from comingle.data.populations import LOTS, Numbers
+from comingle.methods.base import Method
+from comingle.methods.server import Mean, Received, ServerSetup
+from comingle.models.hardware import require_room
+from comingle.models.model import Model
+from comingle.privacy.checks import check_layout, check_population
+from comingle.privacy.guard import BOUND, CLIP_NORM, COUNTS, WITHIN, Guard
+from comingle.privacy.noise import without_padding
+from comingle.privacy.robust import Judged, check_rounds, defended
+from comingle.privacy.secure_sum import Sums
+from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Format, Upload, expand, fill_ranks, verdict
+from comingle.training.privacy import guard_of
+from comingle.training.settings import participants, round_sizes
+from comingle.training.state import draw
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
+
+logger = logging.getLogger("comingle")
+
+VERSION, RANKS = "version", "ranks"
+"""By which names its state holds what it knows besides its method's; ``LOWEST`` is that of the lowest loss."""
+
+
+@dataclass(kw_only=True)
+class ServerHalf:
+    """A method's server at work, with what it keeps.
+
+    ``users`` are the names of all who may take part; ``uploads`` is the format of what they send. ``scales`` are their
+    LoRA factors, which follow from settings that everybody knows; ``ranks`` are their LoRA ranks, as of the last upload
+    of each. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest mean
+    validation loss that users have reported, where the best round is selected. ``guard`` keeps what a run with privacy
+    reveals in bounds. With ``sums`` it sees sums of uploads alone; ``aggregation`` says how uploads are put together
+    where some may be hostile, and ``judged`` what that made of the last round's.
+    """
+
+    method: Method
+    layout: Layout
+    users: Sequence[str]
+    scales: Float[Tensor, " users"]
+    ranks: Int[Tensor, " users"]
+    weighted: bool
+    uploads: Format
+    clustered: tuple[str, ...]
+    centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree]
+    kept: Tree = field(default_factory=dict)
+    version: int = 0
+    lowest_loss: float = math.inf
+    guard: Guard | None = None
+    sums: Sums | None = None
+    aggregation: Aggregation | None = None
+    judged: Judged | None = None
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """The number of each of these names among all."""
+        return Numbers(self.users)
+
+    @property
+    def state(self) -> Tree:
+        """Everything that it goes on from."""
+        lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
+        guarded = self.guard.state if self.guard is not None else {}
+        return {**self.kept, VERSION: torch.tensor(self.version), RANKS: self._told_ranks, LOWEST: lowest, **guarded}
+
+    @property
+    def _told_ranks(self) -> Int[Tensor, " _"]:
+        """Of very many users who have the same rank for good, that one."""
+        alike = len(self.users) > LOTS and not any(part.resizes for part in self.method.client.parts)
+        return self.ranks[:1].clone() if alike and bool((self.ranks == self.ranks[0]).all()) else self.ranks.clone()
+
+    def restore(self, state: Tree) -> None:
+        """Go on from there."""
+        if self.guard is not None:
+            self.guard.restore(state)
+        self.kept = {name: t for name, t in state.items() if name not in (VERSION, RANKS, LOWEST, COUNTS, BOUND)}
+        self.version, self.ranks, self.lowest_loss = (
+            int(state[VERSION]),
+            _of_all(state[RANKS], self.users),
+            float(state[LOWEST]),
+        )
+
+    def answers(self, users: Sequence[str]) -> list[str]:
+        """Those of some users for whom there is something; peers answer nobody who has sent nothing."""
+        if not self.method.server.peer_to_peer:
+            return list(users)
+        senders = {self.users[sender] for sender in self.method.server.senders(self.kept)}
+        return [user for user in users if user in senders]
+
+    @property
+    def by_user(self) -> frozenset[str]:
+        """What of its state has the users on its leading dimension."""
+        return self.method.server.by_user | {RANKS} | ({COUNTS} if self.guard is not None else frozenset())
+
+    def invite(self, training: Training, number: int, *, releases: bool = True) -> list[int] | None:
+        """Who takes part in round ``number`` (from 0), by number; None where the privacy budget allows no more.
+
+        Nobody may, where users are drawn one by one. A round that ``releases`` nothing costs nothing.
+        """
+        guard = self.guard
+        if guard is None:
+            return participants(training, number, self.users)
+        if guard.draws:
+            return guard.draw(number) if not releases or guard.affordable([0]) else None
+        return guard.admit(participants(training, number, self.users), releases=releases)
+
+    def check_rounds(self, training: Training) -> None:
+        """Whether rounds are large enough for the rule by which uploads are put together, if there is one.
+
+        Raises:
+            RecipeError: they are not, or users' ranks differ where they must not.
+        """
+        if self.aggregation is not None and self.shares:
+            same = len(set(self.ranks.tolist())) == 1
+            check_rounds(self.aggregation, round_sizes(training, self.users), same_ranks=same)
+
+    def warn_of_noise(self, training: Training) -> None:
+        """Log a warning where the noise of a private run drowns what its users can change."""
+        if self.guard is not None and self.shares and (why := self.guard.noise_warning(self.size, training.rounds)):
+            logger.warning("%s", why)
+
+    def download(self, users: Sequence[str]) -> Download:
+        """What these users get now."""
+        numbers = self.numbers(users)
+        senders = self.method.server.senders(self.kept)
+        tensors = self.method.server.download(self.kept, numbers)
+        if self.guard is not None and self.adaptive:
+            tensors |= {CLIP_NORM: torch.full((len(numbers), 1), self.guard.bound, dtype=torch.float64)}
+        return Download(
+            version=self.version,
+            users=tuple(users),
+            tensors=tensors,
+            ranks=self.ranks[numbers],
+            senders=tuple(self.users[sender] for sender in senders),
+        )
+
+    @torch.no_grad()
+    def aggregate(self, upload: Upload) -> None:
+        """Take in the uploads of a round."""
+        numbers = self.numbers(upload.users)
+        tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
+        self._charge(numbers)
+        if self.guard is not None and self.guard.privacy.mechanism == "central":
+            received = self._private_mean(self.guard, tensors, upload)
+        else:
+            received = self._received(numbers, tensors, upload)
+        if (received := self._defended(received, upload.users)) is not None:
+            self.method.server.aggregate(self.kept, received)
+        self.ranks[numbers] = upload.ranks
+        self.version = upload.round
+
+    @property
+    def adds(self) -> bool:
+        """Whether all that it does with uploads are the weighted sums of :class:`Mean`, and a step."""
+        server = self.method.server
+        central = self.guard is not None and self.guard.privacy.mechanism == "central"
+        plain = self.sums is None and self.aggregation is None and not central
+        return plain and isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate
+
+    def coefficients(self, names: Sequence[str], upload: Upload) -> Tree:
+        """Where it :attr:`adds`, by what the uploads' tensors of these names are multiplied; looks at none of them."""
+        server, numbers = self.method.server, self.numbers(upload.users)
+        assert isinstance(server, Mean)
+        return server.coefficients(self._received(numbers, dict.fromkeys(names, torch.zeros(0)), upload))
+
+    @torch.no_grad()
+    def aggregate_weighted(self, sums: Tree, upload: Upload) -> None:
+        """Take in weighted sums of a round's uploads, of which the rest is here."""
+        server, numbers = self.method.server, self.numbers(upload.users)
+        assert isinstance(server, Mean)
+        self._charge(numbers)
+        server.step(self.kept, sums, self._received(numbers, {}, upload))
+        self.ranks[numbers] = upload.ranks
+        self.version = upload.round
+
+    @torch.no_grad()
+    def aggregate_sum(self, total: np.ndarray | Int[Tensor, " entries"], users: Sequence[str], done: int) -> None:
+        """Take in the sum of what these users have uploaded in round ``done`` (from 1)."""
+        assert self.sums is not None
+        self._charge(self.numbers(users))
+        model = self.model
+        mean = self.sums.mean(total, model, len(users), done)
+        self.method.server.aggregate(self.kept, _of_nobody(model, mean, self._roles))
+        self.version = done
+
+    def pass_over(self, done: int) -> None:
+        """A round without a sum: the model stays as it is, and everybody goes on from there."""
+        self.version, self.judged = done, None
+
+    @property
+    def model(self) -> Tree:
+        """The one that everybody downloads, where there is one."""
+        return {name: t[0, 0] for name, t in self.method.server.download(self.kept, [0]).items()}
+
+    @property
+    def size(self) -> int:
+        """How many numbers of a user are shared."""
+        return self.layout.count(self.method.shared)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether users are told the bound of their changes, and report whether they were within."""
+        return self.guard is not None and self.guard.privacy.adaptive
+
+    @property
+    def account(self) -> dict[str, Any]:
+        """What a run's metrics say of privacy, where it has any."""
+        return {} if self.guard is None else {"privacy": self.guard.account}
+
+    @property
+    def shares(self) -> bool:
+        """Whether users have anything to send."""
+        return bool(self.layout.mask(self.method.shared).any())
+
+    def _received(self, numbers: Sequence[int], tensors: Tree, upload: Upload) -> Received:
+        return Received(
+            users=numbers,
+            tensors=tensors,
+            weights=self._weights(upload),
+            ranks=upload.ranks,
+            scales=self.scales[numbers],
+            reports=upload.reports,
+            clustered=self.clustered,
+            centred=self.centred,
+            roles=self._roles,
+        )
+
+    @cached_property
+    def _roles(self) -> dict[str, frozenset[str]]:
+        return self.layout.named_roles(self.method.shared)
+
+    def _charge(self, numbers: Sequence[int]) -> None:
+        """Count what these users' uploads reveal, where it is they that do."""
+        if self.guard is not None and self.shares and self.guard.at_uploads:
+            self.guard.charge(numbers)
+
+    def _defended(self, received: Received, names: Sequence[str]) -> Received | None:
+        """What the rule makes of it; None where too few uploads have arrived, so that the model stays as it is."""
+        self.judged = None
+        if self.aggregation is None or not received.tensors:
+            return received
+        started = self.method.server.starts(self.kept, received)
+        found, self.judged = defended(self.aggregation, received, started, names)
+        if found is None:
+            logger.warning("%s", self.judged.reason)
+        return found
+
+    def _private_mean(self, guard: Guard, uploads: Tree, upload: Upload) -> Received:
+        """The one upload of nobody that the method's server sees: the model moved by the mean change with noise.
+
+        Uploads are clipped here once more, whatever users have sent. Where nobody was drawn there is noise alone.
+        """
+        model = self.model
+        told = {n: t.unsqueeze(0).expand(len(upload.users), *t.shape) for n, t in model.items()} if uploads else {}
+        known = without_padding(told, upload.ranks)
+        changes = {name: t.double() - known[name].double() for name, t in uploads.items()}
+        mean = guard.mean(changes, model, upload.round - 1, upload.reports.get(WITHIN))
+        return _of_nobody(model, mean, self._roles)
+
+    def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
+        """What those who have reported validation losses, or all of ``users``, hear of them."""
+        loss = fmean(report.reports[VALIDATION].tolist())
+        lowest = loss < self.lowest_loss
+        self.lowest_loss = min(loss, self.lowest_loss)
+        return verdict(users or report.users, report.round, lowest=lowest)
+
+    def forget(self) -> None:
+        """Keep nothing of what peers have sent, once all of them have been answered."""
+        self.kept.clear()
+
+    def _weights(self, upload: Upload) -> Float[Tensor, " users"]:
+        """Weight of each upload in means: equal, or by the amount of training data."""
+        counts = upload.reports[COUNT] if self.weighted else torch.ones(len(upload.users))
+        return averaging_weights(counts)
+
+
+def _of_all(ranks: Int[Tensor, " _"], users: Sequence[str]) -> Int[Tensor, " users"]:
+    return ranks.cpu().expand(len(users)).clone()
+
+
+def _of_nobody(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]]) -> Received:
+    """The one upload of nobody: the model moved by a mean change."""
+    return Received(
+        users=[],
+        tensors={name: (t.double() + change[name].to(t.device)).to(t.dtype).unsqueeze(0) for name, t in model.items()},
+        weights=torch.ones(1, dtype=torch.float64),
+        ranks=torch.zeros(1, dtype=torch.int64),
+        scales=torch.ones(1),
+        roles=roles,
+    )
+
+
+def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
+    """Weights in proportion to counts, float64."""
+    return counts.double() / counts.double().sum()
+
+
+def clustered(model: Model, method: Method) -> tuple[str, ...]:
+    """The tensors whose leading axis is a mixture's components; whole models have statistics of their own. In the
+    layout's order, so that who counts layers by them counts as the model does.
+    """
+    mixture = method.placement.mixture
+    roles = {ADAPTOR, STATISTICS} if mixture is not None and mixture.of == "models" else {ADAPTOR}
+    return tuple(
+        slot.name for slot in model.layout.slots if len(slot_roles := set(slot.roles)) == 1 and slot_roles <= roles
+    )
+
+
+def start_server(model: Model, method: Method, users: Sequence[str], training: Training) -> ServerHalf:
+    """The server before the first round.
+
+    Raises:
+        RecipeError: it merges or hands out whole models, and users' ranks differ; or it passes uploads on, compressed.
+    """
+    uploads, privacy = training.uploads, training.privacy
+    if privacy is not None and privacy.noisy:
+        if not privacy.of_examples:
+            check_population(privacy, len(users))
+        check_layout(method, model.layout)
+    if method.server.peer_to_peer and uploads != "float32":
+        raise RecipeError(
+            f"training.uploads: got {uploads!r} for {method.name}, whose users mix uploads; allowed: float32"
+        )
+    if (method.server.first_download or method.server.one_rank) and not bool(model.mask().all()):
+        raise RecipeError(
+            f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
+        )
+    half = ServerHalf(
+        method=method,
+        layout=model.layout,
+        users=users,
+        scales=_of_each(model.scales, len(users)),
+        ranks=_of_each(model.ranks, len(users)),
+        weighted=training.weighting != "uniform" and privacy is None,
+        uploads=uploads,
+        clustered=clustered(model, method),
+        centred=model.centre,
+        guard=guard_of(training, users),
+        sums=training.sums,
+        aggregation=training.aggregation,
+    )
+    if method.shared:
+        first = model.layout.views(_first_models(model, method, training.seed))
+        models = restrict(first, model.layout, method.received)
+        roles = model.layout.named_roles(method.received)
+        setup = ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed, roles=roles)
+        kept = method.server.start(setup)
+        half.kept = {name: t.to(model.device) for name, t in kept.items()}
+        if half.sums is not None:
+            half.sums.check_size(half.size)
+    return half
+
+
+def _of_each(values: Tensor, users: int) -> Tensor:
+    """Everybody's own, where one number may be that of all."""
+    return values.cpu().expand(users).clone()
+
+
+def _first_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:
+    """The differently initialised models that the server begins with; the first is what users start from."""
+    count, layout = method.server.server_models, model.layout
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    first = draw(layout, seed, "server").unsqueeze(0)
+    if (others := model.other_starts) is None:
+        require_room(f"method {method.name}", count, layout.columns)
+        others = torch.stack([draw(layout, seed, f"server/{n}") for n in range(1, count)]) if count > 1 else first[:0]
+    return torch.cat([first, others]).to(model.device, dtype)

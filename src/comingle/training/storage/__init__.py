@@ -1,0 +1,1 @@
+"""Users' tensors and data on disk, for populations larger than memory."""
