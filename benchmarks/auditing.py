@@ -20,7 +20,7 @@ import comingle
 import torch
 
 from comingle.reports.audit import Audit
-from comingle.reports.significance import interval
+from comingle.reports.comparisons import interval
 
 DOCUMENTS = 120
 CASES = {"none": None, "local 4": ("local", 4.0), "central 2": ("central", 2.0), "example 1": ("example", 1.0)}

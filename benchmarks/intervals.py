@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-from comingle.reports.significance import one_way, two_way
+from comingle.reports.comparisons import one_way, two_way
 
 RESAMPLES = 400
 CASES = [

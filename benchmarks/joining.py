@@ -21,7 +21,7 @@ import comingle
 # isort: split
 import torch
 
-from comingle.reports.significance import interval
+from comingle.reports.comparisons import interval
 
 SOURCES = {
     "AG News": ("ag_news/ag_news.jsonl.xz", "category"),

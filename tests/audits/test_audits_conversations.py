@@ -27,8 +27,7 @@ from comingle.audits.membership import infer, show, windows_of
 from comingle.audits.shadows import halves, run_shadow
 from comingle.data.conversations.encoding import Answers, UserAnswers
 from comingle.models.windows import PAD
-from comingle.reports.audit import verdict
-from comingle.reports.audit_page import markdown
+from comingle.reports.audit import markdown, verdict
 from comingle.runs.given import given_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare

@@ -19,7 +19,7 @@ from comingle.comparing import api, comparing
 from comingle.comparing.beside import portions
 from comingle.config import load_recipe
 from comingle.reports.comparisons import read_comparison
-from comingle.reports.latex import latex
+from comingle.reports.tables import latex
 from comingle.training.client import Clients
 from comingle.utils.errors import DivergenceError
 from comingle.utils.records import read_metrics

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from comingle.cli.training import warn_overlaps
 from comingle.data.splits import UserText
-from comingle.tables.run_tables import render_run
+from comingle.reports.tables import render_run
 from comingle.training.kinds.base import Materials
 from comingle.training.kinds.text import KIND as TEXT
 from comingle.utils.terminal import Terminal, printable, words

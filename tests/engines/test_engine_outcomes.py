@@ -16,8 +16,7 @@ from comingle.config.settings import Privacy
 from comingle.methods import make
 from comingle.privacy.guard import Guard
 from comingle.reports.comparisons import compare_runs
-from comingle.reports.tables import markdown
-from comingle.tables.run_tables import render_run
+from comingle.reports.tables import markdown, render_run
 from comingle.training.rounds import Evaluations, outcome_warnings
 from comingle.utils.records import read_metrics
 

@@ -11,8 +11,7 @@ import pytest
 
 from comingle.config import Recipe, parse_recipe
 from comingle.data.samples.samples import Split, UserSamples
-from comingle.reports.runs import Entry, read_run
-from comingle.reports.series import final
+from comingle.reports.runs import Entry, final, read_run
 from comingle.runs import api
 from comingle.training.client import finetuned
 from comingle.training.kinds.samples import PersonalNet

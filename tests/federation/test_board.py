@@ -19,7 +19,7 @@ from comingle.federation.board import Board
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
 from comingle.federation.tasks import unpack_answer, unpack_task
-from comingle.reports.participants import render_participants
+from comingle.reports.tables import render_participants
 from comingle.utils.records import read_metrics
 from comingle.utils.terminal import Terminal
 

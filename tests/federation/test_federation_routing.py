@@ -20,7 +20,7 @@ from comingle.federation.node import Node
 from comingle.federation.own import Tells
 from comingle.federation.running import coordinate
 from comingle.federation.tasks import unpack_answer
-from comingle.reports.mixtures import read_mixtures
+from comingle.reports.figures import read_mixtures
 from comingle.runs import api
 from comingle.utils.records import read_events
 

@@ -20,9 +20,9 @@ from comingle.federation.node import Node
 from comingle.privacy import noise
 from comingle.privacy.accounting import Release, epsilon
 from comingle.protocol.wire import unpack
+from comingle.reports.tables import render_run
 from comingle.runs.results import Run
 from comingle.runs.session import prepare, run_in
-from comingle.tables.run_tables import render_run
 from comingle.utils.errors import RunError
 from comingle.utils.records import read_events
 from resuming import StoppedError, outcome, stop_in_round_3, told
@@ -349,8 +349,8 @@ def test_without_privacy_a_recipe_is_what_it_was(tmp_path: Path) -> None:
 def test_epsilon_stands_beside_accuracy(tmp_path: Path) -> None:
     """In the page and in the server's table; what is sent without privacy has no bound."""
     from comingle.reports.page import render_page
-    from comingle.reports.participants import render_participants
     from comingle.reports.runs import read_entries
+    from comingle.reports.tables import render_participants
     from comingle.utils.terminal import Terminal
 
     metrics, _ = federated(recipe(tmp_path), tmp_path / "apart")

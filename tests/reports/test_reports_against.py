@@ -10,9 +10,8 @@ import pytest
 import scipy.stats
 from rich.console import Console
 
-from comingle.reports.against import Against, Results, baseline_of, hold, notes, render, rows_of
-from comingle.reports.significance import holm, two_way
-from comingle.tables.measures import as_change, change, difference, reach_text
+from comingle.reports.comparisons import Against, Results, baseline_of, hold, holm, notes, render, rows_of, two_way
+from comingle.reports.formatting import as_change, change, difference, reach_text
 from comingle.utils.errors import RecipeError
 
 wilcoxon: Any = scipy.stats.wilcoxon  # what scipy returns has no types

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from comingle.reports.comparisons import compare_runs
-from comingle.reports.tables import markdown, tables_of
-from comingle.tables.crowds import at_share, best_first, budget_note, is_unequal, typical_budget
-from comingle.tables.run_tables import render_run
+from comingle.reports.formatting import at_share, best_first, budget_note, is_unequal, typical_budget
+from comingle.reports.tables import markdown, render_run, tables_of
 from comingle.utils.records import read_metrics, write_json
 
 

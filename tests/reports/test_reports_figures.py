@@ -12,10 +12,20 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Patch
 
-from comingle.reports import figures, gains
-from comingle.reports.canvas import SMALLEST, draw, legend_above, short, svg
-from comingle.reports.colours import expert_class, expert_colour, expert_css, rgb, styles
-from comingle.reports.extremes import extremes
+from comingle.reports import figures
+from comingle.reports.canvas import (
+    SMALLEST,
+    draw,
+    expert_class,
+    expert_colour,
+    expert_css,
+    legend_above,
+    rgb,
+    short,
+    styles,
+    svg,
+)
+from comingle.reports.figures import extremes
 from comingle.reports.runs import read_entries
 from comingle.reports.tokens import Text, TokenView, tokens_figure, visible
 
@@ -95,7 +105,7 @@ def test_the_best_of_a_population_are_known_without_a_baseline(write_run: Any) -
 
 def test_a_population_has_its_distribution_and_its_gains_against_data(write_run: Any) -> None:
     local, comigs = population(write_run, "local", "comigs")
-    panels = gains.population_panels([local, comigs], local)
+    panels = figures.population_panels([local, comigs], local)
     assert panels is not None
     distribution, against = panels.figure().axes
     ends = sorted(10 * (i - 14.5) for i in range(30))
@@ -107,7 +117,7 @@ def test_a_population_has_its_distribution_and_its_gains_against_data(write_run:
     assert panels.sheet[0][2:5] == ["user", "train_tokens", "change"]
     assert panels.sheet[1][2:5] == ["user0", 100, pytest.approx(-145)]
     assert len(panels.sheet) == 31
-    bars = gains.users_panels([local, comigs], local)
+    bars = figures.users_panels([local, comigs], local)
     assert bars is not None
     assert len(bars.sheet) == 31  # with all of them too, whoever has a bar
 
@@ -170,7 +180,7 @@ def test_a_level_result_is_pale_and_never_hatched(write_run: Any) -> None:
     entries = read_entries(runs)
     figure = figures.users_figure(entries, entries[0])
     assert figure is not None
-    assert [(bar.get_alpha(), bar.get_hatch()) for bar in figure.axes[0].patches] == [(gains.PALE, "")] * 2
+    assert [(bar.get_alpha(), bar.get_hatch()) for bar in figure.axes[0].patches] == [(figures.PALE, "")] * 2
 
 
 def test_bytes_are_held_against_both_means_of_perplexities(entries: Any) -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.text import TextType
 
-from comingle.tables.framing import Table
+from comingle.reports.formatting import Table
 from comingle.utils.terminal import Terminal, words
 
 LONG = "words " * 15 + "end"

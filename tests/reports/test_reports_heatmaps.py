@@ -8,8 +8,8 @@ pytest.importorskip("matplotlib", reason="NO FIGURES: pip install comingle[repor
 
 from matplotlib.figure import Figure
 
-from comingle.reports.heatmaps import _heat  # pyright: ignore[reportPrivateUsage]
-from comingle.reports.series import Curve, ExpertCurves, Spread
+from comingle.reports.figures import _heat  # pyright: ignore[reportPrivateUsage]
+from comingle.reports.runs import Curve, ExpertCurves, Spread
 
 
 @pytest.mark.parametrize("layers", [1, 2, 12])

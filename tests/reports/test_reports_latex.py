@@ -12,7 +12,7 @@ import pytest
 
 from comingle.comparing.results import Comparison
 from comingle.reports.comparisons import compare_metrics
-from comingle.reports.latex import escape_latex, latex
+from comingle.reports.tables import escape_latex, latex
 from comingle.utils.errors import RunError
 
 HOSTILE = r"[b]*_o&b% $1 #2 {x} \input{/etc/passwd} ~^ <a|b> `c' ?` -- \\ {"

@@ -6,16 +6,7 @@ import math
 
 import pytest
 
-from comingle.tables.measures import (
-    axis_label,
-    byte_unit,
-    change,
-    change_label,
-    change_text,
-    is_worse,
-    rule,
-    tick,
-)
+from comingle.reports.formatting import axis_label, byte_unit, change, change_label, change_text, is_worse, rule, tick
 from comingle.utils.records import MEASURES, number
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from comingle.cli import app
 from comingle.config import load_recipe, parse_recipe
-from comingle.reports.mixtures import Mixtures, adjusted_rand_index, match_clusters, mixtures_figure, read_mixtures
+from comingle.reports.figures import Mixtures, adjusted_rand_index, match_clusters, mixtures_figure, read_mixtures
 from comingle.runs.api import run
 
 SGD = {"name": "sgd", "learning_rate": 0.1, "schedule": "constant", "weight_decay": 0}

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comingle.reports.judged import counted, judged_tables
 from comingle.reports.page import render_page
 from comingle.reports.runs import read_entries
+from comingle.reports.tables import counted, judged_tables
 from comingle.reports.tokens import Text, TokenView, pack_gates
 from comingle.utils.errors import RecipeError
 
@@ -278,10 +278,10 @@ def test_given_mixtures_are_no_finding(write_run: Any) -> None:
 def test_of_many_users_the_worst_and_the_best_stand_in_the_table(
     write_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comingle.reports.extremes.MAX_PANELS", 2)
+    monkeypatch.setattr("comingle.reports.figures.MAX_PANELS", 2)
     monkeypatch.setattr("comingle.reports.figures.MAX_PANELS", 2)
     monkeypatch.setattr("comingle.reports.page.MAX_PANELS", 2)
-    monkeypatch.setattr("comingle.reports.gains.MAX_BARS", 3)
+    monkeypatch.setattr("comingle.reports.figures.MAX_BARS", 3)
     ends = {"local": [0.5] * 16, "floral": [1.0, 0.5, *[0.25] * 13, 0.125]}
     page = render_page(net_entries(write_run, "loss", ends))
     text = prose(page)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from comingle.reports.notices import notices
+from comingle.reports.page import notices
 from comingle.reports.runs import find_runs, read_entries, read_run
 from comingle.utils.errors import RunError
 from comingle.utils.inputs import SPLITS, Inputs, UserInputs, write_inputs

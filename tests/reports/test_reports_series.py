@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from comingle.reports.runs import Entry, Evaluation, RunRecord, read_entries
-from comingle.reports.series import (
+from comingle.reports.formatting import change
+from comingle.reports.runs import (
+    Entry,
+    Evaluation,
     Gain,
+    RunRecord,
     Spread,
     baselines,
     compared,
@@ -22,9 +25,9 @@ from comingle.reports.series import (
     held,
     learning_curve,
     measured,
+    read_entries,
     verdicts,
 )
-from comingle.tables.measures import change
 
 
 def curve(ann: float | None, bob: float) -> dict[int, dict[str, float | None]]:

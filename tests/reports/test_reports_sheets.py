@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from comingle.reports.sheets import csv_text, sheet_of, user_records
+from comingle.reports.page import csv_text, sheet_of, user_records
 from comingle.utils.errors import RunError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from comingle.reports.significance import (
+from comingle.reports.comparisons import (
     Estimate,
     holm,
     holm_shares,

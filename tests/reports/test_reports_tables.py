@@ -12,8 +12,16 @@ import pytest
 from rich.console import Console
 
 from comingle.reports.comparisons import compare_runs, read_comparison
-from comingle.reports.tables import markdown, render_comparison, tables_of, write_comparison
-from comingle.tables.run_tables import megabytes, render_curve, render_run, sizes
+from comingle.reports.tables import (
+    markdown,
+    megabytes,
+    render_comparison,
+    render_curve,
+    render_run,
+    sizes,
+    tables_of,
+    write_comparison,
+)
 from comingle.utils.errors import RunError
 from comingle.utils.records import read_metrics, write_json
 

@@ -14,8 +14,8 @@ import torch
 import comingle
 from comingle.cli import main
 from comingle.joining.api import join
+from comingle.reports.tables import curve_svg
 from comingle.runs.results import Run
-from comingle.tables.curves import curve_svg
 
 HOSTILE = "b<script>alert(1)</script>&\"'ob"
 SVG = "{http://www.w3.org/2000/svg}"

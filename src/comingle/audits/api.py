@@ -10,8 +10,7 @@ from comingle.audits.auditing import SHADOWS, audit_run
 from comingle.audits.shadows import FEWEST
 from comingle.models.hardware import torch_defaults
 from comingle.progress import reporting
-from comingle.reports.audit import Audit
-from comingle.reports.audit_page import check_targets, write_audit
+from comingle.reports.audit import Audit, check_targets, write_audit
 from comingle.runs.api import load
 from comingle.runs.given import AnyBase, given_of
 from comingle.runs.results import Run

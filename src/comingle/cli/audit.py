@@ -55,8 +55,7 @@ def audit(
     """
     from comingle.audits import api
     from comingle.cli.progress import console, status
-    from comingle.reports.audit import verdict
-    from comingle.reports.audit_page import check_targets, render_audit
+    from comingle.reports.audit import check_targets, render_audit, verdict
     from comingle.runs.api import load
     from comingle.utils.terminal import words
 

@@ -151,7 +151,7 @@ class _Session:
     def _route(self, layer: str) -> None:
         from rich.text import Text
 
-        from comingle.reports.colours import expert_colour
+        from comingle.reports.canvas import expert_colour
         from comingle.utils.terminal import printable
 
         routing = self.talk.route()

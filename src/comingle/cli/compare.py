@@ -90,7 +90,7 @@ def compare_methods(
     """
     from comingle.cli.progress import console
     from comingle.comparing.comparing import folders_of, labels_of, recipes_of
-    from comingle.reports.against import baseline_of, members
+    from comingle.reports.comparisons import baseline_of, members
     from comingle.reports.tables import tables_of, write_comparison
     from comingle.utils.terminal import words
 

@@ -56,8 +56,7 @@ def cost(
     from comingle.cli.progress import console, status
     from comingle.costing.machines import plan_times
     from comingle.costing.planning import plan
-    from comingle.reports.costs import render_plan, verdicts
-    from comingle.reports.times import render_times
+    from comingle.reports.costs import render_plan, render_times, verdicts
 
     names = split_names(",".join(method)) if method else []
     for_all = method_settings(sets, names or [read.method.name])

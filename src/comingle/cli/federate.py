@@ -33,7 +33,7 @@ def federate(
     require_flower()
     from comingle.cli.progress import console
     from comingle.federation.local import federate as run
-    from comingle.tables.run_tables import render_run
+    from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
 
     folder = out or default_folder(recipe, read.method.name, read.seed)

@@ -34,7 +34,7 @@ def join(
     from comingle.cli.progress import console, status
     from comingle.joining.joining import join_run, newcomer
     from comingle.progress import reporting
-    from comingle.reports.joined import render_joined
+    from comingle.reports.tables import render_joined
     from comingle.runs.api import load
     from comingle.runs.given import NOTHING
     from comingle.utils.names import as_folder

@@ -43,7 +43,7 @@ def table_of_participants(folder: Path, *, everybody: bool, quiet: bool) -> Iter
     from rich.live import Live
 
     from comingle.cli.progress import console
-    from comingle.reports.participants import render_participants
+    from comingle.reports.tables import render_participants
 
     if quiet or not console.is_terminal:
         yield

@@ -11,15 +11,15 @@ import typer
 
 from comingle.cli.options import named
 from comingle.cli.report import Length, Replace, Runs, Texts, Users, warn_unlike
-from comingle.reports.targets import check_target, require_packages
+from comingle.reports.page import check_target, require_packages
 from comingle.utils.errors import RecipeError, RunError, did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from comingle.reports.canvas import Panels
+    from comingle.reports.page import Sheet
     from comingle.reports.runs import Entry
-    from comingle.reports.sheets import Sheet
 
 Figures = Iterator[tuple[str, "Figure", "Sheet"]]
 """Names, pictures, and the numbers in them."""
@@ -48,8 +48,8 @@ def plot(
     require_packages("comingle plot")
     from comingle.cli.progress import console, status
     from comingle.reports.canvas import save
+    from comingle.reports.page import csv_text
     from comingle.reports.runs import read_entries
-    from comingle.reports.sheets import csv_text
     from comingle.utils.records import write_text
 
     kinds = figure or [kind for kind in KINDS if kind != "tokens"]
@@ -90,11 +90,15 @@ def _draw(kind: str, entries: list[Entry], tokens: Callable[[], Figures]) -> Fig
 
 
 def _panels(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | None]]:
-    from comingle.reports.extremes import is_population
-    from comingle.reports.figures import bytes_panels, curves_panels
-    from comingle.reports.gains import population_panels, users_panels
-    from comingle.reports.heatmaps import scores_panels
-    from comingle.reports.series import baselines
+    from comingle.reports.figures import (
+        bytes_panels,
+        curves_panels,
+        is_population,
+        population_panels,
+        scores_panels,
+        users_panels,
+    )
+    from comingle.reports.runs import baselines
 
     if kind == "curves":
         yield "curves", curves_panels(entries)
@@ -114,8 +118,8 @@ def _panels(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | Non
 
 def _mixtures(entries: list[Entry]) -> Figures:
     """Of every run whose users mix adaptors at the level of the client."""
-    from comingle.reports.mixtures import mixtures_figure, read_mixtures
-    from comingle.reports.sheets import mixtures_sheet
+    from comingle.reports.figures import mixtures_figure, read_mixtures
+    from comingle.reports.page import mixtures_sheet
 
     for entry in entries:
         for run in entry.runs:
@@ -129,7 +133,7 @@ def _tokens(
 ) -> Figures:
     from comingle.cli.compare import split_names
     from comingle.comparing.views import route_texts
-    from comingle.reports.sheets import tokens_sheet
+    from comingle.reports.page import tokens_sheet
     from comingle.reports.tokens import tokens_figure
 
     for view in route_texts(entries, text, None if users is None else split_names(users), length):

@@ -17,7 +17,7 @@ from comingle.data.populations import Crowd
 from comingle.data.samples.samples import SPLITS, UserSamples
 from comingle.data.splits import UserText
 from comingle.data.text.streams import UserData
-from comingle.tables.framing import Table
+from comingle.reports.formatting import Table
 from comingle.training.kinds.base import NETS, Materials
 from comingle.training.kinds.nets import net_name
 from comingle.utils.errors import list_names

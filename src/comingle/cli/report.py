@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from comingle.cli.options import named
-from comingle.reports.targets import check_target, require_packages
+from comingle.reports.page import check_target, require_packages
 from comingle.utils.errors import RunError
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ def report(
     from comingle.cli.progress import console, status
     from comingle.comparing.views import route_texts
     from comingle.reports.page import render_page
-    from comingle.reports.runs import read_entries
-    from comingle.reports.series import held
+    from comingle.reports.runs import held, read_entries
     from comingle.utils.records import write_text
 
     path = out or runs[0] / "report.html"
@@ -83,7 +82,7 @@ def report(
 
 def warn_unlike(entries: Sequence[Entry]) -> None:
     """Say why numbers of these runs should not be compared, where that is so."""
-    from comingle.reports.notices import unlike
+    from comingle.reports.page import unlike
     from comingle.utils.terminal import errors, words
 
     for line in unlike(entries):

@@ -50,7 +50,7 @@ def run(
         return
     from comingle.cli.progress import console
     from comingle.cli.training import train_here
-    from comingle.tables.run_tables import render_run
+    from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
 
     trained = train_here(place, recipe, sets, seed, out, resume=resume, force=force, quiet=quiet)

@@ -43,7 +43,7 @@ def server(
     from comingle.cli.network import speaker, table_of_participants
     from comingle.cli.progress import console
     from comingle.federation.serving import serve
-    from comingle.tables.run_tables import render_run
+    from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
 
     folder = out or Path("runs") / federation.stem

@@ -10,7 +10,7 @@ import typer
 
 from comingle.cli.options import Everybody, named
 from comingle.cli.report import Replace
-from comingle.reports.targets import check_target
+from comingle.reports.page import check_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -56,8 +56,7 @@ def show(
 
 def _shown(run: Path, against: str | None, *, everybody: bool) -> list[RenderableType]:
     from comingle.reports.comparisons import hold_against, read_comparison
-    from comingle.reports.tables import tables_of
-    from comingle.tables.run_tables import render_curve, render_run
+    from comingle.reports.tables import render_curve, render_run, tables_of
     from comingle.utils.errors import RecipeError
     from comingle.utils.records import read_events, read_metrics
 
@@ -72,8 +71,8 @@ def _shown(run: Path, against: str | None, *, everybody: bool) -> list[Renderabl
 
 def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
     from comingle.cli.progress import console
+    from comingle.reports.page import csv_text, sheet_of, user_records
     from comingle.reports.runs import find_runs
-    from comingle.reports.sheets import csv_text, sheet_of, user_records
     from comingle.utils.records import write_bytes, write_text
 
     records = user_records(find_runs([run]))
@@ -88,7 +87,7 @@ def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
 def _write_latex(run: Path, path: Path, *, everybody: bool) -> None:
     from comingle.cli.progress import console
     from comingle.reports.comparisons import compare_metrics, read_comparison
-    from comingle.reports.latex import latex
+    from comingle.reports.tables import latex
     from comingle.utils.records import read_metrics, write_text
 
     if (run / "table.json").exists():

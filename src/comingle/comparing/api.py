@@ -13,7 +13,7 @@ from comingle.comparing.results import Comparison
 from comingle.models.hardware import torch_defaults
 from comingle.progress import reporting
 from comingle.reports.advice import Advice
-from comingle.reports.against import baseline_of
+from comingle.reports.comparisons import baseline_of
 from comingle.reports.tables import write_comparison
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.results import Run

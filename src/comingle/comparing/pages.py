@@ -9,9 +9,8 @@ from typing import TypeAlias, TypeVar, cast
 from comingle.comparing.results import Comparison
 from comingle.comparing.views import route_texts
 from comingle.models.hardware import torch_defaults
-from comingle.reports.runs import read_entries
-from comingle.reports.series import held
-from comingle.reports.targets import check_target, require_packages
+from comingle.reports.page import check_target, require_packages
+from comingle.reports.runs import held, read_entries
 from comingle.runs.results import Run
 from comingle.training.backends.launched import require_alone
 from comingle.utils.errors import RunError

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comingle.reports.against import baseline_of, hold
-from comingle.reports.comparisons import compare_metrics, require_same_users, users_of
-from comingle.reports.latex import latex
-from comingle.reports.tables import tables_of
+from comingle.reports.comparisons import baseline_of, compare_metrics, hold, require_same_users, users_of
+from comingle.reports.formatting import html_of
+from comingle.reports.tables import latex, tables_of
 from comingle.runs.results import records_of, table_of
-from comingle.tables.framing import html_of
 from comingle.utils.errors import RunError
 from comingle.utils.records import measure_of
 from comingle.utils.terminal import printable
@@ -62,7 +60,7 @@ class Comparison:
         ]
 
     def against(self, baseline: str | None = None) -> list[dict[str, Any]]:
-        """One record for every other method, as :class:`comingle.reports.against.Verdict`; none with one seed.
+        """One record for every other method, as :class:`comingle.reports.comparisons.Verdict`; none with one seed.
 
         Whether it is better, level or worse than ``baseline`` (default: ``local``, or the first method) in the mean
         over users and seeds, with ``change``, its interval from ``low`` to ``high``, and ``p_value``.

@@ -21,12 +21,12 @@ from comingle.joining.drafts import drafted
 from comingle.methods.base import Method
 from comingle.models.routers import NEVER
 from comingle.progress import LOADING, Reporter
-from comingle.reports.joined import render_joined
+from comingle.reports.formatting import html_of
+from comingle.reports.tables import render_joined
 from comingle.runs.folders import check_folder, open_folder
 from comingle.runs.given import Given
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, execute, prepare
-from comingle.tables.framing import html_of
 from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients
 from comingle.training.cohort import Models

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from comingle.reports.series import Gain, spread
-from comingle.reports.significance import interval
-from comingle.tables.framing import Table
-from comingle.tables.measures import change, change_text
-from comingle.tables.run_tables import sizes
+from comingle.reports.comparisons import interval
+from comingle.reports.formatting import Table, change, change_text
+from comingle.reports.runs import Gain, spread
+from comingle.reports.tables import sizes
 from comingle.utils.records import MEASURES, measure_of, plural
 from comingle.utils.terminal import printable, words
 

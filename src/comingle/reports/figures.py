@@ -1,24 +1,526 @@
-"""The figures of runs: learning curves, and bytes; those of scores and of gains stand beside this file."""
+"""Figures of runs: learning curves, bytes, heat maps, gains and mixtures.
+
+Source: FLoRAL, section 3.2 (one softmax vector for each user over C adaptor sets) and section 6 (users k in cluster
+k mod C). Adaptor sets have no names of their own, so they are put into the order of the clusters that use them most.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import statistics
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import comb
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from scipy.optimize import linear_sum_assignment
 
-from comingle.reports.canvas import Key, Panels, draw, label_points, save, short
-from comingle.reports.colours import Style, styles
-from comingle.reports.extremes import MAX_PANELS, extremes
-from comingle.reports.gains import users_figure
-from comingle.reports.heatmaps import scores_figure
-from comingle.reports.runs import Entry
-from comingle.reports.series import Curve, cost, final, learning_curve
-from comingle.tables.measures import axis_label, byte_unit, sparse, tick
-from comingle.utils.records import MEASURES
+from comingle.reports.canvas import (
+    INK,
+    PAPER,
+    Key,
+    Panels,
+    Style,
+    draw,
+    expert_colour,
+    label_points,
+    save,
+    short,
+    styles,
+)
+from comingle.reports.formatting import axis_label, byte_unit, change_label, is_worse, sparse, tick
+from comingle.reports.runs import (
+    Curve,
+    Entry,
+    ExpertCurves,
+    Gain,
+    baselines,
+    compared,
+    cost,
+    expert_curves,
+    final,
+    learning_curve,
+)
+from comingle.utils.records import MEASURES, read_events
+
+MAX_PANELS = 24
+"""How many users have a panel; more are a population, of which the best and the worst have one."""
+
+
+def is_population(users: Sequence[str]) -> bool:
+    """Whether there are too many users to show each of them."""
+    return len(users) > MAX_PANELS
+
+
+def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None) -> dict[str, str]:
+    """Up to ``most`` users, and how their panels or rows are called.
+
+    All of them where there are no more; else the better half and then the worse half of ``most``, by their mean change
+    against ``baseline`` (default: the first there is) over the other trained entries, or by their mean test results
+    where there is no baseline. A user without a finite number is among the worst.
+    """
+    users = list(entries[0].first.users)
+    if len(users) <= most:
+        return {user: user for user in users}
+    lists = _by_change(entries, baseline) or _by_result(entries)
+    sign = -1 if MEASURES[entries[0].first.measure] == "higher" else 1
+    order = sorted(users, key=lambda user: (user not in lists, sign * lists.get(user, 0.0)))
+    best, worst = order[: -(-most // 2)], order[len(order) - most // 2 :]
+    named = {user: f"best {number}: {user}" for number, user in enumerate(best, 1)}
+    return named | {user: f"worst {len(worst) - number}: {user}" for number, user in enumerate(worst)}
+
+
+def _by_change(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, float]:
+    baseline = baseline or next(iter(baselines(entries)), None)
+    rows = [] if baseline is None else compared(entries, baseline)
+    by_entry = [{gain.user: gain.change.mean for gain in gains_of_entry} for _, gains_of_entry in rows]
+    known = [user for user in entries[0].first.users if by_entry and all(user in one for one in by_entry)]
+    return {user: statistics.fmean(one[user] for one in by_entry) for user in known}
+
+
+def _by_result(entries: Sequence[Entry]) -> dict[str, float]:
+    entries = [entry for entry in entries if entry.trained] or entries
+    by_user = {user: [final(entry, user) for entry in entries] for user in entries[0].first.users}
+    known = {user: [value.mean for value in values if value] for user, values in by_user.items()}
+    return {user: statistics.fmean(values) for user, values in known.items() if len(values) == len(entries)}
+
+
+MOST_TICKS = 5
+
+
+def scores_figure(entry: Entry) -> Figure:
+    """How much each expert says in each layer over training, for every user."""
+    return scores_panels(entry).figure()
+
+
+def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
+    """A panel for each user and expert: layers (up, the first below) x rounds; solid is 1, blank is 0.
+
+    Users stand below each other, or two in a row. Of a population there are the best and the worst, as ``entries``
+    (default: this one alone) tell them.
+    """
+    width = max(len(expert_curves(entry, user)) for user in entry.first.users)
+    most = max(2, MAX_PANELS // width)
+    shown = extremes(entries or [entry], most)
+    users = {user: by_layer for user in shown if (by_layer := expert_curves(entry, user))}
+    if not users:  # none of these tells, over a network
+        shown = {user: user for user in list(entry.first.evaluations[-1].scores)[:most]}
+        users = {user: expert_curves(entry, user) for user in shown}
+    rounds = {evaluation.iterations: evaluation.round for run in entry.runs for evaluation in run.evaluations}
+    paint: list[Callable[[Axes], None] | None] = []
+    for user, by_layer in users.items():
+        titles = [f"{short(shown[user], 27 - len(one.name))}: {one.name}" for one in by_layer]
+        paint += [
+            partial(_heat, expert=e, title=title, rounds=rounds) for e, title in zip(by_layer, titles, strict=True)
+        ]
+        paint += [None] * (width - len(by_layer))
+    names = [expert.name for expert in max(users.values(), key=len)]
+    layers = max(len(expert.layers) for by_layer in users.values() for expert in by_layer)
+    return Panels(
+        paint=paint,
+        columns=width * max(1, min(4, len(paint)) // width),
+        size=(2.9, min(2.6, 1.15 + 0.06 * layers)),
+        sheet=_heatmap_sheet(users, rounds),
+        keys=[(Patch(color=expert_colour(name).light), f"{name} (solid 1, blank 0)") for name in names],
+        below="round",
+        left="layer",
+    )
+
+
+def _heat(axis: Axes, *, expert: ExpertCurves, title: str, rounds: dict[int, int]) -> None:
+    values = np.array([[value.mean for value in layer.values] for layer in expert.layers])
+    colour = expert_colour(expert.name).light
+    shades = LinearSegmentedColormap.from_list(expert.name, [f"{colour}00", f"{colour}ff"])
+    axis.imshow(values, vmin=0, vmax=1, cmap=shades, aspect="auto", interpolation="none", origin="lower")
+    axis.set_title(title)
+    at = [rounds[iterations] for iterations in expert.layers[0].iterations]
+    places = range(0, len(at), -(-len(at) // MOST_TICKS))
+    axis.set_xticks(places, [str(at[place]) for place in places])
+    axis.yaxis.set_major_locator(MaxNLocator(MOST_TICKS, integer=True, min_n_ticks=1))
+    axis.grid(visible=False)
+
+
+def _heatmap_sheet(users: dict[str, list[ExpertCurves]], rounds: dict[int, int]) -> list[list[object]]:
+    rows: list[list[object]] = [["user", "expert", "layer", "round", "mean_score", "std_over_seeds"]]
+    for user, by_layer in users.items():
+        for expert in by_layer:
+            for layer, curve in enumerate(expert.layers):
+                for iterations, value in zip(curve.iterations, curve.values, strict=True):
+                    rows.append([user, expert.name, layer, rounds[iterations], value.mean, value.std])
+    return rows
+
+
+MAX_BARS = 60
+"""How many bars a figure has; the tables have all users."""
+PALE = 0.4
+"""How strong the bar of a level result is."""
+
+Rows = Sequence[tuple[Entry, Sequence[Gain]]]
+
+
+def users_figure(entries: Sequence[Entry], baseline: Entry) -> Figure | None:
+    """Per user and entry a bar: the change of the test result against ``baseline``; None where nothing compares."""
+    panels = users_panels(entries, baseline)
+    return None if panels is None else panels.figure()
+
+
+def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) -> Panels | None:
+    """One panel with a bar for each user and entry, ``width`` inches wide.
+
+    None where nothing can be compared. Of too many users the best and the worst have bars; the numbers are of all.
+    """
+    rows = compared(entries, baseline)
+    if not rows:
+        return None
+    looks = _looks(entries)
+    shown = extremes(entries, bars_room(rows), baseline)
+    measure = baseline.first.measure
+    return Panels(
+        paint=[partial(_users, rows=rows, shown=shown, looks=looks, measure=measure)],
+        columns=1,
+        size=(width, 1.1 + 0.17 * len(shown) * (len(rows) + 0.8)),
+        sheet=_gain_sheet(rows, baseline),
+        keys=[(Patch(color=looks[entry.label].colour.light), entry.label) for entry, _ in rows],
+        below=change_label(measure, baseline.label, short=width < 6),
+    )
+
+
+def bars_room(rows: Sequence[Any]) -> int:
+    """How many users have a bar, where there are so many entries."""
+    return max(1, MAX_BARS // len(rows))
+
+
+def _looks(entries: Sequence[Entry]) -> dict[str, Style]:
+    every = styles([entry.method for entry in entries])
+    return {entry.label: style for entry, style in zip(entries, every, strict=True)}
+
+
+def _gain_sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
+    """Every user, entry by entry, best first."""
+    unit = baseline.first.unit
+    head = ["method", "against", "user", f"train_{unit}", "change", "std_over_seeds", "low_95", "high_95", "verdict"]
+    sheet: list[list[object]] = [[*head]]
+    for entry, gains_of_entry in rows:
+        for gain in gains_of_entry:
+            low, high = gain.interval or (None, None)
+            amount, change = baseline.first.amounts.get(gain.user), gain.change
+            names = [entry.label, baseline.label, gain.user, amount]
+            sheet.append([*names, change.mean, change.std, low, high, gain.verdict])
+    return sheet
+
+
+def _users(axis: Axes, *, rows: Rows, shown: dict[str, str], looks: dict[str, Style], measure: str) -> None:
+    height = 0.8 / len(rows)
+    for number, (entry, gains_of_entry) in enumerate(rows):
+        by_user = {gain.user: gain for gain in gains_of_entry}
+        _bars(axis, list(shown), by_user, looks[entry.label], (number + 0.5) * height - 0.4, height)
+    axis.axvline(_from(measure), color=INK.light, linewidth=1)
+    if measure == "loss":
+        axis.set_xscale("log")
+        _multiples(axis.xaxis, *axis.get_xlim())
+    axis.set_yticks(range(len(shown)), [short(name, 22) for name in shown.values()])
+    axis.set_ylim(len(shown) - 0.4, -0.6)
+    axis.grid(visible=False, axis="y")
+
+
+def _bars(
+    axis: Axes, users: Sequence[str], by_user: dict[str, Gain], style: Style, offset: float, height: float
+) -> None:
+    have = [(i, by_user[user]) for i, user in enumerate(users) if user in by_user]
+    places = [i + offset for i, _ in have]
+    ends = [_end(g, g.change.mean) for _, g in have]
+    # Hatched where it is worse, which is seen without colour and without looking for the zero; pale where it is level.
+    for place, end, (_, gain) in zip(places, ends, have, strict=True):
+        start = _from(gain.measure)
+        (bar,) = axis.barh(
+            place, end - start, height * 0.92, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
+        )
+        bar.set_alpha(PALE if gain.verdict == "level" else 1.0)
+        bar.set_hatch("////" if gain.verdict != "level" and is_worse(gain.change.mean, gain.measure) else "")
+    if any(g.change.std for _, g in have):
+        spreads = [[_end(g, g.change.mean + sign * (g.change.std or 0.0)) for _, g in have] for sign in (-1, 1)]
+        below, above = ([abs(end - to) for end, to in zip(ends, side, strict=True)] for side in spreads)
+        axis.errorbar(ends, places, xerr=[below, above], fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
+
+
+def _from(measure: str) -> float:
+    """Where no change is: losses are shown as multiples."""
+    return 1.0 if measure == "loss" else 0.0
+
+
+def _end(gain: Gain, change: float) -> float:
+    return 10**change if gain.measure == "loss" else change
+
+
+def _multiples(axis: Axis, low: float, high: float) -> None:
+    """Ticks of a logarithmic axis as factors."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"×{value:,.12g}"))
+    crowded = high > 30 * low
+    axis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(_multiple))
+
+
+def _multiple(value: float, _: Any) -> str:
+    ticks = sparse(value, "loss")
+    return f"×{ticks}" if ticks else ""
+
+
+# -------------------------------------------------------------------- populations
+
+
+def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | None:
+    """How the changes of all users are distributed, and for each entry the change against a user's amount of data."""
+    rows = compared(entries, baseline)
+    if not rows:
+        return None
+    measure, amounts = baseline.first.measure, baseline.first.amounts
+    looks = _looks(entries)
+    told = [entry for entry in rows if amounts]
+    return Panels(
+        paint=[
+            partial(_distribution, rows=rows, looks=looks, measure=measure, baseline=baseline.label),
+            *(
+                partial(_against_data, entry=entry, gains=gains_of_entry, style=looks[entry.label], baseline=baseline)
+                for entry, gains_of_entry in told
+            ),
+        ],
+        columns=min(3, 1 + len(told)),
+        size=(3.9, 2.9),
+        sheet=_gain_sheet(rows, baseline),
+        keys=[(_legend_line(looks[entry.label]), entry.label) for entry, _ in rows],
+    )
+
+
+def _legend_line(style: Style) -> Line2D:
+    return Line2D([], [], color=style.colour.light, linestyle=style.line, marker=style.marker)
+
+
+def _distribution(axis: Axes, *, rows: Rows, looks: dict[str, Style], measure: str, baseline: str) -> None:
+    """The share of users (up) whose change is at most so much (across)."""
+    for entry, gains_of_entry in rows:
+        ends = np.sort([_end(gain, gain.change.mean) for gain in gains_of_entry])
+        style = looks[entry.label]
+        axis.ecdf(ends, color=style.colour.light, linestyle=style.line)
+    axis.axvline(_from(measure), color=INK.light, linewidth=1)
+    axis.set_title("distribution over users")
+    axis.set_ylabel("share of users, %")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}"))
+    axis.set_xlabel(change_label(measure, baseline, short=True))
+    if measure == "loss":
+        axis.set_xscale("log")
+        _multiples(axis.xaxis, *axis.get_xlim())
+
+
+def _against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], style: Style, baseline: Entry) -> None:
+    """A point for each user."""
+    first = baseline.first
+    have = [gain for gain in gains if first.amounts.get(gain.user, 0) > 0]
+    across, up = [first.amounts[gain.user] for gain in have], [_end(gain, gain.change.mean) for gain in have]
+    axis.plot(across, up, linestyle="", marker=style.marker or "o", markersize=3.5, alpha=0.6, color=style.colour.light)
+    axis.axhline(_from(first.measure), color=INK.light, linewidth=1)
+    axis.set_title(f"{short(entry.label)} and amount of data")
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_xlabel(f"training {first.unit} of the user")
+    axis.set_ylabel(change_label(first.measure, baseline.label, short=True))
+    if first.measure == "loss":
+        axis.set_yscale("log")
+        _multiples(axis.yaxis, *axis.get_ylim())
+
+
+MAX_SNAPSHOTS = 6
+_MOST_NAMES = 40
+_SOLID = "#2b7bc4"  # about equally far from white paper and from dark
+_SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixtures:
+    """The mixtures of a run at each evaluation, ready to be drawn.
+
+    ``values`` is (evaluation, user, adaptor set), each row a point of the simplex. Users are sorted by their true
+    cluster, where that is known, and adaptor sets so that set c is the one that cluster c uses, after the last round;
+    ``order`` says which of the run's sets each of them is. ``entropy`` of the routers, mean over users, is in nats;
+    ``component`` says what is mixed, as far as events do; ``mismatch`` is the mean distance of the learned aggregation
+    weights from the true ones (FLoRAL, section 4).
+    """
+
+    method: str
+    seed: int
+    rounds: tuple[int, ...]
+    users: tuple[str, ...]
+    clusters: tuple[int, ...] | None
+    order: tuple[int, ...]
+    values: np.ndarray
+    component: str = "component"
+    entropy: tuple[float, ...] | None = None
+    mismatch: tuple[float, ...] | None = None
+
+    @property
+    def learned(self) -> bool:
+        """Whether anybody ever mixed; with optimal routing all have one set from the start."""
+        return bool((self.values.max(-1) < 1).any())
+
+    @cached_property
+    def recovery(self) -> tuple[float, ...] | None:
+        """At each evaluation the adjusted Rand index of every user's heaviest set against the true clusters."""
+        if self.clusters is None:
+            return None
+        return tuple(adjusted_rand_index(self.clusters, _heaviest(at)) for at in self.values)
+
+    @cached_property
+    def block_ratio(self) -> float | None:
+        """How far rows of one true cluster are apart in the end, over how far rows of different ones are (means).
+
+        Below 1 there are blocks on the diagonal; None where no two users share a cluster, or all do.
+        """
+        if self.clusters is None:
+            return None
+        last, true_clusters = self.values[-1], np.array(self.clusters)
+        distances = np.linalg.norm(last[:, None] - last[None], axis=-1)
+        same = true_clusters[:, None] == true_clusters[None]
+        within, between = distances[same & ~np.eye(len(true_clusters), dtype=bool)], distances[~same]
+        return float(within.mean() / between.mean()) if within.size and between.size and between.mean() else None
+
+
+def read_mixtures(folder: Path) -> Mixtures | None:
+    """The mixtures in a run's events; None where its users mix nothing at the level of the client."""
+    events = list(read_events(folder))
+    start = next((event for event in events if event["event"] == "start"), None)
+    evaluations = [event for event in events if event["event"] == "evaluation" and "mixtures" in event]
+    if start is None or not evaluations:
+        return None
+    truth: dict[str, int] | None = evaluations[-1].get("clusters")
+    # Over a network there may be users who were away at an evaluation, or do not tell.
+    names = [user for user in evaluations[-1]["mixtures"] if all(user in event["mixtures"] for event in evaluations)]
+    if not names:
+        return None
+    users = names if truth is None else sorted(names, key=lambda name: (truth[name], names.index(name)))
+    values = np.array([[event["mixtures"][user] for user in users] for event in evaluations])
+    clusters = None if truth is None else tuple(truth[user] for user in users)
+    order = match_clusters(values[-1], clusters)
+    return Mixtures(
+        method=start["method"],
+        seed=start["seed"],
+        rounds=tuple(event["round"] for event in evaluations),
+        users=tuple(users),
+        clusters=clusters,
+        order=order,
+        values=values[:, :, list(order)],
+        component=evaluations[-1].get("component", "component"),
+        entropy=_told(evaluations, "router_entropy_nats"),
+        mismatch=_told(evaluations, "aggregation_mismatch"),
+    )
+
+
+def _told(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
+    """What every evaluation says under a key."""
+    return tuple(event[key] for event in events) if all(key in event for event in events) else None
+
+
+def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple[int, ...]:
+    """The adaptor sets in the order of the true clusters that use them, one for each as far as there are enough.
+
+    That assignment has the largest total weight (a linear sum assignment); sets without a cluster come after it, those
+    that are used most first.
+    """
+    sets = range(mixture.shape[1])
+    taken: list[int] = []
+    if clusters is not None:
+        true_clusters = np.array(clusters)
+        used = np.stack([mixture[true_clusters == cluster].sum(0) for cluster in sorted(set(clusters))])
+        rows, columns = linear_sum_assignment(used, maximize=True)
+        taken = [int(columns[place]) for place in np.argsort(rows)]
+    total = mixture.sum(0)
+    return (*taken, *sorted((c for c in sets if c not in taken), key=lambda c: (-total[c], c)))
+
+
+def adjusted_rand_index(one: Sequence[Hashable], other: Sequence[Hashable]) -> float:
+    """How alike two partitions of the same things are: 1 for the same up to names, about 0 for unrelated ones.
+
+    ``(n - e) / (m - e)``: n pairs that both keep together, e as many as by chance, m the mean of the pairs that either
+    keeps together (Hubert and Arabie, 1985). Partitions for which that is 0 / 0 are the same.
+    """
+    together = _pairs(Counter(zip(one, other, strict=True)))
+    first, second = _pairs(Counter(one)), _pairs(Counter(other))
+    chance = first * second / comb(len(one), 2) if len(one) > 1 else 0.0
+    most = (first + second) / 2
+    return 1.0 if most == chance else (together - chance) / (most - chance)
+
+
+def _pairs(sizes: Counter[Any]) -> int:
+    return sum(comb(size, 2) for size in sizes.values())
+
+
+def _heaviest(mixture: np.ndarray) -> list[int]:
+    return [int(at) for at in mixture.argmax(1)]
+
+
+# -------------------------------------------------------------------- the picture
+
+
+def mixtures_figure(mixtures: Mixtures) -> Figure:
+    """Users (down) x adaptor sets (across) at up to ``MAX_PANELS`` evaluations.
+
+    A weight of 1 is solid and one of 0 lets the background through, so that the picture suits light and dark pages.
+    """
+    panels = _spread_out(len(mixtures.rounds))
+
+    def paint(figure: Figure, axes: list[Axes]) -> None:
+        for axis, at in zip(axes, panels, strict=True):
+            axis.imshow(mixtures.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
+            axis.set_title(_title(mixtures, at))
+            axis.set_xticks(range(len(mixtures.order)), [str(name) for name in mixtures.order])
+            if len(mixtures.order) > 10:  # numbers of two digits run into each other unless they stand upright
+                axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(mixtures.order)))
+            axis.set_xlabel(mixtures.component)
+            axis.grid(visible=False)
+            _mark_clusters(axis, mixtures, labels=at == panels[0])
+        figure.suptitle(f"{mixtures.method}, seed {mixtures.seed}: each user's mixture", x=0.01, ha="left")
+        bar = figure.colorbar(axes[-1].images[0], ax=axes, label="weight", shrink=0.8)
+        assert bar.solids is not None
+        bar.solids.set_rasterized(True)  # as hundreds of translucent strips it would show their seams
+
+    # Room for names, for the colours beside the panels, and for the title above a single one.
+    width = min(14.0, max(4.4, 1.7 + len(panels) * (0.6 + 0.22 * len(mixtures.order))))
+    return draw(1, len(panels), (width / len(panels), 3.4), paint)
+
+
+def _spread_out(count: int) -> list[int]:
+    """The first and the last evaluation, and some between them at equal distances."""
+    wanted = min(count, MAX_SNAPSHOTS)
+    return [round(number * (count - 1) / max(1, wanted - 1)) for number in range(wanted)]
+
+
+def _title(mixtures: Mixtures, at: int) -> str:
+    told = f"round {mixtures.rounds[at]}"
+    return told if mixtures.recovery is None else f"{told}\nARI {mixtures.recovery[at]:.2f}"
+
+
+def _mark_clusters(axis: Axes, mixtures: Mixtures, *, labels: bool) -> None:
+    """Lines between the true clusters, and their names in the middle of their users."""
+    names = mixtures.users if mixtures.clusters is None else [f"cluster {cluster}" for cluster in mixtures.clusters]
+    starts = [i for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+    if mixtures.clusters is not None:
+        for start in starts[1:]:
+            axis.axhline(start - 0.5, color=INK.light, linewidth=0.8)
+    if not labels or len(starts) > _MOST_NAMES:
+        axis.set_yticks([])
+        return
+    ends = [*starts[1:], len(names)]
+    places = [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)]
+    axis.set_yticks(places, [short(names[start]) for start in starts])
+
 
 __all__ = ["bytes_figure", "curves_figure", "draw", "save", "scores_figure", "users_figure"]
 

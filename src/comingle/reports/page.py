@@ -1,30 +1,57 @@
-"""One self-contained HTML page about runs: nothing in it is loaded from anywhere else."""
+"""The HTML report of runs: one self-contained page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+import csv
+import io
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
+from matplotlib.figure import Figure
 
-from comingle.reports.against import BETTER, WORSE, Against, heading, notes, rows_of
-from comingle.reports.colours import INK, LINE, MUTED, PAPER, Colour, expert_colour, expert_css, rgb, styles
-from comingle.reports.drawn import Drawn
-from comingle.reports.extremes import MAX_PANELS, is_population
-from comingle.reports.figures import bytes_panels, curves_panels
-from comingle.reports.gains import bars_room, population_panels, users_panels
-from comingle.reports.heatmaps import scores_panels
-from comingle.reports.judged import judged_tables
-from comingle.reports.ledger import ledger
-from comingle.reports.mixtures import Mixtures, mixtures_figure, read_mixtures
-from comingle.reports.notices import notices
-from comingle.reports.runs import Entry, brief_list
-from comingle.reports.series import (
+from comingle.reports.canvas import (
+    INK,
+    LINE,
+    MUTED,
+    PAPER,
+    Colour,
+    Key,
+    Panels,
+    draw_key,
+    expert_colour,
+    expert_css,
+    rgb,
+    styles,
+    svg,
+)
+from comingle.reports.comparisons import BETTER, WORSE, Against, heading, notes, rows_of
+from comingle.reports.figures import (
+    MAX_PANELS,
+    Mixtures,
+    bars_room,
+    bytes_panels,
+    curves_panels,
+    is_population,
+    mixtures_figure,
+    population_panels,
+    read_mixtures,
+    scores_panels,
+    users_panels,
+)
+from comingle.reports.formatting import best_of, level_text, rule, worst_of
+from comingle.reports.runs import (
+    Entry,
     Gain,
+    RunRecord,
     Spread,
     baselines,
     bound,
+    brief_list,
     compared,
     cost,
     expert_curves,
@@ -33,10 +60,213 @@ from comingle.reports.series import (
     measured,
     verdicts,
 )
-from comingle.reports.sheets import mixtures_sheet
+from comingle.reports.tables import judged_tables, ledger
 from comingle.reports.tokens import TokenView, as_data
-from comingle.tables.measures import best_of, level_text, rule, worst_of
-from comingle.utils.records import number
+from comingle.utils.errors import ComingleError, RunError
+from comingle.utils.inputs import Inputs, read_inputs
+from comingle.utils.records import number, read_metrics, sample_told
+
+
+def _tested(key: str) -> bool:
+    """Whether a key decides on what is tested; how much is trained on does not."""
+    return key.startswith("data.") and "max_train" not in key and key != "data.task.fraction"
+
+
+def notices(entries: Sequence[Entry]) -> list[str]:
+    """What a reader must know before comparing these entries: other bases, other test text, unfinished runs."""
+    lines = unlike(entries)
+    for run in (run for entry in entries for run in entry.runs):
+        if run.metrics is None:
+            last = run.evaluations[-1].round
+            lines.append(f"{run.folder.name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
+        elif sample := sample_told(run.metrics):
+            lines.append(f"{run.folder.name}: {sample}.")
+    return lines
+
+
+def unlike(entries: Sequence[Entry]) -> list[str]:
+    """Why numbers of these entries should not be compared: other bases, other test text, data that has changed."""
+    runs = [run for entry in entries for run in entry.runs]
+    lines = []
+    bases = sorted({run.base for run in runs})
+    if len(bases) > 1:
+        lines.append(f"These runs have different bases ({', '.join(bases)}): do not compare their numbers.")
+    sources = {repr([pair for pair in run.key if _tested(pair[0])]) for run in runs}
+    if len(sources) > 1:
+        what = (
+            "read their text in different ways: their perplexities"
+            if runs[0].unit == "tokens"
+            else ("have different tasks: their numbers")
+        )
+        lines.append(f"These runs {what} may not be comparable.")
+    return lines + _changed(runs)
+
+
+def _changed(runs: Sequence[RunRecord]) -> list[str]:
+    """Where recipes are the same and what was read is not, by its digests; of folders that do not tell, nothing."""
+    lines: list[str] = []
+    first: dict[str, tuple[RunRecord, Inputs]] = {}
+    for run in runs:
+        try:
+            now = read_inputs(run.folder)
+        except RunError:
+            continue
+        read = [pair for pair in run.key if pair[0].startswith("data.") or pair[0] == "training.context"]
+        before, was = first.setdefault(repr((run.seed, run.base, now.tokenizer, read)), (run, now))
+        changed = ["the base"] if now.base != was.base else []
+        changed += [f"the data of {name}" for name, user in now.users.items() if user != was.users.get(name)]
+        if changed:
+            what = f"have the same recipe, but {changed[0]} changed in between: do not compare their numbers."
+            lines.append(f"{run.folder} and {before.folder} {what}")
+    return lines
+
+
+def require_packages(verb: str) -> None:
+    """Require the packages that draw figures and pages.
+
+    Raises:
+        ComingleError: one is not installed.
+    """
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ComingleError(f"{verb} needs {error.name}: pip install 'comingle[reports]'") from None
+
+
+def check_target(path: Path, *, force: bool, option: str = "--out", replace: str = "--force") -> None:
+    """Require that a file can be written.
+
+    Args:
+        path: the file.
+        force: replace an existing file.
+        option: the name of the option or argument that chose the path, for messages.
+        replace: the option or argument that replaces an existing file, for messages.
+
+    Raises:
+        RunError: it exists without ``force``, it is a folder, or its folder is missing or read-only.
+    """
+    if path.is_dir():
+        raise RunError(f"{path}: is a folder; {option} names a file")
+    if path.exists() and not force:
+        raise RunError(f"{path}: exists; {replace} replaces it, {option} names another")
+    if not path.parent.is_dir():
+        raise RunError(f"{path.parent}: no such folder to write {path.name} to")
+    try:  # now, not after minutes of drawing; rights alone say little of what a file system allows
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+Sheet = Sequence[Sequence[object]]
+"""A header and rows."""
+
+
+def csv_text(sheet: Sheet) -> str:
+    """Comma-separated values; None is an empty cell, and numbers have all their digits."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(sheet)
+    return file.getvalue()
+
+
+def data_uri(sheet: Sheet) -> str:
+    """A link that holds the whole file."""
+    return "data:text/csv;charset=utf-8;base64," + base64.b64encode(csv_text(sheet).encode()).decode("ascii")
+
+
+def user_records(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """One record for each user of each finished run: the run's folder, method, seed, base and rounds, the user, and
+    everything that was measured of it.
+
+    Raises:
+        RunError: none of the runs has finished.
+    """
+    finished = [run for run in runs if (run / "metrics.json").exists()] or list(runs[:1])  # refused where it is read
+    return [
+        {
+            "run": run.name,
+            **{key: metrics[key] for key in ("method", "seed", "base", "rounds")},
+            "user": user,
+            **measured,
+        }
+        for run in finished
+        for metrics in [read_metrics(run)]
+        for user, measured in metrics["users"].items()
+    ]
+
+
+def sheet_of(records: Sequence[Mapping[str, Any]]) -> list[list[object]]:
+    """A column for every key that a record has; what others lack is None."""
+    head = list(dict.fromkeys(key for record in records for key in record))
+    return [[*head], *([record.get(key) for key in head] for record in records)]
+
+
+def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
+    """Each user's weight of each component at each evaluation."""
+    rows: list[list[object]] = [["seed", "round", "user", "true_cluster", "component", "weight"]]
+    clusters = mixtures.clusters or (None,) * len(mixtures.users)
+    for number, values in zip(mixtures.rounds, mixtures.values, strict=True):
+        for user, cluster, weights in zip(mixtures.users, clusters, values, strict=True):
+            pairs = zip(mixtures.order, weights, strict=True)
+            rows += [[mixtures.seed, number, user, cluster, name, float(weight)] for name, weight in pairs]
+    return rows
+
+
+def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
+    """Each token of each text under each user's model, and what the router of ``layer`` says to each expert."""
+    rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
+    for text, row in zip(view.texts, view.gates, strict=True):
+        for user, experts, gates in zip(view.users, view.experts, row, strict=True):
+            for number, (token, said) in enumerate(zip(text.tokens, gates[layer], strict=True)):
+                pairs = zip(experts, said, strict=True)
+                rows += [[text.name, user, layer, number, token, name, float(gate)] for name, gate in pairs]
+    return rows
+
+
+_ROOM = 1.2
+"""CSS pixels for each point of a panel's width, before another one is put beside it."""
+
+
+class Drawn:
+    """Turns figures into markup whose colours follow the page's theme."""
+
+    def __init__(self, variables: dict[str, str]):
+        self._variables, self._count = variables, 0
+
+    def wide(self, figure: Figure, label: str, name: str, sheet: Sheet) -> Markup:
+        """One picture that keeps its shape: where it does not fit, it scrolls in its frame."""
+        frame = Markup('<div class="frame" tabindex="0" role="region" aria-label="{}">{}</div>')
+        return _plot([frame.format(label, self._svg(figure, label))], name, sheet)
+
+    def panels(self, panels: Panels, label: str, name: str, *, phone: Panels | None = None) -> Markup:
+        """Panels side by side as far as there is room; ``phone`` takes their place on a narrow screen."""
+        inner = [self._keys(panels.keys), self._grid(panels, label, "" if phone is None else "desk")]
+        if phone is not None:
+            inner.append(self._grid(phone, label, "phone"))
+        return _plot(inner, name, panels.sheet)
+
+    def _grid(self, panels: Panels, label: str, screen: str) -> Markup:
+        drawn = [(figure, figure.axes[0].get_title("left")) for figure in panels.parts()]
+        pictures = [self._svg(figure, f"{label}: {title}" if title else label) for figure, title in drawn]
+        frames = Markup("\n").join(Markup('<div class="frame">{}</div>').format(picture) for picture in pictures)
+        room = round(72 * panels.size[0] * _ROOM)
+        return Markup('<div class="panels {}" style="--room:{}px">{}</div>').format(screen, room, frames)
+
+    def _keys(self, keys: Sequence[Key]) -> Markup:
+        marks = [
+            Markup('<span class="key">{}{}</span>').format(self._svg(draw_key(mark), ""), label) for mark, label in keys
+        ]
+        return Markup('<div class="keys">{}</div>').format(Markup(" ").join(marks)) if marks else Markup("")
+
+    def _svg(self, figure: Figure, label: str) -> Markup:
+        self._count += 1
+        return Markup(svg(figure, f"f{self._count}", str(escape(label)), self._variables))
+
+
+def _plot(inner: Sequence[Markup], name: str, sheet: Sheet) -> Markup:
+    link = Markup('<a class="csv" download="{}.csv" href="{}">CSV of this figure</a>').format(name, data_uri(sheet))
+    return Markup("<figure>{}{}</figure>").format(Markup("\n").join(inner), link)
+
 
 WIDE = 8
 """The table of results has a column for each of so many users; of more it shows the worst and the best."""

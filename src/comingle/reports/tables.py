@@ -1,22 +1,441 @@
-"""Tables of comparisons: in the terminal, as Markdown, as JSON."""
+"""Tables of results, participants and costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
+from rich import table as rich_table
 from rich.text import Text
 
-from comingle.reports import against
+from comingle.reports import comparisons
 from comingle.reports.comparisons import against_of, compare_runs
-from comingle.tables.crowds import at_share, best_first, budget_note, is_unequal, typical_budget
-from comingle.tables.framing import Table
-from comingle.tables.measures import markdown_line, rule
-from comingle.tables.run_tables import seconds_text, sizes, users_with_column
-from comingle.utils.records import GEOMETRIC, measure_of, number, privacy_told, sample_told, write_json, write_text
+from comingle.reports.formatting import (
+    FEW,
+    MOST_ROWS,
+    QUANTILES,
+    Table,
+    at_share,
+    best_first,
+    best_of,
+    budget_note,
+    byte_unit,
+    is_unequal,
+    markdown_line,
+    rule,
+    typical_budget,
+)
+from comingle.reports.runs import Cost, Entry, Spread
+from comingle.utils.errors import list_names
+from comingle.utils.records import (
+    GEOMETRIC,
+    PARTICIPANTS,
+    geometric,
+    measure_of,
+    number,
+    privacy_told,
+    sample_told,
+    write_json,
+    write_text,
+)
 from comingle.utils.terminal import printable, words
+
+MOST_USERS = 8
+"""The largest number of users that get a column each."""
+
+
+def _title_of(measure: str) -> str:
+    return f"test {measure} ({rule(measure)})"
+
+
+def megabytes(count: float | int) -> str:
+    """Bytes as megabytes."""
+    return f"{count / 1e6:,.2f} MB"
+
+
+def sizes(counts: Sequence[float | None]) -> list[str]:
+    """Bytes of a column, all in the unit of the largest; a dash where nothing is known."""
+    unit, name = byte_unit(max((count for count in counts if count is not None), default=0))
+    digits = 0 if name == "B" else 2
+    return ["–" if count is None else f"{count / unit:,.{digits}f} {name}" for count in counts]
+
+
+def seconds_text(value: float) -> str:
+    """Return seconds as text, with one digit below 10 s."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
+    """The users of a run, and their mean; of many, unless ``everybody`` is asked for, the best and the worst."""
+    measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
+    title = f"{metrics['method']}, seed {metrics['seed']}: {_title_of(measure)}"
+    table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
+    means = {"mean": metrics[f"mean_test_{measure}"], **_geometric(metrics["users"], measure)}
+    table.columns[0].footer = "\n".join(means)
+    table.add_column(
+        measure, justify="right", footer="\n".join(_told(mean, metrics, measure) for mean in means.values())
+    )
+    for name in (f"test {unit}", "trainable", "one upload"):  # in comparisons rounds without one count, too
+        table.add_column(name, justify="right")
+    if everybody or len(metrics["users"]) <= MOST_ROWS:
+        _add_users(table, metrics, list(metrics["users"]))
+    else:
+        _add_crowd(table, metrics, measure)
+    table.caption = caption = words(_circumstances(metrics, unit), "table.caption")
+    table.caption_justify = "left"
+    if privacy := metrics.get("privacy"):
+        caption.append(f"\nprivacy: {privacy_told(privacy)}")
+    for warning in metrics.get("warnings", ()):
+        caption.append(f"\nwarning: {warning}", "yellow")
+    if sample := sample_told(metrics):
+        caption.append(f"\n{sample}")
+    if planned := metrics.get("planned_rounds"):
+        caption.append(f"\nthe privacy budget was spent after round {metrics['rounds']} of {planned}")
+    if untold := metrics.get("untold"):
+        caption.append(f"\nnot told to the server: results of {list_names(untold)}")
+    if (chosen := metrics.get("selected_round", metrics["rounds"])) != metrics["rounds"]:
+        told = f"\nmodels of round {chosen} of {metrics['rounds']}, whose validation loss is the lowest"
+        caption.append(told)
+    return table
+
+
+def _told(mean: float | None, record: dict[str, Any], measure: str) -> str:
+    """A mean over users, of whom there may be none who tells."""
+    return number(mean, measure) if record["users"] else "not told"
+
+
+def _circumstances(metrics: dict[str, Any], unit: str) -> str:
+    rate = metrics[f"{unit}_per_second"]
+    idle = "speed not told" if metrics.get("untold") or not metrics["users"] else "no training"
+    speed = f"{rate:,.0f} {unit}/s" if rate else idle
+    peak = f"{metrics['peak_memory_bytes'] / 1e9:.1f} GB"
+    place = f"{metrics['dtype']} on {metrics['device']}"
+    return f"{metrics['base']} · {place} · {speed} · {seconds_text(metrics['wall_seconds'])} s · peak memory {peak}"
+
+
+def _add_users(table: Table, metrics: dict[str, Any], names: Sequence[str]) -> None:
+    """A row for each of some users."""
+    measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
+    users = [metrics["users"][name] for name in names]
+    sent = sizes([user["upload_bytes_per_round"] for user in users])
+    for name, user, upload in zip(names, users, sent, strict=True):
+        table.add_row(
+            words(name),
+            number(user[f"test_{measure}"], measure),
+            f"{user[f'test_{unit}']:,}",
+            f"{user['trainable_parameters']:,}",
+            upload,
+        )
+
+
+def _add_crowd(table: Table, metrics: dict[str, Any], measure: str) -> None:
+    """The best users, how everybody's results are spread, and the worst users."""
+    scores = {name: user[f"test_{measure}"] for name, user in metrics["users"].items()}
+    ordered = best_first(scores, measure)
+    table.add_row(words(f"best {FEW} of {len(ordered)} (--all shows everybody)", "dim"))
+    _add_users(table, metrics, ordered[:FEW])
+    table.add_row(words("from best to worst", "dim"))
+    for label, share in QUANTILES.items():
+        table.add_row(label, number(scores[at_share(ordered, share)], measure))
+    table.add_row(words(f"worst {FEW}", "dim"))
+    _add_users(table, metrics, ordered[-FEW:])
+
+
+def render_curve(events: list[dict[str, Any]]) -> Table:
+    """Mean and per-user result at each evaluation."""
+    evaluations = [e for e in events if e["event"] == "evaluation"]
+    measure = measure_of(evaluations[0]) if evaluations else "perplexity"
+    whole = ["mean", *(_geometric(evaluations[0]["users"], measure) if evaluations else {})]
+    table = Table("round", *whole, title=f"test {measure} by round", title_justify="left", box=None)
+    names = users_with_column(dict.fromkeys(name for e in evaluations for name in e["users"]))
+    for name in names:
+        table.add_column(words(name), justify="right")
+    for e in evaluations:
+        scores = [number(e["users"][n][f"test_{measure}"], measure) if n in e["users"] else "not told" for n in names]
+        means = [e[f"mean_test_{measure}"], *_geometric(e["users"], measure).values()]
+        table.add_row(str(e["round"]), *(_told(mean, e, measure) for mean in means), *scores)
+    return table
+
+
+def _geometric(users: dict[str, dict[str, Any]], measure: str) -> dict[str, float | None]:
+    """The geometric mean over users under the name that it has in tables; for perplexities alone."""
+    return dict(zip(["geometric mean"], geometric(users, measure).values(), strict=False))
+
+
+def users_with_column(names: Iterable[str]) -> list[str]:
+    """Return the names if each user gets a column; an empty list for more than :data:`MOST_USERS` users."""
+    names = list(names)
+    return names if len(names) <= MOST_USERS else []
+
+
+WIDTH, HEIGHT = 480, 200
+"""Size of the SVG in pixels."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 12, 28
+
+Curve = list[tuple[int, float | None]]
+"""A round and the measure after it, in the order of rounds; None where the measure is not finite."""
+
+
+def curve_svg(events: Sequence[dict[str, Any]]) -> str:
+    """Return the test measure by round as an SVG: the mean over users, and each user of at most 8.
+
+    Perplexities have a logarithmic axis. Values that are not finite interrupt their line. Lines of users have the
+    user's name as tooltip, escaped.
+
+    Args:
+        events: a run's events; only evaluations are read.
+
+    Returns:
+        An ``<svg>`` element; an empty string if no evaluation has a finite mean.
+    """
+    evaluations = [event for event in events if event["event"] == "evaluation"]
+    if not evaluations:
+        return ""
+    measure = measure_of(evaluations[0])
+    mean: Curve = [(event["round"], event[f"mean_test_{measure}"]) for event in evaluations]
+    if all(value is None for _, value in mean):
+        return ""
+    by_user: dict[str, Curve] = {
+        name: [(e["round"], e["users"].get(name, {}).get(f"test_{measure}")) for e in evaluations]
+        for name in users_with_column(dict.fromkeys(name for event in evaluations for name in event["users"]))
+    }
+    return _draw(mean, by_user, measure)
+
+
+def _draw(mean: Curve, by_user: Mapping[str, Curve], measure: str) -> str:
+    known = [value for curve in (mean, *by_user.values()) for _, value in curve if value is not None]
+    low, high, last = min(known), max(known), mean[-1][0]
+    scale = math.log if measure == "perplexity" else float
+
+    def place(round_number: int, value: float) -> tuple[float, float]:
+        across = round_number / last if last else 0.5
+        up = (scale(value) - scale(low)) / (scale(high) - scale(low)) if scale(high) > scale(low) else 0.5
+        return _LEFT + across * (WIDTH - _LEFT - _RIGHT), HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM)
+
+    def line(curve: Curve, name: str, style: str) -> str:
+        parts = [[place(*point) for point in part] for part in _finite_parts(curve)]
+        drawn = "".join(_polyline(part) if len(part) > 1 else _dot(part[0]) for part in parts)
+        return f"<g {style}><title>{escape(printable(name))}</title>{drawn}</g>"
+
+    left, bottom, right = _LEFT, HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    label = escape(f"test {measure} by round ({rule(measure)})")
+    ticks = [_text(left - 6, place(0, low)[1] + 4, "end", number(low, measure))]
+    if high > low:
+        ticks.append(_text(left - 6, place(0, high)[1] + 4, "end", number(high, measure)))
+    if last:
+        ticks += [_text(left, HEIGHT - 8, "middle", "0"), _text(right, HEIGHT - 8, "end", str(last))]
+    ticks.append(_text((left + right) / 2, HEIGHT - 8, "middle", "round; bold: mean over users"))
+    users = "".join(line(curve, name, 'stroke-opacity="0.4" fill-opacity="0.4"') for name, curve in by_user.items())
+    average = line(mean, "mean", 'stroke-width="2.5"')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
+        f'style="max-width: {WIDTH}px; width: 100%; font: 12px sans-serif" fill="currentColor" stroke="none">'
+        f'<path d="M{left} {_TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.3"/>'
+        f"{''.join(ticks)}{users}{average}</svg>"
+    )
+
+
+def _finite_parts(curve: Curve) -> list[list[tuple[int, float]]]:
+    parts: list[list[tuple[int, float]]] = [[]]
+    for round_number, value in curve:
+        if value is None:
+            parts.append([])
+        else:
+            parts[-1].append((round_number, value))
+    return [part for part in parts if part]
+
+
+def _polyline(points: Sequence[tuple[float, float]]) -> str:
+    told = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{told}" fill="none" stroke="currentColor"/>'
+
+
+def _dot(point: tuple[float, float]) -> str:
+    return f'<circle cx="{point[0]:.1f}" cy="{point[1]:.1f}" r="3"/>'
+
+
+def _text(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+MOST = 12
+"""The page names so many users of each entry: those who counted least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Of one user over the rounds and seeds of an entry: uploads judged, left out, and the mean of what counted."""
+
+    user: str
+    uploads: int
+    left_out: int
+    mean: float
+
+
+def counted(entry: Entry) -> list[Counted]:
+    """Every user whose uploads a rule has judged, those first who counted least."""
+    shares: dict[str, list[float]] = {}
+    for run in entry.runs:
+        for event in run.judged:
+            for user, share in event.get("counted", {}).items():
+                shares.setdefault(user, []).append(share)
+    found = [
+        Counted(user=user, uploads=len(of_user), left_out=of_user.count(0), mean=fmean(of_user))
+        for user, of_user in shares.items()
+    ]
+    return sorted(found, key=lambda one: (one.mean, -one.left_out))
+
+
+def judged_tables(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """For the page: of each entry with a rule the users who counted least, and how many more there are."""
+    tables = []
+    for entry in entries:
+        if users := counted(entry):
+            rule = entry.first.judged[0]["rule"]
+            cells = [(one.user, f"{one.left_out} of {one.uploads}", f"{one.mean:.2f}") for one in users[:MOST]]
+            tables.append({"label": entry.label, "rule": rule, "rows": cells, "more": len(users) - len(cells)})
+    return tables
+
+
+_ROWS = {
+    "pretrained": "the base as it is",
+    "local": "trained alone, from scratch",
+    "shared": "what the federation shares, before any training",
+    "joined": "after joining",
+}
+
+
+def render_joined(name: str, measure: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A newcomer's test results, with the training data that each took."""
+    unit = next(key for key in rows["joined"] if key.startswith("train_"))
+    title = f"{printable(name)}: test {measure} ({rule(measure)})"
+    table = Table("model", title=title, title_justify="left", box=None)
+    table.add_column(measure, justify="right", style="bold")
+    table.add_column(f"training {unit.removeprefix('train_')}", justify="right")
+    table.add_column("")
+    for row, what in _ROWS.items():
+        value = rows[row]
+        table.add_row(row, number(value[f"test_{measure}"], measure), f"{value[unit]:,}", words(what, "dim"))
+    return table
+
+
+_STYLES = {"here": "green", "away": "red", "expected": "dim"}
+
+
+def render_participants(folder: Path, *, everybody: bool = False) -> rich_table.Table:
+    """Who is in, in which round, last seen when, bytes, and what users tell of losses and scores; those first who fail.
+
+    Where the recipe has them also epsilon, and how much of the last upload of each counted.
+
+    Before anything is known, and while the file cannot be read, the table is empty.
+    """
+    content = _read(folder)
+    users: Mapping[str, Mapping[str, Any]] = content.get("users", {})
+    measure = content.get("measure") or "test"
+    table = rich_table.Table("user", "", title=_participants_title(content), title_justify="left", box=None)
+    more = [
+        *(["epsilon"] if "privacy" in content else []),
+        *(["counted"] if any(user.get("counted") is not None for user in users.values()) else []),
+    ]
+    for name in ("round", "last seen", "sent", "received", "loss", measure, *more):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    order = sorted(users, key=lambda name: ("away", "expected", "here").index(users[name]["state"]))
+    shown = order if everybody or len(order) <= MOST_ROWS else order[:MOST_ROWS]
+    for name in shown if len(shown) < len(users) else users:
+        *cells, why = _row(name, users[name], measure)
+        table.add_row(*cells, *(_known(users[name].get(column)) for column in more), why)
+    if len(shown) < len(users):
+        table.caption, table.caption_justify = words(f"and {len(users) - len(shown):,} more", "table.caption"), "left"
+    return table
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / PARTICIPANTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _participants_title(content: Mapping[str, Any]) -> str:
+    if not content:
+        return "waiting for the coordinator"
+    states = [user["state"] for user in content["users"].values()]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in _STYLES if state in states)
+    spent = content.get("privacy")
+    at = f" · epsilon {spent['epsilon']:.3g} at delta {spent['delta']:g}" if spent else ""
+    return f"{content['round']} of {content['rounds']} rounds are done · {counts}{at}"
+
+
+def _row(name: str, user: Mapping[str, Any], measure: str) -> tuple[Any, ...]:
+    seen, loss, test = user["seen"], user["train_loss_nats"], user["test"]
+    return (
+        words(name),
+        words(user["state"], _STYLES[user["state"]]),
+        str(user["round"] or "–"),
+        f"{_ago(time.time() - seen)}" if seen is not None else "never",
+        _size(user["upload_bytes"]),
+        _size(user["download_bytes"]),
+        "–" if loss is None else f"{loss:.3f}",
+        "–" if test is None else number(test, measure),
+        words(user["why"], "dim"),
+    )
+
+
+def _known(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _size(count: int) -> str:
+    unit, name = byte_unit(count)
+    return f"{count / unit:,.1f} {name}" if unit > 1 else f"{count} B"
+
+
+def _ago(seconds: float) -> str:
+    for size, name in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {name} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
+def ledger(costs: Sequence[Cost]) -> list[list[str]]:
+    """The ledger, a row for each entry; a column of bytes has one unit."""
+
+    def bytes_of(key: str) -> list[str]:
+        return sizes([getattr(one, key) for one in costs])
+
+    columns = [
+        [one.label for one in costs],
+        [str(one.rounds) for one in costs],
+        ["–" if one.trainable_parameters is None else f"{one.trainable_parameters:,}" for one in costs],
+        bytes_of("upload_bytes_per_user_round"),
+        bytes_of("download_bytes_per_user_round"),
+        bytes_of("upload_bytes"),
+        bytes_of("download_bytes"),
+        ["–" if one.peak_memory_bytes is None else f"{one.peak_memory_bytes / 1e9:,.2f} GB" for one in costs],
+        [_measured(one.per_second) for one in costs],
+        [_measured(one.wall_seconds) for one in costs],
+        [one.place for one in costs],
+    ]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _measured(value: Spread | None) -> str:
+    if value is None:
+        return "–"
+    digits = 0 if value.mean >= 10 else 1
+    return f"{value.mean:,.{digits}f}" + ("" if value.std is None else f" ({value.std:,.{digits}f})")
+
 
 _MEANS = ("mean", "geometric mean")
 _COSTS = ("trainable", "upload / round", "seconds")
@@ -126,7 +545,7 @@ def markdown(table: dict[str, Any]) -> str:
     lines = [f"Table: {title_of(table)}", "", markdown_line(head), "|" + "---|" * len(head)]
     lines += [markdown_line(row) for row in rows]
     lines += ["", note] if (note := note_of(table)) else []
-    lines += ["", *against.markdown(found)] if (found := against_of(table)) else []
+    lines += ["", *comparisons.markdown(found)] if (found := against_of(table)) else []
     return "\n".join(lines) + "\n"
 
 
@@ -138,7 +557,7 @@ def tables_of(table: dict[str, Any], *, everybody: bool = False) -> Iterator[Tab
         yield words(note, "dim")
     if found := against_of(table):
         yield words("")
-        yield from against.render(found)
+        yield from comparisons.render(found)
     if not everybody or users_with_column(table["methods"][0]["users"]):
         return
     shown = Table("user", title="every user", title_justify="left", box=None)
@@ -169,3 +588,112 @@ def _shown_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]])
     for row in rows:
         shown.add_row(*row)
     return shown
+
+
+_CHARACTERS = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "`": r"\textasciigrave{}",
+    "'": r"\textquotesingle{}",
+    "[": "{[}",  # at the start of a row an option of the row before
+    "*": "{*}",
+    "†": r"\textdagger{}",
+    "–": r"\textendash{}",
+    "±": r"$\pm$",
+    "·": r"\textperiodcentered{}",
+}
+_SPECIAL = re.compile("|".join(map(re.escape, _CHARACTERS)))
+_HYPHENS = re.compile("-(?=-)")
+"""Hyphens that would become a dash with the next one."""
+
+CellSpread = dict[str, float | None]
+"""``mean`` and ``std`` over seeds, each None where it is not finite."""
+
+
+def escape_latex(text: object) -> str:
+    """Return a text that LaTeX typesets as it is, on one line.
+
+    >>> escape_latex("50% of a_b")
+    '50\\\\% of a\\\\_b'
+    """
+    return _HYPHENS.sub("-{}", _SPECIAL.sub(lambda match: _CHARACTERS[match[0]], printable(text)))
+
+
+def latex(table: dict[str, Any], *, everybody: bool = False) -> str:
+    """Return a comparison as a ``table`` environment for the package booktabs.
+
+    A row is a method, a column a user, a mean over users or a cost; with several seeds costs are a tabular of their own
+    below. Cells are means over seeds, with the standard
+    deviation where a method has several seeds. The best mean of a column is bold, as are those that are printed alike;
+    nothing is bold if there is one method.
+
+    Args:
+        table: the table of :func:`comingle.reports.comparisons.compare_metrics`.
+        everybody: of more users than have a column, add a table with a row for each; the best of a row is bold.
+    """
+    rows, measure = table["methods"], measure_of(table["methods"][0])
+    methods = [escape_latex(row["method"]) for row in rows]
+    seeds = [len(row["seeds"]) for row in rows]
+    scores = [(escape_latex(name), _latex_cells(values, seeds, measure)) for name, values in score_columns(table)]
+    costs = [(escape_latex(name), [escape_latex(cell) for cell in cells]) for name, cells in cost_columns(table)]
+    columns = [("method", methods), *scores]
+    parted = [columns, [columns[0], *costs]] if max(seeds) > 1 else [[*columns, *costs]]  # deviations leave no room
+    best = "; best in bold" if len(rows) > 1 else ""
+    title = title_of(table, spread="mean ± std")
+    bodies = [_tabular([name for name, _ in one], zip(*(c for _, c in one), strict=True)) for one in parted]
+    parts = [_environment(f"{title}{best}", bodies, note_of(table))]
+    users = rows[0]["users"]
+    if everybody and not users_with_column(users):
+        body = [
+            [escape_latex(name), *_latex_cells([row["users"][name] for row in rows], seeds, measure)] for name in users
+        ]
+        parts.append(_environment(f"every user: {title}{best}", [_tabular(["user", *methods], body)], ""))
+    return "% needs \\usepackage{booktabs}\n" + "\n".join(parts)
+
+
+def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: str) -> list[str]:
+    """Return the cells of methods that are compared with each other."""
+    finite = [mean for value in values if (mean := value["mean"]) is not None and math.isfinite(mean)]
+    best = number(best_of(measure)(finite), measure) if finite and len(values) > 1 else None
+    cells = []
+    for value, count in zip(values, seeds, strict=True):
+        told = number(value["mean"], measure)
+        std = value["std"] if count > 1 else None
+        cell = escape_latex(told if std is None else f"{told} ± {number(std, measure)}")
+        cells.append(rf"\textbf{{{cell}}}" if told == best else cell)
+    return cells
+
+
+def _environment(caption: str, tabulars: Sequence[str], note: str) -> str:
+    lines = [
+        r"\begin{table}",
+        r"  \centering",
+        r"  \small",
+        rf"  \caption{{{escape_latex(caption[0].upper() + caption[1:])}}}",
+        "\n  \\par\\medskip\n".join(tabulars),
+        *([rf"  \par\smallskip\footnotesize {escape_latex(note)}"] if note else []),
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _tabular(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [
+        rf"  \begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
+        r"    \toprule",
+        *_lines([head]),
+        r"    \midrule",
+        *_lines(rows),
+        r"    \bottomrule",
+        r"  \end{tabular}",
+    ]
+    return "\n".join(lines)
+
+
+def _lines(rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"    {' & '.join(row)} \\\\" for row in rows]

@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from comingle.reports.canvas import draw, legend_above
-from comingle.reports.colours import expert_class, expert_colour
+from comingle.reports.canvas import draw, expert_class, expert_colour, legend_above
 
 COLUMNS = 56
 """Characters of a line in the drawn token view."""

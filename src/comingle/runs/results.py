@@ -13,9 +13,8 @@ from comingle.data.populations import names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.models.hardware import torch_defaults
 from comingle.models.personal import About, Gates, Losses, Personal, PersonalModel
-from comingle.tables.curves import curve_svg
-from comingle.tables.framing import html_of
-from comingle.tables.run_tables import render_run
+from comingle.reports.formatting import html_of
+from comingle.reports.tables import curve_svg, render_run
 from comingle.training.backends.local import InProcess
 from comingle.training.checkpoints import personal_tensors
 from comingle.training.client import finetuned

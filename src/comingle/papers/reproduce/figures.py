@@ -80,7 +80,7 @@ def _curves(plan: Plan, entries: Entries) -> Figures:
 
 def _mixtures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
     """For each row whose users learn to mix adaptors, users x adaptors over the rounds of the first seed."""
-    from comingle.reports.mixtures import mixtures_figure, read_mixtures
+    from comingle.reports.figures import mixtures_figure, read_mixtures
 
     for row, entry in entries:
         mixtures = read_mixtures(entry.first.folder)
@@ -90,7 +90,7 @@ def _mixtures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
 
 def _scores(plan: Plan, entries: Entries) -> Figures:
     """For each column and row every layer's expert scores (CoMiGS: Figures 4 and 10)."""
-    from comingle.reports.heatmaps import scores_figure
+    from comingle.reports.figures import scores_figure
 
     for (row, column), entry in entries.items():
         if entry.first.routed:
@@ -99,7 +99,7 @@ def _scores(plan: Plan, entries: Entries) -> Figures:
 
 def _sweep(plan: Plan, entries: Entries) -> Figures:
     """For each column the last test perplexity over one setting, a line for each of another (CoMiGS: Figure 8)."""
-    from comingle.reports.series import Spread, final
+    from comingle.reports.runs import Spread, final
 
     plot = plan.experiment.plot
     assert plot is not None
@@ -116,7 +116,7 @@ def _sweep(plan: Plan, entries: Entries) -> Figures:
 
 def _sweep_figure(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str) -> Figure:
     from comingle.reports.canvas import draw as draw_axes
-    from comingle.reports.colours import styles
+    from comingle.reports.canvas import styles
 
     def paint(figure: Any, axes: list[Any]) -> None:
         looks = styles([str(value) for value in sorted(lines)])

@@ -12,9 +12,9 @@ from typing import Any
 from comingle.papers.reproduce.orders import Entry, compare_orders, ranks, sentence
 from comingle.papers.reproduce.plan import Plan
 from comingle.papers.reproduce.published import Note, printed
-from comingle.reports import against
-from comingle.reports.against import BASELINE, Against, Results, baseline_of, hold, members, spoken
-from comingle.tables.framing import Table
+from comingle.reports import comparisons
+from comingle.reports.comparisons import BASELINE, Against, Results, baseline_of, hold, members, spoken
+from comingle.reports.formatting import Table
 from comingle.utils.records import MEASURES, write_json, write_text
 from comingle.utils.terminal import words
 
@@ -164,7 +164,7 @@ def markdown(table: Mapping[str, Any]) -> str:
     told = remarks(table)
     lines += ["", *(f"- {one}" for one in told)]
     for label, found in held(table):
-        lines += ["", f"## {label}: better, level or worse", "", *against.markdown(found)]
+        lines += ["", f"## {label}: better, level or worse", "", *comparisons.markdown(found)]
     return "\n".join(lines) + "\n"
 
 

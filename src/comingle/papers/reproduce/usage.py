@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from comingle.reports.colours import Style
-    from comingle.reports.series import Spread
+    from comingle.reports.canvas import Style
+    from comingle.reports.runs import Spread
 
 WORDS = {"server": "kept by the server", "communicate": "sent by a user in a round", "client": "held by a user"}
 """What is counted, in the words of an axis."""
@@ -159,9 +159,8 @@ def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage])
 
 def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Any], used: Mapping[tuple[str, str], Usage]) -> Figure:
     """Test results against usage, a line for each method, its marks larger for more models or a larger net."""
-    from comingle.reports.canvas import draw
-    from comingle.reports.colours import styles
-    from comingle.tables.measures import axis_label
+    from comingle.reports.canvas import draw, styles
+    from comingle.reports.formatting import axis_label
 
     assert plan.experiment.plot is not None
     kinds, lines = plan.experiment.plot.usage, _lines(plan)
@@ -205,7 +204,7 @@ def _points(
     entries: Mapping[tuple[str, str], Any],
     used: Mapping[tuple[str, str], Usage],
 ) -> list[Point]:
-    from comingle.reports.series import final
+    from comingle.reports.runs import final
 
     points: list[Point] = []
     for place, row in enumerate(rows):
@@ -216,7 +215,7 @@ def _points(
 
 
 def _line(axis: Axes, points: list[Point], style: Style) -> None:
-    from comingle.reports.colours import PAPER
+    from comingle.reports.canvas import PAPER
 
     if not points:
         return
@@ -231,7 +230,7 @@ def _line(axis: Axes, points: list[Point], style: Style) -> None:
 def _label(axis: Axes, measure: str, below: str) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    from comingle.tables.measures import tick
+    from comingle.reports.formatting import tick
 
     axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # whole per cents
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))

@@ -46,7 +46,7 @@ def print_table(table: dict[str, Any]) -> None:
     """A table with what it says in words, in the terminal."""
     from comingle.cli.progress import console
     from comingle.papers.reproduce.tables import held, remarks, render
-    from comingle.reports.against import render as render_verdicts
+    from comingle.reports.comparisons import render as render_verdicts
     from comingle.utils.terminal import words
 
     console.print(render(table))

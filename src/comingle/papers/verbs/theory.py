@@ -13,7 +13,7 @@ from comingle.utils.errors import ComingleError
 if TYPE_CHECKING:
     from comingle.papers.recipes.theory import TheoryRecipe
     from comingle.papers.theory.claims import Row
-    from comingle.tables.framing import Table
+    from comingle.reports.formatting import Table
 
 
 def theory(
@@ -72,7 +72,7 @@ def _require_packages() -> None:
 
 def render(rows: list[Row]) -> Table:
     """A heading for each scheme, a line for each statement about it."""
-    from comingle.tables.framing import Table
+    from comingle.reports.formatting import Table
     from comingle.utils.terminal import words
 
     table = Table("", title="what the tightest instance does, and what is predicted", title_justify="left", box=None)

@@ -1,4 +1,4 @@
-"""How measures are told: in headings, on axes, in cells, and as the change of a user's result against a baseline.
+"""Formats of measures and tables, for the terminal and HTML.
 
 Accuracies are kept in [0, 1] and told in per cent. What is better is in :data:`comingle.utils.records.MEASURES`.
 """
@@ -7,10 +7,61 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
+from rich import table
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text, TextType
+
 from comingle.utils.records import MEASURES, SHARES
+from comingle.utils.terminal import printable
+
+MOST_ROWS = 24
+"""A run's table has a row for each of so many users; of more it shows the best, the worst, and how all are spread."""
+
+FEW = 5
+"""So many of the best users, and of the worst."""
+
+QUANTILES = {"10% of users": 0.1, "25%": 0.25, "median": 0.5, "75%": 0.75, "90%": 0.9}
+"""Where between the best user, 0, and the worst, 1, a distribution is looked at."""
+
+TOLERANCE = 0.1
+"""Budgets that differ by no more than this share are called equal."""
+
+
+def best_first(scores: Mapping[str, float | None], measure: str) -> list[str]:
+    """Users by their score; who has none that is finite comes last."""
+    sign = 1 if MEASURES[measure] == "lower" else -1
+    finite = {name: math.inf if score is None else sign * score for name, score in scores.items()}
+    return sorted(scores, key=finite.__getitem__)
+
+
+def at_share(ordered: Sequence[str], share: float) -> str:
+    """The user so far from the best, 0, to the worst, 1: the nearest, so that a score is always somebody's."""
+    return ordered[math.floor(share * (len(ordered) - 1) + 0.5)]
+
+
+def typical_budget(counts: Sequence[int]) -> int | None:
+    """The median number of trained parameters of methods that train at all: of two, the lower."""
+    trained = [count for count in counts if count]
+    return statistics.median_low(trained) if trained else None
+
+
+def is_unequal(count: int, typical: int | None) -> bool:
+    """Whether a method trains more than :data:`TOLERANCE` more or fewer parameters; nothing at all is no budget."""
+    return bool(count) and typical is not None and abs(count - typical) > TOLERANCE * typical
+
+
+def budget_note(counts: Sequence[int]) -> str:
+    """A line about those that are marked; empty where none is."""
+    typical = typical_budget(counts)
+    if not any(is_unequal(count, typical) for count in counts):
+        return ""
+    return f"† trains over {TOLERANCE:.0%} more or fewer parameters than the median method, which trains {typical:,}"
 
 
 def rule(measure: str) -> str:
@@ -154,3 +205,65 @@ def markdown_line(cells: Sequence[str]) -> str:
     '| a\\\\|b | \\\\_x\\\\_ |'
     """
     return "| " + " | ".join(_MARKDOWN.sub(r"\\\g<0>", cell) for cell in cells) + " |"
+
+
+class Table(table.Table):
+    """Rich's, but that what stands above and below few columns is not broken at their width."""
+
+    title: TextType | None
+    caption: TextType | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
+        """Title, table, caption."""
+        title, caption = self.title, self.caption
+        self.title = self.caption = None
+        try:
+            body = list(super().__rich_console__(console, options))
+        finally:
+            self.title, self.caption = title, caption
+        yield from _lines(console, title, "table.title")
+        yield from body
+        yield from _lines(console, caption, "table.caption")
+
+
+def _lines(console: Console, told: TextType | None, style: str) -> Iterator[RenderableType | Segment]:
+    if told:
+        yield told if isinstance(told, Text) else console.render_str(told, style=style)
+
+
+def html_of(parts: Iterable[table.Table | Text]) -> str:
+    """Return tables and notes as one HTML fragment for a notebook, without scripts, all text escaped."""
+    return (
+        "<div>"
+        + "".join(_html_table(one) if isinstance(one, table.Table) else _html_note(one) for one in parts)
+        + "</div>"
+    )
+
+
+def _html_table(shown: table.Table) -> str:
+    head = "".join(_html_cell("th", one, one.header) for one in shown.columns)
+    rows = zip(*(one.cells for one in shown.columns), strict=False)
+    body = "".join(
+        "<tr>" + "".join(_html_cell("td", one, cell) for one, cell in zip(shown.columns, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    foot = "".join(_html_cell("td", one, one.footer) for one in shown.columns)
+    foot = f"<tfoot><tr>{foot}</tr></tfoot>" if shown.show_footer else ""
+    return (
+        f"{_html_note(shown.title)}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table>"
+        f"{_html_note(shown.caption)}"
+    )
+
+
+def _html_cell(tag: str, column: table.Column, cell: RenderableType) -> str:
+    align = "right" if column.justify == "right" else "left"
+    return f'<{tag} style="text-align: {align}">{_html_text(cell)}</{tag}>'
+
+
+def _html_note(told: TextType | None) -> str:
+    return f"<p>{_html_text(told)}</p>" if told else ""
+
+
+def _html_text(cell: RenderableType) -> str:
+    """Return the plain text of a cell with its line breaks; control characters become escapes."""
+    return escape(printable(cell.plain if isinstance(cell, Text) else cell, keep="\n")).replace("\n", "<br>")
