@@ -35,7 +35,7 @@ from comingle.costing import machines
 from comingle.costing.machines import Found, load_of, measure, plan_time
 from comingle.costing.planning import plan
 from comingle.costing.timing import Cluster
-from comingle.processes.sharing import cores
+from comingle.runs.distributed import cores
 
 ROUNDS, USERS = 3, 12
 """Rounds between two checkpoints, of which there are three: the first warms up, the last round has no exchange."""

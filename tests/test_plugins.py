@@ -21,7 +21,7 @@ from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
 from comingle.models import personal
 from comingle.models.nets import NETS, make_net
-from comingle.runs import api, settings
+from comingle.runs import api, session
 from comingle.training.client import STORES
 from comingle.training.events import TRACKERS
 from comingle.utils import registry
@@ -300,7 +300,7 @@ def test_every_implementation_that_is_named_can_be_imported() -> None:
         **{f"tracker {name}": tracker for name, tracker in TRACKERS.items()},
         **{f"kind {kind}": load_section(kind) for kind in kinds()},
         "export": registry.load_object(personal._EXPORT),
-        "fit": registry.load_object(settings._FIT),
+        "fit": registry.load_object(session._FIT),
     }
     assert len(named) > 50
     assert [name for name, found in named.items() if not callable(found)] == []

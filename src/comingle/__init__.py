@@ -31,26 +31,26 @@ times as long; 2,000 cost a run that is alone 2% to 7% (``benchmarks/crowded.py`
 
 if TYPE_CHECKING:
     from comingle.audits.api import audit as audit
-    from comingle.comparing.api import advise as advise
-    from comingle.comparing.api import compare as compare
-    from comingle.comparing.pages import report as report
     from comingle.config import Recipe as Recipe
-    from comingle.joining.api import join as join
     from comingle.models.floral.wrapper import floral as floral
     from comingle.runs.api import load as load
     from comingle.runs.api import run as run
+    from comingle.runs.comparison import advise as advise
+    from comingle.runs.comparison import compare as compare
+    from comingle.runs.join import join as join
+    from comingle.runs.views import report as report
     from comingle.utils.errors import ComingleError as ComingleError
 
 _HOMES = {
     "ComingleError": "comingle.utils.errors",
     "Recipe": "comingle.config",
-    "advise": "comingle.comparing.api",
+    "advise": "comingle.runs.comparison",
     "audit": "comingle.audits.api",
-    "compare": "comingle.comparing.api",
+    "compare": "comingle.runs.comparison",
     "floral": "comingle.models.floral.wrapper",
-    "join": "comingle.joining.api",
+    "join": "comingle.runs.join",
     "load": "comingle.runs.api",
-    "report": "comingle.comparing.pages",
+    "report": "comingle.runs.views",
     "run": "comingle.runs.api",
 }
 
@@ -94,7 +94,7 @@ def _home(name: str) -> str:
     """Where a name is; in one of several processes that a launcher has started, a run is one of all of them."""
     from comingle.training.backends.launched import find_place
 
-    return "comingle.processes.api" if name == "run" and find_place() is not None else _HOMES[name]
+    return "comingle.runs.distributed" if name == "run" and find_place() is not None else _HOMES[name]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,11 +15,11 @@ import pytest
 import torch
 import yaml
 
-from comingle.comparing import api, comparing
-from comingle.comparing.beside import portions
 from comingle.config import load_recipe
 from comingle.reports.comparisons import read_comparison
 from comingle.reports.tables import latex
+from comingle.runs import compare, comparison
+from comingle.runs.compare import portions
 from comingle.training.client import Clients
 from comingle.utils.errors import DivergenceError
 from comingle.utils.records import read_metrics
@@ -85,7 +85,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(
             clients.state.rows[0, 0] = torch.nan
         return lambda event: None
 
-    monkeypatch.setattr("comingle.progress.Lines.watch", lambda self, clients, title=None: watch(clients))
+    monkeypatch.setattr("comingle.runs.progress.Lines.watch", lambda self, clients, title=None: watch(clients))
     answer = comingle("compare", short, "--methods", "local,fedavg", "--out", tmp_path / "out")
     assert answer.code == 2
     (line,) = answer.err.splitlines()
@@ -102,7 +102,7 @@ def test_where_all_fail_the_first_is_told(comingle: Any, short: Path, monkeypatc
     def fail(*_: Any, **__: Any) -> Any:
         raise DivergenceError("left the numbers")
 
-    monkeypatch.setattr(comparing, "run_in", fail)
+    monkeypatch.setattr(compare, "run_in", fail)
     answer = comingle("compare", short, "--methods", "local,fedavg", "--seeds", "0,1")
     assert (answer.code, answer.err) == (2, "comingle: left the numbers\n")
 
@@ -151,7 +151,7 @@ def test_an_interruption_stops_every_process_and_the_runs_go_on(short: Path, tmp
     assert again.wait(900) == 0
     assert "local, seed 0 · round 1/6 · " not in said(tmp_path / "out").read_text()
     recipe = load_recipe(short).with_changes({"training.rounds": 6})
-    whole = api.compare(recipe, ["pretrained", "local", "fedavg"], seeds=[0, 1]).metrics
+    whole = comparison.compare(recipe, ["pretrained", "local", "fedavg"], seeds=[0, 1]).metrics
     expected = {f"{method}-seed{seed}": metrics["users"] for (method, seed), metrics in whole.items()}
     assert losses(tmp_path / "out") == expected
 

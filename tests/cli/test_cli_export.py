@@ -10,8 +10,8 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from comingle.comparing.api import compare
 from comingle.runs import api
+from comingle.runs.comparison import compare
 from exporting import check_same
 
 

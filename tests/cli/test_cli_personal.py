@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 
-from comingle.comparing.views import generating_model
 from comingle.models.personal import PersonalModel
 from comingle.runs import api
+from comingle.runs.views import generating_model
 from comingle.training.kinds.samples import PersonalNet
 from comingle.utils.errors import DataError
 

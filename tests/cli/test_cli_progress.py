@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import comingle as package
-from comingle import progress
 from comingle.cli import main
 from comingle.config import load_recipe
+from comingle.runs import progress
 from comingle.runs.session import build, prepare
 from comingle.utils.records import read_events
 from comingle.utils.terminal import Terminal

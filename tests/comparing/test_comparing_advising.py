@@ -11,8 +11,6 @@ import pytest
 from scipy import stats
 
 import comingle as library
-from comingle.comparing.advising import advise_runs, groups_of
-from comingle.progress import reporting
 from comingle.reports.advice import (
     Advice,
     advise_on,
@@ -24,7 +22,9 @@ from comingle.reports.advice import (
     rows_of,
     undecided,
 )
+from comingle.runs.advise import advise_runs, groups_of
 from comingle.runs.given import given_of, recipe_with
+from comingle.runs.progress import reporting
 from comingle.utils.errors import RecipeError
 
 SETTINGS = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import comingle
-from comingle.comparing import advising, trials
-from comingle.comparing.foresight import choose_seeds, foresee
 from comingle.config import Recipe
+from comingle.runs import advise
+from comingle.runs.advise import choose_seeds, foresee
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
 
@@ -40,7 +40,7 @@ ENOUGH: dict[str, Any] = {"training.local_steps": 200}
 def test_good_data_needs_no_word_and_three_seeds() -> None:
     users = {"ada": words(1, 200), "ben": words(2, 200)}
     assert told(users, **ENOUGH) == []
-    assert choose_seeds(*read(users, **ENOUGH), "tokens") == trials.SEEDS
+    assert choose_seeds(*read(users, **ENOUGH), "tokens") == advise.SEEDS
 
 
 def test_users_with_equal_or_nearly_equal_text_are_named() -> None:
@@ -95,7 +95,7 @@ def test_it_is_said_before_anything_is_trained(
     def run(*given: Any) -> Any:
         raise TrainedError
 
-    monkeypatch.setattr(advising, "_run", run)
+    monkeypatch.setattr(advise, "_run", run)
     same = torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1))
     with pytest.raises(TrainedError):
         comingle.advise(
@@ -112,5 +112,5 @@ def test_smaller_groups_of_nets_are_of_their_users_alone() -> None:
     }
     given = given_of(users, lambda: torch.nn.Linear(3, 1))
     recipe = recipe_with({"data": {"loss": "mse"}}, given, base=None, method="fedavg", changes={})
-    some = advising.of_users(prepare(recipe, given=given), (0, 2))
+    some = advise.of_users(prepare(recipe, given=given), (0, 2))
     assert [user.name for user in build(recipe, some).clients.users] == ["ada", "cem"]

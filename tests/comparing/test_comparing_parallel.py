@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.comparing import parallel
-from comingle.comparing.parallel import in_processes
+from comingle.runs import compare
+from comingle.runs.compare import in_processes
 
 
 def twice(group: int) -> Iterator[int]:
@@ -64,14 +64,14 @@ def test_each_process_computes_on_the_gpu_of_its_place(
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     ours, theirs = multiprocessing.Pipe(duplex=False)
     for place in range(3):
-        parallel._work_group(theirs, twice, place, 3, place)
+        compare._work_group(theirs, twice, place, 3, place)
     assert taken == expected
     assert [ours.recv() for _ in range(3)] == [0, 2, 4]
 
 
 WITHOUT_END = """
 import os, sys, time
-from comingle.comparing.parallel import in_processes
+from comingle.runs.compare import in_processes
 
 def work(group):
     yield os.getpid()

@@ -11,8 +11,8 @@ import torch
 
 import comingle
 from comingle.cli.compare import split_names
-from comingle.comparing.comparing import parse_method
 from comingle.reports.runs import find_runs, read_entries
+from comingle.runs.compare import parse_method
 from comingle.serving.finding import find_run
 from comingle.utils.errors import RecipeError
 

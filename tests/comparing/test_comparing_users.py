@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import comingle
-from comingle.comparing.results import Comparison
 from comingle.config import load_recipe
+from comingle.runs.comparison import Comparison
 from comingle.serving.people import names_in
 from comingle.utils.errors import RecipeError, RunError
 

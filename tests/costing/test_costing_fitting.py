@@ -13,7 +13,7 @@ from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.costing import nets, planning
 from comingle.costing.fitting import fit
 from comingle.costing.planning import rehearse_text
-from comingle.processes.sharing import share_out
+from comingle.runs.distributed import share_out
 from comingle.runs.session import prepare
 
 SUMS = {"mechanism": "none", "secure_aggregation": {"threshold": 0.51}}

@@ -14,8 +14,8 @@ from tests.golden.cases import USERS
 from comingle.config import parse_recipe
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
-from comingle.joining.api import join
 from comingle.runs.api import run
+from comingle.runs.join import join
 from comingle.utils.records import read_events, read_metrics
 
 BAD = {"text": ["no JSON", '{"text": 3}'], "conversations": ["no JSON", '{"messages": 3}', '{"messages": []}']}

@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from comingle.joining.api import join
 from comingle.methods.base import joint
 from comingle.methods.fedmerge import MERGING, soup_of
 from comingle.methods.server import model_of
 from comingle.models.personal import PersonalModel
 from comingle.runs.api import load, run
+from comingle.runs.join import join
 from comingle.runs.results import Run
 from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError
 from comingle.utils.files import locked

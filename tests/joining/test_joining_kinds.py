@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comingle.joining.api import join
 from comingle.models.personal import PersonalModel
 from comingle.runs.api import load, run
+from comingle.runs.join import join
 from comingle.training.kinds.samples import PersonalNet
 from comingle.utils.errors import DataError
 

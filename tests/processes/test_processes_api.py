@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import comingle
-from comingle.processes import api as together
 from comingle.runs import api
+from comingle.runs import distributed as together
 from comingle.utils.errors import RunError
 
 SCRIPT = """

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from comingle.config import parse_recipe
-from comingle.processes.sharing import _check_alike, check_device, spans
+from comingle.runs.distributed import _check_alike, check_device, spans
 from comingle.training.backends.distributed import Sharded
 from comingle.training.backends.launched import Place, find_place, speaks
 from comingle.utils.errors import RecipeError, RunError

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from comingle.comparing.results import Comparison
 from comingle.reports.comparisons import compare_metrics
 from comingle.reports.tables import escape_latex, latex
+from comingle.runs.comparison import Comparison
 from comingle.utils.errors import RunError
 
 HOSTILE = r"[b]*_o&b% $1 #2 {x} \input{/etc/passwd} ~^ <a|b> `c' ?` -- \\ {"

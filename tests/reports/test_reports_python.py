@@ -12,7 +12,7 @@ import pytest
 
 import comingle
 from comingle.cli import main
-from comingle.comparing.results import Comparison
+from comingle.runs.comparison import Comparison
 from comingle.runs.results import Run
 
 HOSTILE = "b<script>alert(1)</script>&ob"

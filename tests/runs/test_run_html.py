@@ -13,8 +13,8 @@ import torch
 
 import comingle
 from comingle.cli import main
-from comingle.joining.api import join
 from comingle.reports.tables import curve_svg
+from comingle.runs.join import join
 from comingle.runs.results import Run
 
 HOSTILE = "b<script>alert(1)</script>&\"'ob"

@@ -9,10 +9,10 @@ from typing import Any
 from comingle.audits.auditing import SHADOWS, audit_run
 from comingle.audits.shadows import FEWEST
 from comingle.models.hardware import torch_defaults
-from comingle.progress import reporting
 from comingle.reports.audit import Audit, check_targets, write_audit
 from comingle.runs.api import load
 from comingle.runs.given import AnyBase, given_of
+from comingle.runs.progress import reporting
 from comingle.runs.results import Run
 from comingle.training.backends.launched import require_alone
 from comingle.utils.errors import RecipeError

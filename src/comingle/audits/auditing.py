@@ -15,15 +15,14 @@ from comingle.audits.proving import least_epsilon
 from comingle.audits.replacing import epsilon_of_replacing
 from comingle.audits.shadows import run_shadow, told_apart
 from comingle.audits.tokens import recover, token_factors
-from comingle.comparing.trials import shortened as in_rounds
 from comingle.config import Recipe
 from comingle.privacy.accounting import Release, release_of
-from comingle.progress import LOADING, Reporter, about
 from comingle.reports.audit import Audit, Proof, exposure
+from comingle.runs.advise import shortened as in_rounds
 from comingle.runs.given import NOTHING, Given
+from comingle.runs.progress import LOADING, Reporter, about
 from comingle.runs.results import Run
-from comingle.runs.session import prepare
-from comingle.runs.settings import privacy_of, training_settings
+from comingle.runs.session import prepare, privacy_of, training_settings
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.utils.errors import RunError

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.audits.canaries import SERVER, Watched, published
-from comingle.comparing.trials import shortened
 from comingle.config import Recipe
 from comingle.data.samples.samples import UserSamples
 from comingle.reports.audit import Inversion
+from comingle.runs.advise import shortened
 from comingle.runs.session import build, execute
 from comingle.training.client import Clients
 from comingle.training.events import Observer

@@ -8,7 +8,7 @@ import typer
 
 from comingle.cli.compare import split_names, split_seeds
 from comingle.cli.options import Quiet, RecipePath, Sets, read_recipe
-from comingle.comparing import trials
+from comingle.runs import advise as trials
 
 
 def advise(
@@ -32,9 +32,9 @@ def advise(
     read, names = read_recipe(recipe, sets), split_names(methods)
     numbers = None if seeds is None else split_seeds(seeds)
     from comingle.cli.progress import console
-    from comingle.comparing.advising import advise_runs
-    from comingle.progress import reporting
     from comingle.reports.advice import paragraph, render_advice
+    from comingle.runs.advise import advise_runs
+    from comingle.runs.progress import reporting
 
     short = read.with_changes(trials.shortened(rounds))
     with reporting(quiet=quiet) as reporter:

@@ -21,16 +21,15 @@ from comingle.cli.options import (
     method_settings,
     read_recipe,
 )
-from comingle.comparing import trials
+from comingle.runs import advise
 from comingle.utils.errors import ComingleError, RecipeError, RunError
 
 if TYPE_CHECKING:
-    from comingle.comparing.beside import Ended
-    from comingle.comparing.comparing import Key
     from comingle.config import Recipe
+    from comingle.runs.compare import Ended, Key
     from comingle.runs.results import Run
 
-SEEDS = ",".join(map(str, trials.SEEDS))
+SEEDS = ",".join(map(str, advise.SEEDS))
 
 
 def compare(
@@ -89,9 +88,9 @@ def compare_methods(
         RunError: some runs failed, said when all others are done and in the table.
     """
     from comingle.cli.progress import console
-    from comingle.comparing.comparing import folders_of, labels_of, recipes_of
     from comingle.reports.comparisons import baseline_of, members
     from comingle.reports.tables import tables_of, write_comparison
+    from comingle.runs.compare import folders_of, labels_of, recipes_of
     from comingle.utils.terminal import words
 
     recipes = recipes_of(recipe, methods, seeds, for_all)
@@ -125,8 +124,8 @@ def _in_turn(
     recipes: Mapping[Key, Recipe], folder: Path, *, resume: bool, force: bool, quiet: bool
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
     from comingle.cli.training import warn_overlaps
-    from comingle.comparing.comparing import compare_runs
-    from comingle.progress import reporting
+    from comingle.runs.compare import compare_runs
+    from comingle.runs.progress import reporting
 
     with reporting(quiet=quiet) as reporter:
         yield from compare_runs(recipes, folder, reporter, resume=resume, force=force, ready=warn_overlaps)
@@ -137,7 +136,7 @@ def _beside(
 ) -> Iterator[Ended]:
     """Several at a time, with a line for each that has ended."""
     from comingle.cli.training import warn_overlaps
-    from comingle.comparing.beside import compare_beside
+    from comingle.runs.compare import compare_beside
     from comingle.utils.records import measure_of, number
     from comingle.utils.terminal import errors, words
 

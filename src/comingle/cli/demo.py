@@ -57,7 +57,7 @@ def _speak(run: Run) -> None:
     from rich.text import Text
 
     from comingle.cli.progress import console
-    from comingle.comparing.views import generating_model
+    from comingle.runs.views import generating_model
     from comingle.utils.terminal import printable, words
 
     told = ("\nEach user's own model speaks", "bold"), f" ({run.metrics['method']}, greedy)"

@@ -32,11 +32,11 @@ def join(
     What is shared is taken as it is; what a user has of its own is trained on the newcomer's data alone.
     """
     from comingle.cli.progress import console, status
-    from comingle.joining.joining import join_run, newcomer
-    from comingle.progress import reporting
     from comingle.reports.tables import render_joined
     from comingle.runs.api import load
     from comingle.runs.given import NOTHING
+    from comingle.runs.join import join_run, newcomer
+    from comingle.runs.progress import reporting
     from comingle.utils.names import as_folder
     from comingle.utils.terminal import words
 

@@ -67,7 +67,7 @@ def cluster_of(
         raise RecipeError("--gpus and --processes: got both; each GPU has a process, so give one of them")
     from comingle.costing.machines import on_gpu
     from comingle.costing.timing import Cluster
-    from comingle.processes.sharing import cores
+    from comingle.runs.distributed import cores
 
     if gpus is not None and step is None and not on_gpu():
         raise RecipeError("--gpus: no GPU here on which a step could be measured; give --step SECONDS")

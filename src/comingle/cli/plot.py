@@ -132,9 +132,9 @@ def _tokens(
     entries: list[Entry], text: list[str] | None, users: str | None, length: int, layers: list[int] | None
 ) -> Figures:
     from comingle.cli.compare import split_names
-    from comingle.comparing.views import route_texts
     from comingle.reports.page import tokens_sheet
     from comingle.reports.tokens import tokens_figure
+    from comingle.runs.views import route_texts
 
     for view in route_texts(entries, text, None if users is None else split_names(users), length):
         for layer in layers or sorted({0, (view.layers - 1) // 2, view.layers - 1}):

@@ -57,9 +57,9 @@ def report(
     require_packages("comingle report")
     from comingle.cli.compare import split_names
     from comingle.cli.progress import console, status
-    from comingle.comparing.views import route_texts
     from comingle.reports.page import render_page
     from comingle.reports.runs import held, read_entries
+    from comingle.runs.views import route_texts
     from comingle.utils.records import write_text
 
     path = out or runs[0] / "report.html"

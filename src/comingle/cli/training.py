@@ -14,10 +14,10 @@ from rich.text import Text
 from comingle.cli.options import default_folder, read_recipe
 from comingle.data.splits import REPEATED
 from comingle.data.text.streams import LISTED
-from comingle.processes.sharing import build_sharded, read_shared
-from comingle.progress import LOADING, reporting
+from comingle.runs.distributed import build_sharded, read_shared
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import Given
+from comingle.runs.progress import LOADING, reporting
 from comingle.runs.session import build, prepare, run_in, warn_unread
 from comingle.training.backends.launched import LOST, PARENT, Place
 from comingle.training.backends.ranks import joined

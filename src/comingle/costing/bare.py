@@ -21,7 +21,7 @@ from comingle.models.loading import backbone, lm_head
 from comingle.models.lora import init_zero, lora_scale
 from comingle.models.model import share_weights
 from comingle.models.stacked import StackedModel
-from comingle.runs.settings import training_settings
+from comingle.runs.session import training_settings
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients
 from comingle.training.kinds.base import check_on_language

@@ -21,8 +21,8 @@ from comingle.config.settings import AUTO, MEMORY, Training
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.summaries import largest_round, with_method
 from comingle.costing.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
-from comingle.processes.sharing import cores
-from comingle.runs.settings import test_limit_of
+from comingle.runs.distributed import cores
+from comingle.runs.session import test_limit_of
 from comingle.training.backends.launched import MEETING
 from comingle.training.kinds.base import kind_of
 from comingle.training.rounds import period

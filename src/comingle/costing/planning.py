@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from comingle.alone import without_sums
 from comingle.config import Recipe
 from comingle.config.files import check_used
 from comingle.config.settings import EVERYBODY
@@ -32,9 +31,9 @@ from comingle.models.base import Base
 from comingle.models.generation import check_places
 from comingle.models.hardware import free_bytes
 from comingle.models.quantised import packed_parameters
+from comingle.runs.api import without_sums
 from comingle.runs.given import HANDED_OVER, NOTHING
-from comingle.runs.session import check_method
-from comingle.runs.settings import training_settings
+from comingle.runs.session import check_method, training_settings
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import adapt_base, kind_of

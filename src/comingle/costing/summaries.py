@@ -18,8 +18,7 @@ from comingle.methods import make, settings_beside
 from comingle.privacy.accounting import sample_size
 from comingle.privacy.guard import Ledger
 from comingle.privacy.robust import check_rounds
-from comingle.runs.session import build, prepare
-from comingle.runs.settings import training_settings
+from comingle.runs.session import build, prepare, training_settings
 from comingle.training.kinds.base import kind_of
 from comingle.training.settings import Portions, round_sizes
 from comingle.training.storage.opening import check_storable

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY
 from comingle.costing.stored import user_bytes
-from comingle.processes.sharing import build_sharded, check_device, share_out, spans
 from comingle.protocol.messages import LOSS
+from comingle.runs.distributed import build_sharded, check_device, share_out, spans
 from comingle.runs.session import build, prepare
 from comingle.training import rounds
 from comingle.training.backends.distributed import largest_terms, shifts_of, whole_sums

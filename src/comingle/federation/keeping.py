@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comingle.alone import of_one_user
 from comingle.config import Recipe
 from comingle.federation.home import Home
 from comingle.federation.own import Own
+from comingle.runs.api import of_one_user
 from comingle.runs.session import build, describe
 from comingle.training.checkpoints import progress_of, save_checkpoint
 from comingle.training.client import Clients, finetuned

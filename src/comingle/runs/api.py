@@ -1,32 +1,125 @@
-"""The verbs of Python: run a recipe, compare methods on it, and open what has been run."""
+"""The Python API: run a recipe, and open finished runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from comingle.config import Recipe, load_recipe
+from comingle.config.settings import MEMORY, Aggregation
+from comingle.data.populations import Crowd
 from comingle.methods import make
 from comingle.methods.user_errors import own_errors
 from comingle.methods.user_files import check_origin
+from comingle.models.folders import digest_tokenizer
 from comingle.models.hardware import torch_defaults
-from comingle.progress import LOADING, reporting
 from comingle.runs.folders import as_begun, check_folder
-from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
-from comingle.runs.opening import reopen
-from comingle.runs.restoring import restore
+from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
+from comingle.runs.progress import LOADING, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import build, prepare, run_in, warn_unread
+from comingle.runs.session import build, describe, get_ready, prepare, restore, run_in, warn_unread
 from comingle.training.checkpoints import Progress
-from comingle.training.client import Clients
+from comingle.training.client import STORES, Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import Materials
-from comingle.utils.errors import RunError
+from comingle.training.kinds.base import Kind, Materials, kind_of, later
+from comingle.utils.errors import DataError, RunError
 from comingle.utils.files import list_checkpoints
-from comingle.utils.inputs import recorded_date
+from comingle.utils.inputs import DATE, POPULATION, check_base, check_users, read_inputs, recorded_date
 from comingle.utils.records import is_server, logger, read_metrics, resume_command
+
+PerUser = Callable[[list[Any]], Any]
+"""What of a list with a value for each user of a population counts."""
+
+
+def of_one_user(recipe: Recipe, value: PerUser) -> Recipe:
+    """The recipe of somebody alone: ``value`` takes what counts of lists of ranks and specialists.
+
+    Nobody else takes part in a round: no mean over others selects one, nobody is there to be summed with, or hostile.
+    """
+    alone = {"evaluation.select": "last", "aggregation": Aggregation.rule}
+    return without_sums(recipe).with_changes({**per_user(recipe, value), **alone})
+
+
+def without_sums(recipe: Recipe) -> Recipe:
+    """The recipe with nothing that a user alone cannot do: of one upload there is no sum that hides it.
+
+    Nor does it hide examples in steps of which nothing is sent.
+    """
+    privacy = recipe.privacy
+    without = privacy is not None and (privacy.secure_aggregation is not None or privacy.mechanism == "example")
+    return recipe.with_changes({"privacy": None}) if without else recipe
+
+
+def per_user(recipe: Recipe, value: PerUser) -> dict[str, Any]:
+    """Changes of what a recipe lists user by user; who takes part when is everybody, always."""
+    changes: dict[str, Any] = {}
+    if isinstance(recipe.adapters.rank, list):
+        changes["adapters.rank"] = value(recipe.adapters.rank)
+    specialists = recipe.method.settings.get("specialists")
+    if isinstance(specialists, list):
+        changes["method.settings.specialists"] = value(specialists)
+    if isinstance(recipe.training.participation, list):
+        changes["training.participation"] = 1.0
+    return changes
+
+
+def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> Materials:
+    """The materials of a finished run, with everybody's data left where it is.
+
+    What is ``given`` is taken as it is handed over. What is read later is what the run has read: changed data is
+    refused then, a changed base at once.
+
+    Raises:
+        RunError: nothing says what the run has read, or the base or its tokenizer changed.
+        BaseModelError: the base cannot be used.
+    """
+    inputs = read_inputs(folder)
+    given = replace(given, date=str(inputs.settings.get(DATE, "")))
+    get_ready(recipe)
+    kind = kind_of(recipe)
+    given.check_base(recipe)
+    base = given.load_base(recipe) if kind.needs_base else None
+
+    @cache
+    def read() -> Sequence[Any]:
+        try:
+            with lending([given.method]):
+                materials = prepare(recipe, base=base, given=given)
+        except DataError as error:
+            raise DataError(f"{folder}: this needs the users' data, which is not in a run folder: {error}") from None
+        check_users(folder, inputs, describe(materials, recipe))
+        return materials.users
+
+    @cache
+    def by_name() -> dict[str, Any]:
+        return {user.name: user for user in read()}
+
+    if base is not None:
+        check_base(folder, inputs, base.digest, digest_tokenizer(base.tokenizer))
+    if POPULATION in inputs.settings:
+        users = _in_files(folder, recipe, kind, read)
+    else:
+        users = tuple(
+            later(kind.user, name, lambda name=name: by_name()[name], cluster=of_user.cluster)
+            for name, of_user in inputs.users.items()
+        )
+    return kind.reopened(base, users, inputs.settings, net=given.net)
+
+
+def _in_files(folder: Path, recipe: Recipe, kind: Kind, read: Callable[[], Sequence[Any]]) -> Crowd:
+    """Users who are too many to be listed; ``read`` yields them by number, when somebody's data is asked for."""
+    store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
+    names = store.names(folder) if hasattr(store, "names") else None
+    if names is None:
+        raise RunError(f"{folder}: a program handed its users over, who are too many to be listed; resume it to go on")
+
+    def make(number: int) -> Any:
+        return later(kind.user, names[number], lambda: read()[number])
+
+    return Crowd(names, make, digest="")
 
 
 @torch_defaults()

@@ -1,12 +1,12 @@
-"""From a recipe to a run: wiring only, each step in the room that owns it."""
+"""From a recipe to a run."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,21 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.files import changed, check_used
-from comingle.config.settings import MEMORY
+from comingle.config.settings import AUTO, MEMORY, Aggregation, OptimizerSettings, Privacy, Secure, Training
 from comingle.data.populations import Crowd, digest_names, names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make
+from comingle.methods.base import Method
 from comingle.methods.user_errors import own_errors
 from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import torch_defaults
 from comingle.privacy.checks import check_private, check_steps
-from comingle.runs.defending import check_aggregation
+from comingle.privacy.robust import check_robust
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
-from comingle.runs.restoring import restore
 from comingle.runs.results import Run
-from comingle.runs.settings import fitted, privacy_of, training_settings
-from comingle.runs.watching import boards, saving
 from comingle.training.backends.local import InProcess, federate
+from comingle.training.checkpoints import Progress, progress_of, prune_checkpoints, read_progress
 from comingle.training.client import STORES, Clients
 from comingle.training.evaluation import (
     Clock,
@@ -42,16 +41,202 @@ from comingle.training.evaluation import (
     summarise,
     users_metrics,
 )
-from comingle.training.events import EventLog, Observer, check_trackers
-from comingle.training.kinds.base import Materials, kind_of
-from comingle.training.privacy import keep_key, key_of, set_key
-from comingle.training.rounds import Evaluations, outcome_warnings, run_rounds
+from comingle.training.events import (
+    MOST_SERIES,
+    TRACKERS,
+    EventLog,
+    Observer,
+    Summarised,
+    Tracked,
+    Tracker,
+    check_trackers,
+    tensorboard,
+)
+from comingle.training.kinds.base import Materials, as_settings, kind_of
+from comingle.training.privacy import keep_key, key_of, set_key, with_noise, with_sums
+from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
 from comingle.training.runtime import keep_buffers
-from comingle.training.state import Stored
-from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
+from comingle.training.state import Stored, check_names, reorder_kept
+from comingle.utils.errors import DivergenceError, RecipeError, RunError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs
 from comingle.utils.records import finite, read_evaluations, write_json, write_text
+from comingle.utils.registry import load_object
+
+
+def aggregation_of(recipe: Recipe) -> Aggregation | None:
+    """The recipe's rule; None where it is the mean."""
+    if recipe.aggregation.rule == Aggregation.rule:
+        return None
+    return Aggregation(**as_settings(recipe.aggregation, Aggregation))
+
+
+def check_aggregation(recipe: Recipe, method: Method, privacy: Privacy | None) -> None:
+    """Whether the rule is one for the method and the other settings.
+
+    Raises:
+        RecipeError: it is not.
+    """
+    if (aggregation := aggregation_of(recipe)) is not None:
+        settings = {"weighting": recipe.training.weighting, "select": recipe.evaluation.select}
+        check_robust(method, aggregation, privacy=privacy, **settings)
+
+
+_FIT = "comingle.costing.fitting:fit"
+"""The search for the largest pass that fits; costs are counted on runs, so it is imported by name."""
+
+
+def fitted(recipe: Recipe, materials: Materials) -> Recipe:
+    """The recipe with a pass that fits, where ``runtime.users_per_step: auto`` asks for one.
+
+    Raises:
+        RecipeError: none does.
+    """
+    if recipe.runtime.users_per_step != AUTO:
+        return recipe
+    chosen = load_object(_FIT)(recipe, materials)
+    return recipe.with_changes(
+        {"runtime.users_per_step": chosen.users, "runtime.micro_batch": chosen.sequences}, where="runtime"
+    )
+
+
+def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
+    """The engine's settings, with users named in ``participation`` turned into numbers.
+
+    Raises:
+        RecipeError: ``participation`` names somebody who is not a user.
+    """
+    section = recipe.training
+    participation: Any = section.participation
+    if isinstance(participation, list):
+        for name in (n for members in participation for n in members):
+            if name not in names:
+                raise RecipeError(f"training.participation: no user {name!r}; there are: {list_names(names)}")
+        participation = tuple(tuple(names.index(n) for n in members) for members in participation)
+    plain = {f.name: getattr(section, f.name) for f in fields(Training) if hasattr(section, f.name)}
+    training = Training(
+        **{
+            **plain,
+            "experts": OptimizerSettings(**as_settings(section.experts, OptimizerSettings)),
+            "router": OptimizerSettings(**as_settings(section.router, OptimizerSettings)),
+            "participation": participation,
+        },
+        seed=recipe.seed,
+        users_per_step=None if recipe.runtime.users_per_step == AUTO else recipe.runtime.users_per_step,
+        micro_batch=recipe.runtime.micro_batch,
+        evaluate=recipe.evaluation.model,
+        evaluate_every=recipe.evaluation.every,
+        evaluate_first=recipe.evaluation.first,
+        select=recipe.evaluation.select,
+        checkpoint_every=recipe.checkpoints.every,
+        evaluate_users=recipe.evaluation.users,
+        test_limit=test_limit_of(recipe),
+        privacy=privacy_of(recipe),
+        aggregation=aggregation_of(recipe),
+    )
+    return with_sums(with_noise(training, make(recipe.method.name, **recipe.method.settings), names), names)
+
+
+def test_limit_of(recipe: Recipe) -> str:
+    """Return the recipe key that limits each user's test data; empty where the kind of data has none."""
+    return "data.max_test_tokens" if hasattr(recipe.data, "max_test_tokens") else ""
+
+
+def privacy_of(recipe: Recipe) -> Privacy | None:
+    """The recipe's section, if it has one."""
+    if recipe.privacy is None:
+        return None
+    secure = recipe.privacy.secure_aggregation
+    inner = None if secure is None else Secure(**as_settings(secure, Secure))
+    return Privacy(**{**as_settings(recipe.privacy, Privacy), "secure_aggregation": inner})
+
+
+def boards(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
+    """TensorBoard, where it is installed, and what the recipe asks for, of a run of so many users."""
+    for tracker in _trackers(folder, recipe):
+        yield tracker if users <= MOST_SERIES else Summarised(tracker)
+
+
+def _trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
+    if (board := tensorboard(folder / "tensorboard")) is not None:
+        yield board
+    place = folder.resolve()
+    content = recipe.model_dump(mode="json")
+    told = Tracked(name=place.name, group=place.parent.name, recipe=content, text=recipe.as_yaml())
+    for name in recipe.runtime.track:
+        yield TRACKERS[name](told)
+
+
+def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: EventLog | None) -> Checkpoint:
+    """Writes checkpoints to the run's folder, where it has one."""
+    clients = federation.clients
+
+    def checkpoint(done: int, clock: Clock) -> None:
+        if folder is None:
+            return
+        if log is not None:
+            log.to_disk()
+        stored = isinstance(clients.state, Stored)
+        progress = progress_of(
+            done,
+            recipe.fingerprint,
+            [] if stored else clients.everybody,
+            clock=clock,
+            events_bytes=log.size_bytes if log else 0,
+            population=digest_names(clients.everybody) if stored else "",
+            stopped=clients.stopped_after is not None,
+        )
+        federation.save(folder, progress)
+        federation.share(partial(prune_checkpoints, folder, recipe.checkpoints.keep))
+
+    return checkpoint
+
+
+def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
+    """Both halves as they were at the newest checkpoint of a run.
+
+    Raises:
+        RunError: there is none, or it is damaged or belongs to another recipe.
+    """
+    newest, progress = federation.each(lambda: _newest(folder, recipe))
+    clients, server = federation.clients, federation.server
+    was, names = progress.trainers, clients.everybody
+    if progress.population or isinstance(clients.state, Stored):
+        federation.each(lambda: _check_population(newest, progress, clients))
+        was = names
+    else:
+        federation.each(lambda: check_names(newest, was, names))
+    clients.stopped_after = progress.round if progress.stopped else None
+    kept = federation.load(newest, progress)
+    clients.resized()
+    if federation.leads:
+        server.restore(reorder_kept(kept, was, names, server.by_user))
+    server.version = federation.share(lambda: server.version)
+    return progress
+
+
+def _check_population(newest: Path, progress: Progress, clients: Clients) -> None:
+    """Whether a checkpoint whose tensors are elsewhere, or should be, is of these users in this order."""
+    if not (progress.population and isinstance(clients.state, Stored)):
+        kept, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
+        raise RunError(
+            f"{newest}: written with runtime.store: {kept}; got {now}; a run goes on with what it began with"
+        )
+    if progress.population != digest_names(clients.everybody):
+        raise RunError(f"{newest}: of other users, or in another order; with runtime.store: disk both stay as they are")
+
+
+def _newest(folder: Path, recipe: Recipe) -> tuple[Path, Progress]:
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise RunError(f"{folder}: no checkpoint in it")
+    progress = read_progress(checkpoints[-1])
+    if progress.fingerprint != recipe.fingerprint:
+        raise RunError(
+            f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})"
+        )
+    return checkpoints[-1], progress
+
 
 logger = logging.getLogger("comingle")
 

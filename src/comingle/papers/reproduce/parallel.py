@@ -7,10 +7,10 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from comingle.comparing.parallel import in_processes
 from comingle.papers.reproduce.plan import Cell
 from comingle.papers.reproduce.runner import Outcome, run_cells, title_of, unique
-from comingle.progress import reporting
+from comingle.runs.compare import in_processes
+from comingle.runs.progress import reporting
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.utils.terminal import errors

@@ -46,7 +46,7 @@ def layer_of(name: str, layers: int) -> int:
 def prompts_view(plan: Plan, column: str, entry: Any) -> TokenView:
     """The prompts in everybody's model, each owned by the user who has text of its kind."""
     import comingle
-    from comingle.comparing.views import view_of
+    from comingle.runs.views import view_of
 
     run = comingle.load(entry.first.folder)
     prompts, users = (

@@ -24,7 +24,7 @@ from comingle.papers.reproduce.measured import (
     write_measured,
 )
 from comingle.papers.reproduce.plan import Cell
-from comingle.progress import LOADING
+from comingle.runs.progress import LOADING
 from comingle.runs.session import describe, prepare, run_in
 from comingle.training.client import Clients
 from comingle.training.events import Observer

@@ -20,8 +20,7 @@ from comingle.papers.reproduce.plan import Cell, Plan
 from comingle.papers.reproduce.tables import table_line
 from comingle.papers.tasks.making import Task
 from comingle.protocol.messages import LOSS
-from comingle.runs.session import prepare
-from comingle.runs.settings import training_settings
+from comingle.runs.session import prepare, training_settings
 from comingle.training.backends.local import federate
 from comingle.training.kinds.base import NETS
 from comingle.training.kinds.nets import build_nets

@@ -56,7 +56,7 @@ def add_measured(path: Path, name: str, wanted: Wanted, out: Path, *, quiet: boo
     """Put finished runs into a file."""
     from comingle.cli.progress import console
     from comingle.papers.reproduce.archive import add_runs
-    from comingle.progress import reporting
+    from comingle.runs.progress import reporting
 
     with reporting(quiet=quiet) as reporter:
         told = add_runs(path, name, wanted, out, reporter.waiting)

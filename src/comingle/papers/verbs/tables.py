@@ -17,7 +17,7 @@ def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool
     """The runs as they end, one after another or several at a time."""
     from comingle.papers.reproduce.parallel import run_parallel
     from comingle.papers.reproduce.runner import run_cells, title_of
-    from comingle.progress import reporting
+    from comingle.runs.progress import reporting
 
     if jobs > 1 and len(cells) > 1:
         yield from run_parallel(cells, out, jobs=jobs, force=force, quiet=quiet)

@@ -48,7 +48,7 @@ LoadBase = Callable[[], Base]
 class Materials:
     """What several runs of a comparison have in common: the base and everybody's data.
 
-    ``unread`` says that the users' data is read when something asks for it, as by :mod:`comingle.runs.opening`.
+    ``unread`` says that the users' data is read when something asks for it, as by :mod:`comingle.runs.api`.
     """
 
     kind: Kind

@@ -1,28 +1,123 @@
-"""Several methods and seeds on the same base, data and budget, each run once."""
+"""Comparisons: several methods and seeds on the same users, base and budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from comingle.config import Recipe
 from comingle.config.files import read_text
 from comingle.data.populations import names_of
 from comingle.methods import make, settings_beside, settings_of
-from comingle.progress import LOADING, Reporter
 from comingle.reports.comparisons import folder_name, require_same_users
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, Given
+from comingle.runs.progress import LOADING, Reporter, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import Materials
-from comingle.utils.errors import ComingleError, RecipeError
+from comingle.utils.errors import ComingleError, RecipeError, RunError
 from comingle.utils.inputs import recorded_date
+from comingle.utils.terminal import errors
+
+Group = TypeVar("Group")
+Found = TypeVar("Found")
+
+
+def in_processes(
+    groups: Sequence[Group], work: Callable[[Group], Iterable[Found]], *, jobs: int, told: Callable[[Group], str] = str
+) -> Iterator[Found]:
+    """What ``work`` yields of every group, as it comes, ``jobs`` groups at a time; everything must pickle.
+
+    Where there are GPUs each process has one of its own, as far as they suffice.
+
+    A group that fails does not stop the others: its error is raised when they are done. Whoever stops here, as with
+    Ctrl-C, stops the processes at once, and what they have written can be resumed; they end, too, when this process
+    is killed.
+
+    Raises:
+        ComingleError: of the first group that failed; ``told`` names one whose process just ended.
+    """
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
+    left, failed = list(groups), []
+    running: dict[Connection, tuple[BaseProcess, Group, int]] = {}
+    try:
+        while left or running:
+            while left and len(running) < jobs:
+                group = left.pop(0)
+                place = min(set(range(jobs)) - {taken for *_, taken in running.values()})
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_work_group, args=(theirs, work, group, min(jobs, len(groups)), place))
+                process.start()
+                theirs.close()
+                running[ours] = process, group, place
+            ready = wait(list(running))
+            for connection in [one for one in running if one in ready]:
+                try:
+                    found = connection.recv()
+                except EOFError:
+                    process, group, _ = running.pop(connection)
+                    process.join()
+                    failed += [RunError(_ended(told(group), process.exitcode))] if process.exitcode else []
+                    continue
+                if isinstance(found, Exception):
+                    failed.append(found)
+                else:
+                    yield found
+    finally:
+        for process, *_ in running.values():
+            process.terminate()
+        for process, *_ in running.values():
+            process.join()
+    if failed:
+        raise failed[0]
+
+
+def _ended(group: str, code: int) -> str:
+    how = f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with status {code}"
+    return f"{group}: its process {how}; --resume goes on, and fewer --jobs need less memory"
+
+
+def _work_group(
+    connection: Connection, work: Callable[[Any], Iterable[Any]], group: Any, jobs: int, place: int
+) -> None:
+    """In a process of its own: send what comes, and what a user can do something about."""
+    import torch
+
+    from comingle.methods.user_files import load_files_of_command
+    from comingle.runs.distributed import take_gpu
+
+    Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; whoever started us stops us
+    take_gpu(place)
+    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+    try:
+        load_files_of_command()
+        for found in work(group):
+            connection.send(found)
+    except (ComingleError, OSError, MemoryError) as error:
+        connection.send(error)
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as whoever started it is gone, killed perhaps, and can no longer end it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
 
 Key = tuple[str, int]
 """A method, by its name or by its name and settings, and a seed."""
@@ -186,3 +281,55 @@ def check_folders(
     for key, place in folders.items():
         check_folder(place, recipes[key], resume=again[key], force=force)
     return again
+
+
+Ended = tuple[Key, dict[str, Any] | ComingleError]
+"""A run that has ended: its metrics, or what stopped it."""
+
+
+def compare_beside(
+    recipes: Mapping[Key, Recipe],
+    folder: Path,
+    *,
+    jobs: int,
+    resume: bool = False,
+    force: bool = False,
+    quiet: bool = False,
+    ready: Callable[[Materials], None] = lambda materials: None,
+) -> Iterator[Ended]:
+    """As :func:`comingle.runs.compare.compare_runs`, ``jobs`` runs at a time, in the order in which they end.
+
+    Runs of a seed share a process, which reads the data once, unless there are more jobs than seeds. Unless ``quiet``,
+    and where stderr is no terminal, each tells of its rounds.
+
+    Raises:
+        ComingleError: what concerns all runs, as data that cannot be read.
+    """
+    recipes = as_compared(recipes, folders_of(recipes, folder), resume=resume)
+    check_folders(recipes, folders_of(recipes, folder), resume=resume, force=force)
+    silent = quiet or errors.is_terminal  # several bars would write over each other
+    work = partial(_run_cells, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)
+    yield from in_processes(portions(list(recipes), jobs), work, jobs=jobs, told=_told)
+
+
+def portions(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
+    """Runs that share a process: those of a seed, or parts of them, so that there are as many groups as jobs."""
+    seeds = list(dict.fromkeys(seed for _, seed in keys))
+    parts = -(-jobs // len(seeds))
+    by_seed = [[key for key in keys if key[1] == seed] for seed in seeds]
+    return [some for of_seed in by_seed for i in range(parts) if (some := of_seed[i::parts])]
+
+
+def _told(keys: Sequence[Key]) -> str:
+    (_, seed), methods = keys[0], ", ".join(method for method, _ in keys)
+    return f"{methods}, seed {seed}"
+
+
+def _run_cells(
+    keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[Materials], None], quiet: bool, **options: Any
+) -> Iterator[Ended]:
+    first = {"ready": ready} if keys[0] == next(iter(among)) else {}
+    some = {key: among[key] for key in keys}
+    with reporting(quiet=quiet) as reporter:
+        for key, found in compare_runs(some, reporter=reporter, among=among, **first, **options):
+            yield key, found if isinstance(found, ComingleError) else found.metrics

@@ -1,12 +1,15 @@
-"""A run whose users are shared out over processes: who has whom, and what the processes tell each other of it."""
+"""One run in several processes, from Python and from the command line."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,20 +19,27 @@ from comingle.config.settings import Training
 from comingle.data.populations import Crowd, names_of
 from comingle.methods import make
 from comingle.methods.base import Method
+from comingle.models.hardware import torch_defaults
 from comingle.privacy import secure_sum
 from comingle.privacy.guard import Ledger
 from comingle.privacy.noise import Work
-from comingle.runs.given import NOTHING, Given
-from comingle.runs.session import prepare
-from comingle.runs.settings import fitted, training_settings
+from comingle.runs import api
+from comingle.runs.folders import as_begun, check_folder
+from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
+from comingle.runs.progress import LOADING, reporting
+from comingle.runs.results import Run
+from comingle.runs.session import fitted, prepare, run_in, training_settings, warn_unread
 from comingle.training.backends.distributed import Sharded
-from comingle.training.backends.launched import Place
-from comingle.training.backends.ranks import Ranks
+from comingle.training.backends.launched import Place, find_place
+from comingle.training.backends.ranks import Ranks, joined
+from comingle.training.client import Clients
+from comingle.training.events import Observer
 from comingle.training.kinds.base import Materials, later
 from comingle.training.server import start_server
 from comingle.training.settings import cohorts
 from comingle.training.state import Stored
-from comingle.utils.errors import RecipeError
+from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.inputs import recorded_date
 
 
 class _OfOwnUsers(logging.Handler):
@@ -202,3 +212,58 @@ def take_threads(recipe: Recipe, place: Place) -> None:
 def cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@torch_defaults()
+def run(
+    recipe: AnyRecipe | None = None,
+    *,
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    method: AnyMethod | None = None,
+    loss: Loss | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    observers: Sequence[Observer] = (),
+    materials: Materials | None = None,
+    progress: bool = False,
+    **changes: Any,
+) -> Run:
+    """As :func:`comingle.runs.api.run`, by every process of a program, with the same arguments.
+
+    Users are shared out, the first process writes the folder ``out`` and calls the observers. Each opens it when all
+    have ended, and returns the whole run. A launcher's second attempt goes on with what its first has written.
+
+    Raises:
+        ComingleError: whatever the user can correct, in one line, at the first process; the others end silently.
+    """
+    place = find_place()
+    assert place is not None, "comingle.run of one process is another"
+    if out is None:
+        raise RunError(f"out: got none, in one of {place.size} processes; give out=FOLDER, which all of them see")
+    folder, given = Path(out), given_of(users, base, method, loss)
+    with joined(place) as ranks, lending([method]) as [named]:
+        read = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
+        if ranks.has_opened(folder):
+            resume, force = True, False
+        read = ranks.each(partial(as_begun, folder, read, resume=resume))
+        ranks.each(lambda: check_folder(folder, read, resume=resume, force=force) if place.leads else None)
+        with reporting(quiet=not (progress and place.leads)) as reporter:
+            with reporter.waiting(LOADING):
+                given = replace(given, date=recorded_date(folder) if resume else "")
+                here = read_shared(read, ranks, given, materials)
+
+            def watch(clients: Clients) -> list[Observer]:
+                warn_unread(read)
+                return [*observers, reporter.watch(clients)]
+
+            building = partial(build_sharded, ranks=ranks)
+            how = {"resume": resume, "force": force}
+            run_in(folder, read, here, **how, observers=watch, building=building, opened=ranks.opened)
+    return api.load(folder, users=users, base=_handed(base), method=method, loss=loss)
+
+
+def _handed(base: AnyBase | None) -> AnyBase | None:
+    """What a run folder does not know by its name."""
+    return None if isinstance(base, str) else base

@@ -1,4 +1,4 @@
-"""Somebody joins a federation that is over: takes what its server has, and trains what is left to train, alone.
+"""A user joins a finished federation.
 
 What a newcomer gets follows from the method's placement, client and server. What is shared is downloaded. Where a user
 has something of its own (specialists, a router, a mixture vector), that is trained and what was taken stands still;
@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comingle.alone import of_one_user
 from comingle.config import Recipe
-from comingle.joining.drafts import drafted
 from comingle.methods.base import Method
+from comingle.models.hardware import torch_defaults
 from comingle.models.routers import NEVER
-from comingle.progress import LOADING, Reporter
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import render_joined
+from comingle.runs.api import load, of_one_user
 from comingle.runs.folders import check_folder, open_folder
-from comingle.runs.given import Given
+from comingle.runs.given import AnyBase, Given, Loss, given_of
+from comingle.runs.progress import LOADING, Reporter, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, execute, prepare
+from comingle.training.backends.launched import require_alone
 from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients
 from comingle.training.cohort import Models
@@ -34,8 +36,41 @@ from comingle.training.cohort_state import Held
 from comingle.training.evaluation import measure_of, measured
 from comingle.training.kinds.base import Materials, section_for
 from comingle.utils.errors import DataError, RecipeError, RunError
-from comingle.utils.records import PUBLIC, write_json
+from comingle.utils.files import locked
+from comingle.utils.records import PUBLIC, told_in_one_line, write_json
 from comingle.utils.trees import CLIENT_ROUTER
+
+
+@contextmanager
+def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: bool) -> Iterator[Path | None]:
+    """Where a newcomer's run is written until it is whole: what stopped before cannot be gone on with.
+
+    ``joined`` is the folder of the run that is joined.
+
+    Raises:
+        RunError: the folder cannot be used, is that of the run that is joined, or somebody else is about to fill it.
+    """
+    if folder is None:
+        yield None
+        return
+    check_folder(folder, recipe, resume=None, force=force)
+    there, to = None if joined is None else joined.resolve(), folder.resolve()
+    if there is not None and (there.is_relative_to(to) or to.is_relative_to(there)):
+        raise RunError(f"{folder}: in the place of the run that is joined, which is only read; use another --out")
+    outer = folder.with_name(f".{folder.name}.joining")
+    with told_in_one_line(outer):
+        outer.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            with locked(outer):
+                shutil.rmtree(outer / folder.name, ignore_errors=True)
+                try:
+                    yield outer / folder.name
+                finally:
+                    shutil.rmtree(outer, ignore_errors=True)
+        except OSError:  # a disk that is too full to say who writes
+            shutil.rmtree(outer, ignore_errors=True)
+            raise
+
 
 JOINED = "joined.json"
 _HANDED = ("net", "loss")
@@ -280,3 +315,41 @@ def _trained(
         return execute(federation, who.recipe, None, observers=observers)
     with open_folder(folder, who.recipe, describe(materials, who.recipe), resume=False, force=True):
         return execute(federation, who.recipe, folder, observers=observers)
+
+
+@torch_defaults()
+def join(
+    run: Run | str | Path,
+    *,
+    name: str,
+    data: Any,
+    out: str | Path | None = None,
+    rounds: int | None = None,
+    local_step: bool = False,
+    force: bool = False,
+    base: AnyBase | None = None,
+    loss: Loss | None = None,
+    progress: bool = False,
+) -> Joined:
+    """Let somebody join a federation that is over, while nobody else trains; as ``comingle join``.
+
+    Args:
+        run: a finished run, or its folder, which is only read.
+        name: the newcomer's.
+        data: a path, or what :func:`run` takes of one user.
+        out: the run folder of this one user, as :func:`load` opens it; None writes nothing.
+        rounds: of the newcomer's own training, by default as many as the run had.
+        local_step: one round more, in which what was taken is trained too.
+        force: replace that folder.
+        base, loss: what a program handed over to :func:`run`, again.
+        progress: tell on stderr how far it is.
+
+    Raises:
+        ComingleError: a name of the run, data of another kind or too little, or a run from which nothing can be taken.
+    """
+    require_alone("join")
+    opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)
+    with reporting(quiet=not progress) as reporter:
+        who = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
+        given = given_of(None, base, None, loss)
+        return join_run(opened, who, Path(out) if out is not None else None, reporter, given=given, force=force)

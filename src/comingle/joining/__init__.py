@@ -1,1 +1,0 @@
-"""Somebody joins a federation that is over."""

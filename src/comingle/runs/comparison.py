@@ -1,0 +1,201 @@
+"""Comparisons and advice in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comingle.models.hardware import torch_defaults
+from comingle.reports.advice import Advice
+from comingle.reports.comparisons import baseline_of, compare_metrics, hold, require_same_users, users_of
+from comingle.reports.formatting import html_of
+from comingle.reports.tables import latex, tables_of, write_comparison
+from comingle.runs import advise as trials
+from comingle.runs.advise import advise_runs
+from comingle.runs.compare import compare_runs, labels_of, recipes_of
+from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
+from comingle.runs.progress import reporting
+from comingle.runs.results import Run, records_of, table_of
+from comingle.training.backends.launched import require_alone
+from comingle.utils.errors import ComingleError, RecipeError, RunError
+from comingle.utils.records import measure_of
+from comingle.utils.terminal import printable
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What several methods have come to, with several seeds each: the metrics of each run, by (method, seed)."""
+
+    folder: Path | None
+    metrics: Mapping[tuple[str, int], dict[str, Any]]
+    baseline: str | None = None
+    """The ``against`` of :func:`comingle.compare`, which tables use."""
+
+    def __repr__(self) -> str:
+        place = "" if self.folder is None else f", in {self.folder}"
+        return printable(
+            "\n".join([f"Comparison({len(self.metrics)} runs{place})", *map(_told, self.means())]), keep="\n"
+        )
+
+    def _repr_html_(self) -> str | None:
+        """Return the tables of ``comingle show`` for a notebook; None where there are no runs."""
+        if not self.metrics:
+            return None
+        return html_of(tables_of(self._table()))
+
+    def _table(self) -> dict[str, Any]:
+        named = [(method, metrics) for (method, _), metrics in self.metrics.items()]
+        return compare_metrics(named, self.baseline)
+
+    def means(self) -> list[dict[str, Any]]:
+        """One record a run: ``method``, ``seed`` and the mean over users of what they are measured by."""
+        return [
+            {"method": method, "seed": seed, (key := f"mean_test_{measure_of(metrics)}"): metrics[key]}
+            for (method, seed), metrics in self.metrics.items()
+        ]
+
+    def records(self) -> list[dict[str, Any]]:
+        """One record a user of each run: ``method``, ``seed``, and what :meth:`Run.records` has."""
+        return [
+            {"method": method, "seed": seed, **record}
+            for (method, seed), metrics in self.metrics.items()
+            for record in records_of(metrics)
+        ]
+
+    def against(self, baseline: str | None = None) -> list[dict[str, Any]]:
+        """One record for every other method, as :class:`comingle.reports.comparisons.Verdict`; none with one seed.
+
+        Whether it is better, level or worse than ``baseline`` (default: ``local``, or the first method) in the mean
+        over users and seeds, with ``change``, its interval from ``low`` to ``high``, and ``p_value``.
+
+        Raises:
+            RecipeError: the baseline is not among the methods.
+            RunError: runs are of other users.
+        """
+        require_same_users(users_of(self.metrics.values()))
+        results: dict[str, dict[int, dict[str, Any]]] = {}
+        for (method, seed), metrics in self.metrics.items():
+            key = f"test_{measure_of(metrics)}"
+            users = {name: user[key] for name, user in metrics["users"].items()}
+            results.setdefault(method, {})[seed] = users
+        measure = measure_of(next(iter(self.metrics.values())))
+        found = hold(results, measure, baseline_of(list(results), baseline))
+        return [] if found is None else found.as_dict()["methods"]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """:meth:`records` as a table.
+
+        Raises:
+            RunError: pandas is not installed.
+        """
+        return table_of(self.records())
+
+    def to_latex(self, *, everybody: bool = False) -> str:
+        """Return the results as a LaTeX table of the package booktabs, as ``comingle show --latex`` writes it.
+
+        Args:
+            everybody: of more users than have a column, add a table with a row for each.
+
+        Raises:
+            RunError: there are no runs, or runs are of other users.
+        """
+        if not self.metrics:
+            raise RunError("to_latex: got a comparison of 0 runs; allowed: 1 or more")
+        return latex(self._table(), everybody=everybody)
+
+
+def _told(mean: dict[str, Any]) -> str:
+    *_, (key, value) = mean.items()
+    shown = "not finite" if value is None else f"{value:.4g}"
+    return f"  {mean['method']}, seed {mean['seed']}: {key.replace('_', ' ')} {shown}"
+
+
+@torch_defaults()
+def compare(
+    recipe: AnyRecipe | None = None,
+    methods: Sequence[AnyMethod] = (),
+    *,
+    seeds: Sequence[int] = trials.SEEDS,
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    loss: Loss | None = None,
+    out: str | Path | None = None,
+    against: str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = False,
+    **changes: Any,
+) -> Comparison:
+    """Run several methods with several seeds on the same base, data and budget; as ``comingle compare``.
+
+    The recipe's own method has its settings and another its defaults; a mapping, or a text such as
+    ``"fedprox:proximal=0.1"``, gives a method settings of its own. One method may be there with several settings; each
+    is then called ``NAME:KEY=VALUE``.
+    With ``out`` each run has a folder there, beside ``table.md`` and ``table.json``, where methods are held
+    ``against`` a baseline: ``local``, or the first. Models are not kept in memory: open a run's folder for them.
+    Everything else is as in :func:`run`.
+
+    Raises:
+        ComingleError: whatever the user can correct, in one line; of settings before anything is trained.
+    """
+    require_alone("compare")
+    if not methods:
+        raise RecipeError("methods: none given; `comingle methods` lists them")
+    given, folder = given_of(users, base, None, loss), Path(out) if out is not None else None
+    with lending(list(methods)) as named, reporting(quiet=not progress) as reporter:
+        read = recipe_with(recipe, given, base=base, method=None, changes=changes)
+        recipes = recipes_of(read, named, list(seeds))
+        baseline_of(list(dict.fromkeys(method for method, _ in recipes)), against)
+        runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
+        metrics = {key: _metrics(found) for key, found in runs}
+    if folder is not None:
+        places = labels_of(recipes, folder)
+        write_comparison(folder, list(places), against, places)
+    return Comparison(folder=folder, metrics=metrics, baseline=against)
+
+
+def _metrics(found: Run | ComingleError) -> dict[str, Any]:
+    if isinstance(found, ComingleError):
+        raise found
+    return found.metrics
+
+
+@torch_defaults()
+def advise(
+    recipe: AnyRecipe | None = None,
+    methods: Sequence[str] = trials.METHODS,
+    *,
+    seeds: Sequence[int] | None = None,
+    rounds: int = trials.ROUNDS,
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    loss: Loss | None = None,
+    progress: bool = False,
+    **changes: Any,
+) -> Advice:
+    """Whether training together pays, for whom and by which method, out of short runs; as ``comingle advise``.
+
+    Runs ``local`` and each of ``methods`` with everybody, and the first of them with smaller groups: each pair of three
+    to five users, all but one of six to twelve. Nothing is written. Everything else is as in :func:`run`.
+
+    Args:
+        methods: names; each shares something.
+        seeds: of each run; intervals need two. Without them there are three or five, by how much data there is.
+        rounds: of each run, whatever the recipe says.
+
+    Returns:
+        What the runs allow to be said: ``print`` shows it as a paragraph, ``records()`` has every number.
+
+    Raises:
+        ComingleError: whatever the user can correct, in one line.
+    """
+    require_alone("advise")
+    given = given_of(users, base, None, loss)
+    with reporting(quiet=not progress) as reporter:
+        read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **trials.shortened(rounds)})
+        return advise_runs(read, methods, None if seeds is None else list(seeds), reporter, given=given)
