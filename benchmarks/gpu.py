@@ -38,7 +38,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
-from comingle.costing.counts import Shape, own_entries
+from comingle.cost.counts import Shape, own_entries
 from comingle.models.base import Base
 from comingle.models.cuda_graphs import recorded
 from comingle.models.gpu_experts import part_on, with_triton

@@ -31,10 +31,10 @@ from typing import Any
 import yaml
 
 from comingle.config import Recipe, load_recipe
-from comingle.costing import machines
-from comingle.costing.machines import Found, load_of, measure, plan_time
-from comingle.costing.planning import plan
-from comingle.costing.timing import Cluster
+from comingle.cost import machines
+from comingle.cost.machines import Found, load_of, measure, plan_time
+from comingle.cost.planning import plan
+from comingle.cost.timing import Cluster
 from comingle.runs.distributed import cores
 
 ROUNDS, USERS = 3, 12

@@ -23,7 +23,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from comingle.config.settings import AdapterSettings, Training
-from comingle.costing.memory import LiveBytes
+from comingle.cost.memory import LiveBytes
 from comingle.data.text.streams import UserData
 from comingle.methods import make
 from comingle.models.adapted import adapt

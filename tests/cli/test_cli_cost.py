@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from comingle.config import load_recipe
-from comingle.costing import memory
-from comingle.costing.summaries import with_method
+from comingle.cost import memory
+from comingle.cost.summaries import with_method
 
-FREE_BYTES = "comingle.costing.planning.free_bytes"
+FREE_BYTES = "comingle.cost.planning.free_bytes"
 
 
 def test_a_newcomer_sees_everything_with_units(comingle: Any, recipe_file: Path) -> None:

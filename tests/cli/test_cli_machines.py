@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from comingle.costing import machines
-from comingle.costing.machines import Found
-from comingle.costing.timing import Parts, Steps
+from comingle.cost import machines
+from comingle.cost.machines import Found
+from comingle.cost.timing import Parts, Steps
 
 PARTS = Parts(
     user=0.5, handling=0.01, evaluation=0.2, upload=0.003, words=0.0005, fixed=0.02, hop=1e-4, bus=1e9, steps=Steps()

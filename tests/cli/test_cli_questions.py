@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from comingle.config import load_recipe
-from comingle.costing.measured import counted
+from comingle.cost.flops import counted
 from comingle.papers.questions.kind import NOTE
 from comingle.papers.questions.rows import LABELS, ask
 from comingle.papers.questions.sets import QUESTIONS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from comingle.config import parse_recipe
-from comingle.costing.messages import count_exchanges, mean_bytes, message_bytes
+from comingle.cost.counts import count_exchanges, mean_bytes, message_bytes
 from comingle.methods import REGISTRY, make
 from comingle.runs.session import check_method
 from comingle.training.evaluation import Clock

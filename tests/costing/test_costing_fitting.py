@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from comingle.config import Recipe, load_recipe, parse_recipe
-from comingle.costing import nets, planning
-from comingle.costing.fitting import fit
-from comingle.costing.planning import rehearse_text
+from comingle.cost import planning
+from comingle.cost.planning import fit, rehearse_text
 from comingle.runs.distributed import share_out
 from comingle.runs.session import prepare
 
@@ -30,7 +29,7 @@ OF_ALL = {
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process is not measured anew."""
-    for module in (planning, nets):
+    for module in (planning, planning):
         monkeypatch.setattr(module, "process_bytes", lambda *_: 1)
 
 

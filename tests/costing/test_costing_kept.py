@@ -9,11 +9,10 @@ import pytest
 from plans import planned, recipe_of
 
 from comingle.config import load_recipe
-from comingle.costing.memory import storage_bytes
-from comingle.costing.passes import memory
-from comingle.costing.planning import method_cost, plan
-from comingle.costing.skeleton import load_skeleton
-from comingle.costing.stored import Writes
+from comingle.cost.memory import memory, storage_bytes
+from comingle.cost.planning import method_cost, plan
+from comingle.cost.skeleton import load_skeleton
+from comingle.cost.stored import Writes
 from comingle.models.loading import load_base
 from comingle.runs import api
 from comingle.utils.errors import RecipeError

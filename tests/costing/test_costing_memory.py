@@ -15,12 +15,11 @@ import yaml
 from plans import planned, recipe_of
 
 from comingle.config import Recipe
-from comingle.costing import footprint
-from comingle.costing.memory import Fakes, LiveBytes, storage_bytes
-from comingle.costing.passes import memory, rehearse, step_peak
-from comingle.costing.planning import federate_bare, method_cost
-from comingle.costing.skeleton import load_skeleton
-from comingle.costing.summaries import with_method
+from comingle.cost import memory as footprint
+from comingle.cost.memory import Fakes, LiveBytes, memory, rehearse, step_peak, storage_bytes
+from comingle.cost.planning import federate_bare, method_cost
+from comingle.cost.skeleton import load_skeleton
+from comingle.cost.summaries import with_method
 from comingle.models.hardware import free_bytes
 from comingle.models.loading import load_base
 

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from comingle.config import Recipe, parse_recipe
-from comingle.costing import nets, planning
-from comingle.costing.fitting import fit
-from comingle.costing.nets import data_bytes, loads_of, rehearse_nets
-from comingle.costing.passes import memory
-from comingle.costing.planning import plan
+from comingle.cost import planning
+from comingle.cost.memory import memory
+from comingle.cost.planning import data_bytes, fit, loads_of, plan, rehearse_nets
 from comingle.data.populations import Crowd
 from comingle.data.text import reading
 from comingle.runs.session import prepare
@@ -29,7 +27,7 @@ from comingle.utils.errors import ComingleError
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read goes with the test; a process is not measured anew."""
     monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "cache"))
-    for module in (planning, nets):
+    for module in (planning, planning):
         monkeypatch.setattr(module, "process_bytes", lambda *_: 1)
 
 

@@ -13,18 +13,13 @@ from tests.quick import quick
 from torch.nn import functional as F
 
 from comingle.config import Recipe, parse_recipe
-from comingle.costing.bare import bare_mixture
-from comingle.costing.counts import count_users
-from comingle.costing.flops import Flops
-from comingle.costing.measured import counted, measure
-from comingle.costing.memory import LiveBytes
-from comingle.costing.nets import loads_of, rehearse_nets
-from comingle.costing.passes import rehearse, step_peak
-from comingle.costing.planning import federate_bare, plan
-from comingle.costing.records import UserCost
-from comingle.costing.skeleton import load_skeleton
-from comingle.costing.stacked import count_stacked, measured_base, text_load
-from comingle.costing.summaries import with_method
+from comingle.cost.counts import count_stacked, count_users, measured_base, text_load
+from comingle.cost.flops import Flops, counted, measure
+from comingle.cost.memory import LiveBytes, rehearse, step_peak
+from comingle.cost.planning import federate_bare, loads_of, plan, rehearse_nets
+from comingle.cost.records import UserCost
+from comingle.cost.skeleton import bare_mixture, load_skeleton
+from comingle.cost.summaries import with_method
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make
 from comingle.models.base import Base

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from plans import recipe_of
 
 from comingle.config import load_recipe
-from comingle.costing import machines, timed, timing
-from comingle.costing.flops import Flops
-from comingle.costing.machines import Found, load_of, measure, plan_time
-from comingle.costing.records import MemoryCost, MethodCost, UserCost
-from comingle.costing.timing import Cluster, Load, Parts, Round, Steps
+from comingle.cost import machines, timing
+from comingle.cost.flops import Flops
+from comingle.cost.machines import Found, load_of, measure, plan_time
+from comingle.cost.records import MemoryCost, MethodCost, UserCost
+from comingle.cost.timing import Cluster, Load, Parts, Round, Steps
 from comingle.utils.errors import RecipeError
 
 STEPS = Steps(gathers=20, broadcasts=10, reduces=1, sends=4)
@@ -240,7 +240,7 @@ def test_users_who_are_unlike_stand_for_nobody(changes: dict[str, Any]) -> None:
 def test_what_processes_tell_each_other_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "broadcast", lambda *args: args)
     before = dist.broadcast
-    with timed.counting() as counts:
+    with timing.counting() as counts:
         assert dist.broadcast(1, 2) == (1, 2)
         dist.broadcast(3)
     assert (counts["broadcast"], counts["reduce"]) == (2, 0)
@@ -250,11 +250,11 @@ def test_what_processes_tell_each_other_is_counted(monkeypatch: pytest.MonkeyPat
 def test_one_process_measures_itself(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever takes part in rounds without steps is no other than before; nothing is left behind."""
     monkeypatch.chdir(recipe_file.parent)
-    monkeypatch.setattr(timed, "MOST_SENDING", 8)
-    monkeypatch.setattr(timed, "ROUNDS", 3)
+    monkeypatch.setattr(timing, "MOST_SENDING", 8)
+    monkeypatch.setattr(timing, "ROUNDS", 3)
     before = sorted(recipe_file.parent.iterdir())
     recipe = load_recipe(recipe_file).with_changes({"method": "fedavg", "training.local_steps": 1})
-    found = timed.measured(recipe, 2, None)
+    found = timing.measured(recipe, 2, None)
     assert (
         found["counts_of_users"] == [max(1, found["cohort"] // 4), found["cohort"]] or found["counts_of_users"][1] == 8
     )

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from comingle.config import load_recipe
-from comingle.costing import fitting
-from comingle.costing.memory import LiveBytes
+from comingle.cost import planning
+from comingle.cost.memory import LiveBytes
 from comingle.methods import REGISTRY
 from comingle.runs.session import build, prepare
 from comingle.training.client import train
@@ -105,13 +105,13 @@ def test_auto_finds_a_pass_that_fits(recipe_file: Path, monkeypatch: pytest.Monk
     recipe = load_recipe(recipe_file).with_changes({**WIDE, "method": name, "training.local_steps": 1})
     materials, automatic = prepare(recipe), recipe.with_changes({"runtime.users_per_step": "auto"})
     whole, portions = peak_of(recipe, materials)
-    monkeypatch.setattr(fitting, "free_bytes", lambda device: 10**12)
+    monkeypatch.setattr(planning, "free_bytes", lambda device: 10**12)
     assert peak_of(automatic, materials)[1] == portions
-    monkeypatch.setattr(fitting, "free_bytes", lambda device: whole // 2)
+    monkeypatch.setattr(planning, "free_bytes", lambda device: whole // 2)
     least, chosen = peak_of(automatic, materials)
     assert least <= whole // 2
     assert chosen.users * chosen.sequences < portions.users * portions.sequences
-    monkeypatch.setattr(fitting, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(planning, "free_bytes", lambda device: 1000)
     with pytest.raises(RecipeError, match=r"users_per_step: auto: needs .* GB, .* no smaller pass fits"):
         build(automatic, materials)
 

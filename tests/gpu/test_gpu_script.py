@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from comingle.costing.counts import count_users
+from comingle.cost.counts import count_users
 from comingle.models.loading import load_base
 from comingle.training.backends.local import federate
 from comingle.utils.errors import RecipeError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from comingle.costing.skeleton import load_skeleton
+from comingle.cost.skeleton import load_skeleton
 from comingle.models import folders
 from comingle.models.folders import read_folder
 from comingle.models.loading import lm_head, load_base

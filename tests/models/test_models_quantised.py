@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from comingle.config import load_recipe, parse_recipe
-from comingle.costing.memory import LiveBytes
+from comingle.cost.memory import LiveBytes
 from comingle.models.loading import load_base
 from comingle.models.quantised import QuantisedLinear
 from comingle.runs import api
@@ -131,7 +131,7 @@ def test_checkpointing_changes_no_bit_and_keeps_less(recipe_file: Path, method: 
 
 @pytest.mark.slow
 def test_a_plan_sees_what_checkpointing_saves(recipe_file: Path) -> None:
-    from comingle.costing.planning import plan
+    from comingle.cost.planning import plan
 
     wide = load_recipe(recipe_file).with_changes(WIDE)
     small = wide.with_changes({"runtime.gradient_checkpointing": True})

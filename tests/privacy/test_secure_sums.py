@@ -15,7 +15,7 @@ from tests.federation.tiny import tiny
 
 from comingle.config import parse_recipe
 from comingle.config.settings import Privacy, Secure
-from comingle.costing.planning import plan
+from comingle.cost.planning import plan
 from comingle.methods import REGISTRY, make
 from comingle.privacy.accounting import Release, release_of
 from comingle.privacy.checks import check_private

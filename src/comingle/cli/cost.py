@@ -54,8 +54,8 @@ def cost(
     cluster = cluster_of(machines, gpus=gpus, processes=processes, threads=threads, step=step, **hardware)
     from comingle.cli.compare import split_names
     from comingle.cli.progress import console, status
-    from comingle.costing.machines import plan_times
-    from comingle.costing.planning import plan
+    from comingle.cost.machines import plan_times
+    from comingle.cost.planning import plan
     from comingle.reports.costs import render_plan, render_times, verdicts
 
     names = split_names(",".join(method)) if method else []

@@ -10,7 +10,7 @@ from comingle.cli.options import finite
 from comingle.utils.errors import RecipeError
 
 if TYPE_CHECKING:
-    from comingle.costing.timing import Cluster
+    from comingle.cost.timing import Cluster
 
 LINK, LATENCY = 1.25e9, 1e-4
 """10 Gbit/s, and 0.1 ms: what machines of one room usually have."""
@@ -65,8 +65,8 @@ def cluster_of(
         return None
     if gpus is not None and processes is not None:
         raise RecipeError("--gpus and --processes: got both; each GPU has a process, so give one of them")
-    from comingle.costing.machines import on_gpu
-    from comingle.costing.timing import Cluster
+    from comingle.cost.machines import on_gpu
+    from comingle.cost.timing import Cluster
     from comingle.runs.distributed import cores
 
     if gpus is not None and step is None and not on_gpu():

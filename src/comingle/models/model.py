@@ -193,6 +193,6 @@ class Model(ABC):
     # ---------------------------------------------------------------- costs
 
     def without_weights(self, fakes: Any) -> tuple[Model, int]:
-        """The model with ``fakes`` (:class:`comingle.costing.memory.Fakes`) in the place of what is frozen and
+        """The model with ``fakes`` (:class:`comingle.cost.memory.Fakes`) in the place of what is frozen and
         not a user's, and how many bytes that was."""
         return self, 0

@@ -82,7 +82,7 @@ def check_aggregation(recipe: Recipe, method: Method, privacy: Privacy | None) -
         check_robust(method, aggregation, privacy=privacy, **settings)
 
 
-_FIT = "comingle.costing.fitting:fit"
+_FIT = "comingle.cost.planning:fit"
 """The search for the largest pass that fits; costs are counted on runs, so it is imported by name."""
 
 

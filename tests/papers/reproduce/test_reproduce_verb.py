@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from comingle.costing.planning import federate_bare
-from comingle.costing.skeleton import load_skeleton
+from comingle.cost.planning import federate_bare
+from comingle.cost.skeleton import load_skeleton
 from comingle.methods import REGISTRY
 from comingle.papers.reproduce import reach
 from comingle.papers.reproduce.plan import Wanted, plan

@@ -1,11 +1,11 @@
-"""Tables of costs: counted by ``comingle.costing`` and :mod:`comingle.papers.reproduce.counted`, nothing is trained."""
+"""Tables of costs: counted by ``comingle.cost`` and :mod:`comingle.papers.reproduce.counted`, nothing is trained."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from comingle.costing.records import Plan as Costs
+from comingle.cost.records import Plan as Costs
 from comingle.papers.reproduce.plan import Plan
 from comingle.papers.reproduce.published import printed
 from comingle.papers.reproduce.tables import table_line

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from comingle.config import Recipe
-from comingle.costing.records import Plan as Costs
+from comingle.cost.records import Plan as Costs
 from comingle.methods import make
 from comingle.models.nets import make_net
 from comingle.papers.reproduce.plan import Cell, Plan

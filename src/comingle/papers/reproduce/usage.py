@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comingle.config import Recipe
-from comingle.costing.messages import download_of, upload_of
-from comingle.costing.summaries import with_method
+from comingle.cost.counts import download_of, upload_of
+from comingle.cost.summaries import with_method
 from comingle.data.samples.samples import UserSamples
 from comingle.methods import make
 from comingle.papers.reproduce.plan import Cell, Plan

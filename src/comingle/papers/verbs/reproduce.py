@@ -166,7 +166,7 @@ def _run(
 def _count(planned: Plan, out: Path, *, force: bool) -> None:
     """A table of costs: counted, nothing is trained."""
     from comingle.cli.progress import console, status
-    from comingle.costing.planning import plan as count
+    from comingle.cost.planning import plan as count
     from comingle.papers.reproduce.costs import write_costs
     from comingle.papers.reproduce.counted import count_cells
     from comingle.papers.reproduce.runner import check_out

@@ -18,9 +18,9 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import AUTO, MEMORY, Training
-from comingle.costing.records import MethodCost, Plan
-from comingle.costing.summaries import largest_round, with_method
-from comingle.costing.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
+from comingle.cost.records import MethodCost, Plan
+from comingle.cost.summaries import largest_round, with_method
+from comingle.cost.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
 from comingle.runs.distributed import cores
 from comingle.runs.session import test_limit_of
 from comingle.training.backends.launched import MEETING
@@ -172,7 +172,7 @@ def plan_times(
     """For JSON: each method's rounds, for as many users as the recipe has and for many more.
 
     ``step`` is how long one local step of one user takes in a process there, if that is known; ``for_all`` as in
-    :func:`comingle.costing.planning.plan`.
+    :func:`comingle.cost.planning.plan`.
 
     Raises:
         ComingleError: as :func:`measure`, or more processes than users of any population.
@@ -271,7 +271,7 @@ def _children(recipe: Recipe, count: int, threads: int, users: int) -> dict[str,
         (place / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
         order = {"recipe": str(place / "recipe.yaml"), "users": users, "threads": threads, "out": str(place / "found")}
         (place / "order.json").write_text(json.dumps(order), encoding="utf-8")
-        command = [sys.executable, "-m", "comingle.costing.timed", str(place / "order.json")]
+        command = [sys.executable, "-m", "comingle.cost.timing", str(place / "order.json")]
         children = [
             subprocess.Popen(command, env=_environment(rank, count, threads, place), stderr=subprocess.PIPE, text=True)
             for rank in range(count)

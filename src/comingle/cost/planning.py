@@ -1,8 +1,8 @@
-"""From a recipe to its plan: every method on one base without weights."""
+"""From a recipe to its plan: the costs of every method before training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -13,33 +13,133 @@ import torch
 from comingle.config import Recipe
 from comingle.config.files import check_used
 from comingle.config.settings import EVERYBODY
-from comingle.costing.bare import bare_mixture
-from comingle.costing.counts import count_users
-from comingle.costing.footprint import process_bytes
-from comingle.costing.nets import plan_nets
-from comingle.costing.paper import Account, Difference, Sizes, table3
-from comingle.costing.passes import Rehearsal, rehearse
-from comingle.costing.reading import as_text
-from comingle.costing.records import MethodCost, Plan
-from comingle.costing.skeleton import load_skeleton
-from comingle.costing.stacked import BaseFlops as BaseFlops
-from comingle.costing.stacked import count_stacked, text_load
-from comingle.costing.summaries import check_count, largest_round, summarise, with_method, with_privacy
+from comingle.cost.counts import BaseFlops, Load, count_stacked, count_users, measured_base, text_load
+from comingle.cost.memory import Rehearsal, memory, process_bytes, rehearse
+from comingle.cost.records import Account, Difference, MethodCost, Plan, Sizes, table3
+from comingle.cost.skeleton import bare_mixture, bare_nets, load_skeleton
+from comingle.cost.stored import as_long, as_text
+from comingle.cost.summaries import (
+    NONE_FITS,
+    check_count,
+    largest_round,
+    smaller_pass,
+    summarise,
+    with_method,
+    with_privacy,
+)
+from comingle.data.populations import Crowd, names_of
+from comingle.data.samples.reading import Population
+from comingle.data.samples.samples import SPLITS
 from comingle.data.text.streams import UserData
 from comingle.methods import make
-from comingle.models.base import Base
+from comingle.models.base import Base, logger
 from comingle.models.generation import check_places
 from comingle.models.hardware import free_bytes
 from comingle.models.quantised import packed_parameters
 from comingle.runs.api import without_sums
 from comingle.runs.given import HANDED_OVER, NOTHING
-from comingle.runs.session import check_method, training_settings
+from comingle.runs.session import check_method, prepare, training_settings
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
-from comingle.training.kinds.base import adapt_base, kind_of
+from comingle.training.kinds.base import Materials, adapt_base, kind_of
 from comingle.training.kinds.text import TextFeed
-from comingle.training.settings import portions
+from comingle.training.settings import Portions, portions
 from comingle.utils.errors import DataError, RecipeError
+
+
+def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Any = 1.0) -> Plan:
+    """The costs of one population under several methods; ``users`` replaces their number.
+
+    Of who takes part (``participation``) privacy alone depends.
+
+    Samples are read, or made, as their numbers and shapes decide on the costs; nothing is trained.
+
+    Raises:
+        RecipeError: a method or a setting is wrong.
+        DataError: somebody's samples cannot be read.
+    """
+    if users is not None:
+        check_count(users)
+        recipes = [kind_of(recipe).of_users(recipe, users) for recipe in recipes]
+    population = prepare(recipes[0]).common
+    plain = rehearse_nets(with_method(recipes[0], "fedavg"), population)
+    clients = plain.federation.clients
+    base, free = measured_base(plain), free_bytes(clients.model.device)
+    names = tuple(names_of(population.users))
+    costs = [
+        with_privacy(net_cost(recipe, population, base, free, participation), recipe, names, participation)
+        for recipe in recipes
+    ]
+    return Plan(
+        base=clients.model.name,
+        base_parameters=clients.model.base_parameters,
+        dtype=str(clients.model.dtype).removeprefix("torch."),
+        device=str(clients.model.device),
+        users=names,
+        rounds=clients.training.rounds,
+        local_steps=max(load.steps for load in loads_of(clients, population).values()),
+        batch_size=clients.training.batch_size,
+        context=0,
+        base_flops=costs[0].users[0].forward.base,
+        free_bytes=free,
+        methods=tuple(costs),
+        table3=(),
+        unit="sample",
+    )
+
+
+def net_cost(recipe: Recipe, population: Population, base: BaseFlops, free: int, participation: Any) -> MethodCost:
+    """Everything about one method; ``base`` is the net alone."""
+    stage = rehearse_nets(recipe, population, participation)
+    users = count_stacked(stage, loads_of(stage.federation.clients, population), base)
+    return summarise(stage, users, free, keep=recipe.checkpoints.keep)
+
+
+def rehearse_nets(
+    recipe: Recipe, population: Population, participation: Any = EVERYBODY, everybody: Sequence[str] | None = None
+) -> Rehearsal:
+    """The federation of users of nets without their data; ``everybody`` as in :func:`bare_nets`."""
+    federation = bare_nets(recipe, population, everybody)
+    clients = federation.clients
+    trainers = 1 if clients.method.placement.pooled else len(population.users)
+    process_size = process_bytes("samples", clients.model.device)
+    return rehearse(
+        federation,
+        trainers,
+        present=largest_round(participation, len(population.users if everybody is None else everybody)),
+        store=recipe.runtime.store,
+        data_bytes=data_bytes(population, clients.model.dtype),
+        reads_cohorts=isinstance(population.users, Crowd),
+        process_bytes=process_size,
+    )
+
+
+def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
+    """Every user's local work by name; a pooled one has it all."""
+    users: Iterable[tuple[str, Any]] = ((user.name, user) for user in population.users)
+    if clients.method.placement.pooled:
+        users = [(f"all {len(population.users)} users as one", clients.trainers[0])]
+    loads, known = dict[str, Load](), dict[Load, Load]()
+    for name, user in users:
+        sizes, swept = clients.feed.batch_sizes(user)
+        load = Load(sizes=sizes, epochs=clients.training.local_epochs, sweeps=len(swept), swept=sum(swept))
+        loads[name] = known.setdefault(load, load)
+    return loads
+
+
+def data_bytes(population: Population, dtype: torch.dtype) -> int:
+    """Everybody's samples, once as they were read and once as batches are gathered from them.
+
+    Of those who lie in a file sizes are known: all splits have the shapes of the first user's.
+    """
+    users, total = population.users, 0
+    if isinstance(users, Crowd) and users.sizes is not None:
+        one = data_bytes(replace(population, users=[users[0]]), dtype)
+        return int(one * users.sizes.sum() / users.sizes[0].sum())
+    for part in (user.split(split) for user in users for split in SPLITS):
+        total += part.inputs.nbytes + part.targets.nbytes + part.inputs.numel() * dtype.itemsize
+        total += part.targets.numel() * (dtype if part.targets.is_floating_point() else part.targets.dtype).itemsize
+    return total
 
 
 def plan(
@@ -232,3 +332,39 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
     counts = parameters[1]
     sizes = Sizes(attention=counts["attention"], expert=counts["generalist"], router=counts["router"])
     return table3(sizes, recipe.training.context, *accounts)
+
+
+FREE_SHARE = {"cuda": 0.9}
+"""How much of a GPU's free memory is planned with: its allocator leaves gaps, which were never measured."""
+
+
+def fit(recipe: Recipe, materials: Materials) -> Portions:
+    """How many users, and sequences of each, go through the model at once: by default, or fewer where that is too much.
+
+    Of several processes each asks for its own users. Base and data are loaded: what they take is not free any more.
+
+    Raises:
+        RecipeError: one sequence of one user is too much.
+    """
+    stage = _rehearsed(with_method(recipe, recipe.method.name), materials, recipe.training.participation)
+    device = stage.steps.model.device
+    here = stage.weights_bytes + stage.process_bytes + stage.data_bytes
+    free = int(FREE_SHARE.get(device.type, 1.0) * free_bytes(device)) + here
+    machine, chosen = memory(stage), stage.steps.portions
+    if machine.total_bytes > free:
+        smaller = smaller_pass(stage, machine, free)
+        if smaller is None:
+            needs = f"needs {machine.total_bytes / 1e9:,.2f} GB, {free / 1e9:,.2f} are free on {device}"
+            raise RecipeError(f"runtime.users_per_step: auto: {needs}; {NONE_FITS}")
+        chosen = smaller
+    logger.info("users_per_step: auto: %d users with %d sequences or samples each", chosen.users, chosen.sequences)
+    return chosen
+
+
+def _rehearsed(recipe: Recipe, materials: Materials, participation: Any) -> Rehearsal:
+    kind, users, everybody = kind_of(recipe), materials.present, names_of(materials.users)
+    if kind.read_for_costs:
+        return rehearse_nets(recipe, replace(materials.common, users=users), participation, everybody)
+    (as_text,) = as_long(kind, [recipe], users) if isinstance(users, Crowd) else kind.as_text([recipe], len(users))[0]
+    assert materials.base is not None
+    return rehearse_text(as_text, materials.base, tuple(everybody), participation, materials.here)

@@ -1,0 +1,202 @@
+"""Bases and federations without weights, built to be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from comingle.config import Recipe
+from comingle.data.populations import names_of
+from comingle.data.samples.reading import Population
+from comingle.methods import make
+from comingle.methods.base import Method
+from comingle.models.base import Base, freeze
+from comingle.models.floral.model import FloralModel, roles
+from comingle.models.floral.wrapper import floral
+from comingle.models.floral_language import MixedLanguageModel
+from comingle.models.folders import check_config, one_line, own_config
+from comingle.models.hardware import resolve_attention, resolve_device, resolve_dtype
+from comingle.models.loading import ALIASES, backbone, hub_answers, lm_head, locate
+from comingle.models.lora import init_zero, lora_scale
+from comingle.models.model import share_weights
+from comingle.models.pretrained import require_docstrings
+from comingle.models.quantised import BLOCKS, Bits, QuantisedLinear, replace_linears
+from comingle.models.random_bases import PREFIX, random_base
+from comingle.models.stacked import StackedModel
+from comingle.runs.session import training_settings
+from comingle.training.backends.local import InProcess, federate
+from comingle.training.client import Clients
+from comingle.training.kinds.base import check_on_language
+from comingle.training.kinds.nets import SampleFeed, build_nets
+from comingle.utils.errors import BaseModelError
+from comingle.utils.records import expand_home
+from comingle.utils.trees import ADAPTOR, ROUTER, Layout, Slot
+
+CODES = {"8bit": 256, "4bit": 16}
+"""How many values a packed weight may have; they are kept with each matrix."""
+
+_PER_BYTE = {"8bit": 1, "4bit": 2}
+
+
+class PackedShape(QuantisedLinear):
+    """What a packed linear keeps, and what it unpacks, as shapes; bitsandbytes is not asked."""
+
+    def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: nn.Parameter | None, bits: Bits):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.bits, self.dtype, self.bias = bits, weight.dtype, bias
+        numbers = weight.numel()
+        self.register_buffer("packed", _empty(-(-numbers // _PER_BYTE[bits]), torch.uint8))
+        self.register_buffer("scales", _empty(-(-numbers // BLOCKS[bits]), torch.float32))
+        self.register_buffer("code", _empty(CODES[bits], torch.float32))
+
+    def unpack(self) -> Float[Tensor, "d_out d_in"]:
+        """A new tensor as large as the weight, where the packed one is."""
+        packed: Any = self.packed
+        return packed.new_empty(self.out_features, self.in_features, dtype=self.dtype)
+
+
+def pack_shapes(model: nn.Module, bits: Bits) -> None:
+    """Have the linears of a model's decoder layers, whose weights have shapes only, be as large as packed ones."""
+    replace_linears(model, lambda weight, bias: PackedShape(weight, bias, bits))
+
+
+def _empty(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype, device="meta")
+
+
+def load_skeleton(
+    name: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto", quantise: str = "none"
+) -> Base:
+    """The base called ``name`` on torch's meta device, without a tokenizer; all else as in a run.
+
+    Of a model on the hub only config.json is fetched.
+
+    Raises:
+        BaseModelError: as :func:`comingle.models.loading.load_base`.
+    """
+    require_docstrings()
+    place = resolve_device(device)
+    number = resolve_dtype(dtype, place)
+    style = resolve_attention(attention, place)
+    with torch.device("meta"):
+        if name.startswith(PREFIX):
+            model = random_base(name, dtype=number, attention=style, seed=0)
+        else:
+            model = _from_config(name, number, style)
+    freeze(model, None)
+    bits: Any = "" if quantise == "none" else quantise
+    if bits:
+        pack_shapes(model, bits)
+    return Base(model=model, tokenizer=None, name=name, dtype=number, device=place, quantised=bits)
+
+
+def _from_config(name: str, dtype: torch.dtype, attention: str | None) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = _config_folder(name)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        check_config(folder, config.to_dict())
+        return AutoModelForCausalLM.from_config(own_config(config), dtype=dtype, attn_implementation=attention)
+    except BaseModelError:
+        raise
+    except Exception as error:  # a foreign file meets a foreign library here; whatever it says, the file is at fault
+        raise BaseModelError(f"base model {name!r}: its config.json cannot be used: {one_line(error)}") from error
+
+
+def _config_folder(name: str) -> Path:
+    """A folder with the configuration: from the hub without the weights where that can be had, else the whole model."""
+    alias = ALIASES.get(name)
+    if alias is not None:
+        return _hub_config(alias.repository) or locate(name).folder
+    if not name or expand_home(name).exists() or name.startswith((".", "~", "/")) or name.count("/") > 1:
+        return locate(name).folder
+    return _hub_config(name) or locate(name).folder
+
+
+def _hub_config(repository: str) -> Path | None:
+    """The folder that holds config.json of a repository; None where it cannot be had, for whatever reason."""
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repository, "config.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
+    if constants.HF_HUB_OFFLINE or not hub_answers(constants.ENDPOINT):
+        return None
+    try:
+        return Path(hf_hub_download(repository, "config.json")).parent
+    except Exception:  # `locate` says what is wrong, in its own words
+        return None
+
+
+def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] | None = None) -> InProcess:
+    """The federation of users of nets with the first of them, but for a pooled one: they differ in their samples alone.
+
+    ``everybody`` has the names of all, where others are in other processes.
+
+    Raises:
+        RecipeError: as :func:`comingle.training.kinds.nets.build_nets`.
+    """
+    method = make(recipe.method.name, **recipe.method.settings)
+    training = training_settings(recipe, names_of(population.users) if everybody is None else everybody)
+    if method.placement.pooled:
+        return federate(build_nets(recipe, population, method, training))
+    clusters = max(1, len({user.cluster for user in population.users}))  # with fewer there would be other clusters
+    first = build_nets(recipe, replace(population, users=population.users[:clusters]), method, training)
+    feed, users = cast(SampleFeed, first.feed), list(population.users[: first.portions.users])
+    if len(users) <= clusters:
+        return federate(first)
+    model = cast(StackedModel, first.model).for_users(len(users))
+    return federate(Clients(model, method, training, trainers=users, users=users, feed=feed.of(users)))
+
+
+def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
+    """What :func:`comingle.models.floral_language.mix_language_model` makes, over a base that has shapes only.
+
+    Raises:
+        RecipeError: a mixture of whole models, or ranks of each user's own.
+    """
+    check_on_language(recipe, method)
+    mixture, rank = method.placement.mixture, recipe.adapters.rank
+    assert mixture is not None
+    assert isinstance(rank, int)
+    network = share_weights(base.model)
+    net = floral(
+        backbone(network),
+        num_clusters=mixture.clusters,
+        rank=rank,
+        alpha=lora_scale(recipe.adapters.alpha, rank),
+        bias=False,
+        norm=False,
+        per_layer=mixture.per_layer,
+        copy=False,
+        generator=torch.Generator(),
+    )
+    return MixedLanguageModel(
+        name=base.name,
+        net=net,
+        layout=Layout(slots=tuple(_slots(net))),
+        users=users,
+        device=base.device,
+        dtype=base.dtype,
+        mixture=mixture,
+        base=base,
+        head=lm_head(base),
+        embedding=network.get_input_embeddings(),
+    )
+
+
+def _slots(net: FloralModel) -> list[Slot]:
+    """Adaptors, then the router: what users have of their own over a frozen base."""
+    shapes, slots = {name: tuple(p.shape) for name, p in net.named_parameters()}, []
+    for wanted, copies in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
+        names = [name for name, role in roles(net).items() if role == wanted]
+        slots += [Slot(name=n, shape=shapes[n], roles=(wanted,) * copies, init=init_zero) for n in names]
+    return slots
