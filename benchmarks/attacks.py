@@ -30,7 +30,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 from torch import nn
 
-from comingle.audits import attacks
+from comingle.audit import uploads
 from comingle.config.sections import Recipe
 from comingle.models.personal import PersonalModel
 from comingle.protocol.messages import Upload, join_uploads
@@ -41,7 +41,7 @@ from comingle.training.backends.local import InProcess
 from comingle.utils.errors import ComingleError
 
 RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-bound", "bulyan")
-ON_UPLOADS = (*attacks.BY_NAME, "all zero", "not a number")
+ON_UPLOADS = (*uploads.BY_NAME, "all zero", "not a number")
 ATTACKS = (*ON_UPLOADS, "false data")
 """False data: flipped labels on MNIST, a backdoor phrase in AG News."""
 SHARES = (0.3, 0.2, 0.1)
@@ -70,11 +70,11 @@ class Attacked(InProcess):
         had = {name: t[:, 0] for name, t in self.server.download(sent.users).tensors.items()}
         changes = {name: t - had[name] for name, t in sent.tensors.items()}
         if self.attack == "all zero":
-            changes = attacks.all_zero(changes, hostile, had)
+            changes = uploads.all_zero(changes, hostile, had)
         elif self.attack == "not a number":
-            changes = attacks.not_a_number(changes, hostile)
+            changes = uploads.not_a_number(changes, hostile)
         else:
-            changes = attacks.BY_NAME[self.attack](changes, hostile)
+            changes = uploads.BY_NAME[self.attack](changes, hostile)
         self._sent = finite(replace(sent, tensors={name: had[name] + t for name, t in changes.items()}))
 
 
@@ -129,9 +129,9 @@ def with_false_data(users: Mapping[str, Any], hostile: Sequence[str]) -> dict[st
 
     def false(data: Any) -> Any:
         if isinstance(data, list):
-            return [attacks.with_phrase(text, TRIGGER, ANSWER) for text in data]
+            return [uploads.with_phrase(text, TRIGGER, ANSWER) for text in data]
         inputs, labels = data["train"]
-        return {**data, "train": (inputs, attacks.flipped_labels(labels, LABELS))}
+        return {**data, "train": (inputs, uploads.flipped_labels(labels, LABELS))}
 
     return {name: false(data) if name in hostile else data for name, data in users.items()}
 

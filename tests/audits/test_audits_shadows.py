@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 import comingle
-from comingle.audits.canaries import SERVER, USERS
-from comingle.audits.membership import auc, windows_of
-from comingle.audits.shadows import LEAST, Shadow, halves, likelihood_ratios, run_shadow, scored, told_apart
+from comingle.audit.canaries import SERVER, USERS
+from comingle.audit.membership import (
+    LEAST,
+    Shadow,
+    auc,
+    halves,
+    likelihood_ratios,
+    run_shadow,
+    scored,
+    told_apart,
+    windows_of,
+)
 from comingle.config import Recipe
 from comingle.data.text.streams import UserData
 from comingle.reports.audit import Shadowed

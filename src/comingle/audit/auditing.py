@@ -1,32 +1,101 @@
-"""An audit of a finished run: canaries in short runs of its recipe, membership, or the inversion of an upload."""
+"""Audits of a finished run.
+
+Steinke, Nasr and Jagielski 2023 (arXiv:2305.08846), Theorem 5.2: every one of ``trials`` canaries is put in or left out
+by a coin of its own, and the attacker guesses some of the coins from everything that is seen. Canaries of one run may
+share that run, as nothing is assumed of how they act on each other; coins of several runs count together. A bound by
+Clopper and Pearson on rates of right and wrong alarms (Jagielski et al. 2020, arXiv:2006.07709) would need
+trials that are independent, hence a run for each.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from comingle.audits.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, of_examples, run_trial
-from comingle.audits.inversion import invert
-from comingle.audits.membership import infer
-from comingle.audits.proving import least_epsilon
-from comingle.audits.replacing import epsilon_of_replacing
-from comingle.audits.shadows import run_shadow, told_apart
-from comingle.audits.tokens import recover, token_factors
+from comingle.audit.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, of_examples, run_trial
+from comingle.audit.membership import FEWEST, infer, run_shadow, told_apart
+from comingle.audit.uploads import invert, recover, token_factors
 from comingle.config import Recipe
-from comingle.privacy.accounting import Release, release_of
-from comingle.reports.audit import Audit, Proof, exposure
+from comingle.models.hardware import torch_defaults
+from comingle.privacy.accounting import Release, epsilon, release_of
+from comingle.reports.audit import Audit, Proof, check_targets, exposure, write_audit
 from comingle.runs.advise import shortened as in_rounds
-from comingle.runs.given import NOTHING, Given
-from comingle.runs.progress import LOADING, Reporter, about
+from comingle.runs.api import load
+from comingle.runs.given import NOTHING, AnyBase, Given, given_of
+from comingle.runs.progress import LOADING, Reporter, about, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import prepare, privacy_of, training_settings
+from comingle.training.backends.launched import require_alone
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.utils.errors import RunError
+from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.records import plural
+
+_HALVINGS = 60
+
+
+def epsilon_of_replacing(release: Release, count: int, delta: float, accountant: str, *, counted: bool) -> float:
+    """Epsilon of a user whose data is replaced by other data rather than taken away; an upper bound.
+
+    ``counted`` says that the release counts a replacement already, as does one of so many users. Without sampling the
+    Gaussian's sensitivity is twice as large. With it the user is taken away and another one comes: twice an epsilon,
+    and ``(1 + exp(epsilon)) delta`` (group privacy, Dwork and Roth 2014, Theorem 2.2, of two).
+    """
+    if counted or release.sample:
+        return epsilon(release, count, delta, accountant)
+    if not release.sampled:
+        return epsilon(replace(release, noise=release.noise / 2), count, delta, accountant)
+    for halvings in range(1, _HALVINGS):
+        part = delta / 2**halvings
+        once = epsilon(release, count, part, "rdp")
+        if (1 + math.exp(min(once, 700.0))) * part <= delta:
+            return 2 * once
+    return math.inf
+
+
+_MOST = 64.0
+_STEPS = 60
+
+
+def chance(epsilon: float, *, trials: int, guesses: int, correct: int, delta: float = 0.0) -> float:
+    """At most how probable it is that of ``guesses`` so many are correct, if ``(epsilon, delta)`` holds of each coin.
+
+    Source: the theorem above with all guesses counted, as in the paper's appendix D.
+    """
+    from scipy.stats import binom
+
+    if correct <= 0 or guesses == 0:
+        return 1.0
+    right = 1 / (1 + math.exp(-epsilon))
+    tail = float(binom.sf(correct - 1, guesses, right))
+    if delta == 0:
+        return tail
+    steepest, below = 0.0, 0.0
+    for back in range(1, correct + 1):
+        below += float(binom.pmf(correct - back, guesses, right))
+        steepest = max(steepest, below / back)
+    return min(1.0, tail + 2 * trials * delta * steepest)
+
+
+def least_epsilon(*, trials: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
+    """The largest epsilon that is refuted with this confidence; 0 where none is."""
+
+    def refuted(epsilon: float) -> bool:
+        return chance(epsilon, trials=trials, guesses=guesses, correct=correct, delta=delta) <= 1 - confidence
+
+    if not refuted(0.0):
+        return 0.0
+    low, high = 0.0, _MOST
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return low
+
 
 COINS = 40
 """As many canaries, or a few more, are tossed for where nothing else is asked for: all right proves epsilon 2.5."""
@@ -216,3 +285,48 @@ def promised(recipe: Recipe, names: Sequence[str], trials: Sequence[Trial], view
         release = release_of(training.privacy, training.participation, len(names))
     replaced = privacy.mechanism == "local"
     return epsilon_of_replacing(release, count, privacy.delta, training.privacy.accountant, counted=replaced)
+
+
+@torch_defaults()
+def audit(
+    run: Run | str | Path,
+    *,
+    trials: int | None = None,
+    rounds: int = 3,
+    shadows: int = SHADOWS,
+    out: str | Path | None = None,
+    force: bool = False,
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    progress: bool = False,
+) -> Audit:
+    """Attack a finished run of text, conversations or samples, and say what leaks; as ``comingle audit``.
+
+    Args:
+        run: a finished run, or its folder, which is only read.
+        trials: runs with canaries, by default as many as toss about 40 coins.
+        rounds: of each of them, or fewer where the run had fewer.
+        shadows: runs with halves of users' training data, as reference models for membership; 0 does without.
+        out: a folder for ``audit.json`` and ``audit.md``, which may be the run's; None writes nothing.
+        force: replace these files.
+        users: everybody's data, where a program handed it over to :func:`run`, again.
+        base: what a program handed over to :func:`run`, again.
+        progress: tell on stderr how far it is.
+
+    Raises:
+        ComingleError: no finished run, nothing that is shared, or files that are there already.
+    """
+    require_alone("audit")
+    for name, value in (("trials", 1 if trials is None else trials), ("rounds", rounds)):
+        if value < 1:
+            raise RecipeError(f"{name}: got {value}; allowed: a whole number from 1")
+    if shadows < 0 or 0 < shadows < FEWEST:
+        raise RecipeError(f"shadows: got {shadows}; allowed: 0, or a whole number from {FEWEST}")
+    if out is not None:
+        check_targets(Path(out), force=force)
+    opened = run if isinstance(run, Run) else load(run, users=users, base=base)
+    with reporting(quiet=not progress) as reporter:
+        found = audit_run(opened, reporter, trials=trials, rounds=rounds, shadows=shadows, given=given_of(users, base))
+    if out is not None:
+        write_audit(Path(out), found)
+    return found
