@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from comingle.config import parse_recipe
-from comingle.federation.local import federate
+from comingle.federation.launch import federate
 
 CHARACTERS = 80_000
 

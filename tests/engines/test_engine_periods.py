@@ -16,7 +16,7 @@ from tests.federation.tiny import one_base, tiny
 import comingle
 from comingle.config import parse_recipe
 from comingle.config.settings import SHORTEST, Training
-from comingle.federation import running
+from comingle.federation import run_folder
 from comingle.runs import api
 from comingle.training import rounds
 from comingle.training.backends.local import InProcess
@@ -176,6 +176,6 @@ def test_users_elsewhere_evaluate_as_often(tmp_path: Path, monkeypatch: pytest.M
     with one_base():
         with pytest.raises(KeyboardInterrupt):
             federated(content, elsewhere, observers=[stop])
-        monkeypatch.setattr(running, "period", None)  # is not asked again
+        monkeypatch.setattr(run_folder, "period", None)  # is not asked again
         federated(content, elsewhere, resume=True, observers=[events.append])
     assert sorted(set(evaluated(events))) == done

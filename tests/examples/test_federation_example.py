@@ -109,7 +109,7 @@ def test_flower_takes_the_app_and_nobodys_files_travel_with_it() -> None:
     from flwr.cli.build import build_fab_from_disk
     from flwr.cli.config_utils import load_and_validate
 
-    from comingle.transports.flower.app_bundle import PROJECT
+    from comingle.federation.flower.client_app import PROJECT
 
     load_and_validate(FOLDER / "pyproject.toml")
     with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(FOLDER))) as packed:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import Recipe, parse_recipe
-from comingle.federation.node import Node
-from comingle.federation.own import Own
-from comingle.federation.patience import Patience
-from comingle.federation.running import Plan, coordinate
-from comingle.federation.splitting import split_recipe
-from comingle.federation.tasks import unpack_answer
+from comingle.federation.client import Node
+from comingle.federation.coordinator import Patience
+from comingle.federation.files import split_recipe
+from comingle.federation.messages import unpack_answer
+from comingle.federation.public import Own
+from comingle.federation.run_folder import Plan, coordinate
 from comingle.protocol.messages import Upload
 from comingle.protocol.wire import unpack
 

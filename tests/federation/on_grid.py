@@ -11,11 +11,11 @@ from tests.federation.direct import nodes_of
 from tests.federation.grid import LocalGrid, run_app
 
 from comingle.config import parse_recipe
-from comingle.federation.app import coordinate_app
 from comingle.federation.files import save_plan
-from comingle.transports.flower.client_app import make_client_app
-from comingle.transports.flower.server_app import make_server_app, spell
-from comingle.transports.flower.users import User
+from comingle.federation.flower.client_app import make_client_app
+from comingle.federation.flower.server_app import make_server_app, spell
+from comingle.federation.flower.worker import User
+from comingle.federation.server_app import coordinate_app
 from comingle.utils.records import read_metrics
 
 

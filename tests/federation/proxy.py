@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from comingle.transports.flower.processes import free_port
+from comingle.federation.flower.processes import free_port
 
 CHUNK_BYTES = 65536
 DELAY_SECONDS = 2.0

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from comingle.transports.flower.answering import Answer, problem_of, who_answers
-from comingle.transports.flower.certificates import make_certificates
-from comingle.transports.flower.fleet_server import make_fleet_api, make_states, serve_fleet_api
-from comingle.transports.flower.processes import free_port
+from comingle.federation.flower.certificates import make_certificates
+from comingle.federation.flower.fleet_server import make_fleet_api, make_states, serve_fleet_api
+from comingle.federation.flower.probe import Answer, problem_of, who_answers
+from comingle.federation.flower.processes import free_port
 
 
 @contextmanager

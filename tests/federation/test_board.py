@@ -15,10 +15,9 @@ from tests.federation.tiny import one_base, tiny
 
 from comingle.config import parse_recipe
 from comingle.federation import coordinator
-from comingle.federation.board import Board
-from comingle.federation.node import Node
-from comingle.federation.running import coordinate
-from comingle.federation.tasks import unpack_answer, unpack_task
+from comingle.federation.client import Node
+from comingle.federation.messages import unpack_answer, unpack_task
+from comingle.federation.run_folder import Board, coordinate
 from comingle.reports.tables import render_participants
 from comingle.utils.records import read_metrics
 from comingle.utils.terminal import Terminal

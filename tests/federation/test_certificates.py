@@ -22,9 +22,9 @@ pytest.importorskip("cryptography")
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from comingle.transports.flower import certificates
-from comingle.transports.flower.answering import certificate_problem
-from comingle.transports.flower.certificates import Files, make_certificates, read_certificates
+from comingle.federation.flower import certificates
+from comingle.federation.flower.certificates import Files, make_certificates, read_certificates
+from comingle.federation.flower.probe import certificate_problem
 from comingle.utils.errors import RecipeError
 
 

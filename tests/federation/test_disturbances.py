@@ -19,11 +19,11 @@ from tests.federation.proxy import DISTURBANCES, Proxy
 from tests.federation.test_federate import nothing_is_left, recipe_of
 from tests.federation.test_out_there import Place, command, rounds_of, wait_for
 
-from comingle.federation.patience import Patience
-from comingle.transports.flower.certificates import make_certificates
-from comingle.transports.flower.fleet_client import FleetConnection, NotActiveError, Server
-from comingle.transports.flower.fleet_server import make_fleet_api, make_states, serve_fleet_api, start_run
-from comingle.transports.flower.processes import free_port
+from comingle.federation.coordinator import Patience
+from comingle.federation.flower.certificates import make_certificates
+from comingle.federation.flower.fleet_client import FleetConnection, NotActiveError, Server
+from comingle.federation.flower.fleet_server import make_fleet_api, make_states, serve_fleet_api, start_run
+from comingle.federation.flower.processes import free_port
 
 __all__ = ["nothing_is_left"]  # around each of these tests too
 

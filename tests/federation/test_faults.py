@@ -24,17 +24,15 @@ from tests.federation.test_federate import nothing_is_left
 from tests.federation.tiny import method, text_recipe
 
 from comingle.config import Recipe, parse_recipe
-from comingle.federation.files import Participant, save_participant, save_plan
-from comingle.federation.node import GONE_ON
-from comingle.federation.patience import Patience
-from comingle.federation.splitting import split_recipe
+from comingle.federation.client import GONE_ON
+from comingle.federation.coordinator import Patience
+from comingle.federation.files import Participant, save_participant, save_plan, split_recipe
+from comingle.federation.flower.client import SuperNode
+from comingle.federation.flower.fate import read_state
+from comingle.federation.flower.server import SuperLink, coordinate
+from comingle.federation.flower.server_app import spell
+from comingle.federation.flower.worker import User, read_worker
 from comingle.runs import api
-from comingle.transports.flower.calling import read_worker
-from comingle.transports.flower.fate import read_state
-from comingle.transports.flower.server_app import spell
-from comingle.transports.flower.superlink import SuperLink, coordinate
-from comingle.transports.flower.supernode import SuperNode
-from comingle.transports.flower.users import User
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events

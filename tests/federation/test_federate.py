@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr")
 
 from comingle.config import Recipe, parse_recipe
-from comingle.federation.local import federate
+from comingle.federation.launch import federate
 from comingle.runs import api
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints

@@ -11,9 +11,9 @@ from tests.federation.test_federation_coordinator import UPLOADS, Lying
 from tests.federation.tiny import tiny
 
 from comingle.config import parse_recipe
-from comingle.federation.app import coordinate_app
 from comingle.federation.files import save_plan
-from comingle.transports.channel import Channel
+from comingle.federation.flower.channel import Channel
+from comingle.federation.server_app import coordinate_app
 
 pytestmark = pytest.mark.usefixtures("shared_base", "asked_again_soon")
 

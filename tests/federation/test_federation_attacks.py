@@ -19,13 +19,12 @@ from tests.federation.direct import Direct, nodes_of
 from tests.federation.tiny import answer_of, one_base, own_of, refusal, tiny
 
 from comingle.config import parse_recipe
-from comingle.federation import taking
-from comingle.federation.node import Node
-from comingle.federation.own import Own
-from comingle.federation.public import public_part
-from comingle.federation.running import coordinate
-from comingle.federation.splitting import split_recipe
-from comingle.federation.tasks import Task, unpack_answer
+from comingle.federation import rounds
+from comingle.federation.client import Node
+from comingle.federation.files import split_recipe
+from comingle.federation.messages import Task, unpack_answer
+from comingle.federation.public import Own, public_part
+from comingle.federation.run_folder import coordinate
 from comingle.models.loading import load_base
 from comingle.protocol.wire import pack, unpack
 from comingle.training.kinds.base import kind_of
@@ -98,7 +97,7 @@ class TestUsers:
     ) -> None:
         plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, method, training__rounds=2)), tmp_path)
         with monkeypatch.context() as patched:
-            patched.setattr(taking, "check_upload", lambda *_, **__: None)
+            patched.setattr(rounds, "check_upload", lambda *_, **__: None)
             liar: Any = Liar(nodes["bob"], 3e38)
             told = r"round 1: what the server makes of uploads cannot be used: .*largest number, 3e\+38, is of 'bob'"
             with pytest.raises(RunError, match=told):
@@ -188,7 +187,7 @@ class TestRefusals:
         def fails(*args: object) -> None:
             raise KeyError(f"{tmp_path} dear diary")
 
-        monkeypatch.setattr("comingle.federation.node.open_home", fails)
+        monkeypatch.setattr("comingle.federation.client.open_home", fails)
         content = tiny(tmp_path)
         told = refusal(Node(tmp_path / "ann", own_of(content, "ann")), joining(content))
         assert told == "user 'ann': something went wrong; it says on its own machine what is wrong"

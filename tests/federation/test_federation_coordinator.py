@@ -20,10 +20,10 @@ from tests.federation.tiny import assert_same_end, tasks_of, tiny
 from tests.quick import quick
 
 from comingle.config import parse_recipe
-from comingle.federation.node import Node
+from comingle.federation.client import Node
+from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
 from comingle.federation.public import tokens_of
-from comingle.federation.running import Plan, coordinate, has_ended
-from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
+from comingle.federation.run_folder import Plan, coordinate, has_ended
 from comingle.models import base, folders
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack

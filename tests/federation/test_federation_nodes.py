@@ -33,11 +33,11 @@ from tests.federation.tiny import (
     with_message,
 )
 
-from comingle.federation.node import GONE_ON, Node
-from comingle.federation.own import Own
-from comingle.federation.participating import Ending, Words
-from comingle.federation.tasks import Task, unpack_answer
-from comingle.transports.flower.users import UNFIT
+from comingle.federation.client import GONE_ON, Node
+from comingle.federation.flower.worker import UNFIT
+from comingle.federation.launch import Ending, Words
+from comingle.federation.messages import Task, unpack_answer
+from comingle.federation.public import Own
 from comingle.utils.errors import MessageError, RunError
 from comingle.utils.trees import Tree
 
@@ -212,7 +212,7 @@ def test_a_refusal_to_join_is_told_to_the_client_and_a_full_disk_is_not(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("comingle.federation.node.open_home", full)
+    monkeypatch.setattr("comingle.federation.client.open_home", full)
     refusal(Node(tmp_path / "full", case.own, refuse=told.append), case.tasks[0])
     assert len(told) == 1
 
@@ -220,7 +220,7 @@ def test_a_refusal_to_join_is_told_to_the_client_and_a_full_disk_is_not(
 def test_a_client_that_cannot_take_part_ends_unless_it_is_to_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comingle.federation.participating.LINGER_SECONDS", 0.1)
+    monkeypatch.setattr("comingle.federation.launch.LINGER_SECONDS", 0.1)
     ends, stays = (Ending(Words(tmp_path / "log"), print, tmp_path, stays=stays) for stays in (False, True))
     assert not ends()
     (tmp_path / UNFIT).write_text("base: not here\n")
@@ -526,9 +526,9 @@ import sys, json
 from pathlib import Path
 import torch
 from comingle.engines import local
-from comingle.federation.node import Node
-from comingle.federation.own import Own
-from comingle.federation.participating import Ending, Words
+from comingle.federation.client import Node
+from comingle.federation.public import Own
+from comingle.federation.launch import Ending, Words
 torch.set_num_threads(1)
 folder, tasks = Path(sys.argv[1]), Path(sys.argv[2])
 node = Node(folder, Own(**json.loads(sys.argv[3])))

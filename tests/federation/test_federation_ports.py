@@ -57,13 +57,13 @@ from flwr.superlink.federation import NoOpFederationManager
 from google.protobuf.message import Message as ProtoMessage
 from tests.federation.test_processes import CLIENT_APP, SERVER_APP, Federation, wait_until
 
-from comingle.transports.flower.app_bundle import DIGEST, build_bundle
-from comingle.transports.flower.certificates import make_certificates
-from comingle.transports.flower.fleet_server import DirectGrid, make_fleet_api, make_states, serve_fleet_api, start_run
-from comingle.transports.flower.processes import bind_free_port, free_port
-from comingle.transports.flower.superlink import Certificates, SuperLink
-from comingle.transports.flower.supernode import SuperNode
-from comingle.transports.flower.users import User
+from comingle.federation.flower.certificates import make_certificates
+from comingle.federation.flower.client import SuperNode
+from comingle.federation.flower.client_app import DIGEST, build_bundle
+from comingle.federation.flower.fleet_server import DirectGrid, make_fleet_api, make_states, serve_fleet_api, start_run
+from comingle.federation.flower.processes import bind_free_port, free_port
+from comingle.federation.flower.server import Certificates, SuperLink
+from comingle.federation.flower.worker import User
 
 Headers = Mapping[str, str]
 Place = tuple[int, LinkState, ec.EllipticCurvePrivateKey, ec.EllipticCurvePrivateKey]

@@ -16,10 +16,10 @@ from tests.federation.tiny import one_base, tiny
 from tests.quick import quick
 
 from comingle.config import parse_recipe
-from comingle.federation.node import Node
-from comingle.federation.own import Tells
-from comingle.federation.running import coordinate
-from comingle.federation.tasks import unpack_answer
+from comingle.federation.client import Node
+from comingle.federation.messages import unpack_answer
+from comingle.federation.public import Tells
+from comingle.federation.run_folder import coordinate
 from comingle.reports.figures import read_mixtures
 from comingle.runs import api
 from comingle.utils.records import read_events

@@ -25,10 +25,10 @@ from tests.federation.tiny import (
 from tests.quick import quick
 
 from comingle.config import parse_recipe
-from comingle.federation.masking import SECURE
-from comingle.federation.node import Node
-from comingle.federation.running import coordinate
-from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
+from comingle.federation.client import Node
+from comingle.federation.client_store import SECURE
+from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
+from comingle.federation.run_folder import coordinate
 from comingle.privacy.secure_client import survivors_message
 from comingle.privacy.secure_sum import VECTOR
 from comingle.protocol.messages import Download, Upload

@@ -15,10 +15,10 @@ from tests.federation.direct import Direct, nodes_of
 from tests.federation.tiny import one_base, tiny
 
 from comingle.config import parse_recipe
-from comingle.federation.node import Node
-from comingle.federation.own import Tells
-from comingle.federation.running import coordinate
-from comingle.federation.tasks import unpack_answer, unpack_task
+from comingle.federation.client import Node
+from comingle.federation.messages import unpack_answer, unpack_task
+from comingle.federation.public import Tells
+from comingle.federation.run_folder import coordinate
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.protocol.wire import unpack
 from comingle.training.client import Clients

@@ -18,13 +18,11 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from tests.federation.grid import LocalGrid, run_app
 
-from comingle.transports.channel import Channel
-from comingle.transports.flower.calling import BrokenOff
-from comingle.transports.flower.client_app import make_client_app
-from comingle.transports.flower.fate import read_state
-from comingle.transports.flower.grid_channel import GridChannel
-from comingle.transports.flower.server_app import make_server_app
-from comingle.transports.flower.users import User
+from comingle.federation.flower.channel import Channel, GridChannel
+from comingle.federation.flower.client_app import make_client_app
+from comingle.federation.flower.fate import read_state
+from comingle.federation.flower.server_app import make_server_app
+from comingle.federation.flower.worker import BrokenOff, User
 from comingle.utils.errors import MessageError
 
 

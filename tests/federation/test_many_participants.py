@@ -22,8 +22,8 @@ from tests.federation.test_out_there import SECONDS, Place, command, rounds_of
 from tests.golden.cases import method, text_recipe
 
 from comingle.config import Recipe, parse_recipe
-from comingle.federation.patience import Patience
-from comingle.transports.flower.certificates import make_certificates
+from comingle.federation.coordinator import Patience
+from comingle.federation.flower.certificates import make_certificates
 from comingle.utils.records import read_metrics
 
 pytestmark = pytest.mark.slow

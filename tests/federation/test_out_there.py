@@ -22,13 +22,12 @@ from tests.federation.proxy import Proxy
 from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
 
 from comingle.config import Recipe
-from comingle.federation.files import save_plan
-from comingle.federation.patience import Patience
-from comingle.federation.splitting import split_recipe
+from comingle.federation.coordinator import Patience
+from comingle.federation.files import save_plan, split_recipe
+from comingle.federation.flower.processes import free_port
+from comingle.federation.flower.worker import read_worker
 from comingle.models.loading import load_base
 from comingle.runs import api
-from comingle.transports.flower.calling import read_worker
-from comingle.transports.flower.processes import free_port
 from comingle.utils.records import read_events, read_metrics
 
 pytestmark = pytest.mark.slow

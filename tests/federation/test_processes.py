@@ -17,12 +17,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from comingle.transports.flower.calling import read_worker
-from comingle.transports.flower.certificates import make_certificates
-from comingle.transports.flower.processes import Service, environment
-from comingle.transports.flower.superlink import Certificates, SuperLink, coordinate
-from comingle.transports.flower.supernode import SuperNode, participate
-from comingle.transports.flower.users import User
+from comingle.federation.flower.certificates import make_certificates
+from comingle.federation.flower.client import SuperNode, participate
+from comingle.federation.flower.processes import Service, environment
+from comingle.federation.flower.server import Certificates, SuperLink, coordinate
+from comingle.federation.flower.worker import User, read_worker
 from comingle.utils.errors import RecipeError, RunError
 
 SERVER_APP, CLIENT_APP = "tests.federation.toy.toy_server:app", "tests.federation.toy.toy_client:app"
@@ -142,9 +141,9 @@ def test_all_children_end_when_whoever_has_started_them_is_killed(tmp_path: Path
     code = f"""
 import time
 from pathlib import Path
-from comingle.transports.flower.superlink import SuperLink
-from comingle.transports.flower.supernode import SuperNode, participate
-from comingle.transports.flower.users import User
+from comingle.federation.flower.server import SuperLink
+from comingle.federation.flower.client import SuperNode, participate
+from comingle.federation.flower.worker import User
 link = SuperLink(folder=Path({str(tmp_path)!r}) / "run", say=print)
 link.tend()
 node = SuperNode(user=User(name="ada", state=Path({str(tmp_path)!r}) / "ada"), server=link.address, say=print)
@@ -270,7 +269,7 @@ class TestServices:
         service.stop()
 
     def test_but_not_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("comingle.transports.flower.processes._FIRST_WAIT_SECONDS", 0.0)
+        monkeypatch.setattr("comingle.federation.flower.processes._FIRST_WAIT_SECONDS", 0.0)
         service = self.service(tmp_path, "raise SystemExit('nothing to be done')", [])
 
         def tend() -> None:

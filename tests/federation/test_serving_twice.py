@@ -12,10 +12,10 @@ pytest.importorskip("flwr")
 
 from tests.federation.test_federate import recipe_of
 
-from comingle.federation import serving
-from comingle.federation.participating import take_part
-from comingle.federation.splitting import split_recipe
-from comingle.transports.flower.fate import FOLDER
+from comingle.federation import launch
+from comingle.federation.files import split_recipe
+from comingle.federation.flower.fate import FOLDER
+from comingle.federation.launch import take_part
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import locked
 
@@ -23,12 +23,12 @@ from comingle.utils.files import locked
 def serve(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said; nothing may be started."""
     said: list[str] = []
-    monkeypatch.setattr(serving, "coordinate", lambda *_: pytest.fail("it was started"))
-    monkeypatch.setattr(serving, "_PORT_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "coordinate", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(launch, "_PORT_SECONDS", 0.0)
     plan = split_recipe(recipe_of(tmp_path, "fedavg"))[0]
     options: dict[str, Any] = {"host": "127.0.0.1", "port": port, "certificates": None, "say": said.append}
     with pytest.raises(RunError) as caught:
-        serving.serve(tmp_path / "server.yaml", plan, tmp_path / "run", **options)
+        launch.serve(tmp_path / "server.yaml", plan, tmp_path / "run", **options)
     return [*said, str(caught.value)]
 
 

@@ -12,8 +12,8 @@ from tests.federation.tiny import tiny
 from tests.golden.cases import USERS
 
 from comingle.config import parse_recipe
-from comingle.federation.node import Node
-from comingle.federation.running import coordinate
+from comingle.federation.client import Node
+from comingle.federation.run_folder import coordinate
 from comingle.runs.api import run
 from comingle.runs.join import join
 from comingle.utils.records import read_events, read_metrics
@@ -120,7 +120,7 @@ def test_a_newcomer_counts_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_count_them(tmp_path: Path) -> None:
     pytest.importorskip("flwr")
-    from comingle.federation.local import federate
+    from comingle.federation.launch import federate
 
     federate(parse_recipe(recipe(tmp_path)), tmp_path / "federation")
     assert counted(tmp_path / "federation") == (len(BAD["text"]),) * 2

@@ -23,16 +23,17 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from tests.federation.test_federation_ports import post, signed
 
-from comingle.transports.flower.fleet_server import (
+from comingle.federation.flower.fleet_server import (
     MAX_REQUEST_BYTES,
     DirectGrid,
+    LimitedLinkState,
+    UploadLimits,
     make_fleet_api,
     make_states,
     serve_fleet_api,
     start_run,
 )
-from comingle.transports.flower.processes import free_port
-from comingle.transports.flower.uploads import LimitedLinkState, UploadLimits
+from comingle.federation.flower.processes import free_port
 
 
 @dataclass

@@ -17,8 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from comingle.transports.flower import calling, worker
-from comingle.transports.flower.calling import ADDRESS, FOLDER, BrokenOff, Keeper, call, connect, read_worker
+from comingle.federation.flower import worker
+from comingle.federation.flower import worker as calling
+from comingle.federation.flower.worker import ADDRESS, FOLDER, BrokenOff, Keeper, call, connect, read_worker
 from comingle.utils.errors import MessageError, RunError
 
 WORKER = Path(__file__).with_name("toy") / "toy_worker.py"
@@ -167,7 +168,7 @@ def test_it_ends_when_nobody_is_left_to_work_for(state: Path) -> None:
 def test_the_process_of_a_message_imports_no_torch() -> None:
     pytest.importorskip("flwr")
     heavy = "[name for name in ('torch', 'transformers') if name in sys.modules]"
-    code = f"import sys, comingle.transports.flower.client_app; print({heavy})"
+    code = f"import sys, comingle.federation.flower.client_app; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
 

@@ -16,9 +16,9 @@ import torch
 from tests.federation.direct import Direct
 from tests.golden.cases import method, text_recipe
 
-from comingle.federation.node import Node
-from comingle.federation.own import Own
-from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
+from comingle.federation.client import Node
+from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
+from comingle.federation.public import Own
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.runs import given

@@ -23,7 +23,7 @@ from tests.privacy.examples import HIDDEN, TRAINED
 
 from comingle.config import parse_recipe
 from comingle.config.settings import KEY, Privacy
-from comingle.federation.node import Node
+from comingle.federation.client import Node
 from comingle.methods import REGISTRY, make
 from comingle.privacy import noise
 from comingle.privacy.checks import check_private

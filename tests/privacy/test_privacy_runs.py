@@ -16,7 +16,7 @@ from tests.federation.tiny import answer_of, download_in, one_base, own_of, task
 import comingle as library
 from comingle.config import parse_recipe
 from comingle.config.settings import KEY
-from comingle.federation.node import Node
+from comingle.federation.client import Node
 from comingle.privacy import noise
 from comingle.privacy.accounting import Release, epsilon
 from comingle.protocol.wire import unpack

@@ -16,7 +16,7 @@ from tests.federation.tiny import one_base, tiny
 from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import Aggregation, Privacy, Rule, Secure
 from comingle.cost.planning import plan
-from comingle.federation.checking import check_upload
+from comingle.federation.checks import check_upload
 from comingle.methods import REGISTRY, make
 from comingle.privacy import robust
 from comingle.privacy.noise import norms

@@ -48,7 +48,7 @@ def client(
         "server": server,
         **{k: str(v.absolute()) for k, v in (("state", state), ("certificates", certificates), ("key", key)) if v},
     }
-    from comingle.federation.participating import take_part
+    from comingle.federation.launch import take_part
     from comingle.utils.names import as_folder
 
     if file is None and name is None:

@@ -32,7 +32,7 @@ def federate(
 
     require_flower()
     from comingle.cli.progress import console
-    from comingle.federation.local import federate as run
+    from comingle.federation.launch import federate as run
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
 

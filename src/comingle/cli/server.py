@@ -42,7 +42,7 @@ def server(
         return
     from comingle.cli.network import speaker, table_of_participants
     from comingle.cli.progress import console
-    from comingle.federation.serving import serve
+    from comingle.federation.launch import serve
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
 
@@ -56,7 +56,7 @@ def server(
 
 def _make(folder: Path, host: str, users: tuple[str, ...]) -> None:
     from comingle.cli.progress import console
-    from comingle.transports.flower.certificates import make_certificates, spelt
+    from comingle.federation.flower.certificates import make_certificates, spelt
     from comingle.utils.terminal import words
 
     fresh = not (folder / "server.pem").exists()

@@ -1,4 +1,4 @@
-"""The server's side of a federation whose users are elsewhere: who is asked what, who is waited for, what is kept.
+"""How long a server waits for its users.
 
 The rounds are those of :func:`comingle.training.rounds.run_rounds`; what is said between two of them is in tasks.
 """
@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from comingle.federation.claims import check_steps, works_of
-from comingle.federation.patience import Patience
+from comingle.federation.checks import check_told
+from comingle.federation.flower.channel import Channel
+from comingle.federation.messages import Answer, Task, check_steps, unpack_answer, works_of
 from comingle.federation.public import House, Public
-from comingle.federation.tasks import Answer, Task, unpack_answer
-from comingle.federation.telling import check_told
 from comingle.models.model import Model
 from comingle.privacy.guard import Ledger
 from comingle.protocol.messages import Download
@@ -24,8 +23,23 @@ from comingle.protocol.wire import pack
 from comingle.training.evaluation import Clock
 from comingle.training.events import Observer
 from comingle.training.server import ServerHalf, start_server
-from comingle.transports.channel import Channel
 from comingle.utils.errors import MessageError, RunError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long the server waits, for how many, and what it believes of them.
+
+    A round ends when everybody who was asked has answered, or after ``round_timeout`` seconds with those who have, if
+    they are ``min_participants``; else the run ends, to be gone on with. ``join_timeout`` is how long the first round
+    waits for everybody. ``max_samples`` is how many samples or conversations a user may have.
+    """
+
+    min_participants: int = 1
+    round_timeout: float = 3600.0
+    join_timeout: float = 300.0
+    max_samples: int = 1_000_000
+
 
 logger = logging.getLogger("comingle")
 

@@ -1,4 +1,4 @@
-"""The two files of a federation: the coordinator's, which is public, and each participant's own.
+"""The files of a federation, and a recipe split into them.
 
 The coordinator's has the keys of a recipe, but whose data is where, and
 
@@ -6,7 +6,7 @@ The coordinator's has the keys of a recipe, but whose data is where, and
     network: {min_participants: 2, round_timeout: 600, join_timeout: 300}
     shapes: {...}                       of samples: what nets have to know of everybody's (see docs/federation.md)
 
-A participant's has ``name``, ``data``, ``state`` and the options of :class:`comingle.federation.own.Own`.
+A participant's has ``name``, ``data``, ``state`` and the options of :class:`comingle.federation.public.Own`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError
 
-from comingle.config import parse_recipe
+from comingle.config import Recipe, parse_recipe
 from comingle.config.data import PATHS, Count, Positive, Section
 from comingle.config.files import read_yaml
 from comingle.config.hints import first_problem
-from comingle.federation.own import Own
-from comingle.federation.patience import Patience
-from comingle.federation.public import without_data
-from comingle.federation.running import Plan
+from comingle.federation.coordinator import Patience
+from comingle.federation.public import Own, check_possible, without_data
+from comingle.federation.run_folder import Plan
+from comingle.runs.session import prepare
+from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import RecipeError
 from comingle.utils.names import name_problem
-from comingle.utils.records import write_text
+from comingle.utils.records import expand_home, write_text
 
 
 class NetworkSection(Section):
@@ -151,3 +152,30 @@ def _existing(folder: Path, source: str) -> str:
 
 def _beside(folder: Path, value: str) -> str:
     return str((folder / os.path.expanduser(value)).absolute())
+
+
+def split_recipe(recipe: Recipe, patience: Patience | None = None) -> tuple[Plan, list[Own]]:
+    """The server's plan, and each user's own part; users are those whom the recipe names or its data set holds.
+
+    Raises:
+        RecipeError: users who are elsewhere cannot do what the recipe asks for.
+        DataError: it cannot be found out who they are.
+    """
+    check_possible(recipe)
+    kind = kind_of(recipe)
+    names = kind.names_of(recipe)
+    settings = {} if kind.needs_base else kind.settings(prepare(recipe))  # shapes and labels are all users' together
+    plan = Plan(recipe=recipe, users=names, settings=settings, patience=patience or Patience())
+    # Nobody takes a path from a server; on this machine it is the same for all.
+    base = recipe.base if kind.needs_base and expand_home(recipe.base).exists() else None
+    # Here one person has everybody's data, and may see how well it goes also with privacy.
+    return plan, [Own(name=name, data=_data(recipe, name), base=base, tells="all") for name in names]
+
+
+def _data(recipe: Recipe, name: str) -> Any:
+    content = recipe.data.model_dump(mode="json", exclude_unset=True)
+    if content.get("dataset") is not None:
+        return {"dataset": content["dataset"]}
+    if (content.get("users") or {}).get(name) is None:
+        raise RecipeError(f"data: nothing says where user {name!r} has its own; allowed: users, dataset")
+    return content["users"][name]

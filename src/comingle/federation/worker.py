@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from comingle.federation.client import Node
 from comingle.federation.files import load_participant
-from comingle.federation.node import Node
+from comingle.federation.flower.worker import UNFIT, User, main
 from comingle.methods.user_files import load_files_of_command
-from comingle.transports.flower.users import UNFIT, User
-from comingle.transports.flower.worker import main
 from comingle.utils.errors import PluginError, RecipeError
 from comingle.utils.records import write_text
 

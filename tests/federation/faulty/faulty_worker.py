@@ -16,12 +16,11 @@ from dataclasses import replace
 
 import torch
 
-from comingle.federation.tasks import Answer, unpack_answer, unpack_task
+from comingle.federation.flower.worker import User, main
+from comingle.federation.messages import Answer, unpack_answer, unpack_task
 from comingle.federation.worker import load as load_honest
 from comingle.protocol.messages import Upload
 from comingle.protocol.wire import pack, unpack
-from comingle.transports.flower.users import User
-from comingle.transports.flower.worker import main
 
 GO = "go"
 """File in a user's folder for which it waits before it answers, where its fault is to wait."""

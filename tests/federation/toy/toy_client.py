@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 
-from comingle.transports.flower.calling import call
-from comingle.transports.flower.client_app import make_client_app
-from comingle.transports.flower.users import User
+from comingle.federation.flower.client_app import make_client_app
+from comingle.federation.flower.worker import User, call
 
 WORKER = Path(__file__).with_name("toy_worker.py")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from comingle.transports.channel import Channel
-from comingle.transports.flower.server_app import make_server_app
+from comingle.federation.flower.channel import Channel
+from comingle.federation.flower.server_app import make_server_app
 from comingle.utils.errors import RunError
 from comingle.utils.records import write_text
 

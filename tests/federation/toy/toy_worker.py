@@ -7,8 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from comingle.transports.flower.users import User
-from comingle.transports.flower.worker import main
+from comingle.federation.flower.worker import User, main
 from comingle.utils.errors import MessageError
 
 

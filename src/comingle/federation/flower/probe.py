@@ -11,7 +11,7 @@ import ssl
 from enum import Enum
 from pathlib import Path
 
-from comingle.transports.flower.processes import split_address
+from comingle.federation.flower.processes import split_address
 from comingle.utils.errors import RecipeError
 
 _SECONDS = 3.0

@@ -1,4 +1,4 @@
-"""What the server asks of a user over a network, and what it answers: messages with a few words around them.
+"""Tasks and answers between server and clients, and which tasks a client accepts.
 
     magic "CMGT" · format version · length of the words · CRC-32 of the words · words · the messages, one after another
 
@@ -8,14 +8,20 @@ The words are JSON. Each message is the bytes that :mod:`comingle.protocol.wire`
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from comingle.config import Recipe
+from comingle.config.settings import Training
+from comingle.federation.public import House
+from comingle.privacy.noise import Work
 from comingle.protocol.wire import FORMAT, MAX_BYTES
+from comingle.training.privacy import work_of
 from comingle.utils.errors import MessageError
 
 _MAGIC = b"CMGT"
@@ -146,3 +152,90 @@ def _refused(kind: str) -> Iterator[None]:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number")
+
+
+_RUN = re.compile(r"[A-Za-z0-9]{1,64}")
+_MOST_STEPS = 10_000_000
+"""As in a recipe, where they depend on how much data users have."""
+_NEEDS_MESSAGE = ("receive", "hear", "share", "mask", "unmask")
+
+
+def check_address(task: Task, user: str) -> None:
+    """Whether a task is for this user; its run gives a folder its name.
+
+    Raises:
+        MessageError: it is not.
+    """
+    if task.user != user:
+        raise MessageError(f"task: for user {task.user!r}, and this is {user!r}")
+    if not _RUN.fullmatch(task.run):
+        raise MessageError(f"task: of run {task.run[:70]!r}; a run is called by up to 64 letters and digits")
+
+
+def check_task(task: Task, training: Training, steps: Collection[str], *, counted: bool) -> None:
+    """Whether its steps are known, each once, with the messages that they need, about a round that there is.
+
+    Local iterations are ``counted`` from users' data, or as many as the recipe says.
+
+    Raises:
+        MessageError: something is not so.
+    """
+    if not task.todo:
+        raise MessageError(f"task: no step; allowed: join, {', '.join(steps)}")
+    for at, step in enumerate(task.todo):
+        if step not in steps:
+            raise MessageError(f"task: no step {step[:70]!r}; allowed: join, {', '.join(steps)}")
+        if step in task.todo[:at]:
+            raise MessageError(f"task: step {step!r} twice")
+    needed = sum(step in _NEEDS_MESSAGE for step in task.todo)
+    if len(task.messages) < needed:
+        raise MessageError("task: a step needs a message that is not there")
+    if len(task.messages) > needed:
+        raise MessageError("task: a message that no step needs")
+    _check_number("round", task.round, training.rounds)
+    _check_number("done", task.about.get("done", 0), training.rounds)
+    said, own = task.about.get("local_steps", 0), training.local_steps
+    _check_number("local_steps", said, _MOST_STEPS)
+    if not counted and said not in (0, own):
+        raise MessageError(f"task: local_steps is {said}; the recipe's are {own}")
+
+
+def _check_number(what: str, got: Any, most: int) -> None:
+    if type(got) is not int or not 0 <= got <= most:
+        raise MessageError(f"task: {what} is {str(got)[:70]!r}; allowed: 0 to {most}")
+
+
+def counts_samples(recipe: Recipe) -> bool:
+    """Whether users pass over what they have; else all take the iterations that the recipe says."""
+    return "training.local_steps" in type(recipe.data).unread
+
+
+def most_steps(house: House, max_samples: int) -> int:
+    """Local iterations of a round that a user may have: ``local_epochs`` passes over at most so many samples."""
+    training = house.training
+    if not counts_samples(house.recipe):
+        return training.local_steps
+    return training.local_epochs * max(1, -(-max_samples // training.batch_size))
+
+
+def works_of(house: House, examples: Mapping[str, int]) -> dict[str, Work]:
+    """What each user does, where privacy hides examples, of which these have said that they have so many."""
+    training, method = house.training, house.method
+    return {
+        name: work_of(training, method, name, examples=count, iterations=most_steps(house, count))
+        for name, count in examples.items()
+    }
+
+
+def check_steps(steps: int, house: House, max_samples: int) -> None:
+    """Whether a user may have so many local iterations in a round.
+
+    Raises:
+        MessageError: it may not.
+    """
+    most = most_steps(house, max_samples)
+    if not counts_samples(house.recipe) and steps != most:
+        raise MessageError(f"answer: says that it takes {steps:,} local steps; the recipe's are {most:,}")
+    if not steps <= most:
+        why = f"allowed: up to {most:,} (network.max_samples is {max_samples:,})"
+        raise MessageError(f"answer: says that it takes {steps:,} local steps; {why}")

@@ -2,7 +2,7 @@
 
 It opens connections and listens to none. Of a run it reads the number and the digest of its app, and never the app
 itself: messages go to the :class:`~flwr.clientapp.ClientApp` that is installed here, and those of any other app are
-refused (:mod:`comingle.transports.flower.app_bundle`).
+refused (:mod:`comingle.federation.flower.client_app`).
 
 It reconnects after network failures without a time limit, and exits with status 2 on errors that a retry cannot fix.
 """
@@ -65,10 +65,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from comingle.transports.flower.answering import certificate_problem
-from comingle.transports.flower.app_bundle import DIGEST, UNKNOWN_KEY
-from comingle.transports.flower.fate import FOLDER
-from comingle.transports.flower.launch import end_with_parent, load_app
+from comingle.federation.flower.client_app import DIGEST, UNKNOWN_KEY
+from comingle.federation.flower.fate import FOLDER
+from comingle.federation.flower.probe import certificate_problem
+from comingle.federation.flower.processes import end_with_parent, load_app
 from comingle.utils.errors import ComingleError, RunError
 from comingle.utils.records import write_text
 from comingle.utils.terminal import printable

@@ -1,4 +1,8 @@
-"""A user's own part of a run: the model that it trains, and its private state on disk.
+"""A client's private state on disk.
+
+What is written here is never undone with the tasks that wrote it. A server that begins a round again, with other users
+or other models, gets either the bytes that it had, or keys that nothing was ever masked with; and nothing any more of a
+round whose sum this user has helped to unmask.
 
 Everything lies in ``STATE/run-RUN/``: ``public.json`` (what the server said of the federation), ``checkpoints/`` (the
 user's tensors after each of its last tasks) and ``answers/`` (what it answered). A task that was done once is answered
@@ -10,25 +14,95 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import Privacy
-from comingle.federation.masking import Sessions
-from comingle.federation.own import Own, Tells
-from comingle.federation.public import Public
-from comingle.federation.tasks import unpack_answer
+from comingle.config.settings import Privacy, Terms
+from comingle.federation.messages import unpack_answer
+from comingle.federation.public import Own, Public, Tells
 from comingle.privacy.noise import digest, spent_by
+from comingle.privacy.secure_client import Record, Session
+from comingle.privacy.secure_sum import KEY
 from comingle.protocol.wire import unpack
+from comingle.runs.api import of_one_user
+from comingle.runs.session import build, describe
 from comingle.training.checkpoints import load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
-from comingle.training.client import Clients
+from comingle.training.client import Clients, finetuned
+from comingle.training.evaluation import Clock, summarise
 from comingle.training.kinds.base import Materials
-from comingle.training.state import State
-from comingle.utils.errors import MessageError
+from comingle.training.state import GRADIENTS, State
+from comingle.utils.errors import MessageError, RunError
 from comingle.utils.files import list_checkpoints
-from comingle.utils.records import DRAFT, told_in_one_line, write_bytes, write_json
+from comingle.utils.inputs import write_inputs
+from comingle.utils.records import DRAFT, told_in_one_line, write_bytes, write_json, write_text
+
+SECURE = "secure.json"
+"""The file, in the folder of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sessions:
+    """The sums of a run; ``folder`` is the user's alone."""
+
+    folder: Path
+
+    def begin(self, terms: Terms, name: str) -> Session:
+        """A sum with new keys; the one before is forgotten.
+
+        Raises:
+            MessageError: the round's sum is known already, or that of a later one.
+        """
+        if terms.round <= (known := self._read()["unmasked"]):
+            raise MessageError(
+                f"secure aggregation: round {terms.round} again; user {name!r} has helped to unmask round {known}"
+            )
+        return Session(terms=terms, name=name, seed=secrets.token_bytes(KEY), save=self._save)
+
+    def current(self, terms: Terms) -> Session:
+        """The sum that has begun.
+
+        Raises:
+            MessageError: it is another, or there is none.
+        """
+        record = self._read()["session"]
+        if record is None or (session := Session.of(record, self._save)).terms != terms:
+            raise MessageError(f"secure aggregation: no sum of round {terms.round} has begun here")
+        return session
+
+    def end(self) -> None:
+        """Forget all secrets, for good."""
+        if self._path.exists():
+            write_text(self._path, json.dumps({**self._read(), "session": None}), private=True)
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / SECURE
+
+    def _read(self) -> dict[str, Any]:
+        if not self._path.exists():
+            return {"unmasked": 0, "session": None}
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            return {"unmasked": int(content["unmasked"]), "session": content["session"]}
+        except (ValueError, KeyError, TypeError):
+            raise RunError(f"{self._path}: damaged; nobody can say what was masked, so the run cannot go on") from None
+
+    def _save(self, record: Record) -> None:
+        """On disk before anything of it leaves."""
+        was = self._read()["unmasked"]
+        unmasked = record["terms"]["round"] if "unmask" in record["done"] else 0
+        with told_in_one_line(self.folder):
+            text = json.dumps({"unmasked": max(was, unmasked), "session": record})
+            write_text(self._path, text, private=True)
+
 
 logger = logging.getLogger("comingle")
 
@@ -201,3 +275,84 @@ def _is_whole(answer: bytes) -> bool:
     except MessageError:
         return False
     return True
+
+
+MODEL = "model"
+
+
+def keep_model(home: Home, own: Own, *, rounds: int) -> Path:
+    """Write the user's model after so many rounds; padding to the ranks and experts of others is left out.
+
+    It is scored once more, so what is written is known to say the same.
+
+    Raises:
+        ComingleError: the data or the base cannot be read any more, or the disk does not take it.
+    """
+    recipe = _of_one_user(home, own)
+    federation = build(recipe, home.read, store="memory")
+    clients = federation.clients
+    _fill(clients, home.clients)
+    clients.stopped_after = rounds if 0 <= rounds < clients.rounds_done else None
+    with finetuned(clients):
+        metrics = summarise(clients, clients.evaluate(), Clock()).as_dict() | clients.left_out
+    folder = home.folder / MODEL
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    write_inputs(folder, describe(home.read, recipe))
+    write_text(folder / "recipe.yaml", recipe.as_yaml())
+    progress = progress_of(metrics["rounds"], recipe.fingerprint, [own.name])
+    save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
+    write_json(folder / "metrics.json", metrics)
+    return folder
+
+
+def _of_one_user(home: Home, own: Own) -> Recipe:
+    """The user's own recipe, with its own rank and specialists in the place of everybody's."""
+    number = home.public.users.index(own.name)
+    return of_one_user(home.recipe, lambda values: values[number])
+
+
+def _fill(clients: Clients, of_all: Clients) -> None:
+    """A single user's state out of one that is as wide as everybody's."""
+    wide, own = of_all.model.layout, clients.model.layout
+    for mine, whole in zip(_matrices(clients.state), _matrices(of_all.state), strict=True):
+        if mine.shape[1]:  # an optimiser may remember nothing
+            views = wide.views(whole)
+            mine.copy_(torch.cat([_cut(views[slot.name], slot.shape).flatten(1) for slot in own.slots], 1))
+    for name in ("iterations", "router_steps", "ranks", "versions"):
+        getattr(clients.state, name).copy_(getattr(of_all.state, name))
+    copied = [name for name in clients.state.kept if name != GRADIENTS]
+    clients.state.kept |= {name: of_all.state.kept[name].clone() for name in copied}
+    clients.resized()
+
+
+def _matrices(state: State) -> tuple[Tensor, ...]:
+    left = (state.kept[GRADIENTS],) if GRADIENTS in state.kept else ()
+    return state.rows, state.first, state.second, *left
+
+
+def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Without what stands behind the user's own experts and ranks."""
+    return tensor[(slice(None), *(slice(size) for size in shape))]
+
+
+def run_folder(state: Path, run: str) -> Path:
+    """Where all that is private lies of a run."""
+    return state / f"run-{run}"
+
+
+def check_room(state: Path, run: str, most: int) -> None:
+    """Whether a run is known, or there is room for one more.
+
+    Raises:
+        RunError: there is none; names what may be removed, of those that have ended the oldest first.
+    """
+    known = sorted(state.glob("run-*"), key=lambda folder: folder.stat().st_mtime)
+    if run_folder(state, run) in known or len(known) < most:
+        return
+    ended = [folder for folder in known if (folder / MODEL).exists()]
+    oldest, why = (ended[0], "which has ended") if ended else (known[0], "the oldest, which has not ended")
+    raise RunError(
+        f"{state}: has {len(known)} runs, and max_runs in the participant's file allows no more than {most}; make "
+        f"room, as by `rm -r {oldest}`, {why}"
+    )

@@ -1,11 +1,12 @@
-"""A federation's run folder at the server: made, gone on with, and filled as ``comingle run`` fills one."""
+"""The run folder of a federation's server, and its status file."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import AUTO
-from comingle.federation.board import Board
-from comingle.federation.coordinator import Coordinator, new_coordinator
-from comingle.federation.patience import Patience
+from comingle.federation.coordinator import Coordinator, Patience, new_coordinator
+from comingle.federation.flower.channel import Channel
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
 from comingle.federation.rounds import run_tasks, tell_end
 from comingle.methods.user_errors import own_errors
@@ -36,12 +36,95 @@ from comingle.training.kinds.base import kind_of
 from comingle.training.privacy import keep_key
 from comingle.training.rounds import Evaluations, outcome_warnings, period
 from comingle.training.state import State, initial_state
-from comingle.transports.channel import Channel
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import SPLITS, Inputs, UserInputs, recorded_date
-from comingle.utils.records import FEDERATION, read_evaluations, read_metrics, write_json
+from comingle.utils.records import FEDERATION, PARTICIPANTS, read_evaluations, read_metrics, write_json
 from comingle.utils.trees import Tree
+
+WRITE_SECONDS = 0.5
+"""The file is written no more often than that while a round lasts."""
+
+
+@dataclass(kw_only=True)
+class Seat:
+    """What is known of one user.
+
+    ``state`` is "expected", "here" or "away"; ``seen`` the time of its last answer (seconds since 1970); bytes are
+    those of its messages in this run. Losses and scores are there if the user tells them, ``epsilon`` where the recipe
+    has ``privacy``, and ``counted``, how much of its last upload did, where it has a rule of ``aggregation``.
+    """
+
+    state: str = "expected"
+    round: int = 0
+    seen: float | None = None
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    train_loss_nats: float | None = None
+    test: float | None = None
+    epsilon: float | None = None
+    counted: float | None = None
+    why: str = ""
+
+
+class Board:
+    """An observer of a coordinator's events, which keeps ``participants.json``; a run that goes on goes on counting."""
+
+    def __init__(self, folder: Path, users: Sequence[str], rounds: int):
+        self._path, self._rounds, self._round, self._measure = folder / PARTICIPANTS, rounds, 0, ""
+        self._privacy: dict[str, float] = {}
+        known = self._known()
+        self._seats = {name: Seat(**known.get(name, {})) for name in users}
+        for seat in self._seats.values():
+            seat.state, seat.why = "expected", ""
+        self._written = 0.0
+        self._write()
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Take one event."""
+        if (seat := self._seats.get(event.get("user", ""))) is not None:
+            self._take(seat, event)
+        if event["event"] == "round":
+            self._round = event["round"]
+            for name, loss in event["train_loss_nats"].items():
+                self._seats[name].train_loss_nats = loss
+        elif event["event"] == "privacy":
+            self._privacy = {key: event[key] for key in ("epsilon", "delta")}
+            for name, seat in self._seats.items():
+                seat.epsilon = event.get("users", {}).get(name, event["epsilon"])
+        elif event["event"] == "aggregation":
+            for name, share in event.get("counted", {}).items():
+                self._seats[name].counted = share
+        elif event["event"] == "evaluation":
+            for name, scores in event["users"].items():
+                key, self._seats[name].test = next(iter(scores.items()))
+                self._measure = key.removeprefix("test_")
+        if event["event"] != "step" or time.monotonic() - self._written > WRITE_SECONDS:
+            self._write()
+
+    def _take(self, seat: Seat, event: Mapping[str, Any]) -> None:
+        seat.state, seat.why = "away" if event["event"] == "failed" else "here", event.get("reason", "")
+        if seat.state == "here":
+            seat.seen = time.time()
+        if event["event"] == "step":
+            seat.round = min(event["round"], self._rounds)  # what ends a run comes after its last round
+            seat.upload_bytes += event["upload_bytes"]
+            seat.download_bytes += event["download_bytes"]
+
+    def _known(self) -> dict[str, Any]:
+        try:
+            users = json.loads(self._path.read_text(encoding="utf-8"))["users"]
+            return {name: asdict(Seat(**one)) for name, one in users.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return {}  # it only tells people; nothing is computed from it
+
+    def _write(self) -> None:
+        seats = {name: asdict(seat) for name, seat in self._seats.items()}
+        content = {"round": self._round, "rounds": self._rounds, "measure": self._measure, "users": seats}
+        content |= {"privacy": self._privacy} if self._privacy else {}
+        write_json(self._path, content)
+        self._written = time.monotonic()
+
 
 _OWN, _ENDING = "federation/", "ending"
 KEPT = 2

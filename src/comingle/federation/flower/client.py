@@ -11,19 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.transports.flower.calling import read_worker
-from comingle.transports.flower.fate import FOLDER
-from comingle.transports.flower.processes import LOCAL_HOSTS, Service, ended_politely, environment, split_address
-from comingle.transports.flower.users import REFUSAL, User
+from comingle.federation.flower.fate import FOLDER
+from comingle.federation.flower.processes import LOCAL_HOSTS, Service, ended_politely, environment, split_address
+from comingle.federation.flower.worker import REFUSAL, User, read_worker
 from comingle.utils.errors import RecipeError, RunError
 
 LOG = "client.log"
-CLIENT_APP = "comingle.transports.flower.client_app:app"
+CLIENT_APP = "comingle.federation.flower.client_app:app"
 
 
 @dataclass(kw_only=True)
 class SuperNode:
-    """A user's client process (:mod:`comingle.transports.flower.fleet_client`).
+    """A user's client process (:mod:`comingle.federation.flower.fleet_client`).
 
     Args:
         user: Whose it is.
@@ -89,7 +88,7 @@ class SuperNode:
         settings |= {"config": str(self.user.config)} if self.user.config else {}
         files = {"--authority": self.authority, "--key": self.key}
         return [
-            *(sys.executable, "-m", "comingle.transports.flower.fleet_client"),
+            *(sys.executable, "-m", "comingle.federation.flower.fleet_client"),
             *("--server", self.server, "--app", self.app, "--poll-seconds", f"{self.poll_seconds:g}"),
             *(word for name, path in files.items() if path for word in (name, str(path.absolute()))),
             *("--node-config", json.dumps(settings)),

@@ -10,9 +10,9 @@ from typing import Any
 
 from comingle.federation.coordinator import AN_EVENT
 from comingle.federation.files import load_plan
-from comingle.federation.running import coordinate
+from comingle.federation.flower.channel import Channel
+from comingle.federation.run_folder import coordinate
 from comingle.methods.user_files import load_files_of_command
-from comingle.transports.channel import Channel
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import expand_home
 

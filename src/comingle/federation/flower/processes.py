@@ -1,10 +1,11 @@
-"""Child processes of a federation: each with its own folder and log, started again when it dies.
+"""Child processes of a federation.
 
 Flower's parts in them send no telemetry and do not look for updates. All end with their parent, also when it is killed.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -16,9 +17,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from comingle.transports.flower.launch import PARENT
 from comingle.utils.errors import RunError
+
+PARENT = "COMINGLE_PARENT"
+"""Environment variable: the process with which this one is to end; it may be gone before this one can look."""
+
+_LOOK_SECONDS, _GRACE_SECONDS = 0.3, 8.0
+
+
+def end_with_parent() -> None:
+    """End this process, politely first, when its parent is gone, however that ended."""
+    parent = int(os.environ.get(PARENT) or os.getppid())
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def load_app(path: str) -> Any:
+    """Return the object of an import path, ``package.module:name``."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
 
 LOOPBACK = "127.0.0.1"
 LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")

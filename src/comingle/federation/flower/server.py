@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.transports.flower.fate import FAILED, FINISHED, FOLDER, LOG, STATE, read_state
-from comingle.transports.flower.processes import (
+from comingle.federation.flower.fate import FAILED, FINISHED, FOLDER, LOG, STATE, read_state
+from comingle.federation.flower.processes import (
     LOCAL_HOSTS,
     LOOPBACK,
     Service,
@@ -32,7 +32,7 @@ _LOOK_SECONDS = 0.2
 _LISTEN_SECONDS = 300.0
 """Imports alone take a minute on a busy machine."""
 
-SERVER_APP = "comingle.transports.flower.server_app:app"
+SERVER_APP = "comingle.federation.flower.server_app:app"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Certificates:
 
 @dataclass(kw_only=True)
 class SuperLink:
-    """A federation's server process (:mod:`comingle.transports.flower.fleet_server`).
+    """A federation's server process (:mod:`comingle.federation.flower.fleet_server`).
 
     Args:
         folder: The run folder.
@@ -124,7 +124,7 @@ class SuperLink:
         files = {"--certificate": secure.certificate, "--private-key": secure.key} if secure else {}
         keys = {name: str(path.absolute()) for name, path in self.keys.items()}
         return [
-            *(sys.executable, "-m", "comingle.transports.flower.fleet_server"),
+            *(sys.executable, "-m", "comingle.federation.flower.fleet_server"),
             *("--host", self.host, "--port", str(self.port), "--app", self.app),
             *(() if self._socket is None else ("--socket", str(self._socket))),
             *(word for name, path in files.items() for word in (name, str(path.absolute()))),

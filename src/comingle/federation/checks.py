@@ -1,21 +1,92 @@
-"""Whether a message is what it says: from whom, of which round, with the right tensors, all of them finite.
+"""Checks of clients' answers: sender, round, tensors and values.
+
+A user may be mistaken or mean harm.
 
 Whoever is on the other side may be mistaken or mean harm: nothing of a message is used before it has been looked at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, StringConstraints, ValidationError, field_validator
 from torch import Tensor
 
+from comingle.config.data import Section, Steps
+from comingle.config.hints import first_problem
 from comingle.methods.base import Method
 from comingle.methods.server import Reported
 from comingle.privacy.guard import CLIP_NORM, WITHIN, without_bound
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.utils.errors import MessageError
+from comingle.utils.records import MEASURES
 from comingle.utils.trees import Layout, Tree, restrict
+
+_LONGEST = 400
+_Key = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+_Amount = Annotated[int, Field(ge=0, le=10**15, strict=True)]
+_Whole = Annotated[int, Field(strict=True, ge=-(10**15), le=10**15)]
+_Number = _Whole | Annotated[float, Field(strict=True)]
+_Share = Annotated[float, Field(ge=0, le=1.001, strict=True)]  # rounded
+_Shares = Annotated[list[_Share], Field(max_length=1000)]
+_NotNegative = Annotated[float, Field(ge=0, strict=True)]
+
+
+class _Told(Section):
+    """Every word that an answer may have."""
+
+    refused: str = ""
+    kind: str = ""
+    unit: _Key = ""
+    steps: Steps = 1
+    done: _Amount = 0
+    back: _Amount = 0
+    examples: _Amount = 0
+    amounts: dict[_Key, _Amount] = {}  # noqa: RUF012 (pydantic copies it)
+    skipped_rows: _Amount = 0
+    works: tuple[_Amount, _Amount] = (0, 0)
+    seconds: _NotNegative = 0.0
+    tokens: _Amount = 0
+    train_seconds: _NotNegative = 0.0
+    train_loss: _Number = 0.0
+    left_out: str = ""
+    measure: str = ""
+    evaluated: Literal[True] = True
+    score: dict[_Key, _Number] = {}  # noqa: RUF012
+    metrics: dict[_Key, _Number | None] = {}  # noqa: RUF012
+    gates: Annotated[list[_Shares], Field(max_length=1000)] = []  # noqa: RUF012
+    mixture: _Shares = []  # noqa: RUF012
+
+    @field_validator("refused", "kind", "left_out")
+    @classmethod
+    def _one_line(cls, text: str) -> str:
+        """Nothing that moves a terminal's cursor or begins another line of a log."""
+        line = "".join(sign if sign.isprintable() else " " for sign in text[: 2 * _LONGEST])
+        return " ".join(line.split())[:_LONGEST]
+
+    @field_validator("measure")
+    @classmethod
+    def _known(cls, measure: str) -> str:
+        if measure not in MEASURES:
+            raise ValueError(f"allowed: {', '.join(MEASURES)}")
+        return measure
+
+
+def check_told(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a user told, and nothing else.
+
+    Raises:
+        MessageError: a word that is none of an answer's, or one of another type; names the first one.
+    """
+    try:
+        return _Told(**told).model_dump(exclude_unset=True)
+    except (ValidationError, TypeError) as error:
+        why = first_problem(error, _Told) if isinstance(error, ValidationError) else "its words are no names"
+        raise MessageError(f"answer: {_Told._one_line(why)}") from None
+
 
 _FACTORS = (".a", ".b")
 _DTYPES = (torch.float32, torch.float64)

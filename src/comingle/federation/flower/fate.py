@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from comingle.transports.flower.calling import Keeper
+from comingle.federation.flower.worker import Keeper
 from comingle.utils.records import write_text
 from comingle.utils.terminal import printable
 

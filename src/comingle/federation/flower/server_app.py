@@ -1,7 +1,7 @@
 """The app that a SuperLink runs: lets a coordinator talk to users through Flower's grid.
 
 An ordinary Flower ``ServerApp``. Its run config has ``federation``, the path of the coordinator's file, and ``out``,
-the run folder. There it also says how it fares, for whoever has started it: see :mod:`comingle.transports.flower.fate`.
+the run folder. There it also says how it fares, for whoever has started it: see :mod:`comingle.federation.flower.fate`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from urllib.parse import quote, unquote
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from comingle.transports.channel import Channel
-from comingle.transports.flower.fate import Fate
-from comingle.transports.flower.grid_channel import GridChannel
+from comingle.federation.flower.channel import Channel, GridChannel
+from comingle.federation.flower.fate import Fate
 from comingle.utils.errors import ComingleError, RecipeError
 from comingle.utils.records import expand_home
 
-COORDINATE = "comingle.federation.app", "coordinate_app"
+COORDINATE = "comingle.federation.server_app", "coordinate_app"
 """What runs the rounds; by name, since it stands above all transports, and Flower wants the app to lie here."""
 
 Coordinate = Callable[[Channel, Mapping[str, Any], Path, Callable[[str], None]], None]

@@ -1,0 +1,360 @@
+"""Processes of the server and of clients, on several machines or on one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.request import getproxies, proxy_bypass
+
+from comingle.config import Recipe
+from comingle.federation.coordinator import Patience
+from comingle.federation.files import Participant, load_participant, save_participant, save_plan, split_recipe
+from comingle.federation.flower.certificates import make_key, read_certificates
+from comingle.federation.flower.client import SuperNode, participate
+from comingle.federation.flower.fate import FOLDER
+from comingle.federation.flower.fate import FOLDER as FLOWER
+from comingle.federation.flower.probe import Answer, certificate_problem, problem_of, who_answers
+from comingle.federation.flower.processes import LOCAL_HOSTS, join_address, split_address
+from comingle.federation.flower.server import Certificates, SuperLink, coordinate
+from comingle.federation.flower.server_app import spell
+from comingle.federation.flower.worker import FOLDER as WORKER
+from comingle.federation.flower.worker import LOG, UNFIT, User
+from comingle.federation.public import ENDED, public_part
+from comingle.federation.run_folder import Plan, has_ended
+from comingle.runs.folders import as_begun, check_folder
+from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.files import list_checkpoints, locked
+from comingle.utils.names import as_folder
+from comingle.utils.records import read_metrics
+
+_PORT_SECONDS = 5.0
+
+
+def serve(
+    file: Path,
+    plan: Plan,
+    folder: Path,
+    *,
+    host: str,
+    port: int,
+    certificates: Path | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Run a coordinator's file in a run folder, from where it was; the metrics of those who let them be known.
+
+    Raises:
+        ComingleError: the file, the folder or the certificates cannot be used, or too few users take part.
+    """
+    if has_ended(folder):
+        raise RunError(f"{folder}: this federation has ended; --out names another folder")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    secure, keys = None, {}
+    if certificates is not None:
+        files = read_certificates(certificates)
+        secure = Certificates(authority=files.authority, certificate=files.certificate, key=files.key)
+        if strange := [name for name in plan.users if name not in files.users]:
+            raise RecipeError(
+                f"{certificates}: no key of {', '.join(strange)}; `comingle server {file} --make-certificates "
+                f"{certificates}` makes the missing ones"
+            )
+        keys = {name: files.users[name] for name in plan.users}
+    (folder / FOLDER).mkdir(exist_ok=True)
+    with locked(folder / FOLDER):  # another one would take the coordinator for its own
+        link = SuperLink(
+            folder=folder,
+            say=say,
+            host=host,
+            port=port,
+            certificates=secure,
+            keys=keys,
+            run_config={"federation": str(file.absolute()), "users": spell(plan.users)},
+        )
+        if port:
+            _require_port(link.host, link.port)
+        listening = join_address(link.host, link.port)
+        say(f"listening on {listening} for {len(plan.users)} participants: {', '.join(plan.users)}")
+        if not keys:
+            say("without keys any program on this machine can take part under a free name; see --certificates")
+        coordinate(link)
+    return read_metrics(folder)
+
+
+def _require_port(host: str, port: int) -> None:
+    """Check that the port is free: clients would otherwise reach the process that already listens on it.
+
+    Raises:
+        RunError: the port is in use, or binding to it is not permitted.
+    """
+    until = time.monotonic() + _PORT_SECONDS  # processes of a server that was killed may still be ending
+    while error := _bind_error(host, port):
+        if time.monotonic() > until:
+            raise RunError(
+                f"server: cannot listen on {join_address(host, port)} ({error.strerror}); give another --port"
+            )
+        time.sleep(0.2)
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended do not count
+        try:
+            one.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
+LINGER_SECONDS = 5.0
+
+SAYS = "comingle: "
+"""How the lines of a worker begin that are for people."""
+
+
+def take_part(
+    file: Path | None, given: Mapping[str, Any], *, default: Path, say: Callable[[str], None], stays: bool = False
+) -> None:
+    """Take part in a federation until it ends, or until somebody interrupts; what is ``given`` comes before the file.
+
+    With ``stays`` the participant waits for the next federation when one has ended.
+    Without a file one is written to the state folder, so that the same without options goes on.
+
+    Raises:
+        ComingleError: something about the participant is missing or wrong, or the server refuses it.
+    """
+    participant = _participant(file, given, default)
+    if not participant.server:
+        raise RecipeError(f"user {participant.name!r}: no server; give --server HOST:PORT")
+    if not _is_address(participant.server):
+        raise RecipeError(f"--server: got {participant.server!r}; allowed: HOST:PORT, as 192.0.2.1:9092")
+    _require_files(participant)
+    found = who_answers(participant.server)
+    if problem := problem_of(participant.server, found, secure=bool(participant.certificates)):
+        raise RecipeError(f"user {participant.name!r}: {problem}")
+    authority = participant.certificates
+    if authority and (problem := certificate_problem(participant.server, Path(authority))):
+        raise RecipeError(f"user {participant.name!r}: {problem}")
+    if found is Answer.OTHER:
+        say(f"{participant.name}: {found.value} answers at {participant.server}; is that the right --server?")
+    if proxy := _proxy_of(participant.server, secure=bool(participant.certificates)):
+        host = split_address(participant.server)[0]
+        say(f"{participant.name}: uses the proxy {proxy} for {participant.server}; bypass it with no_proxy={host}")
+    state = Path(participant.state)
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with locked(state):
+        _take_part(participant, participant.server, state, say, stays=stays)
+
+
+def _take_part(participant: Participant, server: str, state: Path, say: Callable[[str], None], *, stays: bool) -> None:
+    known = state / "participant.yaml"
+    save_participant(known, participant)
+    node = SuperNode(
+        user=User(name=participant.name, state=state, config=known),
+        server=server,
+        say=say,
+        authority=Path(participant.certificates) if participant.certificates else None,
+        key=Path(participant.key) if participant.key else None,
+    )
+    say(f"{participant.name}: waiting for {server}; everything private stays in {state}")
+    words = Words(state / WORKER / LOG)
+    (state / UNFIT).unlink(missing_ok=True)  # of an earlier time
+    try:
+        participate(node, Ending(words, say, state, stays=stays))
+    finally:
+        _relay(words, say)
+
+
+class Ending:
+    """Return whether a participant's processes may end, some seconds after the reason, so that the server hears of it.
+
+    With ``stays`` they end neither with a federation nor when this user does not fit one.
+    """
+
+    def __init__(self, words: Words, say: Callable[[str], None], state: Path, *, stays: bool):
+        self._words, self._say, self._state, self._stays = words, say, state, stays
+        self._ended: float | None = None
+
+    def __call__(self) -> bool:
+        """Say what the worker has said meanwhile.
+
+        Raises:
+            RunError: this user cannot take part with its settings.
+        """
+        ended = _relay(self._words, self._say)
+        reason = read_reason(self._state)
+        if (ended or reason) and not self._stays and self._ended is None:
+            self._ended = time.monotonic()
+        if self._ended is None or time.monotonic() - self._ended <= LINGER_SECONDS:
+            return False
+        if reason:
+            raise RunError(f"cannot take part: {reason}")
+        return True
+
+
+def read_reason(state: Path) -> str:
+    """Return why the user of a state folder cannot take part, as its worker has found; nothing where it can."""
+    try:
+        return (state / UNFIT).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _relay(words: Words, say: Callable[[str], None]) -> bool:
+    """Say what the worker has said; whether that was the end."""
+    lines = words.new()
+    for line in lines:
+        say(line)
+    return any(line.startswith(ENDED) for line in lines)
+
+
+class Words:
+    """What a worker prints for the person at this machine, from now on."""
+
+    def __init__(self, log: Path):
+        self._log = log
+        self._read = log.stat().st_size if log.exists() else 0
+
+    def new(self) -> list[str]:
+        """Whole lines that have not been read."""
+        if not self._log.exists():
+            return []
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        lines = whole.decode(errors="replace").splitlines()
+        return [line.removeprefix(SAYS) for line in lines if line.startswith(SAYS)]
+
+
+def _participant(file: Path | None, given: Mapping[str, Any], default: Path) -> Participant:
+    if file is None and default.exists():
+        file = default
+    if file is not None:
+        return load_participant(file, **given)
+    content: dict[str, Any] = {"state": str(default.parent.absolute())}
+    content |= {key: value for key, value in given.items() if value is not None}
+    if "data" not in content:
+        raise RecipeError(f"user {content['name']!r}: nothing says where its data is; give --data PATH, or a file")
+    return Participant(**content)
+
+
+def _require_files(participant: Participant) -> None:
+    """See that the files are there that processes would look for later, again and again.
+
+    Raises:
+        RecipeError: one is not.
+    """
+    data = participant.data
+    paths = {"key": participant.key, "certificates": participant.certificates}
+    if isinstance(data, str) and not set(data) & set(":*?["):  # a file or folder, not what stands for others
+        paths["data"] = data
+    for what, path in paths.items():
+        if path and not Path(path).exists():
+            raise RecipeError(f"user {participant.name!r}: {what}: {path} does not exist")
+
+
+def _proxy_of(server: str, *, secure: bool) -> str:
+    """Return the proxy that the environment names for a server; empty where there is none."""
+    host = split_address(server)[0]
+    if host in LOCAL_HOSTS or proxy_bypass(host):
+        return ""
+    proxies = getproxies()
+    return proxies.get("https" if secure else "http") or proxies.get("all") or ""
+
+
+def _is_address(server: str) -> bool:
+    host, colon, port = server.rpartition(":")
+    return bool(host and colon and port.isdecimal() and int(port) < 1 << 16)
+
+
+_SHOWN = 3
+"""So many users' reasons are told where a federation has failed."""
+
+USERS, PLAN, FILE = "users", "federation.yaml", "participant.yaml"
+
+
+def federate(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    patience: Patience | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Run a recipe with every user in processes of its own; the metrics that the server has of them.
+
+    The run folder is that of the server, ``FOLDER/users/NAME`` are the users' own.
+
+    Raises:
+        ComingleError: users elsewhere cannot do what the recipe asks for, the folder cannot be used, or a user or the
+            server cannot go on.
+    """
+    recipe = as_begun(folder, recipe, resume=resume)
+    plan, owns = split_recipe(recipe, patience)
+    without_data = public_part(recipe, plan.users, plan.settings, None).whole_recipe()
+    check_folder(folder, without_data, resume=resume, force=force)
+    if force:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    save_plan(folder / PLAN, plan)
+    threads = {"threads": max(1, (os.cpu_count() or 1) // len(owns))}  # all of them share this machine's cores
+    for own in owns:
+        own = own if recipe.runtime.threads else own.model_copy(update={"runtime": threads})
+        state = folder / USERS / as_folder(own.name)
+        save_participant(state / FILE, Participant(**own.model_dump(exclude_defaults=True), state="."))
+    # A key each, so that no other program of this machine can take part.
+    keys = {own.name: make_key(folder / USERS / as_folder(own.name) / FLOWER, own.name) for own in owns}
+    link = SuperLink(
+        folder=folder,
+        say=say,
+        keys={name: public for name, (_, public) in keys.items()},
+        run_config={"federation": str((folder / PLAN).absolute()), "users": spell(plan.users)},
+    )
+    for own in owns:
+        (folder / USERS / as_folder(own.name) / UNFIT).unlink(missing_ok=True)  # of an earlier time
+    nodes = [
+        _node(folder / USERS / as_folder(name), name, link.address, private, say) for name, (private, _) in keys.items()
+    ]
+    words = {node.user.name: Words(node.user.state / WORKER / LOG) for node in nodes}
+    try:
+        coordinate(link, lambda: _tend(nodes, plan.patience.min_participants))
+    except RunError as error:
+        raise RunError(str(error) + ("" if list_checkpoints(folder) else _told(words))) from None
+    finally:
+        for node in nodes:
+            node.stop()
+    return read_metrics(folder)
+
+
+def _node(state: Path, name: str, server: str, key: Path, say: Callable[[str], None]) -> SuperNode:
+    state = state.absolute()
+    user = User(name=name, state=state, config=state / FILE)
+    return SuperNode(user=user, server=server, key=key, say=lambda line: say(f"{name}: {line}"))
+
+
+def _told(words: Mapping[str, Words]) -> str:
+    """What workers have said on this machine, which is everybody's: the last line of each of the first few."""
+    told = {
+        name: [line for line in of_user.new() if "leave this machine" not in line] for name, of_user in words.items()
+    }
+    lines = [f"{name}: {said[-1]}" for name, said in told.items() if said]
+    return "".join(f"; {line}" for line in lines[:_SHOWN])
+
+
+def _tend(nodes: Sequence[SuperNode], needed: int) -> None:
+    """Keep the users' processes at work.
+
+    Raises:
+        RunError: too few users are left who fit the federation; here nobody repairs their settings meanwhile.
+    """
+    unfit = [node for node in nodes if read_reason(node.user.state)]
+    if len(nodes) - len(unfit) < needed:
+        raise RunError(f"{len(nodes) - len(unfit)} of {len(nodes)} users have joined; needed: {needed}")
+    for node in nodes:
+        node.tend()

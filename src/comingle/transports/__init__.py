@@ -1,1 +1,0 @@
-"""Transports move messages between the two halves."""
