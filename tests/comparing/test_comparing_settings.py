@@ -13,7 +13,7 @@ import comingle
 from comingle.cli.compare import split_names
 from comingle.reports.runs import find_runs, read_entries
 from comingle.runs.compare import parse_method
-from comingle.serving.finding import find_run
+from comingle.serving.models import find_run
 from comingle.utils.errors import RecipeError
 
 USERS = {

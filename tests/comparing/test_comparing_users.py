@@ -10,7 +10,7 @@ import pytest
 import comingle
 from comingle.config import load_recipe
 from comingle.runs.comparison import Comparison
-from comingle.serving.people import names_in
+from comingle.serving.models import names_in
 from comingle.utils.errors import RecipeError, RunError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle.export.card import Card, licence_of, name_of
-from comingle.export.folders import written_whole
 from comingle.models.loading import load_base
 from comingle.models.personal import About
+from comingle.serving.export.card import Card, licence_of, name_of
+from comingle.serving.export.exporting import written_whole
 from comingle.utils.errors import ComingleError, RunError
 from exporting import trained
 

@@ -15,9 +15,9 @@ from tokenizers import Regex
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from comingle.export.gguf_tokens import _SPLITS, Kind, vocabulary
 from comingle.models.loading import load_base
 from comingle.models.random_bases import byte_tokenizer
+from comingle.serving.export.gguf import _SPLITS, Kind, vocabulary
 from comingle.utils.errors import DataError
 from exporting import IDS, check_same, greedy, own_logits, trained
 

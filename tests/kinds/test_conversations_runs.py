@@ -25,7 +25,7 @@ from comingle.models.random_bases import BOS, EOS, PAD
 from comingle.runs import api
 from comingle.runs.results import Run
 from comingle.runs.session import prepare
-from comingle.serving.prompts import Prompts
+from comingle.serving.answers import Prompts
 from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import DataError
 from comingle.utils.files import list_checkpoints

@@ -17,11 +17,11 @@ import comingle
 from comingle.models.loading import load_base
 from comingle.models.random_bases import byte_tokenizer
 from comingle.models.windows import hide
+from comingle.serving.answers import Prompts
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
 from comingle.serving.keys import Keys
-from comingle.serving.limits import Limits
-from comingle.serving.prompts import Prompts
+from comingle.serving.schemas import Limits
 from comingle.utils.errors import DataError
 
 ROWS, START = 259, "<|im_start|>"

@@ -193,7 +193,7 @@ def test_half_of_a_character_is_refused(person: Person, prompt: Any) -> None:
 )
 def test_what_tokens_add_is_their_text_whatever_is_before(stories: Any, prompt: str, text: str) -> None:
     from comingle.models.generation import added_text, encode_prompt, place_of
-    from comingle.serving.writer import Writer
+    from comingle.serving.engine import Writer
 
     tokenizer = load_base(str(stories), dtype="float32", device="cpu").tokenizer
     assert tokenizer is not None

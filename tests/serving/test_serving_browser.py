@@ -15,7 +15,7 @@ from comingle.models.routing import pieces
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
 from comingle.serving.keys import Keys
-from comingle.serving.limits import Limits
+from comingle.serving.schemas import Limits
 
 pytestmark = pytest.mark.slow
 

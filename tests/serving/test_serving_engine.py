@@ -17,10 +17,9 @@ from comingle.methods import REGISTRY
 from comingle.models.generation import added_text, encode_prompt, read_sampling
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import load_base
-from comingle.serving import cache
-from comingle.serving.engine import Engine, Piece, Request
+from comingle.serving import rows
+from comingle.serving.engine import Engine, Piece, Request, Writer
 from comingle.serving.rows import pretrained
-from comingle.serving.writer import Writer
 from comingle.utils.errors import DataError, RecipeError
 
 METHODS = ["comigs-1g1s", "fedavg", "fedmerge", "floral", "local", "pfedmoe", "pretrained", "stacking"]
@@ -179,7 +178,7 @@ def test_users_with_ranks_of_their_own(federate: Any, people: Any) -> None:
 
 
 def test_the_cache_moves_as_texts_grow(people: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "ROOM", 8)
+    monkeypatch.setattr(rows, "ROOM", 8)
     come_and_go(people(), Engine(people(), rows=3), lambda i: {"max_new_tokens": 5 + 4 * (i % 7)})
 
 

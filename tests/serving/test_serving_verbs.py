@@ -145,7 +145,7 @@ def test_a_base_that_is_large_enough_is_served_by_compiled_code(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Any
 ) -> None:
     from comingle.models.kernels import compile, expert_mlp
-    from comingle.serving import people
+    from comingle.serving import models as people
 
     monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "run"

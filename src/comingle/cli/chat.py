@@ -55,8 +55,7 @@ def chat(
         return
     from comingle.serving.chat import Chat
     from comingle.serving.engine import Engine
-    from comingle.serving.finding import find_run
-    from comingle.serving.people import names_in
+    from comingle.serving.models import find_run, names_in
     from comingle.serving.rows import pretrained
 
     folder = find_run(run, method)
@@ -226,9 +225,9 @@ def _show_page(run: Path, method: str | None) -> None:
     import webbrowser
 
     from comingle.cli.serve import say
-    from comingle.serving.limits import Limits
-    from comingle.serving.serve import listen
-    from comingle.serving.serve import serve as answer
+    from comingle.serving.api import listen
+    from comingle.serving.api import serve as answer
+    from comingle.serving.schemas import Limits
 
     def ready(url: str) -> None:
         say(url)

@@ -45,9 +45,9 @@ def export(
     """Write a user's model for transformers, PEFT or llama.cpp, with a model card and the tokenizer."""
     import comingle
     from comingle.cli.progress import console, status
-    from comingle.export.folders import check_target
     from comingle.runs.views import generating_model
-    from comingle.serving.finding import find_run
+    from comingle.serving.export.exporting import check_target
+    from comingle.serving.models import find_run
 
     folder = find_run(run, method, seed)
     with status("opening the run"):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.serving.limits import Limits
+from comingle.serving.schemas import Limits
 from comingle.utils.errors import ComingleError
 
 if TYPE_CHECKING:
-    from comingle.serving.people import People
+    from comingle.serving.models import People
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or with --method a comparison's.")]
 Method = Annotated[str | None, typer.Option("--method", help="Which run of a comparison's folder.")]
@@ -39,12 +39,11 @@ def serve(
 ) -> None:
     """Serve everybody's models at once, over one base, as an OpenAI-compatible API; a page to chat is at /."""
     require_app("serve")
-    from comingle.serving.finding import find_run
+    from comingle.serving.api import listen
+    from comingle.serving.api import serve as answer
     from comingle.serving.keys import check_host, read_keys
     from comingle.serving.keys import make_keys as write_keys
-    from comingle.serving.people import names_in
-    from comingle.serving.serve import listen
-    from comingle.serving.serve import serve as answer
+    from comingle.serving.models import find_run, names_in
 
     names = names_in(find_run(run, method))
     if make_keys is not None:
@@ -65,7 +64,7 @@ def serve(
 def opened(run: Path, method: str | None) -> People:
     """Everybody's models of a run."""
     from comingle.cli.progress import status
-    from comingle.serving.people import open_people
+    from comingle.serving.models import open_people
 
     with status("loading the base and everybody's adapters"):
         return open_people(run, method)

@@ -174,7 +174,7 @@ class Personal:
         return DataError(f"user {self.name!r}: no {asked} of a {here.__name__}; it has model, {has}")
 
 
-_EXPORT = "comingle.export.exporting:export_personal"
+_EXPORT = "comingle.serving.export.exporting:export_personal"
 """Imported by name, since exports stand on runs."""
 
 

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from comingle.models.personal import PersonalModel
 from comingle.serving import engine as engines
-from comingle.serving.answers import Answer
+from comingle.serving.answers import Answer, Prompts
 from comingle.serving.engine import Engine
-from comingle.serving.errors import Refused, no_model, wrong
 from comingle.serving.keys import Keys, foreign_page, hostname, is_loopback
-from comingle.serving.limits import Limits, Rates
-from comingle.serving.prompts import Prompts
-from comingle.serving.schemas import ChatRequest, CompletionRequest, RouteRequest
-from comingle.serving.talk import Talk, stream, while_connected, whole
-from comingle.serving.worker import Overloaded, Worker
-from comingle.utils.errors import ComingleError
+from comingle.serving.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    Limits,
+    Rates,
+    Refused,
+    RouteRequest,
+    no_model,
+    wrong,
+)
+from comingle.serving.worker import Overloaded, Talk, Worker, stream, while_connected, whole
+from comingle.utils.errors import ComingleError, RunError
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 NOTHING_ELSE = (
@@ -249,3 +257,39 @@ class Service:
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         choices = await while_connected(http, whole(talk, stops))
         return Response(status_code=499) if choices is None else JSONResponse(answer.whole(choices))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on an address; taken before a model is loaded, so that a port in use is said at once.
+
+    Raises:
+        RunError: somebody else has it, or there is no such address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family, backlog=2048)
+    except OSError as error:
+        raise RunError(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from None
+
+
+def url_of(place: socket.socket) -> str:
+    """Where a browser finds it."""
+    host, port = place.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    people: Mapping[str, PersonalModel],
+    place: socket.socket,
+    *,
+    keys: Mapping[str, str] | None,
+    limits: Limits,
+    answers: bool,
+    ready: Callable[[str], None],
+) -> None:
+    """Answer until the process is told to end; ``ready`` is called with the address."""
+    app = make_app(Engine(people, rows=limits.rows), Keys(people, keys), limits, answers=answers)
+    config = uvicorn.Config(app, log_level="warning", ws="none", access_log=False, timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
+    ready(url_of(place))
+    server.run(sockets=[place])

@@ -9,8 +9,8 @@ from typing import Any
 
 from comingle.models.generation import Sampling
 from comingle.models.routing import Routing
+from comingle.serving.answers import Prompts
 from comingle.serving.engine import Engine, Piece, Request
-from comingle.serving.prompts import Prompts
 from comingle.utils.errors import DataError, require_user
 
 Show = Callable[[str], None]

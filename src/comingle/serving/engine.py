@@ -1,4 +1,4 @@
-"""Everybody's texts, continued at once: rows of one batch, which requests join and leave while others go on.
+"""Continuous batching over all users' models.
 
 A step reads the prompts of those who wait, as far as there is room, and then gives every row its next token. Nothing
 here knows of threads or of the network: :mod:`comingle.serving.worker` steps, :mod:`comingle.serving.api` asks.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Literal
@@ -19,14 +19,119 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from comingle.models.ensembles import cache_name
-from comingle.models.generation import Sampling, can_pad, max_places, padded_attention, place_of, stop_tokens
+from comingle.models.generation import (
+    UNFINISHED,
+    Sampling,
+    added_text,
+    can_pad,
+    chooser_of,
+    cut_at,
+    max_places,
+    padded_attention,
+    place_of,
+    stop_tokens,
+)
 from comingle.models.personal import PersonalModel
+from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.models.routing import Routing
-from comingle.serving.cache import RowCache
-from comingle.serving.rows import rows_of
-from comingle.serving.sampling import Chooser, Chosen
-from comingle.serving.writer import Writer
+from comingle.serving.rows import RowCache, rows_of
 from comingle.utils.errors import DataError, require_user
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A token, the log probability that the model gave it, and the likeliest tokens with theirs, likeliest first.
+
+    The probabilities are the model's own, before temperature and the like. ``at``: how long the text is before it.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    at: int = 0
+
+
+class Chooser:
+    """Chooses a row's tokens as ``generate`` does, with a random stream of the row's own."""
+
+    def __init__(
+        self, sampling: Sampling, prompt: int, ends: tuple[int, ...], device: torch.device, logprobs: int | None
+    ) -> None:
+        self.pick: Callable[..., Tensor] = chooser_of(sampling, prompt, ends, device)
+        self.plain = not self.pick  # an empty list of processors: the likeliest token
+        self.device, self.logprobs = device, logprobs
+
+    def __call__(self, logits: Float[Tensor, " vocab"], tokens: list[int]) -> Chosen:
+        """The token after ``tokens``."""
+        scores = logits.float().unsqueeze(0)
+        if not self.plain:
+            scores = self.pick(torch.tensor([tokens], device=self.device), scores.clone())
+        token = int(scores.argmax())
+        if self.logprobs is None:
+            return Chosen(token=token)
+        said = logits.float().log_softmax(-1)
+        top = said.topk(self.logprobs) if self.logprobs else None
+        pairs = () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        return Chosen(token=token, logprob=float(said[token]), top=pairs)
+
+
+class Writer:
+    """The text of one answer: characters come whole, and nothing is told of which a stop may be made.
+
+    It follows the text of the tokens ``after`` which it stands, of which the last few are enough.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str],
+        *,
+        ends: Sequence[int],
+        after: Sequence[int] = (),
+    ) -> None:
+        self.tokenizer, self.stops, self.ends = tokenizer, tuple(stops), frozenset(ends)
+        self.tokens = list(after)
+        self.read, self.before = len(after), 0  # tokens[before:read] are text already, and give the next one its place
+        self.text = ""
+        self.told = 0
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The text that is certain after one more token."""
+        self.tokens.append(token)
+        self._read(last=token in self.ends)
+        self.stopped = token in self.ends or any(stop in self.text for stop in self.stops)
+        return self.finish() if self.stopped else self._tell(len(self.text) - self._held())
+
+    def finish(self) -> str:
+        """The rest of the text, up to a stop."""
+        self._read(last=True)
+        self.text = cut_at(self.text, self.stops)
+        return self._tell(len(self.text))
+
+    def _read(self, *, last: bool) -> None:
+        """Each token is decoded after the one before it: some tokenizers drop a space where their text begins."""
+        added = added_text(self.tokenizer, self.tokens[self.before : self.read], self.tokens[self.read :])
+        if added.endswith(UNFINISHED) and not last:  # what follows may make another character of it
+            return
+        self.text += added
+        if self._decode(self.read, len(self.tokens)):  # a special token is no text, and gives no place
+            self.before = self.read
+        self.read = len(self.tokens)
+
+    def _decode(self, start: int, stop: int) -> str:
+        return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True))
+
+    def _held(self) -> int:
+        """How many of the last characters a stop may begin with."""
+        most = len(self.text) + 1
+        begun = (n for stop in self.stops for n in range(1, min(len(stop), most)) if self.text.endswith(stop[:n]))
+        return max(begun, default=0)
+
+    def _tell(self, upto: int) -> str:
+        said, self.told = self.text[self.told : max(self.told, upto)], max(self.told, upto)
+        return said
+
 
 logger = logging.getLogger("comingle")
 

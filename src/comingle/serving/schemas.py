@@ -1,14 +1,51 @@
-"""Requests of the OpenAI API: the supported part of the standard; every other key is accepted where it asks nothing."""
+"""Requests and errors of the OpenAI API."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from comingle.models.generation import Sampling
+
+MINUTE = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """``max_tokens`` new tokens for each answer, ``rate`` requests of each user's in a minute, ``rows`` that are
+    answered at once, ``queue`` that wait, ``body_bytes`` of a request, ``choices`` of one request."""
+
+    max_tokens: int = 1024
+    rate: int = 600
+    rows: int = 16
+    queue: int = 64
+    body_bytes: int = 1 << 20
+    choices: int = 16
+
+
+class Rates:
+    """As many requests of each user's as fit into a minute: a bucket that fills as time goes by."""
+
+    def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rate, self.clock = rate, clock
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def wait(self, name: str) -> float:
+        """Take one request out of a user's bucket: 0, or, where it is empty, the seconds until there is one again."""
+        now = self.clock()
+        left, last = self._left.get(name, (float(self.rate), now))
+        left = min(float(self.rate), left + (now - last) * self.rate / MINUTE)
+        taken = left >= 1
+        self._left[name] = (left - taken, now)
+        return 0.0 if taken else (1 - left) * MINUTE / self.rate
+
 
 UNSUPPORTED = "unsupported"
 """Type of the error for a key of the standard with a value that is not supported."""
@@ -210,3 +247,59 @@ class RouteRequest(_Strict):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     prompt: str | None = None
     text: str = Field(min_length=1)
+
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+class Refused(Exception):
+    """A request that is not answered."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.after = status, code, param, after
+
+    def body(self) -> dict[str, Any]:
+        """The standard's error body."""
+        kind = KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """As it is sent."""
+        headers = {} if self.after is None else {"Retry-After": str(max(1, round(self.after)))}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+def wrong(error: ValidationError) -> Refused:
+    """Return the refusal of a request: an unsupported key if there is one, else its first problem."""
+    problems = error.errors(include_url=False, include_input=False)
+    first = next((one for one in problems if one["type"] in ("extra_forbidden", UNSUPPORTED)), problems[0])
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] in ("extra_forbidden", UNSUPPORTED):
+        message = first["msg"] if first["type"] == UNSUPPORTED else "not supported here"
+        return Refused(400, f"{place}: {message}", code="unsupported_parameter", param=place)
+    return Refused(400, f"{place}: {first['msg']}" if place else first["msg"], param=place or None)
+
+
+def no_model(name: str) -> Refused:
+    """No such model, or none that the key opens: which of the two is not said."""
+    return Refused(404, f"no model {name!r} for this key", code="model_not_found", param="model")

@@ -1,20 +1,35 @@
-"""A user's model as an architecture of transformers: the base's own, or the sparse mixture that its family has."""
+"""A user's model as an architecture of transformers or as a PEFT adapter.
+
+``W + sum_j s_j B_j A_j`` over E experts (or clusters) of rank r is one LoRA of rank E r: the factors side by side, with
+the shares s in B.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
+from comingle.models import routing
+from comingle.models.adapted import AdaptedModel
+from comingle.models.floral_language import MixedLanguageModel
 from comingle.models.kernels.expert_mlp import SHORT
-from comingle.models.merging import WIDE, Change
+from comingle.models.layouts import linear_names
+from comingle.models.lora import base_weight
+from comingle.models.merging import WIDE, Change, averaged, changes_of_adapted, changes_of_mixed, why_not_merged
+from comingle.models.personal import About
 from comingle.models.pretrained import PreTrainedModel
 from comingle.utils.errors import BaseModelError, DataError
+from comingle.utils.records import write_json
+from comingle.utils.trees import Tree
 
 _OF_THE_BASE = ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "layer_types")
 _EXPERTS, _GATE = "mlp.experts", "mlp.gate.weight"
@@ -178,3 +193,118 @@ def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> Any:
         "num_experts_per_tok": top_k,
     }
     return AutoConfig.for_model(family.model_type, **values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A user's model, as :class:`comingle.models.personal.PersonalModel` has it.
+
+    ``logits`` are what it says of tokens.
+    """
+
+    name: str
+    model: AdaptedModel | MixedLanguageModel
+    tensors: Tree
+    row: int
+    about: About | None
+    logits: Callable[[Int[Tensor, "batch n"]], Float[Tensor, "batch n vocab"]]
+
+
+def why_not_plain(source: Source) -> str:
+    """Why no weights of the base can hold the model; empty where they can."""
+    model = source.model
+    return why_not_merged(model, source.row) if isinstance(model, AdaptedModel) else ""
+
+
+def is_mixture(source: Source) -> bool:
+    """Whether experts are mixed behind a nonlinearity."""
+    return bool(why_not_plain(source))
+
+
+def instead(source: Source) -> str:
+    """The format to take for a mixture."""
+    exact = not why_not_sparse(source.model.base.model.config) and not unlike_any(source)
+    return f"--format {'transformers is exact' if exact else 'merged-approximately measures what a plain model loses'}"
+
+
+def unlike_any(source: Source) -> str:
+    """How experts are mixed, where no architecture mixes them so; empty where one does."""
+    mlps = source.model.adapters.experts.values() if isinstance(source.model, AdaptedModel) else ()
+    if any(mlp.mix == "linear" for mlp in mlps):
+        return "mixed inside every linear"
+    return next((str(mlp.router.gating) for mlp in mlps if mlp.router.gating is not None), "")
+
+
+def changes_of(source: Source) -> list[Change]:
+    """One for each adapted linear, every expert in full."""
+    if isinstance(source.model, AdaptedModel):
+        return changes_of_adapted(source.model, source.tensors, source.row)
+    return changes_of_mixed(source.model, source.tensors)
+
+
+def plain_changes(source: Source) -> list[Change]:
+    """The same of a model that the base's weights can hold."""
+    return averaged(changes_of(source))
+
+
+def routing_of(source: Source) -> Routing:
+    """The routers of the experts that the user has; zeros where they are averaged."""
+    model = source.model
+    assert isinstance(model, AdaptedModel)
+    present, found = model.adapters.present[source.row], []
+    for name, mlp in model.adapters.experts.items():
+        weight = source.tensors.get(f"{name}.router")
+        width = base_weight(mlp.first["up"])[0].shape[1]
+        found.append(torch.zeros(int(present.sum()), width) if weight is None else weight[0].cpu()[present])
+    top_k = next(iter(model.adapters.experts.values())).router.top_k
+    experts = len(found[0])
+    return Routing(top_k=min(top_k, experts) if routing.routed(model.adapters) else experts, gates=found)
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def write_peft(
+    folder: Path, base: PreTrainedModel, base_name: str, changes: Sequence[Change], dtype: torch.dtype
+) -> int:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``. Returns the LoRA's rank."""
+    factors = {change.name: _factors(change) for change in changes}
+    rank = max(a.shape[0] for a, _ in factors.values())
+    tensors = {}
+    for name, (a, b) in factors.items():
+        missing = rank - a.shape[0]  # a narrow weight may have a smaller rank than the others
+        tensors[f"base_model.model.{name}.lora_A.weight"] = F.pad(a, (0, 0, 0, missing)).to(dtype).contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = F.pad(b, (0, missing)).to(dtype).contiguous()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_json(folder / CONFIG, _config(base, base_name, list(factors), rank, changes[0].transposed))
+    return rank
+
+
+def _factors(change: Change) -> tuple[Float[Tensor, "rank d_in"], Float[Tensor, "d_out rank"]]:
+    b = change.b * change.shares.view(-1, 1, 1)
+    return change.a.flatten(0, 1), b.flatten(0, 1).mT
+
+
+def _config(base: PreTrainedModel, base_name: str, names: Sequence[str], rank: int, transposed: bool) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": rank,  # so that the scale is one: ours stands in B
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": transposed,
+        "init_lora_weights": True,
+        "target_modules": _targets(base, names),
+    }
+
+
+def _targets(base: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Last parts of the names, where they mean these linears and no others; else the names."""
+    last = sorted({name.rpartition(".")[2] for name in names})
+    meant = {name for name in linear_names(base) if name.rpartition(".")[2] in last}
+    return last if meant == set(names) else sorted(names)

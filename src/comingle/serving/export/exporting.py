@@ -1,4 +1,4 @@
-"""One user's model into a folder that other programs open.
+"""Export a user's model to a folder that other programs open.
 
 What decides on the form is what the model is made of: how many experts the user has, whether a router chooses between
 them, where they are mixed, and over which base. Nothing here knows methods by name.
@@ -8,43 +8,184 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from comingle.export.card import Card, asking_of, name_of
-from comingle.export.folders import CARD, check_target, written_whole
-from comingle.export.gguf import KINDS, why_no_gguf, write_gguf
-from comingle.export.networks import (
-    SPARSE,
-    needs_eager_experts,
-    plain_network,
-    require_same,
-    require_sparse,
-    rounded,
-    sparse_network,
-)
-from comingle.export.peft import write_peft
-from comingle.export.sources import (
-    Source,
-    changes_of,
-    instead,
-    is_mixture,
-    plain_changes,
-    routing_of,
-    unlike_any,
-    why_not_plain,
-)
-from comingle.export.validation import losses_of, perplexity, validated
+from comingle.models import routing
+from comingle.models.adapted import AdaptedModel
 from comingle.models.hardware import DTYPES
 from comingle.models.loading import quiet_transformers
 from comingle.models.personal import Exported, PersonalModel, chat_template_of, generation_of, turn_end
 from comingle.models.pretrained import PreTrainedModel
+from comingle.models.scoring import perplexity_of
+from comingle.models.windows import PAD, inputs_of
+from comingle.serving.export.card import TAG, Card, asking_of, name_of
+from comingle.serving.export.gguf import KINDS, why_no_gguf, write_gguf
+from comingle.serving.export.networks import (
+    SPARSE,
+    Source,
+    changes_of,
+    instead,
+    is_mixture,
+    needs_eager_experts,
+    plain_changes,
+    plain_network,
+    require_same,
+    require_sparse,
+    rounded,
+    routing_of,
+    sparse_network,
+    unlike_any,
+    why_not_plain,
+    write_peft,
+)
 from comingle.utils.errors import DataError, RunError, did_you_mean
-from comingle.utils.records import write_json
+from comingle.utils.records import DRAFT, check_name, told_in_one_line, write_json
+
+CARD = "README.md"
+LIST = "comingle_export.json"
+"""Names what an export has written, so that the next one replaces that and nothing else."""
+
+_KNOWN = {
+    *(CARD, LIST, "config.json", "generation_config.json", "adapter_config.json"),
+    *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.gguf"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
+}
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+"""What exports write, for those of older versions, which have no list."""
+
+
+def check_target(folder: Path, *, force: bool) -> None:
+    """Whether an export may be written to a folder; touches nothing.
+
+    Raises:
+        RunError: it cannot be a folder, exists without ``force``, or holds what no export has written.
+    """
+    check_name(folder)
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder}: is a file; --to names a folder")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not force:
+        raise RunError(f"{folder}: exists; --force replaces an export, --to names another folder")
+    if not _is_export(folder):
+        raise RunError(f"{folder}: is not an exported model, so --force does not touch it; use another --to")
+    if (strange := _strange(folder)) is not None:
+        told = f"is not an exported model alone ({strange!r} is in it), so --force does not touch it"
+        raise RunError(f"{folder}: {told}; move that away, or use another --to")
+
+
+@contextmanager
+def written_whole(folder: Path, *, force: bool) -> Iterator[Path]:
+    """A draft beside ``folder`` that takes its place at the end; for its owner alone, as it has learned private text.
+
+    Raises:
+        RunError: as :func:`check_target`, or the disk does not take it.
+    """
+    from safetensors import SafetensorError
+
+    check_target(folder, force=force)
+    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{DRAFT}")
+    try:
+        with told_in_one_line(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            draft.mkdir(mode=0o700)
+            yield draft
+            write_json(draft / LIST, {"written": sorted(_names(draft))})
+            check_target(folder, force=force)  # once more: it took a while, and somebody may have put something there
+            if folder.exists():
+                shutil.rmtree(folder)
+            draft.rename(folder)
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise RunError(f"{folder}: cannot be written to: {error}") from None  # a library's words for the system's
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_export(folder: Path) -> bool:
+    card = folder / CARD
+    return card.is_file() and f"- {TAG}" in card.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def _names(folder: Path) -> set[str]:
+    """Of everything below it, folders and links too; no link is followed."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+def _strange(folder: Path) -> str | None:
+    """The first thing in an exported folder that no export has written."""
+    try:
+        own = {LIST, *json.loads((folder / LIST).read_text(encoding="utf-8"))["written"]}
+    except (OSError, ValueError, KeyError, TypeError):  # of an older version, or damaged
+        own = {path.name for path in folder.iterdir() if path.name in _KNOWN or _SHARD.fullmatch(path.name)}
+    return min(_names(folder) - own, default=None)
+
+
+def validated(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
+    """The model's perplexity on the user's validation data, and each layer's mean gates there."""
+    model = source.model
+    if not isinstance(model, AdaptedModel):
+        return perplexity(source, _own_losses(source, [])), []
+    experts = int(model.adapters.present[source.row].sum())
+    layers = len(model.adapters.experts)
+    if not routing.routed(model.adapters):
+        return perplexity(source, _own_losses(source, [])), [torch.full((experts,), 1 / experts)] * layers
+    seen: list[Tensor] = []
+    assert source.about is not None
+    with routing.watched(model.adapters), torch.compiler.set_stance("force_eager"):
+        score = source.about.validate(_own_losses(source, seen), lambda: torch.cat(seen, 1))
+    present = model.adapters.present[source.row]
+    return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in score.expert_scores]
+
+
+def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]) -> float:
+    """Return the perplexity of the user's validation data, or of its responses, under these losses."""
+    assert source.about is not None
+    return perplexity_of(source.about.validate(losses, None).mean_loss)
+
+
+def _own_losses(source: Source, seen: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
+    """Of the user's model in every slot, in turn; ``seen`` gets each slot's gates, where they are watched."""
+    model = source.model
+
+    def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
+        seen.clear()
+        found = []
+        for batch in windows.to(model.device).unsqueeze(1):
+            found.append(model.predict(source.tensors, [source.row], batch)[0])
+            if isinstance(model, AdaptedModel) and any(m.router.watched for m in model.adapters.experts.values()):
+                seen.append(routing.gates(model.adapters))
+        return torch.stack(found)
+
+    return losses
+
+
+def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
+    """Of a plain network in every slot; a negative target carries no loss."""
+
+    def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
+        targets = windows[..., 1:]
+        logits = network(input_ids=inputs_of(windows).flatten(0, 1), use_cache=False).logits
+        lost = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), targets.clamp(min=PAD).flatten(), ignore_index=PAD, reduction="none"
+        )
+        return lost.view(targets.shape)
+
+    return losses
+
 
 FORMATS = ("transformers", "peft", "gguf", "merged-approximately")
 GGUF_FILE = "model.gguf"

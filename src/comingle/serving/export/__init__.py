@@ -1,0 +1,1 @@
+"""Export of a user's model to other programs' formats."""
