@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from comingle.cli import processes
+from comingle.cli import training
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events, read_metrics
@@ -201,4 +201,4 @@ def test_who_was_killed_is_told_with_the_newest_checkpoint(names: list[str], new
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     with pytest.raises(RunError, match=rf"process 1 of 2 was ended by SIGKILL.* goes on from {newest}$"):
-        processes._tell([0, -signal.SIGKILL], tmp_path)
+        training._tell([0, -signal.SIGKILL], tmp_path)

@@ -31,7 +31,7 @@ def advise(
     """
     read, names = read_recipe(recipe, sets), split_names(methods)
     numbers = None if seeds is None else split_seeds(seeds)
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.reports.advice import paragraph, render_advice
     from comingle.runs.advise import advise_runs
     from comingle.runs.progress import reporting

@@ -54,7 +54,7 @@ def audit(
     default to the run folder.
     """
     from comingle.audit import auditing
-    from comingle.cli.progress import console, status
+    from comingle.cli.options import console, status
     from comingle.reports.audit import check_targets, render_audit, verdict
     from comingle.runs.api import load
     from comingle.utils.terminal import words

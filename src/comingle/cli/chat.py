@@ -80,7 +80,7 @@ class _Session:
     """Reads lines, and prints what comes of them."""
 
     def __init__(self, talk: Chat, names: list[str], local: Path | None) -> None:
-        from comingle.cli.progress import console
+        from comingle.cli.options import console
 
         self.talk, self.names, self.local, self.console = talk, names, local, console
         self.asked = ""

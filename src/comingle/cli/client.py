@@ -38,7 +38,7 @@ def client(
     quiet: Quiet = False,
 ) -> None:
     """Take part in a federation: data, experts, routers and optimiser state stay on this machine."""
-    from comingle.cli.network import require_flower, speaker
+    from comingle.cli.options import require_flower, speaker
 
     require_flower()
     given: dict[str, Any] = {

@@ -87,7 +87,7 @@ def compare_methods(
     Raises:
         RunError: some runs failed, said when all others are done and in the table.
     """
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.reports.comparisons import baseline_of, members
     from comingle.reports.tables import tables_of, write_comparison
     from comingle.runs.compare import folders_of, labels_of, recipes_of

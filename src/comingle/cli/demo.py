@@ -29,7 +29,7 @@ def demo(
 ) -> None:
     """Four users, one small language model: pretrained, alone, averaged, and with CoMiGS."""
     from comingle.cli.compare import compare_methods
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.config import shipped_recipes
 
     recipe = read_recipe(shipped_recipes() / "demo.yaml", sets)
@@ -56,7 +56,7 @@ def _speak(run: Run) -> None:
     """One generated sample per user."""
     from rich.text import Text
 
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.runs.views import generating_model
     from comingle.utils.terminal import printable, words
 

@@ -44,7 +44,7 @@ def export(
 ) -> None:
     """Write a user's model for transformers, PEFT or llama.cpp, with a model card and the tokenizer."""
     import comingle
-    from comingle.cli.progress import console, status
+    from comingle.cli.options import console, status
     from comingle.runs.views import generating_model
     from comingle.serving.export.exporting import check_target
     from comingle.serving.models import find_run

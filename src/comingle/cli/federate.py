@@ -28,10 +28,10 @@ def federate(
 ) -> None:
     """Train the users of a recipe as a network would: a server, and for each user processes and a folder of its own."""
     read = read_recipe(recipe, sets, seed)
-    from comingle.cli.network import require_flower, speaker, table_of_participants
+    from comingle.cli.options import require_flower, speaker, table_of_participants
 
     require_flower()
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.federation.launch import federate as run
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words

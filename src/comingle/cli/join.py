@@ -31,7 +31,7 @@ def join(
 
     What is shared is taken as it is; what a user has of its own is trained on the newcomer's data alone.
     """
-    from comingle.cli.progress import console, status
+    from comingle.cli.options import console, status
     from comingle.reports.tables import render_joined
     from comingle.runs.api import load
     from comingle.runs.given import NOTHING

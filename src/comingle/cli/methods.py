@@ -13,7 +13,7 @@ def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="O
 
     from rich.table import Table
 
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.methods import REGISTRY, settings_of
     from comingle.utils.errors import PluginError
     from comingle.utils.terminal import words

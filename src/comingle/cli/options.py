@@ -1,18 +1,82 @@
-"""What several verbs have in common: their options and how they are read."""
+"""Options, console and warnings that commands share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.errors import PluginError, RecipeError, RunError
+from comingle.utils.terminal import Terminal, errors
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from comingle.config import Recipe
+
+
+warnings.filterwarnings("ignore", ".*will be removed in Click 9", DeprecationWarning)  # typer on the newest click
+
+
+# No terminal: nothing is wrapped.
+console = Terminal(width=None if Terminal().is_terminal else 160)
+
+
+@contextmanager
+def status(message: str) -> Iterator[None]:
+    """A line that says what is being waited for, while it lasts; in a terminal only."""
+    if not errors.is_terminal:
+        yield
+        return
+    with errors.status(message):
+        yield
+
+
+def require_flower() -> None:
+    """See that Flower is installed.
+
+    Raises:
+        PluginError: it is not; says how to install it.
+    """
+    if find_spec("flwr") is None:
+        raise PluginError("flwr is not installed; `pip install 'comingle[flower]'` installs what the network needs")
+
+
+def speaker(*, quiet: bool) -> Callable[[str], None]:
+    """Prints a line with the time of day, unless nothing is to be said."""
+    from comingle.utils.terminal import words
+
+    def say(line: str) -> None:
+        if not quiet:
+            console.print(words(f"{time.strftime('%T')}  {line}"))
+
+    return say
+
+
+@contextmanager
+def table_of_participants(folder: Path, *, everybody: bool, quiet: bool) -> Iterator[None]:
+    """In a terminal a table that changes, below the lines that are said; elsewhere those alone."""
+    from rich.live import Live
+
+    from comingle.reports.tables import render_participants
+
+    if quiet or not console.is_terminal:
+        yield
+        return
+
+    def now() -> Table:
+        return render_participants(folder, everybody=everybody)
+
+    with Live(console=console, get_renderable=now, refresh_per_second=2, transient=True):
+        yield
+
 
 _SHOWN = 80
 

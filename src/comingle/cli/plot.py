@@ -46,7 +46,7 @@ def plot(
 ) -> None:
     """Write single figures of runs as PNG, SVG and CSV. The figure tokens shows the users' test text, or --text."""
     require_packages("comingle plot")
-    from comingle.cli.progress import console, status
+    from comingle.cli.options import console, status
     from comingle.reports.canvas import save
     from comingle.reports.page import csv_text
     from comingle.reports.runs import read_entries

@@ -56,7 +56,7 @@ def report(
     """
     require_packages("comingle report")
     from comingle.cli.compare import split_names
-    from comingle.cli.progress import console, status
+    from comingle.cli.options import console, status
     from comingle.reports.page import render_page
     from comingle.reports.runs import held, read_entries
     from comingle.runs.views import route_texts

@@ -43,12 +43,12 @@ def run(
     if place is not None and processes not in (None, place.size):
         raise RecipeError(f"--processes: got {processes}, and a launcher has started {place.size}; leave it out")
     if place is None and processes is not None and processes > 1:
-        from comingle.cli.processes import launch
+        from comingle.cli.training import launch
 
         read = read_recipe(recipe, sets, seed)
         launch(processes, out or default_folder(recipe, read.method.name, read.seed))
         return
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.cli.training import train_here
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words

@@ -47,7 +47,7 @@ def serve(
 
     names = names_in(find_run(run, method))
     if make_keys is not None:
-        from comingle.cli.progress import console
+        from comingle.cli.options import console
         from comingle.utils.terminal import words
 
         write_keys(make_keys, names)
@@ -63,7 +63,7 @@ def serve(
 
 def opened(run: Path, method: str | None) -> People:
     """Everybody's models of a run."""
-    from comingle.cli.progress import status
+    from comingle.cli.options import status
     from comingle.serving.models import open_people
 
     with status("loading the base and everybody's adapters"):
@@ -72,7 +72,7 @@ def opened(run: Path, method: str | None) -> People:
 
 def say(url: str) -> None:
     """Where the server is."""
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.utils.terminal import words
 
     console.print(words(f"{url}  a page to chat · {url}/v1  OpenAI-compatible; Ctrl-C ends it"))

@@ -29,7 +29,7 @@ def server(
     quiet: Quiet = False,
 ) -> None:
     """Run the rounds of a federation: users on other machines take part with `comingle client`."""
-    from comingle.cli.network import require_flower
+    from comingle.cli.options import require_flower
 
     require_flower()
     if federation is None:
@@ -40,8 +40,7 @@ def server(
     if make_certificates is not None:
         _make(make_certificates, host, plan.users)
         return
-    from comingle.cli.network import speaker, table_of_participants
-    from comingle.cli.progress import console
+    from comingle.cli.options import console, speaker, table_of_participants
     from comingle.federation.launch import serve
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
@@ -55,7 +54,7 @@ def server(
 
 
 def _make(folder: Path, host: str, users: tuple[str, ...]) -> None:
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.federation.flower.certificates import make_certificates, spelt
     from comingle.utils.terminal import words
 

@@ -1,9 +1,14 @@
-"""What the training verbs share beyond options; imports torch, so only from inside a verb."""
+"""Shared code of the commands that train."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,10 +24,11 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import Given
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.session import build, prepare, run_in, warn_unread
-from comingle.training.backends.launched import LOST, PARENT, Place
+from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
 from comingle.training.backends.ranks import joined
 from comingle.training.kinds.base import Materials
-from comingle.utils.errors import RankLostError
+from comingle.utils.errors import RankLostError, RunError
+from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import recorded_date
 from comingle.utils.terminal import errors, words
 
@@ -30,6 +36,93 @@ if TYPE_CHECKING:
     from comingle.runs.results import Run
     from comingle.training.client import Clients
     from comingle.training.events import Observer
+
+
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 10.0
+"""So long the others have to notice by themselves that one has ended."""
+
+_HEARD_SECONDS, _END_SECONDS = 2.0, 5.0
+_INTERRUPTED, _BUG = 130, 1
+
+
+def launch(count: int, folder: Path) -> None:
+    """Run this very command in ``count`` processes, to their end.
+
+    Raises:
+        RunError: one of them was ended; says which, and how the run in ``folder`` goes on.
+        KeyboardInterrupt: they were interrupted.
+        SystemExit: one of them has said what is wrong.
+    """
+    reading, writing = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="comingle-") as place:
+        children = [_start(rank, count, Path(place) / "meeting", reading) for rank in range(count)]
+        os.close(reading)
+        try:
+            _wait(children)
+        except KeyboardInterrupt:
+            _end(children, signal.SIGINT)
+            raise
+        finally:
+            ended = [child.poll() is not None for child in children]
+            _end(children, signal.SIGTERM)
+            os.close(writing)  # which ends whoever is left
+    _tell([child.returncode if here else LOST for child, here in zip(children, ended, strict=True)], folder)
+
+
+def _start(rank: int, count: int, meeting: Path, pipe: int) -> subprocess.Popen[bytes]:
+    own = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+    environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
+    environment |= {MEETING: str(meeting), PARENT: str(pipe)}
+    if sys.platform.startswith("linux"):
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing leaves this machine
+    command = [sys.executable, "-m", "comingle", *sys.argv[1:]]
+    return subprocess.Popen(command, env=environment, pass_fds=(pipe,))
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, or one has failed and the others have had time to notice."""
+    deadline = float("inf")
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        if deadline == float("inf") and any(child.returncode for child in children):
+            deadline = time.monotonic() + _GRACE_SECONDS
+        time.sleep(_POLL_SECONDS)
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]], first: signal.Signals) -> None:
+    """End whoever is still there, with more force each time."""
+    if first is signal.SIGINT:  # from a terminal they have heard it, and once is enough
+        _await(children, _HEARD_SECONDS)
+    for how in (first, signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(how)
+        _await(children, _END_SECONDS)
+
+
+def _await(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _tell(codes: Sequence[int], folder: Path) -> None:
+    """Say of those who have ended what they have not said themselves."""
+    for rank, code in enumerate(codes):
+        if code < 0:
+            name = signal.Signals(-code).name
+            memory = ", as when memory runs out" if name == "SIGKILL" else ""
+            newest = list_checkpoints(folder)[-1:]
+            where = newest[0].name if newest else "the beginning"
+            goes_on = f"the same command with --resume goes on from {where}"
+            raise RunError(f"process {rank} of {len(codes)} was ended by {name}{memory}; {goes_on}")
+    if _INTERRUPTED in codes:
+        raise KeyboardInterrupt
+    if said := [code for code in codes if code not in (0, LOST)]:
+        raise SystemExit(_BUG if _BUG in said else said[0])
+    if any(codes):
+        raise RunError(f"the processes lost each other; the same command with --resume goes on with {folder}")
+
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline: str | None) -> None:
     """Print and write a table whose runs are in a file; needs neither the data nor a run."""
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.papers.reproduce.archive import plan_of, read_archive, take
     from comingle.papers.reproduce.tables import write_tables
     from comingle.papers.verbs.tables import print_table, table_of
@@ -36,7 +36,7 @@ def check_measured(
     Raises:
         RunError: the data or the base are not what the file's runs have read, or a result is another one.
     """
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.papers.reproduce.archive import ROUNDING, choose, compare, read_archive
     from comingle.papers.reproduce.plan import plan
     from comingle.papers.verbs.tables import run_all
@@ -54,7 +54,7 @@ def check_measured(
 
 def add_measured(path: Path, name: str, wanted: Wanted, out: Path, *, quiet: bool) -> None:
     """Put finished runs into a file."""
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.papers.reproduce.archive import add_runs
     from comingle.runs.progress import reporting
 

@@ -107,7 +107,7 @@ def _default_out(name: str, scale: str) -> Path:
 def _list() -> None:
     from rich.table import Table
 
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.papers.reproduce.published import list_experiments
 
     table = Table("name", "what", "source", box=None, pad_edge=False)
@@ -117,7 +117,7 @@ def _list() -> None:
 
 
 def _show(planned: Plan) -> None:
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.papers.reproduce.runner import unique
 
     for cell in unique(planned.cells):
@@ -131,7 +131,7 @@ def _show(planned: Plan) -> None:
 def _run(
     planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool, baseline: str | None
 ) -> None:
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.papers.reproduce.reach import check_reach
     from comingle.papers.reproduce.runner import Estimate, check_out, unique
     from comingle.papers.reproduce.tables import baseline_row, write_tables
@@ -165,7 +165,7 @@ def _run(
 
 def _count(planned: Plan, out: Path, *, force: bool) -> None:
     """A table of costs: counted, nothing is trained."""
-    from comingle.cli.progress import console, status
+    from comingle.cli.options import console, status
     from comingle.cost.planning import plan as count
     from comingle.papers.reproduce.costs import write_costs
     from comingle.papers.reproduce.counted import count_cells

@@ -44,7 +44,7 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
 
 def print_table(table: dict[str, Any]) -> None:
     """A table with what it says in words, in the terminal."""
-    from comingle.cli.progress import console
+    from comingle.cli.options import console
     from comingle.papers.reproduce.tables import held, remarks, render
     from comingle.reports.comparisons import render as render_verdicts
     from comingle.utils.terminal import words

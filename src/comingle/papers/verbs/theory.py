@@ -27,7 +27,7 @@ def theory(
     """Run CoMiGS's and FLoRAL's schemes on small problems, beside what theory predicts."""
     path, read = _read(recipe, seed)
     _require_packages()
-    from comingle.cli.progress import console, status
+    from comingle.cli.options import console, status
     from comingle.papers.theory.checks import LinearSettings, QuadraticSettings, as_json, check_all
     from comingle.papers.theory.claims import summarise
     from comingle.papers.theory.cluster_checks import ClusterSettings
