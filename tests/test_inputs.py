@@ -12,10 +12,10 @@ import pytest
 from comingle.cli.compare import compare_methods
 from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.models.loading import load_base
-from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.utils.errors import RunError
+from comingle_papers.tasks.kind import KIND as TASKS
 
 QUICK = {"training.rounds": 2, "training.local_steps": 1, "base": "random:llama?layers=1"}
 

@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_is_drawn(
 
 
 def test_theory_says_so_before_anything_is_computed(comingle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comingle.papers.theory.checks.check_all", lambda *_: pytest.fail("it was computed"))
+    monkeypatch.setattr("comingle_papers.theory.checks.check_all", lambda *_: pytest.fail("it was computed"))
     answer = comingle("theory", "--out", "/proc/figures")
     assert one_line(answer) == "/proc/figures: cannot be written to: No such file or directory"
 

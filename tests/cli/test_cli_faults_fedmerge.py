@@ -18,10 +18,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 from test_cli_mistakes import one_line
 
-from comingle.papers.questions.rows import LABELS
 from comingle.runs import api
 from comingle.utils.errors import ComingleError
 from comingle.utils.files import seal
+from comingle_papers.questions import LABELS
 
 Refuse = Callable[..., str]
 

@@ -11,11 +11,9 @@ import yaml
 
 from comingle.config import load_recipe
 from comingle.cost.flops import counted
-from comingle.papers.questions.kind import NOTE
-from comingle.papers.questions.rows import LABELS, ask
-from comingle.papers.questions.sets import QUESTIONS
 from comingle.runs.session import build, prepare
 from comingle.training.client import train
+from comingle_papers.questions import LABELS, NOTE, QUESTIONS, ask
 
 
 @pytest.fixture

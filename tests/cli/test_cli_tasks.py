@@ -15,10 +15,10 @@ from comingle.config import Recipe, load_recipe
 from comingle.config.sections import FloralSection
 from comingle.data.samples.samples import Samples
 from comingle.models.floral.layers import CONV_FORMS
-from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.runs import api
 from comingle.runs.session import prepare, warn_unread
 from comingle.utils.errors import ComingleError
+from comingle_papers.tasks.kind import KIND as TASKS
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
 TASK = {

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from comingle.data.samples.samples import Samples, UserSamples, hold_out, warn_unseen
-from comingle.papers.tasks.holding import check_labels, hold_out_valid
 from comingle.utils.errors import DataError
 from comingle.utils.seeds import generator
+from comingle_papers.tasks.groups import check_labels, hold_out_valid
 
 
 def draw_labels(seed: int) -> Tensor:

@@ -71,7 +71,7 @@ def test_both_have_what_they_should_and_nothing_else(built: Path, wheel: Path) -
     code = {path for path in tracked("src") if path != ".gitignore"}
     # Those in folders are the papers'.
     recipes = {f"comingle/{'papers/' * ('/' in path)}shipped_recipes/{path}" for path in tracked("recipes")}
-    measured = {f"comingle/papers/shipped_measured/{path}" for path in tracked("benchmarks/measured")}
+    measured = {f"comingle/papers/shipped_measured/{path}" for path in tracked("papers/measured")}
     assert {name for name in packed if ".dist-info/" not in name} == code | recipes | measured
     assert "comingle/py.typed" in packed
     assert any(name.endswith("licenses/LICENSE") for name in packed)

@@ -121,7 +121,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for path in re.findall(r"`([\w/]+\.jsonl\.xz)`", table_at(read("results.md"), "| path | rows |")):
         (tmp_path / "FOLDER" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "FOLDER" / path).touch()  # enough for --dry-run
-    shutil.copytree(REPOSITORY / "benchmarks" / "measured", tmp_path / "benchmarks" / "measured")
+    shutil.copytree(REPOSITORY / "papers" / "measured", tmp_path / "papers" / "measured")
     monkeypatch.chdir(tmp_path)
     threads, logger = torch.get_num_threads(), logging.getLogger("comingle")
     level = logger.level

@@ -24,7 +24,6 @@ from comingle.models.loading import load_base
 from comingle.models.personal import PersonalModel
 from comingle.models.random_bases import EOS, byte_tokenizer
 from comingle.models.windows import PAD
-from comingle.papers.questions.rows import LABELS
 from comingle.runs import api, session
 from comingle.runs.session import prepare
 from comingle.training.backends.local import InProcess
@@ -37,6 +36,7 @@ from comingle.utils.errors import RecipeError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events
 from comingle.utils.seeds import generator
+from comingle_papers.questions import LABELS
 from federations import everyone, exchange, gradient_of
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}

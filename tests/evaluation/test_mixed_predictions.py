@@ -1,4 +1,4 @@
-"""``benchmarks/mixed_predictions.py``: the mixture's arithmetic, and its figures beside those of the runs."""
+"""``papers/benchmarks/mixed_predictions.py``: the mixture's arithmetic, and its figures beside those of the runs."""
 
 from __future__ import annotations
 

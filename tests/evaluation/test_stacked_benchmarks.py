@@ -1,4 +1,4 @@
-"""``benchmarks/pooling.py``, ``residual.py`` and ``candidates.py`` begin with what a run of stacking reports."""
+"""``papers/benchmarks/pooling.py``, ``residual.py`` and ``candidates.py`` begin with what a run of stacking reports."""
 
 from __future__ import annotations
 

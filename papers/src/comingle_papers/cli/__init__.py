@@ -1,0 +1,1 @@
+"""``comingle reproduce`` and ``comingle theory``; heavy imports inside them."""

@@ -1,0 +1,302 @@
+"""``comingle reproduce``: a published table or figure, run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from comingle.cli.compare import split_names, split_seeds
+from comingle.cli.options import Force, Quiet, Resume, Sets, changes, out_option
+from comingle.utils.errors import RecipeError, RunError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from comingle.training.client import Clients
+    from comingle.training.events import Observer
+    from comingle_papers.reproduce.plan import Cell, Plan, Wanted
+    from comingle_papers.reproduce.runner import Outcome
+
+
+def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool) -> Iterator[Outcome]:
+    """The runs as they end, one after another or several at a time."""
+    from comingle.runs.progress import reporting
+    from comingle_papers.reproduce.runner import run_cells, run_parallel, title_of
+
+    if jobs > 1 and len(cells) > 1:
+        yield from run_parallel(cells, out, jobs=jobs, force=force, quiet=quiet)
+        return
+    with reporting(quiet=quiet) as reporter:
+
+        def observers(cell: Cell, clients: Clients) -> list[Observer]:
+            reporter.clear()  # one bar at a time; a run that has ended has its line
+            return [reporter.watch(clients, title_of(cell))]
+
+        yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
+
+
+def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) -> dict[str, Any]:
+    """What is known of a table, so far."""
+    from comingle_papers.reproduce.runner import results, scores
+    from comingle_papers.reproduce.tables import build_table
+
+    failed = [f"{o.cell.column}, {o.cell.row}: {o.diverged}" for o in outcomes.values() if o.diverged]
+    metric, cells = planned.experiment.metric, planned.cells
+    users = results(outcomes, cells, metric)
+    return build_table(planned, scores(outcomes, cells, metric), diverged=failed, results=users, baseline=baseline)
+
+
+def print_table(table: dict[str, Any]) -> None:
+    """A table with what it says in words, in the terminal."""
+    from comingle.cli.options import console
+    from comingle.reports.comparisons import render as render_verdicts
+    from comingle.utils.terminal import words
+    from comingle_papers.reproduce.tables import held, remarks, render
+
+    console.print(render(table))
+    for one in remarks(table):
+        console.print(f"· {one}", highlight=False)
+    for label, found in held(table):
+        console.print()
+        console.print(words(label, "bold"))
+        for part in render_verdicts(found):
+            console.print(part)
+
+
+def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline: str | None) -> None:
+    """Print and write a table whose runs are in a file; needs neither the data nor a run."""
+    from comingle.cli.options import console
+    from comingle.utils.terminal import words
+    from comingle_papers.reproduce.archive import plan_of, read_archive, take
+    from comingle_papers.reproduce.tables import write_tables
+
+    records = read_archive(path)
+    planned, outcomes, told = take(plan_of(records, name, wanted), records, path)
+    table = {**table_of(planned, outcomes, baseline), "measured": told}
+    folder = out / f"{name.partition('/')[2]}-measured"
+    write_tables(folder, table)
+    print_table(table)
+    console.print(words(f"{folder}/  table.md · table.json", "dim"))
+
+
+def check_measured(
+    path: Path, name: str, wanted: Wanted, out: Path, most: int, jobs: int | None, *, force: bool, quiet: bool
+) -> None:
+    """Make some of a file's runs here, and print both results of each.
+
+    Raises:
+        RunError: the data or the base are not what the file's runs have read, or a result is another one.
+    """
+    from comingle.cli.options import console
+    from comingle_papers.reproduce.archive import ROUNDING, choose, compare, read_archive
+    from comingle_papers.reproduce.plan import plan
+
+    planned, records, others = plan(name, wanted), read_archive(path), 0
+    cells = choose(planned, records, path, most)
+    for outcome in run_all(cells, out, jobs or planned.jobs, force=force, quiet=quiet):
+        told, same = compare(records[outcome.cell.folder], outcome)
+        others += not same
+        console.print(told, highlight=False)
+    if others:
+        told = f"{others} of {len(cells)} runs came out otherwise, by more than {ROUNDING:.1%}"
+        raise RunError(f"--check {path}: {told}")
+
+
+def add_measured(path: Path, name: str, wanted: Wanted, out: Path, *, quiet: bool) -> None:
+    """Put finished runs into a file."""
+    from comingle.cli.options import console
+    from comingle.runs.progress import reporting
+    from comingle_papers.reproduce.archive import add_runs
+
+    with reporting(quiet=quiet) as reporter:
+        told = add_runs(path, name, wanted, out, reporter.waiting)
+    console.print(told, highlight=False)
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="As comigs/table1; without it the list.")] = None,
+    scale: Annotated[str, typer.Option("--scale", help="smoke, cpu or paper; comigs: also cpu-smollm2.")] = "paper",
+    methods: Annotated[str | None, typer.Option("--methods", help="Only these rows or methods.")] = None,
+    columns: Annotated[str | None, typer.Option("--columns", help="Only these columns.")] = None,
+    seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds (default: the scale's).")] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base model (default: the scale's or the paper's).")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Folder with local text and images (default: $COMINGLE_DATA, else the hub)."),
+    ] = None,
+    sets: Sets = None,
+    out: Annotated[Path | None, out_option("Folder (default: runs/PAPER-SCALE).")] = None,
+    resume: Resume = False,
+    force: Force = False,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Runs at a time (default: the scale's; cpu: one for each core).")
+    ] = None,
+    quiet: Quiet = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="ROWS",
+            help="Baseline: the best of these rows or methods (default: local, or the first).",
+        ),
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--measured",
+            metavar="FILE",
+            help="Take published runs out of a file (or comigs-cpu), start none.",
+        ),
+    ] = None,
+    check: Annotated[
+        int | None, typer.Option("--check", min=1, metavar="N", help="Run so many of FILE's runs here, and compare.")
+    ] = None,
+    add: Annotated[bool, typer.Option("--add", help="Put what is finished in --out into FILE, start none.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, start none.")] = False,
+) -> None:
+    """Run a published table or figure and compare our numbers and their order with the paper's."""
+    if name is None:
+        return _list()
+    from comingle_papers.reproduce.plan import Wanted, plan
+
+    wanted = Wanted(
+        scale=scale,
+        methods=split_names(methods) if methods is not None else None,
+        columns=split_names(columns) if columns is not None else None,
+        seeds=split_seeds(seeds) if seeds is not None else None,
+        base=base,
+        data=data,
+        changes=changes(sets),
+    )
+    folder = out or _default_out(name, scale)
+    if measured is None and (add or check is not None):
+        raise RecipeError(f"{'--add' if add else '--check'}: give a file with --measured FILE")
+    if add and check is not None:
+        raise RecipeError("--add and --check: got both; --add takes the runs that are there, --check makes some")
+    if measured is not None and not dry_run:
+        from comingle_papers.reproduce.archive import find_archive
+
+        if add:
+            return add_measured(measured, name, wanted, folder, quiet=quiet)
+        measured = find_archive(measured)
+        show_measured(measured, name, wanted, folder, baseline=against)
+        if check is not None:
+            check_measured(measured, name, wanted, folder, check, jobs, force=force, quiet=quiet)
+        return None
+    planned = plan(name, wanted)
+    if dry_run:
+        return _show(planned)
+    if planned.experiment.kind == "cost":
+        return _count(planned, folder, force=force or resume)
+    return _run(planned, folder, jobs, resume=resume, force=force, quiet=quiet, baseline=against)
+
+
+def _default_out(name: str, scale: str) -> Path:
+    return Path("runs") / f"{name.partition('/')[0]}-{scale}"
+
+
+def _list() -> None:
+    from rich.table import Table
+
+    from comingle.cli.options import console
+    from comingle_papers.reproduce.published import list_experiments
+
+    table = Table("name", "what", "source", box=None, pad_edge=False)
+    for name, experiment in list_experiments().items():
+        table.add_row(name, experiment.title, experiment.source)
+    console.print(table)
+
+
+def _show(planned: Plan) -> None:
+    from comingle.cli.options import console
+    from comingle_papers.reproduce.runner import unique
+
+    for cell in unique(planned.cells):
+        console.print(f"{cell.column}  {cell.row}  seed {cell.seed}  {cell.folder}", highlight=False)
+    for column, why in planned.left_out.items():
+        console.print(f"left out: {column} ({why})", highlight=False)
+    for row in planned.missing:
+        console.print(f"missing: {row} (no such method yet)", highlight=False)
+
+
+def _run(
+    planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool, baseline: str | None
+) -> None:
+    from comingle.cli.options import console
+    from comingle.utils.terminal import errors, words
+    from comingle_papers.reproduce.runner import Estimate, check_out, check_reach, unique
+    from comingle_papers.reproduce.tables import baseline_row, write_tables
+
+    baseline_row(planned, baseline)  # refused before the first run
+    check_reach(planned)
+    folder = check_out(out, planned.name, resume=resume, force=force)
+    cells, jobs = unique(planned.cells), jobs or planned.jobs
+    estimate = Estimate()
+    outcomes: dict[str, Outcome] = {}
+    table: dict[str, Any] = {}
+    for outcome in run_all(cells, out, jobs, force=force, quiet=quiet):
+        outcomes[outcome.cell.folder] = outcome
+        estimate.learn(outcome)
+        left = estimate.left(_left(cells, outcomes, out, force))
+        told = _told(outcome, len(outcomes), len(cells), None if left is None else left / jobs)
+        if not quiet:
+            errors.print(told, soft_wrap=True)  # a line a run, in a file too
+        table = table_of(planned, outcomes, baseline)
+        write_tables(folder, table)
+    drawn = " · figures as .png and .svg" if planned.experiment.plot else ""
+    if drawn:
+        from comingle_papers.reproduce.figures import draw
+
+        draw(planned, outcomes, folder)
+    print_table(table)
+    console.print(words(f"{folder}/  table.md · table.json{drawn}; the runs are in {out}/runs", "dim"))
+
+
+def _count(planned: Plan, out: Path, *, force: bool) -> None:
+    """A table of costs: counted, nothing is trained."""
+    from comingle.cli.options import console, status
+    from comingle.cost.planning import plan as count
+    from comingle.utils.terminal import words
+    from comingle_papers.reproduce.counted import count_cells, write_costs
+    from comingle_papers.reproduce.runner import check_out
+
+    folder = check_out(out, planned.name, resume=False, force=force)
+    recipe, costs = planned.cells[-1].recipe, None
+    with status("counting"):
+        if recipe.data.kind == "text":
+            costs = count(recipe, [cell.recipe.method.name for cell in planned.cells], users=4)
+        counts = count_cells(planned, costs)
+    for line in write_costs(folder, planned, counts, costs):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(words(f"{folder}/  table.md · table.json", "dim"))
+
+
+def _left(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force: bool) -> list[Cell]:
+    """Cells that still have to run."""
+    from comingle_papers.reproduce.runner import RUNS, is_measured
+
+    rest = [cell for cell in cells if cell.folder not in outcomes]
+    return [cell for cell in rest if force or not is_measured(out / RUNS / cell.folder)]
+
+
+def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
+    """One line for a run that has ended."""
+    from rich.text import Text
+
+    from comingle.utils.records import measure_of, number
+
+    cell = outcome.cell
+    if outcome.diverged:
+        result = "diverged"
+    else:
+        measure = measure_of(outcome.metrics)
+        result = number(outcome.metrics[f"mean_test_{measure}"], measure)
+    took = f"{outcome.seconds:.0f} s" if outcome.ran else "was there"
+    rest = "" if left is None or done == total else f" · about {max(1, round(left / 60))} min left"
+    told = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {took}{rest}"
+    return Text.assemble((f"{done}/{total}", "dim"), told)

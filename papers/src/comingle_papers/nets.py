@@ -1,0 +1,223 @@
+"""Nets of the papers.
+
+Source: He et al. 2016, in the form of FedMerge (section 4.1, Table 1) and its public code: a 3 x 3 stem without pooling
+(32 x 32 images reach the head as 4 x 4), four stages of which the last three halve the image, 1 x 1 convolutions as
+shortcuts where the shape changes, batch norm behind every convolution, which has no bias. Up to 34 layers a block is
+two 3 x 3 convolutions, from 50 on it is 1 x 1, 3 x 3 and 1 x 1 to four times the channels.
+
+    net         blocks          parameters, 100 labels   without the head   of ResNet-9's   Table 1
+    resnet9     1, 1, 1, 1       83,852                   77,352             1               1
+    resnet18    2, 2, 2, 2      182,252                  175,752             2.2721          2.27
+    resnet34    3, 4, 6, 3      341,004                  334,504             4.3244          4.32
+    resnet50    3, 4, 6, 3      398,892                  373,192             4.8246          4.82
+    resnet101   3, 4, 23, 3     701,356                  675,656             8.7348          8.73
+    resnet152   3, 8, 36, 3     950,828                  925,128            11.95997        11.95
+
+Table 1 counts without the head and cuts behind the second decimal: then all six agree. With a head of 100 labels the
+ratios are 1, 2.17, 4.07, 4.76, 8.36 and 11.34; with the usual 64 channels and that head they are 1, 2.27, 4.31, 4.79,
+8.63 and 11.79, which is another table.
+
+With ``norm="group"`` ("resnet9-group" and so on) each norm is over four channels of one image (Wu and He 2018), so that
+nothing of it is averaged over users: averaged statistics of batch norm fit none of them where their images are unlike
+(Hsieh et al. 2020). There are as many parameters.
+
+Differs from the public code: the last map is averaged over all places. There it is averaged over squares of 4 x 4,
+which is the same for 32 x 32 images; for 64 x 64 ones its head sees four places by themselves, so it is four times as
+wide.
+Initial values are PyTorch's, as there.
+
+Entry points offer each of them to the core by its name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from comingle.models.nets import Build, Shape, require_shape
+
+WIDTH = 8
+"""Channels of the first stage; each further one has twice as many."""
+
+EXPANSION = 4
+"""How many times wider a block of three convolutions is at its end than within."""
+
+STAGES: dict[int, tuple[int, ...]] = {
+    9: (1, 1, 1, 1),
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
+"""Blocks of each stage by the number of layers."""
+
+_THREE_CONVOLUTIONS_FROM = 50
+
+_GROUP = 4
+"""Channels that group norm takes together."""
+
+Norm = Callable[[int], nn.Module]
+Layers = tuple[nn.Module, nn.Module]
+
+NORMS: Mapping[str, Norm] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda channels: nn.GroupNorm(channels // _GROUP, channels),
+}
+"""What follows a convolution with so many channels."""
+
+
+class Residual(nn.Module):
+    """``relu(body(x) + shortcut(x))``."""
+
+    by_sample = is_relu_of_sum = True
+
+    def __init__(self, body: nn.Module, shortcut: nn.Module):
+        super().__init__()
+        self.body, self.shortcut = body, shortcut
+
+    def forward(self, x: Float[Tensor, "n c_in h w"]) -> Float[Tensor, "n c_out h_out w_out"]:
+        """Out of place: under ``vmap`` one of the two may be stacked over users where the other is not."""
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+class Average(nn.Module):
+    """Each channel's mean over the image, by an operation that ``vmap`` batches in every memory layout."""
+
+    by_sample = True
+
+    def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n c"]:
+        """PyTorch's adaptive pooling of images with channels last falls back to a loop over users."""
+        return x.mean((-2, -1))
+
+
+def make_resnet(layers: int, *, channels: int, outputs: int, norm: str = "batch") -> nn.Module:
+    """A net of :data:`STAGES` with :data:`NORMS` for images with so many channels; its last layer is named ``head``."""
+    bottleneck, convolution = layers >= _THREE_CONVOLUTIONS_FROM, partial(_convolution, NORMS[norm])
+    parts = OrderedDict[str, nn.Module](stem=nn.Sequential(*convolution(channels, WIDTH, 3), nn.ReLU()))
+    wide = WIDTH
+    for number, blocks in enumerate(STAGES[layers]):
+        narrow, stage = WIDTH * 2**number, []
+        for block in range(blocks):
+            stride = 2 if number > 0 and block == 0 else 1
+            stage.append(_block(convolution, wide, narrow, stride, bottleneck))
+            wide = narrow * (EXPANSION if bottleneck else 1)
+        parts[f"stage{number + 1}"] = nn.Sequential(*stage)
+    parts |= {"pool": Average(), "head": nn.Linear(wide, outputs)}
+    return nn.Sequential(parts)
+
+
+def _block(convolution: Callable[..., Layers], c_in: int, narrow: int, stride: int, bottleneck: bool) -> Residual:
+    if bottleneck:
+        c_out = EXPANSION * narrow
+        shapes = [(c_in, narrow, 1, 1), (narrow, narrow, 3, stride), (narrow, c_out, 1, 1)]
+    else:
+        c_out = narrow
+        shapes = [(c_in, narrow, 3, stride), (narrow, narrow, 3, 1)]
+    body = [layer for shape in shapes for layer in (*convolution(*shape), nn.ReLU())][:-1]
+    same = stride == 1 and c_in == c_out
+    shortcut = nn.Identity() if same else nn.Sequential(*convolution(c_in, c_out, 1, stride))
+    return Residual(nn.Sequential(*body), shortcut)
+
+
+def _convolution(norm: Norm, c_in: int, c_out: int, kernel: int, stride: int = 1) -> Layers:
+    """A convolution that keeps the image's size but for its stride, and its norm."""
+    convolution = nn.Conv2d(c_in, c_out, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return convolution, norm(c_out)
+
+
+_VGG_CHANNELS = (16, 32, 64, 128, 512)
+
+
+def mlp_norm(input_shape: Shape, outputs: int) -> nn.Module:
+    """Batch norm behind the first layer, before the activation, where the true model normalises (appendix F.2).
+
+    The public code has it behind the activation.
+    """
+    (inputs,) = require_shape(input_shape, "mlp-norm", 1)
+    hidden = 2 * inputs
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+
+def mnist(input_shape: Shape, outputs: int) -> nn.Module:
+    """784-200-10."""
+    inputs = math.prod(require_shape(input_shape, "mnist", 3))
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 200), nn.ReLU(), nn.Linear(200, outputs))
+
+
+def cifar10(input_shape: Shape, outputs: int) -> nn.Module:
+    """Two convolutions without padding: 32 -> 28 -> 14 -> 12 -> 4, so 64 * 4 * 4 = 1024 features, then 64."""
+    channels, height, width = require_shape(input_shape, "cifar10", 3, smallest=14)
+    places = _cifar10_side(height) * _cifar10_side(width)
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(3),
+        nn.Flatten(),
+        nn.Linear(64 * places, 64),
+        nn.ReLU(),
+        nn.Linear(64, outputs),
+    )
+
+
+def _cifar10_side(side: int) -> int:
+    return ((side - 4) // 2 - 2) // 3
+
+
+def vgg8(input_shape: Shape, outputs: int, *, norm: bool = False) -> nn.Module:
+    """Five 3 x 3 convolutions with max-pooling after each, then 512-512-classes with dropout before each but the last.
+
+    Expressive enough for 10 labels of CIFAR-100 and not for all 100 (FLoRAL, section 5). Convolutions start at
+    N(0, 2 / (k k c_out)) with zero bias, as in the public code.
+    """
+    channels, height, width = require_shape(input_shape, "vgg8", 3, smallest=2 ** len(_VGG_CHANNELS))
+    layers: list[nn.Module] = []
+    for c_in, c_out in zip((channels, *_VGG_CHANNELS), _VGG_CHANNELS, strict=False):
+        layers += [_vgg_convolution(c_in, c_out), *([nn.BatchNorm2d(c_out)] if norm else []), nn.ReLU()]
+        layers.append(nn.MaxPool2d(2))
+    scale = 2 ** len(_VGG_CHANNELS)
+    features = _VGG_CHANNELS[-1] * (height // scale) * (width // scale)
+    head = [nn.Dropout(), nn.Linear(features, 512), nn.ReLU(), nn.Dropout(), nn.Linear(512, 512), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), *head, nn.Linear(512, outputs))
+
+
+def _vgg_convolution(c_in: int, c_out: int) -> nn.Conv2d:
+    convolution = nn.Conv2d(c_in, c_out, 3, padding=1)
+    nn.init.normal_(convolution.weight, std=math.sqrt(2 / (9 * c_out)))
+    assert convolution.bias is not None
+    nn.init.zeros_(convolution.bias)
+    return convolution
+
+
+def vgg8_norm(input_shape: Shape, outputs: int) -> nn.Module:
+    """The same with batch norm behind each convolution."""
+    return vgg8(input_shape, outputs, norm=True)
+
+
+def _resnet(layers: int, norm: str, input_shape: Shape, outputs: int) -> nn.Module:
+    name = f"resnet{layers}" if norm == "batch" else f"resnet{layers}-{norm}"
+    channels, _, _ = require_shape(input_shape, name, 3, smallest=8)
+    return make_resnet(layers, channels=channels, outputs=outputs, norm=norm)
+
+
+resnet9: Build = partial(_resnet, 9, "batch")
+resnet18: Build = partial(_resnet, 18, "batch")
+resnet34: Build = partial(_resnet, 34, "batch")
+resnet50: Build = partial(_resnet, 50, "batch")
+resnet101: Build = partial(_resnet, 101, "batch")
+resnet152: Build = partial(_resnet, 152, "batch")
+resnet9_group: Build = partial(_resnet, 9, "group")
+resnet18_group: Build = partial(_resnet, 18, "group")
+resnet34_group: Build = partial(_resnet, 34, "group")
+resnet50_group: Build = partial(_resnet, 50, "group")
+resnet101_group: Build = partial(_resnet, 101, "group")
+resnet152_group: Build = partial(_resnet, 152, "group")

@@ -1,0 +1,554 @@
+"""Questions in many languages (XNLI and XQuAD) as a kind of data.
+
+    name    published samples a user         answer
+    xnli    300 to train on, 200 to test     entailment, neutral or contradiction
+    xquad   600 to train on, the rest        words of the text
+
+All users have the same questions, each in its own language. A question that is longer than the context in any of the
+languages is left out for all. The prompt has Alpaca's headings without its preamble (the paper adapts Alpaca-LoRA);
+instruction and labels are English in all languages.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+import torch
+from pydantic import BeforeValidator, Field
+from transformers import PreTrainedTokenizerBase
+
+from comingle.config import Recipe
+from comingle.config.data import (
+    ON_LANGUAGE,
+    Anchor,
+    Count,
+    DataSection,
+    Section,
+    Source,
+    keys_of_text,
+    plain_name,
+    steps_of,
+)
+from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, check_answers, encode
+from comingle.data.populations import Crowd
+from comingle.data.row_files import BadRows, Row, read_json
+from comingle.models.base import Base, tokenizer_of
+from comingle.models.chat_templates import Encoded
+from comingle.models.folders import digest_tokenizer
+from comingle.training.kinds.base import Kind, LoadBase, Materials, require_rows, rows_key
+from comingle.training.kinds.conversations import AnswersKind, as_steps
+from comingle.training.storage.population import PopulationWriter, Spool
+from comingle.training.storage.readers import Some, Turns, in_turn
+from comingle.utils.errors import DataError, RecipeError, did_you_mean
+from comingle.utils.names import FOLDER_VARIABLE, HUB_PREFIX
+from comingle.utils.records import expand_home
+from comingle.utils.seeds import generator
+from comingle_papers.tasks.images import iterate_values
+
+LABELS = ("entailment", "neutral", "contradiction")
+"""By number, as the hub has them."""
+
+COLUMNS = {"xnli": ("premise", "hypothesis", "label"), "xquad": ("id", "context", "question", "answers")}
+"""What is read of each set's rows on the hub."""
+
+
+def ask(instruction: str, text: str) -> str:
+    """The prompt for an instruction about a text."""
+    return f"### Instruction:\n{instruction}\n\n### Input:\n{text}\n\n### Response:\n"
+
+
+def _xnli(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
+    """The question of a row; a label is a word, or its number.
+
+    Raises:
+        ValueError: what is wrong with the row.
+    """
+    label = row.get("label")
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(LABELS):
+        label = LABELS[label]
+    if label not in LABELS:
+        raise ValueError(f"label is {reprlib.repr(label)}; allowed: {', '.join(LABELS)}, or their numbers 0 to 2")
+    text = f"Premise: {_text(row, 'premise')}\nHypothesis: {_text(row, 'hypothesis')}"
+    yield _id(row), Question(prompt=ask(instruction, text), answer=label)
+
+
+def _xquad(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
+    """The questions of a row: one with SQuAD's columns, or all of a paragraph under ``qas``.
+
+    Raises:
+        ValueError: what is wrong with the row.
+    """
+    asked = row.get("qas", [row])
+    if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
+        raise ValueError(f"qas is {reprlib.repr(asked)}; allowed: a list of questions")
+    for one in asked:
+        text = f"Text: {_text(row, 'context')}\nQuestion: {_text(one, 'question')}"
+        answer = _text(one if "answer" in one else {"answer": _first_answer(one.get("answers"))}, "answer")
+        yield _id(one), Question(prompt=ask(instruction, text), answer=answer)
+
+
+def _first_answer(answers: Any) -> Any:
+    """Of SQuAD's ``{"text": [...]}``."""
+    texts = answers.get("text") if isinstance(answers, dict) else None
+    return texts[0] if isinstance(texts, list) and texts else None
+
+
+def _id(row: Row) -> str:
+    if row.get("id") is None:
+        raise ValueError("no id; allowed: a name or number, the same in all languages")
+    return str(row["id"])
+
+
+def _text(row: Row, key: str) -> str:
+    """What stands in a column; an answer has to say something, as the loss and the measures are on it."""
+    value = row.get(key)
+    if not isinstance(value, str) or (key == "answer" and not value.strip()):
+        raise ValueError(f"{key} is {reprlib.repr(value)}; allowed: text")
+    value.encode()  # half a pair of surrogates is no text
+    return value
+
+
+QUESTIONS_OF: Mapping[str, Callable[[Row, str], Iterator[tuple[str, Question]]]] = {"xnli": _xnli, "xquad": _xquad}
+"""What makes the questions of a row of each set."""
+
+
+logger = logging.getLogger("comingle")
+
+MEASURES = ("accuracy", "rouge1", "loss")
+"""What is reported of answers; accuracy where they are labels."""
+
+Found = dict[str, dict[str, Question]]
+"""Every language's questions by their names, which are the same in all languages."""
+
+Parts = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""The numbers of questions to train on, to validate on and to test on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionSet:
+    """A set of questions; without ``test`` all others are tested on. ``config`` names a language on the hub."""
+
+    languages: tuple[str, ...]
+    instruction: str
+    train: int
+    test: int | None
+    labels: bool
+    hub: str
+    config: str
+
+
+QUESTIONS = {
+    "xnli": QuestionSet(
+        languages=("ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh"),
+        instruction="Does the premise entail the hypothesis? Answer entailment, neutral or contradiction.",
+        train=300,
+        test=200,
+        labels=True,
+        hub="hub:facebook/xnli",
+        config="{}",
+    ),
+    "xquad": QuestionSet(
+        languages=("ar", "de", "el", "en", "es", "hi", "ro", "ru", "th", "tr", "vi", "zh"),
+        instruction="Answer the question with words of the text.",
+        train=600,
+        test=None,
+        labels=False,
+        hub="hub:google/xquad",
+        config="xquad.{}",
+    ),
+}
+
+
+def make_questions(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context: int,
+    seed: int,
+    path: str | Path | None = None,
+    languages: Sequence[str] | None = None,
+    train: int | None = None,
+    valid: int = 0,
+    test: int | None = None,
+    train_on_prompts: bool = False,
+) -> tuple[UserAnswers, ...]:
+    """A user for each language, named after it; which questions are in which split follows from ``seed``.
+
+    Args:
+        name: a key of :data:`QUESTIONS`.
+        tokenizer: the base's.
+        context: tokens of a question with its answer, at most.
+        seed: draws the questions of the splits.
+        path: a file of JSON lines, the folder of ``NAME*.jsonl`` (also .xz or .gz), or ``hub:OWNER/NAME``; without it
+            ``$COMINGLE_DATA/NAME`` where there is one, else the hub.
+        languages: the users, in this order; without it all.
+        train: questions of a user to train on; without it as published, as for ``test``.
+        valid: questions to validate on; the paper does not say how many.
+        test: questions to test on.
+        train_on_prompts: whether the loss of training is on the prompts too.
+
+    Raises:
+        RecipeError: no such set or language.
+        DataError: unreadable rows, a question without text or answer, or too few that are short enough.
+    """
+    wanted = choose_languages(name, languages)
+    by_language: Found = {language: {} for language in wanted}
+    for language, key, question in iterate_questions(name, path, wanted):
+        by_language[language][key] = question
+    keys = shared_keys(by_language)
+    encoded = {who: encode([questions[key] for key in keys], tokenizer) for who, questions in by_language.items()}
+    short = [all(len(questions[i]) <= context for questions in encoded.values()) for i in range(len(keys))]
+    parts = draw_parts(name, wanted, short, context=context, seed=seed, train=train, valid=valid, test=test)
+    return tuple(
+        user_of(name, who, questions, parts, tokenizer, train_on_prompts=train_on_prompts)
+        for who, questions in encoded.items()
+    )
+
+
+def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, ...]:
+    """The languages that are wanted of a set, or all that it has.
+
+    Raises:
+        RecipeError: no such set, a language that it has not, or one twice.
+    """
+    if name not in QUESTIONS:
+        raise RecipeError(f"no questions {name!r}.{did_you_mean(name, QUESTIONS)} Allowed: {', '.join(QUESTIONS)}")
+    known = QUESTIONS[name].languages
+    for i, language in enumerate(languages or ()):
+        if language not in known:
+            raise RecipeError(f"{name}: no language {language!r}; allowed: {', '.join(known)}")
+        if language in (languages or ())[:i]:
+            raise RecipeError(f"{name}: language {language!r} twice; allowed: each once, as it names a user")
+    return tuple(languages or known)
+
+
+def shared_keys(by_language: Mapping[str, Collection[str]]) -> list[str]:
+    """Which questions there are in every language, in the order of the first."""
+    shared = set.intersection(*(set(keys) for keys in by_language.values()))
+    return [key for key in next(iter(by_language.values())) if key in shared]
+
+
+def draw_parts(
+    name: str,
+    wanted: Sequence[str],
+    short: Sequence[bool],
+    *,
+    context: int,
+    seed: int,
+    train: int | None,
+    valid: int,
+    test: int | None,
+) -> Parts:
+    """Which questions are trained on, validated on and tested on, of those that are ``short`` enough in all languages.
+
+    Raises:
+        DataError: they are too few.
+    """
+    if not short:
+        raise DataError(
+            f"{name}: no question is there in each of {', '.join(wanted)}; allowed: one id in all languages"
+        )
+    few, many = sum(short), len(short)
+    if few < many:
+        logger.info("%s: %d of %d questions are longer than %d tokens", name, many - few, many, context)
+    setting = QUESTIONS[name]
+    train, test = train or setting.train, test or setting.test
+    _check_counts(name, wanted, few, many, context, train, valid, test)
+    order = torch.randperm(few, generator=generator(seed, "questions", name))
+    fitting = [number for number, fits in enumerate(short) if fits]
+    numbers = [fitting[place] for place in order.tolist()]
+    ends = (train, train + valid, len(numbers) if test is None else train + valid + test)
+    return numbers[: ends[0]], numbers[ends[0] : ends[1]], numbers[ends[1] : ends[2]]
+
+
+def _check_counts(
+    name: str, wanted: Sequence[str], short: int, every: int, context: int, train: int, valid: int, test: int | None
+) -> None:
+    if short < train + valid + (test or 1):
+        tests = "the rest" if test is None else test
+        raise DataError(
+            f"{name}: {short} of {every} questions have at most {context} tokens (training.context) in each of "
+            f"{', '.join(wanted)}; train {train}, valid {valid} and test {tests} need {train + valid + (test or 1)}"
+        )
+
+
+def user_of(
+    name: str,
+    who: str,
+    encoded: Mapping[int, Encoded] | Sequence[Encoded],
+    parts: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_on_prompts: bool,
+) -> UserAnswers:
+    """The user of a language, of whose questions those of ``parts`` are ``encoded``."""
+    measures, end = MEASURES if QUESTIONS[name].labels else MEASURES[1:], tokenizer.eos_token_id
+    chosen = [[encoded[number] for number in part] for part in parts]
+    limit = max(one.longest for part in chosen for one in part)
+    train, valid, test = (
+        as_answers(part, limit=limit, prompts=train_on_prompts and i == 0, measures=measures, ends=(cast(int, end),))
+        for i, part in enumerate(chosen)
+    )
+    return UserAnswers(name=who, train=train, valid=valid, test=test)
+
+
+# -------------------------------------------------------------------- reading
+
+
+def source_of(name: str, path: str | Path | None) -> Path | str:
+    """The file of a set, or its name on the hub.
+
+    Raises:
+        DataError: no such file or folder.
+    """
+    folder = expand_home(os.environ.get(FOLDER_VARIABLE) or "-") / name
+    source = path if path is not None else folder if folder.is_dir() else QUESTIONS[name].hub
+    if str(source).startswith(HUB_PREFIX):
+        return str(source)
+    return _find_file(name, expand_home(source))
+
+
+def iterate_questions(
+    name: str, path: str | Path | None, languages: Sequence[str]
+) -> Iterator[tuple[str, str, Question]]:
+    """Language, id and question of all that there are in these languages, in the order in which they are read.
+
+    Raises:
+        DataError: no such source, rows that are not of this set, a question twice, or a language without any.
+    """
+    setting, source, bad = QUESTIONS[name], source_of(name, path), BadRows()
+    if isinstance(source, Path):
+        rows = read_json(source, bad)
+    else:
+        rows = _hub_rows(name, source, setting, languages, asked_for=path is not None)
+    seen = {language: set[str]() for language in languages}
+    for place, row in rows:
+        if (keys := seen.get(str(language := row.get("lang")))) is None:
+            continue
+        try:
+            for key, question in QUESTIONS_OF[name](row, setting.instruction):
+                if key in keys:
+                    raise ValueError(f"id {key!r} has been there before; allowed: once in a language")
+                keys.add(key)
+                yield str(language), key, question
+        except ValueError as error:
+            raise DataError(f"{source}: {place} is no row of {name}: {error}") from None
+    bad.settle()
+    for language, keys in seen.items():
+        if not keys:
+            raise DataError(f"{source}: no row in language {language!r}; every user needs some")
+
+
+def _find_file(name: str, path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise DataError(f"{path}: no such file or folder; without data.questions.path {name} comes from the hub")
+    files = sorted(p for p in path.glob(f"{name}*.jsonl*") if p.suffix in (".jsonl", ".xz", ".gz"))
+    if not files:
+        raise DataError(f"{path}: no file {name}*.jsonl in it (.xz and .gz allowed)")
+    return files[0]
+
+
+def _hub_rows(
+    name: str, source: str, setting: QuestionSet, languages: Sequence[str], *, asked_for: bool
+) -> Iterator[tuple[str, Row]]:
+    """The hub's rows of each language, with the columns that local files have."""
+    columns = COLUMNS[name]
+    for language in languages:
+        address = f"{source}?config={setting.config.format(language)}&split=validation"
+        try:
+            for number, values in enumerate(iterate_values(address, [[c] for c in columns], split="validation")):
+                row = {"id": number, "lang": language, **dict(zip(columns, values, strict=True))}
+                yield f"row {number} in language {language!r}", row
+        except DataError as error:
+            if asked_for:
+                raise
+            instead = f"give data.questions.path or the folder ${FOLDER_VARIABLE}/{name}"
+            raise DataError(f"{error}; without the hub, {instead}") from error
+
+
+class QuestionsSection(Section):
+    """Users who are asked the same questions, each in a language of its own: see ``comingle_papers.questions``."""
+
+    name: str
+    path: Source | None = None
+    languages: Annotated[list[str], Field(min_length=1)] | None = None
+    train: Count | None = None
+    valid: Annotated[int, Field(ge=0, strict=True)] = 0
+    test: Count | None = None
+    train_on_prompts: bool = False
+
+
+class QuestionsDataSection(DataSection):
+    """Questions by name, the same for all users."""
+
+    kind: Literal["questions"] = "questions"
+    questions: Annotated[QuestionsSection, BeforeValidator(plain_name)]
+
+    label: ClassVar[str] = "data.questions"
+    marks: ClassVar[tuple[str, ...]] = ("questions",)
+    implementation: ClassVar[str] = "comingle_papers.questions:KIND"
+    accepted: ClassVar[Mapping[str, str]] = {"questions": "a name, or a mapping with name"}
+    unread: ClassVar[Mapping[str, str]] = {
+        **steps_of("questions"),
+        **ON_LANGUAGE,
+        **keys_of_text(
+            add_bos_token="prompts begin with it where texts of the base do",
+            split="data.questions.train, valid and test say how many questions there are",
+            held_out="all users have the same questions",
+            on_small_user="all users have the same questions",
+            limits=(
+                "data.questions.train says how many questions there are",
+                "data.questions.valid says how many questions there are",
+                "data.questions.test says how many questions there are",
+            ),
+        ),
+    }
+
+    def anchored(self, anchor: Anchor) -> dict[str, Any]:
+        """The questions' folder."""
+        content = self.model_dump(mode="json", exclude_unset=True, include={"questions"})
+        if (path := content["questions"].get("path")) is not None:
+            content["questions"]["path"] = anchor(path)
+        return content
+
+
+Asked = tuple[str, Mapping[int, Encoded], Parts]
+"""A language, those of its questions that are used, and for what."""
+
+
+class QuestionTurns(Turns[Asked]):
+    """Questions, sorted by their languages in a file."""
+
+    nothing, too_little, skips = "questions", "too few questions", False
+
+    def __init__(self, kind: Kind, recipe: Recipe, asked: QuestionsSection, base: Base, validates: bool):
+        self.kind, self.recipe, self.asked, self.base, self.validates = kind, recipe, asked, base, validates
+        self.languages, self.tokenizer = choose_languages(asked.name, asked.languages), tokenizer_of(base)
+
+    def sources(self) -> list[str]:
+        """A file, or a name of the hub."""
+        return [str(source_of(self.asked.name, self.asked.path))]
+
+    def key(self) -> list[Any]:
+        """The tokenizer, the context, and whether there must be questions to validate on."""
+        asked = [digest_tokenizer(self.tokenizer), self.recipe.training.context, self.validates]
+        return [*asked, *rows_key(self.base)]
+
+    def keep(self, writer: PopulationWriter, read: Asked, user: UserAnswers) -> None:
+        """Write down a user whose tokens the base has rows for."""
+        require_rows(self.base, user)
+        writer.add(user)
+
+    def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], Asked]]]:
+        """One language after another, twice: which questions are short enough in all, and then those that are used."""
+        by_language: dict[str, dict[str, None]] = {language: {} for language in self.languages}
+        spool.fill(self._rows(by_language))
+        keys, context = shared_keys(by_language), self.recipe.training.context
+        short = [True] * len(keys)
+        for _, groups in spool.groups(self.languages):
+            encoded = encode(_questions(groups, keys), self.tokenizer)
+            short = [fits and len(one) <= context for fits, one in zip(short, encoded, strict=True)]
+        asked, seed = self.asked, self.recipe.data_seed
+        counts: Any = {"train": asked.train, "valid": asked.valid, "test": asked.test}
+        parts = draw_parts(asked.name, self.languages, short, context=context, seed=seed, **counts)
+        numbers = sorted(number for part in parts for number in part)
+        used = [keys[number] for number in numbers]
+        for who, groups in spool.groups(self.languages):
+            yield who, partial(self._read, who, _questions(groups, used), numbers, parts)
+
+    def _rows(self, by_language: Mapping[str, dict[str, None]]) -> Iterator[tuple[str, str, bytes]]:
+        for language, key, question in iterate_questions(self.asked.name, self.asked.path, self.languages):
+            by_language[language][key] = None
+            yield language, "", json.dumps([key, question.prompt, question.answer]).encode()
+
+    def _read(self, who: str, questions: Sequence[Question], numbers: Sequence[int], parts: Parts) -> Asked:
+        return who, dict(zip(numbers, encode(questions, self.tokenizer), strict=True)), parts
+
+    def nobody(self, name: str) -> Asked:
+        """All have the same questions."""
+        raise AssertionError(name)
+
+    def encode(self, read: Asked) -> UserAnswers:
+        """As windows."""
+        who, encoded, parts = read
+        prompts = self.asked.train_on_prompts
+        return user_of(self.asked.name, who, encoded, parts, self.tokenizer, train_on_prompts=prompts)
+
+    def lack(self, user: UserAnswers) -> None:
+        """Nobody has less than others.
+
+        Raises:
+            DataError: there are none to validate on, where they are needed.
+        """
+        check_answers(user, needs_validation=self.validates)
+
+    def refused(self, small: Some, users: int) -> DataError:
+        """Nobody has less than others."""
+        raise AssertionError(small.told)
+
+    def materials(self, users: Crowd, about: dict[str, Any]) -> Materials:
+        """The base, and users who are read when they are asked for."""
+        return Materials(kind=self.kind, base=self.base, users=users, unread=True)
+
+
+def _questions(groups: Mapping[str, Sequence[bytes]], keys: Sequence[str]) -> list[Question]:
+    """Those of a language that are called so, in this order."""
+    rows = (json.loads(row) for row in groups[""])
+    found = {key: Question(prompt=prompt, answer=answer) for key, prompt, answer in rows}
+    return [found[key] for key in keys]
+
+
+NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
+
+
+class QuestionsKind(AnswersKind):
+    """Prompts with answers: conversations of one turn."""
+
+    name = "questions"
+
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+        """Everybody's questions as tokens of the base."""
+        asked = section(recipe)
+        choose_languages(asked.name, asked.languages)  # before the base is loaded
+        base, settings = load_base(), asked.model_dump(exclude={"name"})
+        context, tokenizer = recipe.training.context, tokenizer_of(base)
+        users = make_questions(asked.name, tokenizer, context=context, seed=recipe.data_seed, **settings)
+        return Materials(kind=self, base=base, users=users)
+
+    def names_of(self, recipe: Recipe) -> tuple[str, ...]:
+        """One user a language."""
+        asked = section(recipe)
+        return choose_languages(asked.name, asked.languages)
+
+    def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
+        """Users with text as long as the context, and as many steps of it as they have batches of questions.
+
+        That is the most that questions can cost: a batch is as wide as its longest question, which only the questions'
+        tokens say, and none is wider than the context.
+        """
+        asked = section(recipes[0])
+        counts = dict.fromkeys(self.names_of(recipes[0]), asked.train or QUESTIONS[asked.name].train)
+        return [as_steps(recipe, counts) for recipe in recipes], set(), NOTE
+
+
+def section(recipe: Recipe) -> QuestionsSection:
+    """The recipe's questions."""
+    return cast(QuestionsDataSection, recipe.data).questions
+
+
+@in_turn.register
+def _in_turn(kind: QuestionsKind, recipe: Recipe, base: Base | None, validates: bool) -> Turns[Any] | None:
+    return None if base is None else QuestionTurns(kind, recipe, section(recipe), base, validates)
+
+
+KIND = QuestionsKind()

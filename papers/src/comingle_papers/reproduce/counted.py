@@ -1,0 +1,390 @@
+"""Tables and figures that are counted, not run.
+
+Nothing is taken from the paper: a federation is built as for a run, and its numbers are counted. They are shown in
+multiples of the column's net, so that FedAvg on it is at 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from comingle.config import Recipe
+from comingle.cost.counts import download_of, upload_of
+from comingle.cost.records import Plan as Costs
+from comingle.cost.summaries import with_method
+from comingle.data.samples.samples import UserSamples
+from comingle.methods import make
+from comingle.models.nets import make_net
+from comingle.protocol.messages import LOSS
+from comingle.runs.session import prepare, training_settings
+from comingle.training.backends.local import federate
+from comingle.training.kinds.base import NETS
+from comingle.training.kinds.nets import build_nets
+from comingle.training.server import ServerHalf
+from comingle.utils.errors import RecipeError
+from comingle.utils.records import write_json, write_text
+from comingle_papers.reproduce.plan import Cell, Plan
+from comingle_papers.reproduce.published import printed
+from comingle_papers.reproduce.tables import table_line
+from comingle_papers.tasks.image_tasks import TASKS
+from comingle_papers.tasks.making import Task
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from comingle.reports.canvas import Style
+    from comingle.reports.runs import Spread
+
+
+WORDS = {"server": "kept by the server", "communicate": "sent by a user in a round", "client": "held by a user"}
+"""What is counted, in the words of an axis."""
+
+_FEW = 8
+"""Samples of each user that are kept: how many there are changes no number of parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Numbers that the server keeps between rounds, that a user sends and receives in one, and that it holds.
+
+    The running statistics of batch norm count: they travel. ``server`` has the models that it averages or merges, and
+    what it remembers of every user. ``client`` is everything that is a user's and outlasts its local steps.
+    """
+
+    server: float
+    communicate: float
+    received: float
+    client: float
+
+    def over(self, unit: float) -> Usage:
+        """In multiples of ``unit``."""
+        return Usage(**{name: value / unit for name, value in asdict(self).items()})
+
+
+def count_usage(recipe: Recipe, task: Task) -> Usage:
+    """The usage of a method on a task's net. All users of nets have the same, so one is built.
+
+    Raises:
+        RecipeError: the method is not for nets.
+    """
+    user = _with_few(task.users[0])
+    recipe = with_method(recipe, recipe.method.name)  # where participation names others
+    method = make(recipe.method.name, **recipe.method.settings)
+    # Weighted means need a count of samples, which is no parameter.
+    settings = replace(training_settings(recipe, [user.name]), weighting="uniform")
+    federation = federate(build_nets(recipe, replace(task, users=(user,)), method, settings))
+    clients = federation.clients
+    sent, received = (), ()
+    if clients.shares:
+        upload = upload_of(federation, 0)
+        said = [t for name, t in upload.reports.items() if name != LOSS]
+        sent, received = (*upload.tensors.values(), *said), download_of(federation, 0, [user.name]).tensors.values()
+    return Usage(
+        server=_server(federation.server, len(task.users)),
+        communicate=sum(t.numel() for t in sent),
+        received=sum(t.numel() for t in received),
+        client=int(clients.mask[0].sum()) + sum(t.numel() for t in clients.state.kept.values()),
+    )
+
+
+def _server(server: ServerHalf, users: int) -> int:
+    """What it keeps between rounds, with a row for each of so many users where it was built for one."""
+    rows = server.method.server.by_user
+    return sum(t.numel() * (users if name in rows else 1) for name, t in server.kept.items())
+
+
+def _with_few(user: UserSamples) -> UserSamples:
+    return replace(user, train=user.train.first(_FEW), valid=user.valid.first(_FEW), test=user.test.first(_FEW))
+
+
+def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
+    """What each row and column of a plan uses, in multiples of the column's net.
+
+    Raises:
+        DataError: a task's images cannot be read.
+    """
+    usage: dict[tuple[str, str], Usage] = {}
+    for column in plan.columns:
+        cells = _cells(plan, column)
+        if not cells:
+            continue
+        first = next(iter(cells.values())).recipe
+        assert first.data.kind == "task", f"{plan.name}: usage is counted on nets"
+        task = prepare(first).common
+        plain = with_method(first, "fedavg").with_changes({"base": NETS + column_net(plan, column)})
+        unit = count_usage(plain, task).client
+        usage |= {(row, column): count_usage(cell.recipe, task).over(unit) for row, cell in cells.items()}
+    return usage
+
+
+def column_net(plan: Plan, column: str) -> str:
+    """The net that a column's rows train unless they name their own."""
+    cells = _cells(plan, column)
+    named = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
+    return (named[0] if named else plan.scaled.stand_in(plan.column_of(column).base)).removeprefix(NETS)
+
+
+def _cells(plan: Plan, column: str) -> dict[str, Cell]:
+    """A column's runs with the first seed, by row."""
+    cells: dict[str, Cell] = {}
+    for cell in plan.cells:
+        if cell.column == column:
+            cells.setdefault(cell.row, cell)
+    return cells
+
+
+# -------------------------------------------------------------------- files and figures
+
+
+def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Any], folder: Path) -> Iterator[tuple[str, Figure]]:
+    """A row of panels for each kind of usage, a panel for each column; ``usage.md`` and ``usage.json`` beside them."""
+    if not entries:
+        return
+    used = plan_usage(plan)
+    write_usage(folder, plan, used)
+    yield "usage", usage_figure(plan, entries, used)
+
+
+def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage]) -> None:
+    """The numbers of the figure: ``usage.json`` by column and row, and ``usage.md``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    by_column = {c: {row: asdict(one) for (row, column), one in used.items() if column == c} for c in plan.columns}
+    write_json(folder / "usage.json", by_column)
+    lines = [f"# {plan.experiment.title}", "", "In multiples of the column's net.", ""]
+    lines += [table_line(["column", "method", "server", "sent", "received", "held by a user"]), "|" + "---|" * 6]
+    for (row, column), one in used.items():
+        numbers = [f"{value:.2f}" for value in (one.server, one.communicate, one.received, one.client)]
+        lines.append(table_line([plan.label(column), plan.experiment.rows[row].label or row, *numbers]))
+    write_text(folder / "usage.md", "\n".join(lines) + "\n")
+
+
+def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Any], used: Mapping[tuple[str, str], Usage]) -> Figure:
+    """Test results against usage, a line for each method, its marks larger for more models or a larger net."""
+    from comingle.reports.canvas import draw, styles
+    from comingle.reports.formatting import axis_label
+
+    assert plan.experiment.plot is not None
+    kinds, lines = plan.experiment.plot.usage, _lines(plan)
+    looks = dict(zip(lines, styles([plan.experiment.rows[rows[0]].method for rows in lines.values()]), strict=True))
+    measure = next(iter(entries.values())).first.measure
+
+    def paint(figure: Figure, axes: list[Axes]) -> None:
+        for number, axis in enumerate(axes):
+            kind, column = kinds[number // len(plan.columns)], plan.columns[number % len(plan.columns)]
+            for name, rows in lines.items():
+                _line(axis, _points(rows, column, kind, entries, used), looks[name])
+            _label(axis, measure, f"{WORDS[kind]},\nmultiples of {column_net(plan, column)}")
+            if number < len(plan.columns):
+                axis.set_title(plan.label(column))
+            if number % len(plan.columns) == 0:
+                axis.set_ylabel(axis_label(measure))
+        shown = {row for row, _ in entries}
+        _legend(figure, {name: looks[name] for name, rows in lines.items() if any(row in shown for row in rows)})
+
+    alone = len(kinds) * len(plan.columns) == 1
+    return draw(len(kinds), len(plan.columns), (4.6, 3.2) if alone else (3.3, 2.5), paint)
+
+
+def _lines(plan: Plan) -> dict[str, list[str]]:
+    """Rows by the part of their label before a comma."""
+    lines: dict[str, list[str]] = {}
+    for row in plan.rows:
+        label = plan.experiment.rows[row].label or row
+        lines.setdefault(label.partition(",")[0], []).append(row)
+    return lines
+
+
+Point = tuple[float, "Spread", float]
+"""Where it is, what was found there, and the area of its mark."""
+
+
+def _points(
+    rows: list[str],
+    column: str,
+    kind: str,
+    entries: Mapping[tuple[str, str], Any],
+    used: Mapping[tuple[str, str], Usage],
+) -> list[Point]:
+    from comingle.reports.runs import final
+
+    points: list[Point] = []
+    for place, row in enumerate(rows):
+        entry = entries.get((row, column))
+        if entry is not None and (last := final(entry)) is not None:
+            points.append((getattr(used[row, column], kind), last, 26.0 + 9.0 * place))
+    return points
+
+
+def _line(axis: Axes, points: list[Point], style: Style) -> None:
+    from comingle.reports.canvas import PAPER
+
+    if not points:
+        return
+    at, spreads, areas = (list(part) for part in zip(*points, strict=True))
+    means, colour = [spread.mean for spread in spreads], style.colour.light
+    bars = [spread.std or 0.0 for spread in spreads]
+    axis.errorbar(at, means, yerr=bars, color=colour, linestyle=style.line, linewidth=1.2, elinewidth=0.9)
+    edge = {"edgecolors": PAPER.light, "linewidths": 0.5}  # so that marks above each other can be told apart
+    axis.scatter(at, means, s=areas, color=colour, marker=style.marker, zorder=3, **edge)
+
+
+def _label(axis: Axes, measure: str, below: str) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    from comingle.reports.formatting import tick
+
+    axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # whole per cents
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
+    axis.set_xlim(left=min(0.0, axis.get_xlim()[0]))
+    axis.set_xlabel(below)
+
+
+def _legend(figure: Figure, looks: Mapping[str, Style]) -> None:
+    from matplotlib.lines import Line2D
+
+    from comingle.reports.canvas import legend_above
+
+    handles = [Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in looks.values()]
+    about = "larger marks: more models, or a larger net"
+    legend_above(figure, handles, list(looks), title=about, alignment="left")
+
+
+_IMAGE = (3, 32, 32)
+
+
+def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str], float]:
+    """Return what each cell of a table of costs counts, by row and column.
+
+    Args:
+        plan: the table; a row's ``count`` says what is counted.
+        costs: the counted costs of its methods, in the order of its cells, for ``forward``.
+
+    Raises:
+        RecipeError: a cell's recipe has nothing of that kind.
+    """
+    found: dict[tuple[str, str], float] = {}
+    for number, cell in enumerate(plan.cells):
+        what = plan.experiment.rows[cell.row].count
+        assert what is not None, f"{plan.name}: {cell.row} counts nothing"
+        found[cell.row, cell.column] = _forward(costs, number) if what == "forward" else _COUNTS[what](cell)
+    return found
+
+
+def _forward(costs: Costs | None, number: int) -> float:
+    """What adapters and routers add to the frozen base's forward pass, in per cent."""
+    assert costs is not None
+    return 100 * (costs.methods[number].users[0].forward.total / costs.base_flops - 1)
+
+
+def _users(cell: Cell) -> float:
+    return _of_task(cell.recipe, "users")
+
+
+def _clusters(cell: Cell) -> float:
+    return _of_task(cell.recipe, "clusters")
+
+
+def _of_task(recipe: Recipe, what: str) -> int:
+    section = recipe.data.model_dump().get("task")
+    if not section:
+        raise RecipeError(f"reproduce: {what} are counted on tasks; got a recipe without data.task")
+    return section[what] or getattr(TASKS[section["name"]], what)
+
+
+def _participation(cell: Cell) -> float:
+    share = cell.recipe.training.participation
+    assert isinstance(share, float | int)
+    return 100 * share
+
+
+def _parameters(cell: Cell) -> float:
+    """Parameters of all models that the server begins with, without the classifier, in multiples of ResNet-9's.
+
+    FedMerge's Table 1 has these ratios without the classifier, whose size depends on the number of classes.
+    """
+    method = make(cell.recipe.method.name, **cell.recipe.method.settings)
+    return method.server.server_models * _body(cell.recipe.base.removeprefix(NETS)) / _body("resnet9")
+
+
+def _body(name: str) -> int:
+    net = make_net(name, _IMAGE, 10, seed=0)
+    (*_, head) = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    return sum(p.numel() for p in net.parameters()) - sum(p.numel() for p in head.parameters())
+
+
+_COUNTS: dict[str, Callable[[Cell], float]] = {
+    "users": _users,
+    "clusters": _clusters,
+    "participation": _participation,
+    "parameters": _parameters,
+}
+
+
+Counts = Mapping[tuple[str, str], float]
+"""What each cell counts, by row and column."""
+
+_HEAD = ["what", "paper", "counted as the paper does", "true"]
+
+
+def write_costs(folder: Path, plan: Plan, counts: Counts, costs: Costs | None) -> list[str]:
+    """Write ``table.md`` and ``table.json`` of a table of costs, and return the lines of the first.
+
+    CoMiGS's Table 3 comes first where there are ``costs``, then what the rows count beside the paper's numbers.
+    """
+    about = f"{plan.study.source}; {plan.experiment.source}."
+    if costs is not None:
+        about += f" Base {costs.base}, {costs.dtype}. MiB = 2^20 bytes."
+    lines = [f"# {plan.experiment.title}", "", about, ""]
+    lines += [*_table3(costs), ""] if costs is not None else []
+    lines += [*_counted(plan, counts), "", *(f"- {note.text}" for note in plan.experiment.notes)]
+    folder.mkdir(parents=True, exist_ok=True)
+    counted = [
+        {"row": row, "column": column, "counted": count, "paper": _paper(plan, row, column)}
+        for (row, column), count in counts.items()
+    ]
+    write_json(folder / "table.json", {**(costs.as_dict() if costs is not None else {}), "counted": counted})
+    write_text(folder / "table.md", "\n".join(lines).rstrip() + "\n")
+    return lines
+
+
+def _counted(plan: Plan, counts: Counts) -> list[str]:
+    """What the rows count, in Markdown: for each column ours and the paper's."""
+    heads = [part for column in plan.columns for part in (plan.label(column), plan.experiment.reference)]
+    lines = [table_line(["", *heads]), "|" + "---|" * (1 + len(heads))]
+    for row in plan.rows:
+        cells = [plan.experiment.rows[row].label or row]
+        for column in plan.columns:
+            paper = _paper(plan, row, column)
+            cells += [f"{counts[row, column]:.4g}", "" if paper is None else f"{paper:g}"]
+        lines.append(table_line(cells))
+    return lines
+
+
+def _paper(plan: Plan, row: str, column: str) -> float | None:
+    cells = plan.experiment.rows[row].paper
+    cell = None if cells is None else cells[plan.experiment.column_names.index(column)]
+    return None if cell is None else printed(cell)[0]
+
+
+def _table3(costs: Costs) -> list[str]:
+    """CoMiGS's Table 3 in Markdown: the paper's words, its way of counting, what is true, and why they differ."""
+    lines = [table_line(_HEAD), "|" + "---|" * len(_HEAD)]
+    for one in costs.table3:
+        theirs = _difference(one.theirs, one.theirs_share, one.unit)
+        lines.append(table_line([one.what, one.paper, theirs, _difference(one.true, one.true_share, one.unit)]))
+    return [*lines, "", *(f"- {one.what}: {one.why}" for one in costs.table3)]
+
+
+def _difference(value: float | None, share: float | None, unit: str) -> str:
+    if value is None:
+        return "not counted"
+    share_of = "" if share is None else f" ({share:+.2%})"
+    if unit == "FLOPs":
+        return (f"{value / 1e12:+,.2f} TFLOPs" if abs(value) >= 1e11 else f"{value / 1e6:+,.3f} MFLOPs") + share_of
+    return f"{value / 2**20:+,.3f} MiB{share_of}"

@@ -1,0 +1,419 @@
+"""A paper's experiments as YAML, and where their data comes from.
+
+A recipe is put together from overlays, partial recipes of which a later one wins key by key: the study's, the data
+set's, the column's, the scale's, the row's. Numbers of the paper are kept as printed, ``46.36 (0.16)``, or seed by
+seed, ``7.9 / 1.8 / 0.80``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from comingle.config.data import Section
+from comingle.config.files import read_yaml
+from comingle.config.hints import first_problem
+from comingle.utils.errors import RecipeError, did_you_mean
+from comingle.utils.names import FOLDER_VARIABLE
+from comingle.utils.records import expand_home
+from comingle_papers.recipes import published_recipes
+from comingle_papers.tasks.images import has_images
+
+Model = TypeVar("Model", bound=BaseModel)
+
+STUDY = "study"
+_NO_EXPERIMENT = (STUDY, "theory")
+_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
+_PRINTED = re.compile(rf"({_NUMBER})(?: \(({_NUMBER})\))?|{_NUMBER}(?: / {_NUMBER})+")
+
+
+class Overlay(Section):
+    """A partial recipe, and settings for those methods that take them."""
+
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class DataSet(Section):
+    """Whose text: where it is on the hub, and where below a local folder; both as a recipe's section ``data``.
+
+    ``tokens`` are the paper's, for each split one number for each user. A ``task`` that makes its users (a recipe's
+    ``data.task``) has none of these; its ``images``, if it needs any, are below the folder's ``images`` or on the hub.
+    Conversations (sections of that ``kind``) have no numbers of tokens.
+    ``questions`` (a recipe's ``data.questions``) are below the folder by their name, or on the hub.
+    """
+
+    label: str
+    users: list[str] = Field(default_factory=list)
+    hub: dict[str, Any] = Field(default_factory=dict)
+    local: dict[str, Any] = Field(default_factory=dict)
+    tokens: dict[Literal["train", "valid", "test"], list[int]] = Field(default_factory=dict)
+    task: dict[str, Any] | None = None
+    images: str = ""
+    questions: dict[str, Any] | None = None
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> DataSet:
+        text, others = [self.users, self.hub, self.local, self.tokens or self.chats], [self.task, self.questions]
+        alone = [one for one in others if one is not None]
+        if not (not any(text) and len(alone) == 1 if alone else all(text)):
+            raise ValueError("give users, hub, local and tokens of text, or a task alone, or questions alone")
+        if self.questions is not None and "name" not in self.questions:
+            raise ValueError("questions without a name; give one, as {name: xnli}")
+        return self
+
+    @property
+    def chats(self) -> bool:
+        """Whether users have conversations, and not text."""
+        return self.hub.get("kind") == "conversations"
+
+
+class Column(Overlay):
+    """A data set with the paper's base for it; in an experiment, a column of the study (``of``) with changes.
+
+    ``values`` are put in where a row says ``$NAME``.
+    """
+
+    label: str = ""
+    of: str = ""
+    data: str = ""
+    base: str = ""
+    values: dict[str, Any] = Field(default_factory=dict)
+
+
+class Row(Overlay):
+    """A method, with what the paper printed for each column; ``~`` where it printed nothing.
+
+    ``base`` is what it trains, where that is not the column's; in the columns ``without`` it is not run. ``count`` is
+    what a table of costs counts: a task's users, clusters or sampled users in per cent, the models' parameters in
+    multiples of ResNet-9's, or what is added to the base's forward pass in per cent.
+    """
+
+    method: str
+    count: Literal["users", "clusters", "participation", "parameters", "forward"] | None = None
+    label: str = ""
+    base: str = ""
+    without: list[str] = Field(default_factory=list)
+    paper: list[str | None] | None = None
+
+    @field_validator("paper", mode="before")
+    @classmethod
+    def _printed(cls, paper: Any) -> Any:
+        if not isinstance(paper, list):
+            return paper
+        cells = [None if cell is None else str(cell) for cell in paper]
+        for cell in cells:
+            if cell is not None and not _PRINTED.fullmatch(cell):
+                raise ValueError(f"{cell!r} is no printed number; write 46.36, or 46.36 (0.16) with its deviation")
+        return cells
+
+
+class ScaledColumn(Overlay):
+    """What a scale changes of a column that takes long: ``seeds`` are fewer ones, ``without`` are rows left out.
+
+    A ``local`` column is left out where the folder lacks its images, and not read from the hub.
+    """
+
+    seeds: list[int] | None = None
+    local: bool = False
+    without: list[str] = Field(default_factory=list)
+
+
+class Scale(Overlay):
+    """How large everything is. ``{data}`` in ``base`` is the folder with local text; ``bases`` are stand-ins by what
+    they stand for.
+
+    ``text: demo`` gives everybody one of the study's demo texts, ``local`` takes nothing from the hub. ``only`` and
+    ``columns`` restrict, or change, columns.
+    ``jobs: cores`` runs as many at a time as there are cores, for bases so small that a run cannot use two.
+    """
+
+    about: str = ""
+    seeds: list[int] = Field(default=[0])
+    base: str | None = None
+    bases: dict[str, str] = Field(default_factory=dict)
+    text: Literal["real", "local", "demo"] = "real"
+    jobs: Literal["one", "cores"] = "one"
+    only: list[str] | None = None
+    columns: dict[str, ScaledColumn] = Field(default_factory=dict)
+
+    def stand_in(self, base: str) -> str:
+        """What is trained in place of a published base, mostly itself."""
+        return self.bases.get(base, base)
+
+
+class Note(Section):
+    """What is odd about some of the paper's cells, or, without rows and columns, about all of them."""
+
+    text: str
+    rows: list[str] = Field(default_factory=list)
+    columns: list[str] = Field(default_factory=list)
+
+
+class Plot(Section):
+    """What a figure shows; ``x`` and ``series`` are a sweep's two settings.
+
+    Curves are of ``measure``, by default what models are compared by; with ``mixtures`` the routers of users who mix
+    adaptors are drawn too, users x clusters over rounds. ``usage`` is what results are shown against, one row of panels
+    for each: how much the server keeps, how much a user sends (communicate), how much a user stores and trains
+    (client). Rows whose labels are alike up to a comma are points of one line. ``tokens`` colours the study's prompts
+    by their experts at these layers: each prompt in everybody's model, or in its ``own`` alone.
+    """
+
+    kind: Literal["curves", "scores", "sweep", "usage", "tokens"]
+    measure: str = ""
+    mixtures: bool = False
+    x: str = ""
+    series: str = ""
+    usage: list[Literal["server", "communicate", "client"]] = Field(default_factory=list)
+    tokens: list[Literal["first", "middle", "last"]] = Field(default_factory=list)
+    own: bool = False
+
+    @model_validator(mode="after")
+    def _against_something(self) -> Plot:
+        for kind, what in (("usage", self.usage), ("tokens", self.tokens)):
+            if (self.kind == kind) != bool(what):
+                raise ValueError(f"kind {kind} and what {kind}: give both or neither")
+        return self
+
+
+class Experiment(Section):
+    """A table or a figure: columns x rows, and what the paper says.
+
+    ``reference`` is whose numbers the rows' ``paper`` are, where the paper has none. A figure that is ``like`` a table
+    (only in YAML) takes what it does not say itself from there, without the numbers and notes.
+    """
+
+    title: str
+    source: str
+    kind: Literal["runs", "cost"] = "runs"
+    reference: str = "paper"
+    metric: str = "mean_test_perplexity"
+    better: Literal["lower", "higher"] = "lower"
+    columns: list[str] | dict[str, Column]
+    rows: dict[str, Row]
+    scales: dict[str, Scale] = Field(default_factory=dict)
+    notes: list[Note] = Field(default_factory=list)
+    plot: Plot | None = None
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns, in the paper's order."""
+        return list(self.columns)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Experiment:
+        for name, row in self.rows.items():
+            if (self.kind == "cost") != (row.count is not None):
+                raise ValueError(f"row {name!r}: give count in tables of kind cost, and in no others")
+            if row.paper is not None and len(row.paper) != len(self.columns):
+                raise ValueError(f"row {name!r} has {len(row.paper)} numbers for {len(self.columns)} columns")
+        for note in self.notes:
+            for name in [*note.rows, *note.columns]:
+                if name not in self.rows and name not in self.columns:
+                    raise ValueError(f"a note is on {name!r}, which is no row and no column")
+        return self
+
+
+class Study(Overlay):
+    """What the experiments of a paper share; ``prompts`` are texts to look at, by data set and kind."""
+
+    title: str
+    source: str
+    demo: list[str] = Field(default_factory=list)
+    prompts: dict[str, dict[str, str]] = Field(default_factory=dict)
+    data: dict[str, DataSet]
+    columns: dict[str, Column]
+    scales: dict[str, Scale]
+
+
+def printed(cell: str) -> tuple[float, float | None]:
+    """Mean and deviation of a printed number, or of several with strokes between them."""
+    match = _PRINTED.fullmatch(cell)
+    assert match, cell
+    if match[1] is None:
+        seeds = [float(one) for one in cell.split(" / ")]
+        return statistics.fmean(seeds), statistics.stdev(seeds)
+    return float(match[1]), None if match[2] is None else float(match[2])
+
+
+def list_experiments() -> dict[str, Experiment]:
+    """Every published table and figure that comes with comingle, by name as ``comigs/table1``."""
+    root = published_recipes()
+    folders = sorted(path.parent for path in root.glob(f"*/{STUDY}.yaml"))
+    paths = [path for folder in folders for path in sorted(folder.glob("*.yaml"), key=_natural) if _is_one(path)]
+    return {f"{path.parent.name}/{path.stem}": _read(path, Experiment) for path in paths}
+
+
+def load_experiment(name: str) -> tuple[Study, Experiment]:
+    """A published table or figure, and the study it belongs to.
+
+    Raises:
+        RecipeError: there is none of that name.
+    """
+    folder, _, stem = name.partition("/")
+    path = published_recipes() / folder / f"{stem}.yaml"
+    if not (path.is_file() and _is_one(path)):
+        known = list(list_experiments())
+        raise RecipeError(
+            f"reproduce: no table or figure {name!r}.{did_you_mean(name, known)} There are: {', '.join(known)}"
+        )
+    return _read(path.parent / f"{STUDY}.yaml", Study), _read(path, Experiment)
+
+
+def _is_one(path: Path) -> bool:
+    return path.stem not in _NO_EXPERIMENT and (path.parent / f"{STUDY}.yaml").is_file()
+
+
+def _natural(path: Path) -> tuple[str, int]:
+    letters, digits = re.sub(r"\d", "", path.stem), re.sub(r"\D", "", path.stem)
+    return ("" if letters == "table" else letters), int(digits or 0)
+
+
+def _read(path: Path, model: type[Model]) -> Model:
+    try:
+        return model.model_validate(_content(path))
+    except ValidationError as error:
+        raise RecipeError(f"{path}: {first_problem(error, model)}") from None
+
+
+def _content(path: Path) -> Any:
+    """A file with what it takes from another one."""
+    content = read_yaml(path)
+    like = content.pop("like", None) if isinstance(content, dict) else None
+    if like is None:
+        return content
+    other = _content(path.parent / f"{like}.yaml")
+    kept = {key: other[key] for key in ("metric", "better", "columns", "scales") if key in other}
+    rows = {name: {key: value for key, value in row.items() if key != "paper"} for name, row in other["rows"].items()}
+    return {**kept, "rows": rows, **content}
+
+
+def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Partial recipes in one: mappings key by key, of anything else the last."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            both = isinstance(merged.get(key), dict) and isinstance(value, Mapping)
+            merged[key] = merge(merged[key], value) if both else merge(value) if isinstance(value, Mapping) else value
+    return merged
+
+
+IMAGES = "images"
+SPLITS = ("train", "valid", "test")
+ANYWHERE = Path("{data}")
+"""In the place of the folder with local text, where it does not matter which that is; it holds all that is needed."""
+
+
+def data_folder(given: Path | None) -> Path | None:
+    """The folder with local text and images: the one given, or what ``$COMINGLE_DATA`` names, or none.
+
+    Raises:
+        RecipeError: it does not exist.
+    """
+    if given == ANYWHERE:
+        return ANYWHERE
+    named = str(given) if given is not None else os.environ.get(FOLDER_VARIABLE, "")
+    if not named:
+        return None
+    folder = expand_home(named).resolve()
+    if not folder.is_dir():
+        where = "--data" if given is not None else FOLDER_VARIABLE
+        raise RecipeError(f"{where} {named}: no such folder; it should hold the data, laid out as docs/results.md says")
+    return folder
+
+
+def placed(content: Any, folder: Path | None) -> Any:
+    """Part of a recipe as it is on every machine: with :data:`ANYWHERE` for the folder that text and base lie in."""
+    if isinstance(content, Mapping):
+        return {key: placed(value, folder) for key, value in content.items()}
+    if isinstance(content, list):
+        return [placed(value, folder) for value in content]
+    if folder is None or not isinstance(content, str) or not Path(content).is_relative_to(folder):
+        return content
+    return str(PurePosixPath(ANYWHERE, *Path(content).relative_to(folder).parts))
+
+
+def inside(path: str, folder: Path | None) -> str:
+    """A base that is asked for: where it lies in the folder, by its place in there, however the path is spelt."""
+    found = expand_home(path)
+    within = folder is not None and found.is_dir() and found.resolve().is_relative_to(folder)
+    return str(found.resolve()) if within else path
+
+
+def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
+    """Why the text or the images of a column cannot be had; empty where they can."""
+    if scale.text == "demo" or folder == ANYWHERE:
+        return ""
+    if data.task is not None or data.questions is not None or folder is None:
+        what = find_hubs(data, folder) if folder is not None else "there is no folder; give --data FOLDER"
+        made = data.task is not None and not data.images
+        return "" if made or not what or scale.text == "real" else f"{what}, and this scale takes nothing from the hub"
+    absent = [path for path in _local_paths(data) if not (folder / path).exists()]
+    return f"{folder / absent[0]} does not exist" if absent else ""
+
+
+def _found_below(data: DataSet, folder: Path | None) -> Path | None:
+    """Where the images or the questions are, if they are below the folder; otherwise they are the hub's."""
+    if folder is None:
+        return None
+    if data.questions is not None:
+        questions = folder / data.questions["name"]
+        return questions if folder == ANYWHERE or questions.is_dir() else None
+    images = folder / IMAGES
+    return images if folder == ANYWHERE or has_images(data.images, images) else None
+
+
+def find_hubs(data: DataSet, folder: Path) -> str:
+    """What a folder lacks of images or questions, which are the hub's then; empty where it has them."""
+    if not (data.images or data.questions) or _found_below(data, folder) is not None:
+        return ""
+    if data.questions is not None:
+        return f"{folder / data.questions['name']} does not exist"
+    return f"{folder / IMAGES} has no {data.images}"
+
+
+def _local_paths(data: DataSet) -> list[str]:
+    if "users" in data.local:
+        return [source if isinstance(source, str) else source["path"] for source in data.local["users"].values()]
+    path = data.local["dataset"]["path"]
+    return [path] if isinstance(path, str) else list(path)
+
+
+def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool) -> tuple[dict[str, Any], list[str]]:
+    """The section ``data`` and the users' names in the paper's order."""
+    if data.task is not None or data.questions is not None:
+        place = _found_below(data, folder) if data.images or data.questions else None
+        section = {**(data.task or data.questions or {}), **({} if place is None else {"path": str(place)})}
+        return {"questions" if data.task is None else "task": section}, []
+    if demo:
+        texts = dict(zip(data.users, study.demo, strict=True))
+        held_out = {key: data.local[key] for key in ("held_out",) if key in data.local}
+        return {"users": texts, **held_out}, data.users
+    section = data.hub if folder is None else _anchored(data.local, folder)
+    names = list(section["users"]) if "users" in section else list(section["dataset"]["users"])
+    limits = {f"max_{split}_tokens": data.tokens[split] for split in SPLITS if not data.chats}
+    return {**section, **limits}, names
+
+
+def _anchored(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Paths below the folder; of the sections that have some, these are copies."""
+    if "users" in local:
+        users = {n: {"path": s} if isinstance(s, str) else dict(s) for n, s in local["users"].items()}
+        return {**local, "users": {n: {**s, "path": str(folder / s["path"])} for n, s in users.items()}}
+    path = local["dataset"]["path"]
+    paths = str(folder / path) if isinstance(path, str) else [str(folder / one) for one in path]
+    return {**local, "dataset": {**local["dataset"], "path": paths}}
+
+
+def limits_by_name(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A limit given as a list is one number for each user, in the paper's order."""
+    lists = {key: value for key, value in data.items() if key.endswith("_tokens") and isinstance(value, list)}
+    return {**data, **{key: dict(zip(names, value, strict=True)) for key, value in lists.items()}}

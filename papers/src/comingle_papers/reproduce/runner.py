@@ -1,0 +1,424 @@
+"""Runs the cells of a plan, each once.
+
+A run's name is a digest of what it computes (:func:`comingle_papers.reproduce.plan.name_of`), the same on every
+machine. It does not cover what text and base hold: a run stands for what is here only if it has read the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import comingle
+from comingle.config import load_recipe
+from comingle.models.base import Base
+from comingle.models.loading import cached_folder, hub_answers, is_offline, is_public
+from comingle.runs.compare import in_processes
+from comingle.runs.progress import LOADING, reporting
+from comingle.runs.session import describe, prepare, run_in
+from comingle.training.client import Clients
+from comingle.training.events import Observer
+from comingle.training.kinds.base import Materials
+from comingle.utils.digests import digest_all
+from comingle.utils.errors import DivergenceError, RunError
+from comingle.utils.inputs import POPULATION, Inputs, read_inputs
+from comingle.utils.names import HUB_PREFIX, parse_hub_name
+from comingle.utils.records import expand_home, read_metrics, write_json, write_text
+from comingle.utils.terminal import errors
+from comingle_papers.recipes import published_runs
+from comingle_papers.reproduce.plan import Cell, Plan, name_of
+
+MEASURED = "measured.json"
+"""In a finished run's folder: what it computes, and by what it was made."""
+DIVERGED = "diverged.txt"
+"""In the folder of a run whose training left the real numbers: why."""
+_DIGITS = 16
+
+
+def write_measured(folder: Path, cell: Cell) -> None:
+    """Mark a run as finished, with what made it."""
+    write_json(folder / MEASURED, {"computed": cell.computed, "made": _made()})
+
+
+def is_measured(folder: Path) -> bool:
+    """Whether a folder holds the result of the run that it is called after.
+
+    Raises:
+        RunError: it holds another one's, or is damaged.
+    """
+    return (folder / MEASURED).exists() and bool(read_measured(folder))
+
+
+def read_diverged(folder: Path) -> str:
+    """Why a run diverged; empty where it did not."""
+    path = folder / DIVERGED
+    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+
+def read_measured(folder: Path) -> dict[str, Any]:
+    """What a run computes, and what made it.
+
+    Raises:
+        RunError: it is another run's, or damaged.
+    """
+    path = folder / MEASURED
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if name_of(content["computed"]) != folder.name:
+            raise RunError(f"{path}: of another run, {name_of(content['computed'])}; use another --out")
+        return {key: content[key] for key in ("computed", "made")}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{path}: damaged ({error!r}); delete it, and the run is made anew") from None
+
+
+def _made() -> dict[str, str]:
+    """By which version, when, and on what kind of machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    processor = [line.partition(": ")[2] for line in lines if line.startswith("model name")][:1]
+    cards = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    machine = [platform.machine(), *processor, *cards, f"torch {torch.__version__}"]
+    today = date.today().isoformat()
+    return {"version": comingle.__version__, "commit": _commit(), "date": today, "machine": ", ".join(machine)}
+
+
+def _commit() -> str:
+    """The commit of a checkout, marked where files differ from it; empty for what is installed."""
+    root = Path(comingle.__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    asked = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def said(inputs: Inputs) -> dict[str, str]:
+    """Digests of a run's base and of everybody's data.
+
+    The tokenizer's is left out: it changes with its library, and what it makes of the text is in the data's.
+    """
+    found = {"the base": inputs.base} if inputs.base else {}
+    found |= {f"the data of {name!r}": digest_all(user.digests) for name, user in inputs.users.items()}
+    found |= {"the users": digest_all(inputs.settings[POPULATION])} if POPULATION in inputs.settings else {}
+    return {what: digest[:_DIGITS] for what, digest in found.items()}
+
+
+def check_same(where: object, was: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Whether a run was measured with what is here, as :func:`said` of both.
+
+    Raises:
+        RunError: it was not; says what differs.
+    """
+    for what in [*was, *now]:
+        if was.get(what) != now.get(what):
+            raise RunError(
+                f"{where}: {what} was {was.get(what, 'not there')} when it was measured, and is "
+                f"{now.get(what, 'not there')}; take what it was measured with, or another --out"
+            )
+
+
+RUNS = "runs"
+
+Waiting = Callable[[str], AbstractContextManager[Any]]
+"""Says what is being waited for, while it lasts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a cell: its run folder, and whether it ran now, was there before, or left the real numbers.
+
+    ``published`` are the metrics of a run that somebody else has made, of which there is no folder.
+    """
+
+    cell: Cell
+    folder: Path
+    seconds: float
+    ran: bool
+    diverged: str = ""
+    published: dict[str, Any] | None = None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The result, of a run that did not diverge."""
+        return read_metrics(self.folder) if self.published is None else self.published
+
+
+@dataclass(kw_only=True)
+class Estimate:
+    """Time left for the whole table, from what the finished runs took for each unit of work, base by base."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    work: dict[str, float] = field(default_factory=dict)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take a run that was really done."""
+        if outcome.ran:
+            base = outcome.cell.recipe.base
+            self.seconds[base] = self.seconds.get(base, 0.0) + outcome.seconds
+            self.work[base] = self.work.get(base, 0.0) + outcome.cell.weight
+
+    def left(self, cells: Sequence[Cell]) -> float | None:
+        """Seconds that some cells will take; None before anything is known. A new base counts as those before it."""
+        if not self.work:
+            return None
+        mean = sum(self.seconds.values()) / sum(self.work.values())
+        pace = {base: self.seconds[base] / work for base, work in self.work.items()}
+        return sum(cell.weight * pace.get(cell.recipe.base, mean) for cell in cells)
+
+
+def unique(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells to run: of several that compute the same, the first."""
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        first.setdefault(cell.folder, cell)
+    return list(first.values())
+
+
+def title_of(cell: Cell) -> str:
+    """What a run of a table is called."""
+    return f"{cell.column} · {cell.row}, seed {cell.seed}"
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    out: Path,
+    *,
+    force: bool = False,
+    observers: Callable[[Cell, Clients], Sequence[Observer]] = lambda cell, clients: (),
+    waiting: Waiting = nullcontext,
+) -> Iterator[Outcome]:
+    """Run every cell below ``out/runs``, in order; text and base are loaded once for neighbours that share them.
+
+    A run whose training diverges is written down as such and does not stop the others. Checkpoints of tasks are deleted
+    at the end: everybody's copies of nets that are trained whole would fill the disk, and no report reads them.
+
+    Raises:
+        RunError: a run folder belongs to something else, or was made with other text or another base.
+    """
+    shelf = Shelf(waiting)
+    for cell in unique(cells):
+        folder = out / RUNS / cell.folder
+        if not force and is_measured(folder):
+            check_same(folder, said(read_inputs(folder)), shelf.said(cell))
+            yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=read_diverged(folder))
+            continue
+        begun = (folder / "recipe.yaml").exists()
+        # What was begun with text at another place begins anew: so do its checkpoints' names.
+        resume = begun and not force and load_recipe(folder).fingerprint == cell.recipe.fingerprint
+        materials = shelf.materials(cell)
+        started = time.perf_counter()
+        for name in (DIVERGED, MEASURED):
+            (folder / name).unlink(missing_ok=True)
+        watch, anew = partial(observers, cell), force or (begun and not resume)
+        try:
+            run_in(folder, cell.recipe, materials, resume=resume, force=anew, observers=watch)
+        except DivergenceError as error:
+            write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
+        if not materials.kind.needs_base:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        write_measured(folder, cell)
+        yield Outcome(
+            cell=cell, folder=folder, seconds=time.perf_counter() - started, ran=True, diverged=read_diverged(folder)
+        )
+
+
+def check_out(out: Path, name: str, *, resume: bool, force: bool) -> Path:
+    """The folder of one table below ``out``; refused where it has been made already, unless told what to do.
+
+    Raises:
+        RunError: it exists and neither ``resume`` nor ``force`` is given.
+    """
+    folder = out / name.partition("/")[2]
+    if folder.exists() and not (resume or force):
+        raise RunError(f"{folder}: exists; --resume goes on with it, --force runs all again, --out names another")
+    return folder
+
+
+def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[tuple[str, str], list[float]]:
+    """The metric of every run of a cell, by (row, column); runs that are missing or diverged have none.
+
+    Accuracies are in per cent, as papers print them. A metric that models are not compared by is the mean over users.
+    """
+    factor = 100 if metric.endswith("_accuracy") else 1
+    by_cell: dict[tuple[str, str], list[float]] = {}
+    for cell in cells:
+        outcome = outcomes.get(cell.folder)
+        if outcome is None or outcome.diverged:
+            continue
+        by_cell.setdefault((cell.row, cell.column), []).append(factor * _read(outcome.metrics, metric))
+    return by_cell
+
+
+def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[str, dict[str, Any]]:
+    """Each user's metric, by column, row, seed and user; runs that are missing or diverged have none."""
+    by_column: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        outcome = outcomes.get(cell.folder)
+        if outcome is None or outcome.diverged:
+            continue
+        users = {name: user.get(metric.removeprefix("mean_")) for name, user in outcome.metrics["users"].items()}
+        by_column.setdefault(cell.column, {}).setdefault(cell.row, {})[cell.seed] = users
+    return by_column
+
+
+def _read(metrics: Mapping[str, Any], metric: str) -> float:
+    """A metric of a run, or the mean of what it has of every user: ROUGE-1 where models are compared by accuracy."""
+    key = metric.removeprefix("mean_")
+    return metrics[metric] if metric in metrics else statistics.fmean(user[key] for user in metrics["users"].values())
+
+
+class Shelf:
+    """The base and the text that were loaded last."""
+
+    def __init__(self, waiting: Waiting = nullcontext) -> None:
+        self._waiting = waiting
+        self._base: tuple[str, Base] | None = None
+        self._materials: tuple[str, Materials] | None = None
+        self._said: tuple[Materials, dict[str, str]] | None = None
+
+    def said(self, cell: Cell) -> dict[str, str]:
+        """Digests of what a cell would read."""
+        materials = self.materials(cell)
+        if self._said is None or self._said[0] is not materials:
+            self._said = materials, said(describe(materials, cell.recipe))
+        return self._said[1]
+
+    def materials(self, cell: Cell) -> Materials:
+        """What a cell needs, from the shelf where it lies there already."""
+        recipe = cell.recipe
+        runtime = recipe.runtime.model_dump_json()
+        base_key = f"{recipe.base} {runtime}"
+        key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
+        if self._materials is None or self._materials[0] != key:
+            base = self._base[1] if self._base is not None and self._base[0] == base_key else None
+            self._materials = None  # so that two bases never lie side by side
+            with self._waiting(LOADING):
+                self._materials = (key, prepare(recipe, base=base))
+            self._base = (base_key, loaded) if (loaded := self._materials[1].base) is not None else None
+        return self._materials[1]
+
+
+def run_parallel(
+    cells: Sequence[Cell], out: Path, *, jobs: int, force: bool = False, quiet: bool = True
+) -> Iterator[Outcome]:
+    """Like :func:`comingle_papers.reproduce.runner.run_cells`, ``jobs`` runs at a time, in the order in which they end.
+
+    Cells of one column and seed stay together, since they share their text. Unless ``quiet``, and where stderr is no
+    terminal, each tells of its rounds. Where there are GPUs each job has one of its own, as far as they suffice.
+
+    Raises:
+        ComingleError: whatever a worker raises, when the others are done.
+    """
+    groups = [list(group) for _, group in groupby(unique(cells), key=lambda cell: (cell.column, cell.seed))]
+    silent = quiet or errors.is_terminal  # several bars would write over each other
+    yield from in_processes(groups, partial(_work, out=out, force=force, quiet=silent), jobs=jobs, told=_told)
+
+
+def _told(group: Sequence[Cell]) -> str:
+    return f"{group[0].column}, seed {group[0].seed}"
+
+
+def _work(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> Iterator[Outcome]:
+    with reporting(quiet=quiet) as reporter:
+
+        def observers(cell: Cell, clients: Clients) -> list[Observer]:
+            return [reporter.watch(clients, title_of(cell))]
+
+        yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
+
+
+_LISTED = 3
+
+
+def check_reach(plan: Plan) -> None:
+    """Refuse a plan that reads the hub where the hub is out of reach.
+
+    The hub's own client would retry for half a minute, and then name one file.
+
+    Raises:
+        RunError: something is neither in the hub's cache nor within reach; says what can be run instead.
+    """
+    missing = _missing(plan)
+    if not missing:
+        return
+    from huggingface_hub import constants
+
+    if not is_offline() and hub_answers(constants.ENDPOINT):
+        return
+    why = "HF_HUB_OFFLINE is set" if is_offline() else f"the hub ({constants.ENDPOINT}) is out of reach"
+    listed = ", ".join(missing[:_LISTED]) + (f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else "")
+    raise RunError(f"reproduce {plan.name}: needs {listed} from the hub, and {why}; {_advice(plan)}")
+
+
+def _advice(plan: Plan) -> str:
+    """Commands that need no network."""
+    ways = []
+    if "cpu" in plan.study.scales:
+        ways.append("--scale cpu --data FOLDER runs it on local files (docs/results.md says how FOLDER is laid out)")
+    paper = plan.name.partition("/")[0]
+    ways += [
+        f"--scale {name.removeprefix(f'{paper}-')} --measured {name} prints published runs"
+        for name in published_runs()
+        if name.startswith(f"{paper}-")
+    ]
+    return "; ".join(ways) or "--scale smoke runs it on text that every machine has"
+
+
+def _missing(plan: Plan) -> list[str]:
+    """Names of what is on the hub and not in its cache."""
+    names: dict[str, None] = {}
+    for cell in plan.cells:
+        base = cell.recipe.base
+        if "/" in base and is_public(base) and not expand_home(base).exists() and cached_folder(base) is None:
+            names[base] = None
+        for name in _data_sets(plan, cell):
+            names[name] = None
+    return list(names)
+
+
+def _data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
+    """Data sets of the hub that a cell reads and the hub's cache lacks."""
+    content = cell.recipe.data.model_dump()
+    for source in _strings(content):
+        if source.startswith(HUB_PREFIX) and not _is_cached(name := parse_hub_name(source).name):
+            yield name
+    data = plan.study.data[plan.column_of(cell.column).data]
+    made = content.get("task") or content.get("questions") or {}
+    if (data.images or data.questions) and made.get("path") is None:
+        yield data.images or data.label
+
+
+def _strings(content: Any) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict):
+        yield from (found for part in content.values() for found in _strings(part))
+    elif isinstance(content, list | tuple):
+        yield from (found for part in content for found in _strings(part))
+
+
+def _is_cached(name: str) -> bool:
+    """Return whether ``datasets`` has kept a data set; it is not imported for that, which takes seconds."""
+    from huggingface_hub import constants
+
+    folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+    return (Path(folder) / name.replace("/", "___")).is_dir()

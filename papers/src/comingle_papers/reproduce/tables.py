@@ -1,0 +1,352 @@
+"""Our numbers beside the paper's."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from comingle.reports import comparisons
+from comingle.reports.comparisons import BASELINE, Against, Results, baseline_of, hold, members, spoken
+from comingle.reports.formatting import Table
+from comingle.utils.records import MEASURES, write_json, write_text
+from comingle.utils.terminal import words
+from comingle_papers.reproduce.plan import Plan
+from comingle_papers.reproduce.published import Note, printed
+
+_LISTED = 8
+
+Entry = tuple[float, float | None]
+"""A mean and its deviation over seeds (None: unknown)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """How the paper's order of some rows compares with ours.
+
+    ``tau`` is Kendall's tau-b and ``p_value`` that of the hypothesis of independent orders; None for fewer than two
+    rows, or where one side is all ties. ``swapped`` are pairs (the paper's better one first) that we found the other
+    way round by more than their deviations together; in ``unclear`` pairs it is by less, in the paper or with us.
+    """
+
+    rows: int
+    pairs: int
+    agreeing: int
+    tau: float | None
+    p_value: float | None
+    swapped: tuple[tuple[str, str], ...]
+    unclear: tuple[tuple[str, str], ...]
+    deviations: bool
+    """Whether ours are known: they are not with one seed."""
+
+
+def ranks(means: Mapping[str, float], *, lower_is_better: bool = True) -> dict[str, int]:
+    """1 for the best; equal numbers share the better rank."""
+    sign = 1 if lower_is_better else -1
+    return {name: 1 + sum(sign * other < sign * mean for other in means.values()) for name, mean in means.items()}
+
+
+def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, lower_is_better: bool = True) -> Order:
+    """Compare over the rows that both have."""
+    names = [name for name in paper if name in ours]
+    pairs = list(combinations(names, 2))
+    sign = 1.0 if lower_is_better else -1.0
+    agreeing = 0
+    swapped: list[tuple[str, str]] = []
+    unclear: list[tuple[str, str]] = []
+    for one, two in pairs:
+        said, our_difference = paper[two][0] - paper[one][0], ours[two][0] - ours[one][0]
+        if said * our_difference > 0 or said == our_difference == 0:
+            agreeing += 1
+            continue
+        better, worse = (one, two) if sign * said >= 0 else (two, one)
+        clear = abs(said) > _noise(paper, one, two) and abs(our_difference) > _noise(ours, one, two)
+        (swapped if clear else unclear).append((better, worse))
+    tau, p_value = _kendall([paper[n][0] for n in names], [ours[n][0] for n in names])
+    return Order(
+        rows=len(names),
+        pairs=len(pairs),
+        agreeing=agreeing,
+        tau=tau,
+        p_value=p_value,
+        swapped=tuple(swapped),
+        unclear=tuple(unclear),
+        deviations=any(ours[name][1] is not None for name in names),
+    )
+
+
+def _noise(entries: Mapping[str, Entry], one: str, two: str) -> float:
+    return (entries[one][1] or 0.0) + (entries[two][1] or 0.0)
+
+
+def _kendall(paper: list[float], ours: list[float]) -> tuple[float | None, float | None]:
+    if len(paper) < 2:
+        return None, None
+    from scipy.stats import kendalltau  # takes half a second to import
+
+    result: Any = kendalltau(paper, ours)
+    tau, p_value = float(result.statistic), float(result.pvalue)
+    return (None, None) if math.isnan(tau) else (tau, p_value)
+
+
+def sentence(label: str, order: Order, reference: str = "paper") -> str:
+    """In plain words whether the order of the reference holds."""
+    if order.rows < 2:
+        return f"{label}: {order.rows} row with numbers on both sides, so there is no order to compare."
+    if order.tau is None:
+        return f"{label}: all numbers of one side are equal, so there is no order to compare."
+    head = f"{label}: tau = {order.tau:.2f} (p = {order.p_value:.2g}) over {order.rows} rows; "
+    if order.agreeing == order.pairs:
+        return head + f"the {reference}'s order holds in full."
+    told = f"{order.agreeing} of {order.pairs} pairs are in the {reference}'s order"
+    if not order.swapped:
+        return f"{head}{told}, and the others differ by no more than their deviations: {_list(order.unclear)}."
+    verdict = "the order holds for the most part" if order.agreeing > 0.8 * order.pairs else "the order does not hold"
+    beyond = "beyond the deviations" if order.deviations else "with one seed, so that our deviations are unknown"
+    clear = f"the other way round, {beyond}: {_list(order.swapped)}"
+    rest = f"; within the deviations: {_list(order.unclear)}" if order.unclear else ""
+    return f"{head}{verdict}: {told}; {clear}{rest}."
+
+
+def _list(pairs: tuple[tuple[str, str], ...]) -> str:
+    """Pairs as the paper orders them; ``table.json`` has those that are too many to be read."""
+    shown = [f"{better} before {worse}" for better, worse in pairs[:_LISTED]]
+    return ", ".join(shown) + (f" and {len(pairs) - _LISTED} more" if len(pairs) > _LISTED else "")
+
+
+_FORMATS = {"mean_test_accuracy": ",.1f", "mean_test_rouge1": ".3f", "mean_test_loss": ",.3g"}
+_FORMAT = ",.2f"
+
+Scores = Mapping[tuple[str, str], Sequence[float]]
+"""Every seed's score, by (row, column)."""
+
+
+def build_table(
+    plan: Plan,
+    scores: Scores,
+    *,
+    diverged: Sequence[str] = (),
+    results: Mapping[str, Results] = MappingProxyType({}),
+    baseline: str | None = None,
+) -> dict[str, Any]:
+    """Everything that is known of a table, as plain data: ``table.json``.
+
+    ``results`` are each user's, by column: with several seeds rows are held against ``baseline``, a row or a method.
+
+    Raises:
+        RecipeError: no row is the baseline.
+    """
+    experiment = plan.experiment
+    chosen = baseline_row(plan, baseline)
+    columns = [
+        {**_column(plan, name, scores), "against": _against(plan, results.get(name, {}), chosen)}
+        for name in plan.columns
+    ]
+    return {
+        "name": plan.name,
+        "title": experiment.title,
+        "source": f"{plan.study.source}; {experiment.source}",
+        "metric": experiment.metric,
+        "reference": experiment.reference,
+        "better": experiment.better,
+        "scale": plan.scale,
+        "about_scale": plan.scaled.about,
+        "seeds": list(plan.seeds),
+        "rows": {row: experiment.rows[row].label or row for row in experiment.rows if row not in plan.missing},
+        "columns": columns,
+        "missing": list(plan.missing),
+        "left_out": dict(plan.left_out),
+        "diverged": list(diverged),
+        "about": [note.text for note in experiment.notes if not _on_cells(note)],
+        "notes": [note.text for note in experiment.notes if _on_cells(note)],
+    }
+
+
+def baseline_row(plan: Plan, wanted: str | None) -> str:
+    """The row that others are held against: the wanted one, or one of the wanted method; else ``local``, or the first.
+
+    Several, with commas between, are one baseline, the better of them.
+
+    Raises:
+        RecipeError: no row is wanted.
+    """
+    by_method = {plan.experiment.rows[row].method: row for row in reversed(plan.rows)}
+    if wanted is None:
+        return baseline_of(plan.rows, by_method.get(BASELINE))
+    names = [name if name in plan.rows else by_method.get(name, name) for name in members(wanted)]
+    return baseline_of(plan.rows, ",".join(names))
+
+
+def _against(plan: Plan, results: Results, baseline: str) -> dict[str, Any] | None:
+    """Every row against the baseline, where that has been run, under the names that rows have in the table."""
+    measure = plan.experiment.metric.removeprefix("mean_test_")
+    if measure not in MEASURES or not results.keys() >= {*members(baseline)}:
+        return None
+    found = hold(results, measure, baseline)
+    if found is None:
+        return None
+    names = {row: plan.experiment.rows[row].label or row for row in results}
+    verdicts = tuple(replace(one, method=names[one.method]) for one in found.verdicts)
+    return replace(found, baseline=spoken([names[row] for row in members(baseline)]), verdicts=verdicts).as_dict()
+
+
+def _column(plan: Plan, name: str, scores: Scores) -> dict[str, Any]:
+    lower = plan.experiment.better == "lower"
+    paper = _paper(plan, name)
+    ours: dict[str, Entry] = {row: _spread(scores[row, name]) for row in plan.rows if (row, name) in scores}
+    both = [row for row in plan.rows if row in paper and row in ours]
+    said = ranks({row: paper[row][0] for row in both}, lower_is_better=lower)
+    our_ranks = ranks({row: ours[row][0] for row in both}, lower_is_better=lower)
+    order = compare_orders({r: paper[r] for r in both}, {r: ours[r] for r in both}, lower_is_better=lower)
+    label = plan.label(name)
+    return {
+        "name": name,
+        "label": label,
+        "seeds": sorted({cell.seed for cell in plan.cells if cell.column == name}),
+        "base": sorted({cell.recipe.base for cell in plan.cells if cell.column == name}),
+        "cells": {
+            row: {
+                "ours": _entry(ours.get(row), our_ranks.get(row)),
+                "scores": list(scores.get((row, name), [])),
+                "paper": _entry(paper.get(row), said.get(row)),
+                "notes": _notes(plan, row, name),
+            }
+            for row in plan.rows
+        },
+        "order": asdict(order),
+        "sentence": sentence(label, order, plan.experiment.reference) if paper else "",
+    }
+
+
+def _paper(plan: Plan, column: str) -> dict[str, Entry]:
+    index = plan.experiment.column_names.index(column)
+    cells = {name: row.paper[index] for name, row in plan.experiment.rows.items() if row.paper is not None}
+    return {name: printed(cell) for name, cell in cells.items() if cell is not None}
+
+
+def _notes(plan: Plan, row: str, column: str) -> list[int]:
+    notes = [note for note in plan.experiment.notes if _on_cells(note)]
+    return [i for i, note in enumerate(notes) if row in note.rows and column in note.columns]
+
+
+def _on_cells(note: Note) -> bool:
+    """Whether a note is on some cells, not on the whole table."""
+    return bool(note.rows or note.columns)
+
+
+def _spread(values: Sequence[float]) -> Entry:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def _entry(value: Entry | None, rank: int | None) -> dict[str, float | int | None] | None:
+    return None if value is None else {"mean": value[0], "std": value[1], "rank": rank}
+
+
+# -------------------------------------------------------------------- as text
+
+
+def write_tables(folder: Path, table: Mapping[str, Any]) -> None:
+    """``table.md`` and ``table.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "table.json", dict(table))
+    write_text(folder / "table.md", markdown(table))
+
+
+def markdown(table: Mapping[str, Any]) -> str:
+    """A table as Markdown: for each column ours and the paper's, with ranks, what the order says, and verdicts."""
+    head, rows = _grid(table)
+    lines = [f"# {table['title']}", "", *_about(table), "", table_line(head), "|" + "---|" * len(head)]
+    lines += [table_line(row) for row in rows]
+    told = remarks(table)
+    lines += ["", *(f"- {one}" for one in told)]
+    for label, found in held(table):
+        lines += ["", f"## {label}: better, level or worse", "", *comparisons.markdown(found)]
+    return "\n".join(lines) + "\n"
+
+
+def held(table: Mapping[str, Any]) -> list[tuple[str, Against]]:
+    """The verdicts of each column that has any, with its label."""
+    columns = [column for column in table["columns"] if column.get("against")]
+    return [(column["label"], Against.read(column["against"])) for column in columns]
+
+
+def render(table: Mapping[str, Any]) -> Table:
+    """A table for the terminal."""
+    head, rows = _grid(table)
+    shown = Table(title="\n".join([table["title"], *_about(table)]), title_justify="left", box=None)
+    for i, name in enumerate(head):
+        ours = i == 0 or name != table["reference"]
+        shown.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, style="" if ours else "dim")
+    for row in rows:
+        shown.add_row(*map(words, row))
+    return shown
+
+
+def remarks(table: Mapping[str, Any]) -> list[str]:
+    """Whether the order holds, column by column; what is missing, and what is odd about the paper's numbers."""
+    told = [column["sentence"] for column in table["columns"] if column["sentence"]]
+    fewer = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
+    told += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in fewer]
+    told += [f"{text}." for text in table["about"]]
+    if table["missing"]:
+        told.append(f"Missing, as there is no such method yet: {', '.join(table['missing'])}.")
+    told += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
+    told += [f"Diverged: {one}" for one in table["diverged"]] + list(table.get("measured", ()))
+    used = {note for column in table["columns"] for cell in column["cells"].values() for note in cell["notes"]}
+    return told + [f"({_letter(i)}) {table['notes'][i]}." for i in sorted(used)]
+
+
+def _about(table: Mapping[str, Any]) -> list[str]:
+    seeds = table["seeds"]
+    spread = f"mean (std) over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    bases = sorted({base for column in table["columns"] for base in column["base"]})
+    small = "lower" if table["better"] == "lower" else "higher"
+    ranked = "; #: rank among the rows with numbers on both sides" if _has_reference(table) else ""
+    return [
+        f"{table['source']}.",
+        f"Scale {table['scale']}: {table['about_scale']}. Base: {', '.join(Path(b).name or b for b in bases)}.",
+        f"Ours: {spread}, {small} is better{ranked}.",
+    ]
+
+
+def _has_reference(table: Mapping[str, Any]) -> bool:
+    return any(cell["paper"] for column in table["columns"] for cell in column["cells"].values())
+
+
+def _grid(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    head, beside = ["method"], _has_reference(table)
+    for column in table["columns"]:
+        head += [column["label"], table["reference"]] if beside else [column["label"]]
+    rows, kind = [], _FORMATS.get(table["metric"], _FORMAT)
+    for row, label in table["rows"].items():
+        cells = [label]
+        for column in table["columns"]:
+            cell = column["cells"].get(row, {"ours": None, "paper": None, "notes": []})
+            marks = "".join(f" ({_letter(i)})" for i in cell["notes"])
+            theirs = _shown(cell["paper"], kind) + marks
+            cells += [_shown(cell["ours"], kind), theirs] if beside else [_shown(cell["ours"], kind) + marks]
+        if any(cells[1:]):
+            rows.append(cells)
+    return head, rows
+
+
+def _shown(entry: Mapping[str, Any] | None, kind: str) -> str:
+    if entry is None:
+        return ""
+    spread = "" if entry["std"] is None else f" ({entry['std']:{kind}})"
+    rank = "" if entry["rank"] is None else f" #{entry['rank']}"
+    return f"{entry['mean']:{kind}}{spread}{rank}"
+
+
+def _letter(index: int) -> str:
+    return "abcdefghijklmnopqrstuvwxyz"[index]
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"

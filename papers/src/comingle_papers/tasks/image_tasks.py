@@ -1,0 +1,417 @@
+"""Image tasks of FLoRAL and FedMerge, and their settings.
+
+FLoRAL's tasks (section 5, appendix G; users, clusters and numbers of samples are those of its public code):
+
+    task                 users / clusters   train samples a user   net
+    linear               10 / 2             7                      linear
+    mlp, mlp-norm        20 / 4             97                     mlp, mlp-norm
+    mnist                300 / 4            200                    mnist
+    cifar10              20 / 4             2,500                  cifar10
+    cifar100             100 / 10           500                    vgg8
+
+FedMerge's (section 4.1; it has CIFAR-100 and PACS, the others are for smaller runs of the same kind):
+
+    task                 users / clusters   train, valid, test images a user   net
+    cifar100-personal    50 / none          900, 100, 200 on average           resnet9
+    cifar100-cluster     50 / 5             as many, by cluster                resnet9
+    cifar10-personal, cifar10-cluster, mnist-personal, mnist-cluster: the same
+    pacs                 4 / 4 domains      1,252 to 2,947, 139 to 327, 278 to 655   resnet9
+
+Random ones act on each sample by itself, without a loop; what they draw comes from the given generator, on the
+generator's device, so that a CPU generator gives the same images on every device.
+
+User k is in cluster k mod C. Images of cluster c are turned by 360 / C * c degrees (shift "rotate"), or their labels
+become y + c modulo the number of classes ("labels"); test images are shifted as train images are. Without a shift
+(cifar100) cluster c holds the labels that are c modulo C, and they stay numbers out of 100: a net that can fit 10
+labels but not 100, which must find out whose labels it will be asked for, is what the task is about. Mapped to 10, the
+labels of different clusters would contradict each other, which is the label shift of the other tasks.
+
+Source: FedMerge, section 4.1; what it leaves open is as in its public code. The data set's own train and test images
+are pooled, dealt out (:mod:`.groups`), and each user's are split: a sixth is for testing, a tenth of the
+others for validation, label by label, so that train, validation and test images of a user have the same distribution
+and every label is trained on (:mod:`comingle.data.samples.samples`).
+
+    personal   50 users; the images of each label are parted by shares drawn from Dir(0.1)
+    cluster    the labels are drawn into five clusters of equally many; 6, 5, 8, 13 and 18 of 50 consecutive users have
+               one each, dealt evenly, as in the paper. Its public code draws sizes at random, gives each cluster 30 of
+               100 labels, so that clusters overlap, and parts each label by Dir(10): ``labels_per_cluster: 30`` and
+               ``alpha: 10`` do the latter two
+    domain     PACS, one domain a user; more users than domains share a domain evenly
+
+Differs from the public code: it holds out test and validation images of the personal setting regardless of labels, and
+in the cluster setting keeps the data set's own test images for testing; it has no validation images of PACS, and no
+partition of it. Images are not augmented, as there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn import functional as F
+
+from comingle.data.samples.samples import Samples, UserSamples, hold_out, list_labels
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.seeds import generator
+from comingle_papers.tasks.groups import Key, choose_labels, cluster_sizes, deal, group_by_labels
+from comingle_papers.tasks.images import Images
+
+Shift = Literal["rotate", "labels"]
+Partition = Literal["personal", "cluster", "domain"]
+
+CIFAR10_COLOURS = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+"""Mean and standard deviation by which everybody normalises CIFAR."""
+_CIFAR100_COLOURS = ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))
+_IMAGENET_COLOURS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+Colours = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a task is unless told otherwise; ``hub`` is empty for synthetic ones.
+
+    ``train`` and ``test`` are the samples of a user where the task alone decides: of synthetic tasks, and on average
+    where images are dealt unevenly. Images without ``colours`` are grey and stay in [0, 1].
+    """
+
+    users: int
+    clusters: int
+    net: str
+    train: int = 0
+    test: int = 0
+    hub: str = ""
+    images: str = ""
+    """Name of the images' files, where it is not the task's own."""
+    classes: int = 0
+    shift: Shift | None = None
+    colours: Colours | None = None
+    partition: Partition | None = None
+    alpha: float | None = None
+    valid: float = 0.0
+    augment: bool = False
+
+    @property
+    def coloured(self) -> bool:
+        """Whether images have three channels."""
+        return self.colours is not None
+
+
+def _fedmerge(
+    images: str, partition: Partition, hub: str, pooled: int, classes: int, colours: Colours | None
+) -> Setting:
+    """Users, net, alpha and splits of FedMerge's section 4.1 and public code; ``pooled`` images in all."""
+    users = 4 if partition == "domain" else 50
+    each = pooled / users
+    return Setting(
+        users=users,
+        clusters={"personal": 1, "cluster": 5, "domain": 4}[partition],
+        net="resnet9",
+        train=round(each * (1 - TEST_SHARE) * (1 - VALID_SHARE)),
+        test=round(each * TEST_SHARE),
+        hub=hub,
+        images=images,
+        classes=classes,
+        colours=colours,
+        partition=partition,
+        alpha=0.1 if partition == "personal" else None,
+        valid=VALID_SHARE,
+    )
+
+
+TEST_SHARE = 1 / 6
+"""How much of a user's images are held out for testing (FedMerge's public code)."""
+VALID_SHARE = 0.1
+"""How much of the others for validation, likewise."""
+
+REDUCED_MINIMUM = 10
+"""Train samples that a fraction leaves each user (FLoRAL, section 5), if the user had as many."""
+
+_MNIST, _CIFAR10, _CIFAR100 = "hub:ylecun/mnist", "hub:uoft-cs/cifar10", "hub:uoft-cs/cifar100"
+
+TASKS: dict[str, Setting] = {
+    "linear": Setting(users=10, clusters=2, net="linear", train=7, test=1),
+    "mlp": Setting(users=20, clusters=4, net="mlp", train=97, test=23),
+    "mlp-norm": Setting(users=20, clusters=4, net="mlp-norm", train=97, test=23),
+    "mnist": Setting(users=300, clusters=4, net="mnist", hub=_MNIST, classes=10, shift="rotate"),
+    "cifar10": Setting(
+        users=20,
+        clusters=4,
+        net="cifar10",
+        hub=_CIFAR10,
+        classes=10,
+        shift="rotate",
+        colours=CIFAR10_COLOURS,
+        augment=True,
+    ),
+    "cifar100": Setting(
+        users=100, clusters=10, net="vgg8", hub=_CIFAR100, classes=100, colours=CIFAR10_COLOURS, augment=True
+    ),
+    "mnist-personal": _fedmerge("mnist", "personal", _MNIST, 70_000, 10, None),
+    "mnist-cluster": _fedmerge("mnist", "cluster", _MNIST, 70_000, 10, None),
+    "cifar10-personal": _fedmerge("cifar10", "personal", _CIFAR10, 60_000, 10, CIFAR10_COLOURS),
+    "cifar10-cluster": _fedmerge("cifar10", "cluster", _CIFAR10, 60_000, 10, CIFAR10_COLOURS),
+    "cifar100-personal": _fedmerge("cifar100", "personal", _CIFAR100, 60_000, 100, _CIFAR100_COLOURS),
+    "cifar100-cluster": _fedmerge("cifar100", "cluster", _CIFAR100, 60_000, 100, _CIFAR100_COLOURS),
+    "pacs": _fedmerge("pacs", "domain", "hub:flwrlabs/pacs", 9_991, 7, _IMAGENET_COLOURS),
+}
+
+
+CROP_PADDING = 4
+"""Pixels on every side that a crop may shift by, as is usual for CIFAR."""
+
+
+def rotate_quarters(images: Float[Tensor, "n c h w"], turns: int) -> Float[Tensor, "n c _ _"]:
+    """Counter-clockwise by ``turns`` times 90 degrees, exactly: no pixel changes its value."""
+    return torch.rot90(images, turns, (-2, -1))
+
+
+def rotate_freely(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Tensor, "n c h w"]:
+    """Counter-clockwise about the centre, bilinear, zeros where nothing was."""
+    height, width = images.shape[-2:]
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    # A grid says where each output pixel comes from, so this is the inverse rotation. Both axes run from -1 to 1
+    # whatever their length, hence the ratios; y points down.
+    inverse = [[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]]
+    theta = torch.tensor(inverse, dtype=images.dtype, device=images.device).expand(len(images), 2, 3)
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def rotate(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Tensor, "n c h w"]:
+    """Counter-clockwise by any angle; exact where a multiple of 90 degrees keeps the shape."""
+    turns, rest = divmod(degrees, 90)
+    if rest == 0 and (turns % 2 == 0 or images.shape[-1] == images.shape[-2]):
+        return rotate_quarters(images, int(turns))
+    return rotate_freely(images, degrees)
+
+
+def flip_some(
+    images: Float[Tensor, "n c h w"],
+    generator: torch.Generator,
+    *,
+    probability: float = 0.5,
+    vertically: Sequence[bool] | None = None,
+) -> Float[Tensor, "n c h w"]:
+    """Mirror each image with this probability, left to right, or top to bottom where ``vertically`` says so.
+
+    An image that was turned by 90 degrees and is then flipped vertically is what flipping it horizontally and then
+    turning it would have given.
+    """
+    draws = torch.rand(len(images), generator=generator, device=generator.device)
+    mirrored = images.flip(-1)
+    if vertically is not None:
+        upright = torch.tensor([not v for v in vertically], device=images.device)
+        mirrored = torch.where(upright[:, None, None, None], mirrored, images.flip(-2))
+    chosen = (draws < probability).to(images.device)
+    return torch.where(chosen[:, None, None, None], mirrored, images)
+
+
+def crop_randomly(
+    images: Float[Tensor, "n c h w"],
+    generator: torch.Generator,
+    *,
+    padding: int = CROP_PADDING,
+    fill: Sequence[float] | float = 0.0,
+) -> Float[Tensor, "n c h w"]:
+    """Shift each image by up to ``padding`` pixels in each direction: pad with ``fill``, cut out the old size.
+
+    ``fill`` is one value, or one for each channel: black is not zero once images are normalised.
+    """
+    count, channels, height, width = images.shape
+    corners = torch.randint(2 * padding + 1, (2, count, 1), generator=generator, device=generator.device)
+    top, left = corners.to(images.device)
+    rows = top + torch.arange(height, device=images.device)  # (n, h)
+    columns = left + torch.arange(width, device=images.device)  # (n, w)
+    padded = _pad(images, padding, fill)
+    # Two thin gathers: rows of all columns, then columns.
+    tall = padded.gather(2, rows[:, None, :, None].expand(-1, channels, -1, padded.shape[-1]))
+    return tall.gather(3, columns[:, None, None, :].expand(-1, channels, height, -1))
+
+
+def _pad(images: Float[Tensor, "n c h w"], padding: int, fill: Sequence[float] | float) -> Float[Tensor, "n c _ _"]:
+    count, channels, height, width = images.shape
+    padded = images.new_empty(count, channels, height + 2 * padding, width + 2 * padding)
+    padded[:] = images.new_tensor(fill).view(-1, 1, 1)
+    padded[:, :, padding : padding + height, padding : padding + width] = images
+    return padded
+
+
+def normalise(
+    images: Float[Tensor, "n c h w"], mean: Sequence[float], std: Sequence[float]
+) -> Float[Tensor, "n c h w"]:
+    """``(images - mean) / std`` for each channel."""
+    return (images - images.new_tensor(mean).view(-1, 1, 1)) / images.new_tensor(std).view(-1, 1, 1)
+
+
+def make_shifted(
+    name: str,
+    setting: Setting,
+    images_of_split: Mapping[str, Images],
+    *,
+    seed: int,
+    users: int,
+    clusters: int,
+    shift: Shift | None,
+    test_samples: int | None,
+) -> tuple[UserSamples, ...]:
+    """The users of a task, out of the splits "train" and "test"; ``test_samples`` is the most of a user.
+
+    Raises:
+        RecipeError: more users than images.
+    """
+    if users > (most := min(len(images) for images in images_of_split.values())):
+        raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {most}, one image of each split for everybody")
+    dealt: dict[str, list[Samples]] = {}
+    for split, images in images_of_split.items():
+        parts = _deal(images.labels, users, clusters if shift is None else None, generator("task", name, seed, split))
+        parts = parts if split == "train" else [part[:test_samples] for part in parts]
+        dealt[split] = [_shifted(images, part, k % clusters, clusters, shift, setting) for k, part in enumerate(parts)]
+    return tuple(
+        UserSamples(name=f"user-{k}", train=train, valid=train.first(0), test=test, cluster=k % clusters)
+        for k, (train, test) in enumerate(zip(dealt["train"], dealt["test"], strict=True))
+    )
+
+
+def _deal(
+    labels: Int64[Tensor, " n"], users: int, clusters: int | None, generator: torch.Generator
+) -> list[Int64[Tensor, " _"]]:
+    """Whose images are whose, as equal in number as possible; with ``clusters``, label y goes to cluster y mod C."""
+    order = torch.randperm(len(labels), generator=generator)
+    if clusters is None:
+        return list(order.tensor_split(users))
+    parts = [order[:0]] * users
+    for cluster in range(clusters):
+        of_cluster = order[labels[order] % clusters == cluster]
+        members = range(cluster, users, clusters)
+        for user, part in zip(members, of_cluster.tensor_split(len(members)), strict=True):
+            parts[user] = part
+    return parts
+
+
+def _shifted(
+    images: Images, part: Int64[Tensor, " m"], cluster: int, clusters: int, shift: Shift | None, setting: Setting
+) -> Samples:
+    """The images of one user as real numbers, shifted as the user's cluster is."""
+    pixels, labels = images.reals(part), images.labels[part]
+    if shift == "rotate":
+        pixels = rotate(pixels, 360 * cluster / clusters)  # before normalising: corners become black
+    elif shift == "labels":
+        labels = (labels + cluster) % setting.classes
+    return Samples(inputs=normalise(pixels, *setting.colours) if setting.colours else pixels, targets=labels)
+
+
+def pool_images(parts: Sequence[Images], where: str) -> Images:
+    """All images as one data set.
+
+    Raises:
+        DataError: images of different sizes.
+    """
+    shapes = dict.fromkeys(tuple(part.pixels.shape[1:]) for part in parts)
+    if len(shapes) > 1:
+        raise DataError(f"{where}: images of sizes {', '.join(map(str, shapes))}; allowed: one size in train and test")
+    return Images(pixels=torch.cat([part.pixels for part in parts]), labels=torch.cat([part.labels for part in parts]))
+
+
+def make_skewed(
+    name: str,
+    setting: Setting,
+    images: Images,
+    *,
+    seed: int,
+    users: int,
+    clusters: int,
+    alpha: float | None,
+    labels_per_cluster: int | None,
+    fraction: float,
+    test_samples: int | None,
+) -> tuple[UserSamples, ...]:
+    """The users of a task; the first of a cluster (or domain) come after the last of the one before.
+
+    ``fraction`` is how many of their train images users keep, at least one of each label.
+
+    Raises:
+        RecipeError: numbers of users, clusters or labels that do not fit.
+        DataError: a user without images, or with too few of each label to hold any out.
+    """
+    key: Key = (name, seed)
+    groups, sizes, called = _group(setting, images, users, clusters, labels_per_cluster, key)
+    parts = deal(groups, sizes, images.labels, alpha=alpha, key=key, names=called)
+    owners = [group for group, size in enumerate(sizes) for _ in range(size)]
+    names = _names(images, sizes)
+    dealt = []
+    for k, part in enumerate(parts):
+        train, test = _split(images.labels, part, fraction, names[k])
+        dealt.append(
+            UserSamples(
+                name=names[k],
+                train=_samples(images, train, setting),
+                valid=_samples(images, train[:0], setting),
+                test=_samples(images, test[:test_samples], setting),
+                cluster=None if setting.partition == "personal" else owners[k],
+            )
+        )
+    return tuple(dealt)
+
+
+def _group(
+    setting: Setting, images: Images, users: int, clusters: int, labels_per_cluster: int | None, key: Key
+) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
+    """The images of each group, how many users share them, and what it is called where there are several."""
+    if setting.partition == "personal":
+        return [torch.arange(len(images))], [users], []
+    if setting.partition == "domain":
+        return _group_by_domain(images, users, key)
+    sizes = cluster_sizes(users, clusters)
+    chosen = choose_labels(setting.classes, clusters, labels_per_cluster, key)
+    called = [
+        f"cluster {number} (labels {list_labels(labels_of_cluster)})" for number, labels_of_cluster in enumerate(chosen)
+    ]
+    return group_by_labels(images.labels, chosen, sizes, key), sizes, called
+
+
+def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
+    assert images.domains is not None
+    count = len(images.domain_names)
+    if users < count:
+        raise RecipeError(f"task {key[0]!r}: users={users}; allowed: from {count}, one for each domain")
+    groups = [(images.domains == domain).nonzero().flatten() for domain in range(count)]
+    called = [f"domain {name!r}" for name in images.domain_names]
+    return groups, [len(part) for part in torch.arange(users).tensor_split(count)], called
+
+
+def _names(images: Images, sizes: Sequence[int]) -> list[str]:
+    """Users are named after their domain where they have one, and numbered where it has several."""
+    if not images.domain_names:
+        return [f"user-{k}" for k in range(sum(sizes))]
+    return [
+        domain if size == 1 else f"{domain}-{k}"
+        for domain, size in zip(images.domain_names, sizes, strict=True)
+        for k in range(size)
+    ]
+
+
+def _split(
+    labels: Int64[Tensor, " n"], part: Int64[Tensor, " m"], fraction: float, name: str
+) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " test"]]:
+    kept, held = hold_out(labels[part], TEST_SHARE)
+    if not len(held):
+        got = f"no two of {len(part)} images have one label, so none can be spared for testing"
+        raise DataError(
+            f"user {name!r}: {got}; allowed: more images, fewer users, or a larger alpha where there is one"
+        )
+    train = part[kept]
+    wanted = max(REDUCED_MINIMUM, round(fraction * len(train)))
+    return train[hold_out(labels[train], 1 - wanted / len(train))[0]], part[held]
+
+
+def _samples(images: Images, places: Int64[Tensor, " m"], setting: Setting) -> Samples:
+    pixels = images.reals(places)
+    return Samples(
+        inputs=normalise(pixels, *setting.colours) if setting.colours else pixels, targets=images.labels[places]
+    )

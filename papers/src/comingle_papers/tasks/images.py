@@ -1,0 +1,373 @@
+"""Labelled images from IDX, npz and parquet files and from the hub.
+
+Files of a folder are found by name, for a data set NAME and each split:
+
+    IDX   NAME-train-images-ubyte and NAME-train-labels-ubyte, or the original train-images-idx3-ubyte,
+          t10k-labels-idx1-ubyte and so on, plain or compressed by .gz or .xz
+    npz   NAME-train.npz and NAME-test.npz, or NAME.npz with x_train, y_train, x_test and y_test
+
+A data set in domains has no splits: NAME.npz, or NAME with the length of its images' sides, as pacs32.npz.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+from comingle.data.files import OPENERS, UNREADABLE, open_bytes
+from comingle.data.row_files import Table, describe
+from comingle.data.samples.samples import read_arrays
+from comingle.data.tables import iterate_batches, open_splits
+from comingle.utils.errors import DataError, list_names
+from comingle.utils.names import HUB_PREFIX
+from comingle.utils.records import expand_home
+
+
+def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str) -> Iterator[tuple[Any, ...]]:
+    """Rows of one split of a data set as they are decoded, an image as ``PIL.Image``: one value for each column.
+
+    Of each group of names in ``columns`` the first that the data set has is read.
+
+    Raises:
+        DataError: an unknown source or split, none of the names of a group, or rows that cannot be read.
+    """
+    with open_splits(source, decoded=True) as splits:
+        for own_split, rows in splits:
+            if own_split == split:
+                assert not isinstance(rows, Table)
+                chosen = _choose_columns(rows.column_names, columns, source)
+                for batch in iterate_batches(rows.select_columns(chosen), source):
+                    yield from zip(*(batch[name] for name in chosen), strict=True)
+                return
+        split_names = list_names(own_split for own_split, _ in splits)
+        raise DataError(f"{source}: no split {split!r}; found: {split_names}")
+
+
+def _choose_columns(there: Sequence[str], wanted: Sequence[Sequence[str]], where: str) -> list[str]:
+    """Of each group of names the first that was found."""
+    chosen = [next((name for name in names if name in there), None) for names in wanted]
+    for name, names in zip(chosen, wanted, strict=True):
+        if name is None:
+            raise DataError(f"{where}: no column {' or '.join(names)}; found: {list_names(there)}")
+    return [name for name in chosen if name is not None]
+
+
+_IDX_BYTES = 0x08
+
+
+def read_idx(path: Path) -> UInt8[Tensor, "*shape"]:
+    """An IDX file of unsigned bytes: two zero bytes, the type, the number of axes, their lengths, the values.
+
+    Raises:
+        DataError: no such file, not an IDX file of bytes, or fewer or more values than its lengths say.
+    """
+    content = _read_bytes(path)
+    if len(content) < 4 or content[:2] != b"\0\0":
+        raise DataError(f"{path}: not an IDX file; it should begin with two zero bytes")
+    kind, axes = content[2], content[3]
+    if kind != _IDX_BYTES:
+        raise DataError(f"{path}: IDX values of type 0x{kind:02x}; allowed: 0x{_IDX_BYTES:02x}, unsigned bytes")
+    header = 4 + 4 * axes
+    if len(content) < header:
+        raise DataError(f"{path}: truncated within its header of {header} bytes, got {len(content)}")
+    shape = struct.unpack(f">{axes}I", content[4:header])
+    values = np.frombuffer(content, np.uint8, offset=header)
+    if len(values) != np.prod(shape, dtype=np.int64):
+        wanted = " x ".join(map(str, shape))
+        raise DataError(f"{path}: {len(values)} values, but its header says {wanted}; truncated or damaged")
+    return torch.from_numpy(values.reshape(shape).copy())
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        with open_bytes(path) as file:
+            return file.read()
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file") from error
+    except UNREADABLE as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
+    """The images of a file of JPEG bytes, all of one size: number i lies from ``offset[i]`` to ``offset[i + 1]``.
+
+    Raises:
+        DataError: places that do not fit the bytes, a damaged image, several sizes, or no Pillow.
+    """
+    if (
+        offset.ndim != 1
+        or offset.dtype.kind not in "iu"
+        or len(offset) < 2
+        or int(offset[-1]) != len(jpeg)
+        or bool((np.diff(offset.astype(int)) < 0).any())
+    ):
+        raise DataError(f"{path}: offset should rise from 0 to {len(jpeg)}, the length of jpeg; truncated or damaged")
+    _import_pillow()
+    content = jpeg.tobytes()
+    places = zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True)
+    try:
+        images = [_open_image(content[start:stop]) for start, stop in places]
+    except Exception as error:  # Pillow's readers raise what they come across
+        raise DataError(f"{path}: a damaged JPEG image: {describe(error)}") from error
+    return stack(images, str(path))
+
+
+def _import_pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError("reading images needs the package pillow: pip install 'comingle[data]'") from error
+    return Image
+
+
+def _open_image(content: bytes) -> np.ndarray:
+    with _import_pillow().open(io.BytesIO(content)) as image:
+        return np.asarray(image)
+
+
+def scale(image: Any, largest: int) -> Any:
+    """A picture of Pillow, as a square (Lanczos) where one of its sides is longer than that."""
+    resampling = _import_pillow().Resampling.LANCZOS
+    return image.resize((largest, largest), resampling) if max(image.size) > largest else image
+
+
+def stack(images: Sequence[np.ndarray], where: str) -> np.ndarray:
+    """All in one array, the first axis counts them.
+
+    Raises:
+        DataError: they are none, or of several sizes or modes.
+    """
+    shapes = dict.fromkeys(image.shape for image in images)
+    if len(shapes) != 1:
+        got = list_names(" x ".join(map(str, shape)) for shape in shapes) or "none"
+        raise DataError(f"{where}: images must be of one size and mode, got {got}")
+    return np.stack(images)
+
+
+_SPLITS = {"train": "train", "test": "t10k"}
+# What people call the arrays and columns; the first that is there is read. CIFAR-100 has fine and coarse labels.
+_IMAGE_KEYS = ("images", "image", "img", "x", "data")
+_LABEL_KEYS = ("labels", "label", "fine_label", "y")
+_DOMAIN_KEYS = ("domain",)
+_DOMAIN_SIDES = ("", "32", "64", "128", "224", "227")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Grey images ``(n, h, w)`` or coloured ones ``(n, c, h, w)`` with their class numbers.
+
+    ``domains`` numbers the names in ``domain_names``, where the data set has domains.
+    """
+
+    pixels: UInt8[Tensor, "n h w"] | UInt8[Tensor, "n c h w"]
+    labels: Int64[Tensor, " n"]
+    domains: Int64[Tensor, " n"] | None = None
+    domain_names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def reals(self, places: Int64[Tensor, " m"]) -> Float[Tensor, "m c h w"]:
+        """The images at these places with values from 0 to 1; grey ones have one channel."""
+        pixels = self.pixels[places].float() / 255
+        return pixels if pixels.dim() == 4 else pixels[:, None]
+
+
+def check_images(images: Images, *, classes: int, coloured: bool, where: str) -> None:
+    """Whether images have the task's channels and labels.
+
+    Raises:
+        DataError: they have others.
+    """
+    shape = tuple(images.pixels.shape)
+    if coloured != (len(shape) == 4) or (coloured and shape[1] != 3):
+        allowed = "3 channels, as (n, 3, height, width)" if coloured else "grey ones, as (n, height, width)"
+        raise DataError(f"{where} have shape {shape}; allowed: {allowed}")
+    low, high = (int(images.labels.min()), int(images.labels.max())) if len(images) else (0, 0)
+    if low < 0 or high >= classes:
+        raise DataError(f"{where} have labels from {low} to {high}; allowed: 0 to {classes - 1}")
+
+
+def read_images(name: str, source: str | Path) -> dict[str, Images]:
+    """The splits "train" and "test" of a data set NAME in a folder, or named as ``hub:OWNER/NAME``.
+
+    Raises:
+        DataError: a missing folder, file or split, or a file that is not what its name says.
+    """
+    if str(source).startswith(HUB_PREFIX):
+        return {split: read_hub(str(source), split) for split in _SPLITS}
+    folder = expand_home(source)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; it should hold the images of {name}")
+    return {split: _read_split(folder, name, split) for split in _SPLITS}
+
+
+def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
+    """All images of a data set NAME in domains, from a folder or ``hub:OWNER/NAME`` (there, the split "train").
+
+    Images of the hub with longer sides than ``largest`` are scaled to squares of that size (Lanczos); those of a file
+    are taken as they are.
+
+    Raises:
+        DataError: as :func:`read_images`; or images without domains.
+    """
+    if str(source).startswith(HUB_PREFIX):
+        return read_hub(str(source), "train", largest=largest, domains=True)
+    folder = expand_home(source)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; it should hold the images of {name}")
+    path = _find_domains(folder, name)
+    if path is None:
+        looked = ", ".join(f"{name}{side}.npz" for side in _DOMAIN_SIDES)
+        raise DataError(f"{folder}: no images of {name}; looked for {looked}")
+    images = read_npz(path)
+    if images.domains is None:
+        raise DataError(f"{path}: no domain in it; allowed: domain (numbers or names), and domains (names of numbers)")
+    return images
+
+
+def _find_domains(folder: Path, name: str) -> Path | None:
+    return next((path for side in _DOMAIN_SIDES if (path := folder / f"{name}{side}.npz").is_file()), None)
+
+
+def has_images(name: str, folder: Path) -> bool:
+    """Whether the folder holds files of this data set under one of the names that the readers look for."""
+    return bool(_find_domains(folder, name)) or all(
+        _find_idx(folder, name, split, "images") or _find_npz(folder, name, split) for split in _SPLITS
+    )
+
+
+def _read_split(folder: Path, name: str, split: str) -> Images:
+    images, labels = (_find_idx(folder, name, split, kind) for kind in ("images", "labels"))
+    if images and labels:
+        return read_idx_pair(images, labels)
+    if images:
+        raise DataError(f"{images}: no labels beside it; looked for {_idx_stems(name, split, 'labels')[0]}[.gz|.xz]")
+    path = _find_npz(folder, name, split)
+    if path is None:
+        looked = f"{_idx_stems(name, split, 'images')[0]}[.gz|.xz], {name}-{split}.npz or {name}.npz"
+        raise DataError(f"{folder}: no {split} images of {name}; looked for {looked}")
+    return read_npz(path, split=split)
+
+
+def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
+    candidates = (folder / f"{stem}{suffix}" for stem in _idx_stems(name, split, kind) for suffix in OPENERS)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _idx_stems(name: str, split: str, kind: str) -> list[str]:
+    """Our names, and those of MNIST's own page, with and without the dot that some copies have."""
+    stems = [f"{name}-{split}-{kind}-ubyte"]
+    if name == "mnist":
+        axes = 3 if kind == "images" else 1
+        stems += [f"{_SPLITS[split]}-{kind}{mark}idx{axes}-ubyte" for mark in "-."]
+    return stems
+
+
+def _find_npz(folder: Path, name: str, split: str) -> Path | None:
+    candidates = (folder / f"{name}-{split}.npz", folder / f"{name}.npz")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_idx_pair(images: Path, labels: Path) -> Images:
+    """An IDX file of images ``(n, h, w)`` and one of their labels ``(n)``.
+
+    Raises:
+        DataError: as :func:`read_idx`; or axes or numbers that do not match.
+    """
+    pixels, classes = read_idx(images), read_idx(labels)
+    for path, values, axes in ((images, pixels, 3), (labels, classes, 1)):
+        if values.dim() != axes:
+            raise DataError(f"{path}: {values.dim()} axes; allowed: {axes}")
+    return _pair(pixels, classes, f"{images} and {labels.name}")
+
+
+def read_npz(path: Path, *, split: str | None = None) -> Images:
+    """An npz file: ``images`` and ``labels`` (or x and y, x_train and y_train ...), or JPEG bytes one after another.
+
+    The latter are ``jpeg`` (bytes), ``offset`` (n + 1 places in it) and ``label``. Colours may be the last axis.
+
+    Raises:
+        DataError: no such file, no npz file, arrays missing, of the wrong type or of different lengths.
+    """
+    arrays = read_arrays(path)
+    labels = arrays[_choose(arrays, _LABEL_KEYS, split, path, "labels")]
+    if {"jpeg", "offset"} <= set(arrays):
+        images = _pair(decode(arrays["jpeg"], arrays["offset"], path), labels, str(path))
+    else:
+        images = _pair(arrays[_choose(arrays, _IMAGE_KEYS, split, path, "images")], labels, str(path))
+    if "domain" not in arrays:
+        return images
+    names = arrays.get("domains")
+    if names is not None and names.ndim != 1:
+        raise DataError(f"{path}: domains has {names.ndim} axes; allowed: 1, a name for each number in domain")
+    return _with_domains(images, arrays["domain"], None if names is None else list(map(str, names)), str(path))
+
+
+def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | None, where: str) -> Images:
+    """``domains`` are numbers of ``names``, or names, which are then numbered in the order of the alphabet."""
+    if domains.shape != (len(images),):
+        raise DataError(f"{where}: {len(images)} images but domains of shape {domains.shape}; needs one for each")
+    if domains.dtype.kind not in "iuUS":
+        raise DataError(f"{where}: domains are {domains.dtype}; allowed: whole numbers, or names")
+    if domains.dtype.kind not in "iu":
+        unique, domains = np.unique(domains.astype(str), return_inverse=True)
+        names = unique.tolist()
+    low, high = (int(domains.min()), int(domains.max())) if len(domains) else (0, 0)
+    names = [f"domain-{number}" for number in range(high + 1)] if names is None else names
+    if low < 0 or high >= len(names):
+        raise DataError(f"{where}: domains go from {low} to {high}; allowed: 0 to {len(names) - 1}, those with names")
+    return replace(images, domains=torch.as_tensor(domains.astype(np.int64)), domain_names=tuple(names))
+
+
+def _choose(arrays: Mapping[str, Any], keys: Sequence[str], split: str | None, path: Path, what: str) -> str:
+    """The first of the keys that is there, by itself or with the split behind it."""
+    wanted = [f"{key}{suffix}" for suffix in ((f"_{split}", "") if split else ("",)) for key in keys]
+    for key in wanted:
+        if key in arrays:
+            return key
+    raise DataError(f"{path}: no {what} in it; found: {list_names(arrays)}; allowed names: {', '.join(wanted)}")
+
+
+def read_hub(source: str, split: str, *, largest: int | None = None, domains: bool = False) -> Images:
+    """One split of a data set ``hub:NAME?config=C``, or of a folder laid out like one.
+
+    Images with longer sides than ``largest`` are scaled to squares of that size; with ``domains`` theirs are read too.
+
+    Raises:
+        DataError: an unknown data set, split or column, or images of different sizes.
+    """
+    images, labels, owners, where = [], [], [], f"{source} {split}"
+    columns = (_IMAGE_KEYS, _LABEL_KEYS, *((_DOMAIN_KEYS,) if domains else ()))
+    for image, label, *domain in iterate_values(source, columns, split=split):
+        images.append(np.asarray(image if largest is None else scale(image, largest)))
+        labels.append(label)
+        owners += domain
+    pair = _pair(stack(images, where), np.asarray(labels), where)
+    return _with_domains(pair, np.asarray(owners), None, where) if domains else pair
+
+
+def _pair(pixels: Any, labels: Any, where: str) -> Images:
+    """Checked and in our layout: bytes, channels before height and width, labels as a vector of int64."""
+    labels = np.asarray(labels)
+    if labels.dtype.kind not in "iu":
+        raise DataError(f"{where}: labels are {labels.dtype}; allowed: whole numbers")
+    pixels, labels = np.asarray(pixels), torch.as_tensor(labels.astype(np.int64))
+    labels = labels.flatten() if labels.dim() == 2 and labels.shape[1] == 1 else labels  # CIFAR's (n, 1) in Keras
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
+        got = f"{pixels.dtype} with {pixels.ndim} axes"
+        raise DataError(f"{where}: images are {got}; allowed: uint8 with 3 (grey) or 4 axes")
+    if labels.dim() != 1 or len(labels) != len(pixels):
+        raise DataError(f"{where}: {len(pixels)} images but labels of shape {tuple(labels.shape)}; needs one for each")
+    pixels = torch.as_tensor(pixels)
+    last = pixels.dim() == 4 and pixels.shape[-1] in (1, 3) and pixels.shape[1] not in (1, 3)
+    return Images(pixels=pixels.permute(0, 3, 1, 2).contiguous() if last else pixels, labels=labels)

@@ -1,0 +1,683 @@
+"""FLoRAL's local SGD over clusters, its bounds and checks.
+
+Cluster c's model is ``(u, a_c)``; client k has ``f^k(w) = <A_k (w - m_k), w - m_k> / 2``. Aggregation takes the mean
+over clients *and* clusters (eq. 25, 26), with weights ``p^k pi_c^k`` and what the routers make of them. The proof takes
+two kinds of draws for one gradient: the base's from all clients (eq. 28), an adaptor's from its cluster's (eq. 27).
+Here each part of each model has a draw of its own; one that served both would be of one kind or the other.
+
+Client k of K has ``f^k(w) = <A_k (w - m_k), w - m_k> / 2``, the cluster ``f_c = sum_k p_c^k f^k``, ``p_c^k = p(k|c)``.
+Everybody goes on from the same model for H steps (eq. 4), each step on a client drawn from ``p(.|c)``; then models are
+averaged with ``p_hat``, which is what the routers make of ``p``. All expectations over a step's draws are closed forms.
+
+What the appendix needs to hold, or has otherwise (docs/papers.md, L1 to L9):
+
+* Lemma A.2 takes the variance of a sum of independent draws, so every client draws for itself, in every step. One draw
+  for all, as in eq. 4, has up to ``1 / |p|^2`` times that variance; one draw for H steps is biased within the round.
+* Assumption 4.3 bounds gradients everywhere, which no strongly convex function obeys: here along the iterates.
+* ``4 L eta p <= p_hat / 2`` asks for ``eta <= U / (8 L)``, and ``U`` bounds ``p_hat / p`` only where ``p_hat`` stays
+  between its start and ``p``.
+* Lemma A.8 is used with ``a_t = w_t |w_t - w*|^2``, to which it does not apply as the weights ``w_t = (t + s)^2`` grow.
+  With ``eta_t = 3 / (mu (t + s))`` the sum telescopes, since ``x^2 (x - 3) <= (x - 1)^3``; with 1 in the place of 3, as
+  printed, Theorem A.10 (4.5) is false: what is left of the start falls as ``kappa^2 / T^2``, not as ``kappa / T^2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Float
+from scipy import linalg, special
+
+from comingle_papers.theory.claims import Claim, Curve
+
+Joint = Float[np.ndarray, "clients clusters"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Clients' Hessians and minimisers, shares of the data p(k), true routers, and how many numbers are the base."""
+
+    hessians: Float[np.ndarray, "clients size size"]
+    centres: Float[np.ndarray, "clients size"]
+    amounts: Float[np.ndarray, " clients"]
+    routers: Joint
+    base: int
+
+    @property
+    def joint(self) -> Joint:
+        """``p(k, c) = p(k) pi_c^k``."""
+        return self.amounts[:, None] * self.routers
+
+    @property
+    def of_cluster(self) -> Joint:
+        """``p(k|c)``, a column for each cluster."""
+        return self.joint / self.joint.sum(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """The expected squared error of the aggregated gradient, and what eq. 31 makes its bound of, at given models.
+
+    ``adaptors`` are the sigma_c^2 of eq. 27, ``base`` the sigma^2 of eq. 28, ``heterogeneity`` the Delta^2 of eq. 29,
+    ``moment`` G^2; all are the largest, or the mean that the assumption names, over the models of all clients.
+    """
+
+    error: float
+    adaptors: Float[np.ndarray, " clusters"]
+    base: float
+    heterogeneity: float
+    moment: float
+
+
+def sharing_bound(
+    problem: Shared, guessed: Joint, *, moment: float, adaptors: Float[np.ndarray, " clusters"], base: float,
+    heterogeneity: float,
+) -> float:  # fmt: skip
+    """Eq. 31: ``2 G^2 E_k |delta^k|_1^2 + 2 E_c[|p_c|^2 sigma_c^2] + 4 sigma^2 sum_c |p o pi_c|^2 + 4 Delta^2``."""
+    away = np.abs(problem.routers - guessed).sum(1)
+    of_clusters = problem.joint.sum(0) * (problem.of_cluster**2).sum(0) * adaptors
+    return float(
+        2 * moment * (problem.amounts * away**2).sum()
+        + 2 * of_clusters.sum()
+        + 4 * base * (problem.joint**2).sum()
+        + 4 * heterogeneity
+    )
+
+
+def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "clients clusters size"]) -> Errors:
+    """``E |g_bar - g~|^2`` (eq. 25, 26) in closed form, with a draw for each client, cluster and part of the model."""
+    split = slice(None, problem.base), slice(problem.base, None)
+    away = models[:, :, None] - problem.centres  # client, cluster, who was drawn
+    each = np.einsum("dij,kcdj->kcdi", problem.hessians, away)
+    of_cluster = np.einsum("dc,kcdi->kci", problem.of_cluster, each)
+    of_all = np.einsum("d,kcdi->kci", problem.amounts, each)
+    trusted = problem.amounts[:, None] * guessed
+    mean = np.einsum("kc,kci->i", problem.joint, of_cluster)
+    drawn = np.concatenate([of_all[..., split[0]], of_cluster[..., split[1]]], -1)
+    wrong = mean - np.einsum("kc,kci->i", trusted, drawn)
+    in_base = ((each - of_all[:, :, None])[..., split[0]] ** 2).sum(-1) @ problem.amounts
+    apart = ((each - of_cluster[:, :, None])[..., split[1]] ** 2).sum(-1)
+    in_adaptors = np.einsum("dc,kcd->kc", problem.of_cluster, apart)
+    noise = (trusted**2 * (in_base + in_adaptors)).sum()
+    unlike = ((of_cluster - of_all)[..., split[0]] ** 2).sum(-1)
+    return Errors(
+        error=float((wrong**2).sum() + noise),
+        adaptors=in_adaptors.max(0),
+        base=float(in_base.max()),
+        heterogeneity=float((problem.joint * unlike).sum()),
+        moment=float(((each[..., split[0]] ** 2).sum(-1) @ problem.amounts).max() + _most(each, problem, split[1])),
+    )
+
+
+def _most(each: Float[np.ndarray, "clients clusters drawn size"], problem: Shared, part: slice) -> float:
+    """The largest second moment of an adaptor's gradient."""
+    return float(np.einsum("dc,kcd->kc", problem.of_cluster, (each[..., part] ** 2).sum(-1)).max())
+
+
+Points = Float[np.ndarray, "*batch size"]
+Weights = Float[np.ndarray, " clients"]
+Numbers = Float[np.ndarray, "*batch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """One cluster's clients: their Hessians A_k, minimisers m_k, and weights p(k|c), which sum to 1."""
+
+    hessians: Float[np.ndarray, "clients size size"]
+    centres: Float[np.ndarray, "clients size"]
+    weights: Weights
+
+    @property
+    def hessian(self) -> Float[np.ndarray, "size size"]:
+        """That of f_c."""
+        return np.einsum("k,kij->ij", self.weights, self.hessians)
+
+    @property
+    def minimiser(self) -> Float[np.ndarray, " size"]:
+        """Where f_c is lowest."""
+        pulled = np.einsum("k,kij,kj->i", self.weights, self.hessians, self.centres)
+        return linalg.solve(self.hessian, pulled, assume_a="pos")
+
+    @property
+    def moduli(self) -> tuple[float, float]:
+        """Mu and L of f_c (Assumption 4.2)."""
+        eigenvalues = linalg.eigvalsh(self.hessian)
+        return float(eigenvalues[0]), float(eigenvalues[-1])
+
+    def gap(self, points: Points) -> Numbers:
+        """``f_c(w) - f_c(w*)``."""
+        away = points - self.minimiser
+        return np.asarray(np.einsum("...i,ij,...j->...", away, self.hessian, away) / 2)
+
+    def gradients(self, points: Points) -> Float[np.ndarray, "*batch clients size"]:
+        """Every client's gradient at each point."""
+        return np.einsum("kij,...kj->...ki", self.hessians, points[..., None, :] - self.centres)
+
+    def moments(self, points: Points) -> tuple[Points, Numbers, Numbers]:
+        """``grad f_c``, and over a draw the variance and the second moment of gradients (Assumptions 4.4 and 4.3)."""
+        each = self.gradients(points)
+        mean = np.einsum("k,...ki->...i", self.weights, each)
+        second = np.einsum("k,...ki,...ki->...", self.weights, each, each)
+        return mean, np.asarray(second - _squares(mean)), np.asarray(second)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Steps ``scale / (mu (t + shift))``, averaged over clients after every ``local_steps`` of them (H)."""
+
+    scale: float
+    shift: float
+    local_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descent:
+    """Means over replicas, by step: what each statement of appendix A is about.
+
+    ``next_squared`` is ``E |w~_(t+1) - w*|^2`` over the step's draws, ``error`` is ``E |g_bar - g~|^2``, ``drift`` is
+    ``E_hat |w~ - w^k|^2``, ``gaps`` and ``trusted_gaps`` are the clients' mean gap by ``p`` and by ``p_hat``, ``slack``
+    is the last sum of Lemma A.4; ``averaged`` is the gap of the average that ends at each step. ``variance`` and
+    ``moment`` are sigma^2 and G^2 over all points that were visited.
+    """
+
+    rates: Float[np.ndarray, " steps"]
+    mismatch: Float[np.ndarray, " steps"]
+    squared: Float[np.ndarray, " steps"]
+    next_squared: Float[np.ndarray, " steps"]
+    error: Float[np.ndarray, " steps"]
+    drift: Float[np.ndarray, " steps"]
+    gaps: Float[np.ndarray, " steps"]
+    trusted_gaps: Float[np.ndarray, " steps"]
+    slack: Float[np.ndarray, " steps"]
+    averaged: Float[np.ndarray, " steps"]
+    variance: float
+    moment: float
+
+
+def guess(cluster: Cluster, start: Weights, step: int, shift: float, decay: float) -> Weights:
+    """``p_hat`` at the beginning of a round: from its start to ``p``, never beyond; ``|delta|^2`` falls as
+    ``(1 + t / s)^-decay``. Theorem A.10 has ``(t + s)^-decay`` times the first, which no start but ``p`` itself obeys.
+    """
+    return cluster.weights + (1 + step / shift) ** (-decay / 2) * (start - cluster.weights)
+
+
+def descend(
+    cluster: Cluster,
+    schedule: Schedule,
+    *,
+    guessed: Weights,
+    decay: float,
+    start: Float[np.ndarray, " size"],
+    steps: int,
+    replicas: int,
+    rng: np.random.Generator,
+) -> Descent:
+    """Eq. 4 with steps ``eta_t``, in many replicas at once."""
+    mu, smooth = cluster.moduli
+    count, weights, best = len(cluster.weights), cluster.weights, cluster.minimiser
+    models = np.broadcast_to(start, (replicas, count, len(start))).copy()
+    trusted, total, summed = guessed, 0.0, np.zeros((replicas, len(start)))
+    rows: list[tuple[float, ...]] = []
+    variance = moment = 0.0
+    for step in range(steps):
+        if step % schedule.local_steps == 0:
+            trusted = guess(cluster, guessed, step, schedule.shift, decay)
+        rate = schedule.scale / (mu * (step + schedule.shift))
+        virtual = np.einsum("k,rki->ri", trusted, models)
+        mean, spread, second = cluster.moments(models)
+        total, summed = total + (step + schedule.shift) ** 2, summed + (step + schedule.shift) ** 2 * virtual
+        noise = (trusted**2 * spread).sum(-1)
+        wrong = _squares(np.einsum("k,rki->ri", weights - trusted, mean)) + noise
+        moved = virtual - rate * np.einsum("k,rki->ri", trusted, mean)
+        gaps = cluster.gap(models)
+        slack = ((4 * smooth * rate * weights - trusted) * gaps).sum(-1)
+        drift = (trusted * _squares(virtual[:, None] - models)).sum(-1)
+        after = _squares(moved - best) + rate**2 * noise
+        averaged = cluster.gap(summed / total)
+        by_replica = (_squares(virtual - best), after, wrong, drift, gaps @ weights, gaps @ trusted, slack, averaged)
+        rows.append((rate, float(np.abs(trusted - weights).sum()), *(float(part.mean()) for part in by_replica)))
+        variance, moment = max(variance, float(spread.max())), max(moment, float(second.max()))
+        drawn = rng.choice(count, size=(replicas, count), p=weights)
+        away = models - cluster.centres[drawn]
+        models = models - rate * np.einsum("rkij,rkj->rki", cluster.hessians[drawn], away)
+        if (step + 1) % schedule.local_steps == 0:
+            models = np.broadcast_to(np.einsum("k,rki->ri", trusted, models)[:, None], models.shape).copy()
+    return Descent(**dict(zip(_BY_STEP, np.array(rows).T, strict=True)), variance=variance, moment=moment)
+
+
+_BY_STEP = (
+    "rates",
+    "mismatch",
+    "squared",
+    "next_squared",
+    "error",
+    "drift",
+    "gaps",
+    "trusted_gaps",
+    "slack",
+    "averaged",
+)
+
+
+def _squares(vectors: Points) -> Numbers:
+    return np.asarray((vectors * vectors).sum(-1))
+
+
+# ---------------------------------------------------------------- bounds
+
+
+def error_bound(found: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
+    """Lemma A.2 (eq. 15): ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2``."""
+    return 2 * found.variance * _squares(cluster.weights) + 2 * found.moment * found.mismatch**2
+
+
+def drift_bound(found: Descent, local_steps: int) -> Float[np.ndarray, " steps"]:
+    """Lemma A.3: ``4 eta^2 H^2 G^2``."""
+    return 4 * found.rates**2 * local_steps**2 * found.moment
+
+
+def descent_bound(found: Descent, cluster: Cluster, local_steps: int) -> Float[np.ndarray, " steps"]:
+    """Lemma A.4, of ``E |w~_(t+1) - w*|^2``."""
+    mu, smooth = cluster.moduli
+    rate = found.rates
+    noise = 4 * found.variance * _squares(cluster.weights) + 4 * found.moment * found.mismatch**2
+    drifted = 8 * smooth * rate**3 * local_steps**2 * found.moment
+    return (1 - rate * mu) * found.squared + rate**2 * noise + drifted + rate * found.slack
+
+
+def routed_descent_bound(
+    found: Descent, cluster: Cluster, local_steps: int, clusters: int
+) -> Float[np.ndarray, " steps"]:
+    """Return the bound of Lemma A.7 on ``E |w~_(t+1) - w*|^2``, for K clients and C ``clusters``:
+
+        (1 - eta mu) |w~ - w*|^2 - eta / 2 E_hat [f_c(w^k) - f_c*]
+            + 4 eta^2 sigma^2 |p|^2 + 16 eta^2 G^2 log(K C) + 9 eta^3 L H^2 G^2.
+
+    It follows from Lemma A.4 where ``eta <= U / (8 L)``, as ``|delta|_1^2 <= 4 <= 4 log(K C)`` for ``K C >= 3``. The
+    lemma asks for ``eta <= gamma / max(5/2, 16 G^2, 4 L)``; its own eq. 23 has ``5/2`` as a factor of the others.
+    """
+    mu, smooth = cluster.moduli
+    rate = found.rates
+    noise = 4 * found.variance * _squares(cluster.weights) + _router_noise(found, cluster, clusters)
+    drifted = 9 * smooth * rate**3 * local_steps**2 * found.moment
+    return (1 - rate * mu) * found.squared - rate / 2 * found.trusted_gaps + rate**2 * noise + drifted
+
+
+def _router_noise(found: Descent, cluster: Cluster, clusters: int) -> float:
+    """Return ``16 G^2 log(K C)``, which Lemma A.6 leaves of ``4 G^2 |delta|_1^2``."""
+    return float(16 * found.moment * np.log(len(cluster.weights) * clusters))
+
+
+def local_sgd_bound(found: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
+    """Local SGD's own descent (Stich 2019, Lemma 3.1) of ``E |w~_(t+1) - w*|^2``, where ``p_hat = p`` (Corollary A.5).
+
+    ``(1 - mu eta) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta (f_c(w~) - f*) / 2 + 2 eta L E |w~ - w^k|^2``, here with
+    the clients' mean gap, which is no smaller, in the place of ``f_c(w~) - f*``; it asks for ``eta <= 1 / (4 L)``.
+    """
+    mu, smooth = cluster.moduli
+    rate = found.rates
+    drifted = 2 * rate * smooth * found.drift
+    return (1 - rate * mu) * found.squared + rate**2 * found.error - rate * found.gaps / 2 + drifted
+
+
+def uniformity(weights: Weights, start: Weights) -> float:
+    """The U with which ``p_hat >= U p`` holds as long as p_hat stays between its start and p; U_c of eq. 24."""
+    return float(min(1.0, (start / weights).min()))
+
+
+def rate_bound(found: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.ndarray, " steps"]:
+    """Theorem A.10 as it holds, of the gap of the average after each step: for ``eta_t = 3 / (mu (t + s))`` and
+    ``s >= max(H, 24 kappa / U)``,
+
+        2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
+
+    with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2``, ``B = 8 L H^2 G^2`` and D the distance of the start.
+    """
+    noise = 4 * found.variance * _squares(cluster.weights) + 4 * found.moment * found.mismatch**2
+    return _telescoped(found, cluster, schedule, noise, 8)
+
+
+def routed_rate_bound(
+    found: Descent, cluster: Cluster, schedule: Schedule, clusters: int
+) -> Float[np.ndarray, " steps"]:
+    """Return the corrected bound of Theorem A.9: that of :func:`rate_bound`, but from Lemma A.7 instead of Lemma A.4.
+
+    ``A = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2``, whatever the routers are.
+    """
+    noise = 4 * found.variance * _squares(cluster.weights) + _router_noise(found, cluster, clusters)
+    return _telescoped(found, cluster, schedule, np.full(len(found.rates), noise), 9)
+
+
+def _telescoped(
+    found: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drifts: int
+) -> Float[np.ndarray, " steps"]:
+    mu, smooth = cluster.moduli
+    times = np.arange(len(found.rates)) + schedule.shift
+    drifted = drifts * smooth * schedule.local_steps**2 * found.moment
+    start = schedule.shift**2 * (schedule.shift - 3) * mu * found.squared[0] / 3
+    taken = np.arange(1, len(times) + 1)
+    return 2 / (times**2).cumsum() * (start + 3 / mu * (times * noise).cumsum() + 9 * taken * drifted / mu**2)
+
+
+def printed_rate(found: Descent, cluster: Cluster, schedule: Schedule, decay: float) -> Float[np.ndarray, " steps"]:
+    """Theorem A.10 as printed, for steps ``1 / (mu (t + s))``, ``s >= max(3 H, 4 kappa / U)``; it need not hold."""
+    mu, smooth = cluster.moduli
+    s, taken = schedule.shift, np.arange(1, len(found.rates) + 1)
+    noise, moment = found.variance * _squares(cluster.weights), found.moment
+    first = found.mismatch[0] ** 2
+    of_noise = 12 * noise * (1 / (mu * taken) + (2 * s - 1) / (mu * taken**2))
+    of_mismatch = 48 * moment * first / (mu * taken ** (1 + decay))
+    of_start = 24 * moment * (s - 1 + 2 * first * s**-decay) * s**2 / (mu * taken**3)
+    return of_noise + of_mismatch + of_start + 48 * smooth * schedule.local_steps**2 * moment / (mu**2 * taken**2)
+
+
+def printed_routed_rate(
+    found: Descent, cluster: Cluster, schedule: Schedule, clusters: int
+) -> Float[np.ndarray, " steps"]:
+    """Return the bound of Theorem A.9 as printed, which need not hold.
+
+    Its steps are ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))``.
+    """
+    mu, smooth = cluster.moduli
+    s, taken = schedule.shift, np.arange(1, len(found.rates) + 1)
+    noise = 8 * found.variance * _squares(cluster.weights) + 2 * _router_noise(found, cluster, clusters)
+    of_noise = noise * (1 / (mu * taken) + (2 * s - 1) / (mu * taken**2))
+    of_drift = 18 * smooth / mu * schedule.local_steps**2 * found.moment / (mu * taken**2)
+    return of_noise + of_drift + 24 * (s - 1) * s**2 * found.moment / (mu * taken**3)
+
+
+# ---------------------------------------------------------------- Lemma A.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recursion:
+    """Non-negative sequences with ``a_(t+1) <= (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``; ``a`` has one more."""
+
+    rates: Float[np.ndarray, " steps"]
+    a: Float[np.ndarray, " more"]
+    b: Float[np.ndarray, " steps"]
+    c: Float[np.ndarray, " steps"]
+
+
+def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: int) -> Recursion:
+    """Draw sequences that obey Lemma A.8's recursion with equality, for steps ``1 / (mu (t + s))``.
+
+    The last ``b`` takes all that is left, so that the lemma's two sides are equal as well.
+    """
+    rates = 1 / (mu * (np.arange(steps) + shift))
+    a, c = [float(rng.exponential())], rng.exponential(size=steps)
+    b: list[float] = []
+    for step, rate in enumerate(rates):
+        whole = (1 - mu * rate) * a[-1] + rate**2 * c[step]
+        taken = 1.0 if step == steps - 1 else float(rng.uniform())
+        b.append(taken * whole / rate)
+        a.append((1 - taken) * whole)
+    return Recursion(rates=rates, a=np.array(a), b=np.array(b), c=c)
+
+
+def sum_bound(found: Recursion, mu: float, shift: float) -> float:
+    """Return the bound of Lemma A.8 on ``sum_t b_t``: ``(s - 1) mu a_0 + sum_t eta_t c_t``."""
+    return float((shift - 1) * mu * found.a[0] + found.rates @ found.c)
+
+
+Losses = Float[np.ndarray, "*users clusters"]
+Shares = Float[np.ndarray, "*users clusters"]
+
+
+def router(losses: Losses, temperature: float) -> Shares:
+    """Eq. 5: ``pi_c ~ exp(-eta f(w_c))``.
+
+    As printed the loss is the cluster's, f_c: after an exchange, when all users have the same models, it has the same
+    value for all of them, and so has every router. Appendix C.1 derives it with the user's own loss, f^k.
+    """
+    return special.softmax(-temperature * losses, axis=-1)
+
+
+def aggregators(shares: Float[np.ndarray, "users clusters"], amounts: Float[np.ndarray, " users"]) -> Shares:
+    """Eq. 2: ``p(k|c)``, in proportion to ``N^k pi_c^k``, for every user (row) and cluster (column)."""
+    weighted = amounts[:, None] * shares
+    return weighted / weighted.sum(0)
+
+
+def mismatch_bound(
+    rate: float, final: float, gap: float, lowest: float, users: int, clusters: int, drift: float
+) -> float:
+    """Lemma A.6 of ``|delta_c|_1^2``: ``4 eta gap + eta_bar f_c* + 4 log(K C) + 10 L eta^3 H^2 G^2`` (``drift``).
+
+    No two distributions are further apart than ``|delta|_1^2 = 4``, which is less for all ``K C >= 3``.
+    """
+    return 4 * rate * gap + final * lowest + 4 * float(np.log(users * clusters)) + drift
+
+
+def mixed_loss(
+    loss: Callable[[Float[np.ndarray, " size"]], float],
+    models: Float[np.ndarray, "clusters size"],
+    shares: Float[np.ndarray, " clusters"],
+) -> tuple[float, float]:
+    """A user's loss under FML, ``f(sum_c pi_c w_c)``, and under MFL, ``sum_c pi_c f(w_c)``: no less if f is convex."""
+    return loss(shares @ models), float(sum(share * loss(model) for share, model in zip(shares, models, strict=True)))
+
+
+def logit_gradient(
+    gradient: Float[np.ndarray, " size"],
+    models: Float[np.ndarray, "clusters size"],
+    shares: Float[np.ndarray, " clusters"],
+) -> Float[np.ndarray, " clusters"]:
+    """Appendix C.2: how FML changes with the logits, ``pi_c <grad f(w_hat), w_c - w_hat>``; gradient at the mixture."""
+    return shares * ((models - shares @ models) @ gradient)
+
+
+def logit_step(
+    loss: Callable[[Float[np.ndarray, " size"]], float],
+    gradient: Callable[[Float[np.ndarray, " size"]], Float[np.ndarray, " size"]],
+    models: Float[np.ndarray, "clusters size"],
+    rate: float,
+) -> tuple[Float[np.ndarray, " clusters"], Float[np.ndarray, " clusters"]]:
+    """The router after one step on FML from equal logits, and that of eq. 5 with ``eta = rate / C`` (eq. 35).
+
+    They are equal where the loss is affine; otherwise their logits differ, up to a constant, by at most ``rate / C``
+    times half the largest curvature times the squared distances of the models from their mean.
+    """
+    clusters = len(models)
+    equal = np.full(clusters, 1 / clusters)
+    step = special.softmax(-rate * logit_gradient(gradient(equal @ models), models, equal))
+    return step, router(np.array([loss(model) for model in models]), rate / clusters)
+
+
+A2, A3, A4, A5 = "Lemma A.2, gradients", "Lemma A.3, drift", "Lemma A.4, descent", "Corollary A.5, local SGD"
+A6, PINSKER = "Lemma A.6, mismatch", "Lemma A.6, Pinsker's inequality"
+A7, A8 = "Lemma A.7, descent", "Lemma A.8, sums"
+A9, A9_PRINTED = "Theorem A.9, steps 3 / (μ (t + s))", "Theorem A.9 as printed"
+A10, PRINTED, SHARING = "Theorem A.10, steps 3 / (μ (t + s))", "Theorem A.10 as printed", "eq. 31, shared base"
+
+
+CLUSTERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """Which clusters. ``mismatches``: how far routers start from the truth, 0 at it, 1 where all are uniform.
+
+    ``condition`` is that of each client's Hessian; ``decay`` is beta, by which the mismatch falls.
+    """
+
+    instances: int
+    clients: int
+    size: int
+    condition: float
+    mismatches: Sequence[float]
+    decay: float
+    local_steps: int
+    steps: int
+    replicas: int
+
+
+def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
+    """Runs of clusters with noise, and of one client without, on which the printed rate is held."""
+    for mismatch in settings.mismatches:
+        start = "right" if mismatch == 0 else f"wrong, mismatch {mismatch:g}"
+        for instance in range(settings.instances):
+            rng = np.random.default_rng([seed, 2, instance])
+            yield cluster_curve(f"clusters, routers start {start}", instance, mismatch, settings, rng)
+    yield printed_curve(f"clusters, one client, L / μ = {settings.condition:g}", settings)
+
+
+def draw_clients(
+    rng: np.random.Generator, clients: int, size: int, condition: float
+) -> tuple[Float[np.ndarray, "clients size size"], Float[np.ndarray, "clients size"]]:
+    """Hessians with eigenvalues from 1 to ``condition`` in directions of their own, and minimisers."""
+    bases = np.linalg.qr(rng.standard_normal((clients, size, size)))[0]
+    spectrum = np.geomspace(1, condition, size)
+    return (bases * spectrum) @ bases.transpose(0, 2, 1), rng.standard_normal((clients, size))
+
+
+def cluster_curve(
+    scheme: str, instance: int, mismatch: float, settings: ClusterSettings, rng: np.random.Generator
+) -> Curve:
+    """One of two clusters whose members' shares, amounts of data and objectives are drawn."""
+    hessians, centres = draw_clients(rng, settings.clients, settings.size, settings.condition)
+    amounts = rng.dirichlet(np.full(settings.clients, 4.0))
+    shares = rng.uniform(0.05, 0.95, settings.clients)
+    weights = amounts * shares / (amounts @ shares)
+    cluster = Cluster(hessians=hessians, centres=centres, weights=weights)
+    guessed = weights + mismatch * (amounts - weights)
+    mu, smooth = cluster.moduli
+    shift = max(settings.local_steps, 24 * smooth / mu / uniformity(weights, guessed))
+    schedule = Schedule(scale=3, shift=shift, local_steps=settings.local_steps)
+    start = 3 * rng.standard_normal(settings.size)
+    found = _descend(cluster, schedule, settings, guessed, start, settings.replicas, rng)
+    claims = [
+        _tightest(A2, found.error, error_bound(found, cluster)),
+        _tightest(A3, found.drift, drift_bound(found, settings.local_steps)),
+        _tightest(A4, found.next_squared, descent_bound(found, cluster, settings.local_steps)),
+        *([_tightest(A5, found.next_squared, local_sgd_bound(found, cluster))] if mismatch == 0 else []),
+        _tightest(A7, found.next_squared, routed_descent_bound(found, cluster, settings.local_steps, CLUSTERS)),
+        _tightest(A9, found.averaged, routed_rate_bound(found, cluster, schedule, CLUSTERS)),
+        _tightest(A10, found.averaged, rate_bound(found, cluster, schedule)),
+        _shared(hessians, centres, amounts, np.stack([shares, 1 - shares], 1), mismatch, rng),
+        *_routed(hessians, centres, amounts, shares, rng),
+        _summed(mu, shift, settings.steps, rng),
+    ]
+    return _curve(scheme, instance, found, claims, {"shift": shift, "kappa": smooth / mu})
+
+
+def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
+    """One client without noise, that starts away from its minimiser where the curvature is least: eq. 4 is gradient
+    descent, and what is left of the start falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` with s = 4 kappa.
+    """
+    hessian = np.diag([1.0, settings.condition])
+    cluster = Cluster(hessians=hessian[None], centres=np.zeros((1, 2)), weights=np.ones(1))
+    schedule = Schedule(scale=1, shift=max(3.0, 4 * settings.condition), local_steps=1)
+    rng, start = np.random.default_rng(0), np.array([1.0, 0.0])
+    found = _descend(cluster, schedule, settings, np.ones(1), start, 1, rng, longer=20)
+    routed = _tightest(A9_PRINTED, found.averaged, printed_routed_rate(found, cluster, schedule, 1))
+    if schedule.shift < 16 * found.moment:  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
+        routed = replace(routed, bound=None)
+    claims = [_tightest(PRINTED, found.averaged, printed_rate(found, cluster, schedule, settings.decay)), routed]
+    return _curve(scheme, 0, found, claims, {"shift": schedule.shift, "kappa": settings.condition})
+
+
+def _descend(
+    cluster: Cluster,
+    schedule: Schedule,
+    settings: ClusterSettings,
+    guessed: Float[np.ndarray, " clients"],
+    start: Float[np.ndarray, " size"],
+    replicas: int,
+    rng: np.random.Generator,
+    longer: int = 1,
+) -> Descent:
+    return descend(
+        cluster,
+        schedule,
+        guessed=guessed,
+        decay=settings.decay,
+        start=start,
+        steps=longer * settings.steps,
+        replicas=replicas,
+        rng=rng,
+    )
+
+
+def _shared(
+    hessians: Float[np.ndarray, "clients size size"],
+    centres: Float[np.ndarray, "clients size"],
+    amounts: Float[np.ndarray, " clients"],
+    routers: Float[np.ndarray, "clients clusters"],
+    mismatch: float,
+    rng: np.random.Generator,
+) -> Claim:
+    """Eq. 31 where the two clusters' models have the first half of their numbers in common."""
+    base = hessians.shape[1] // 2
+    problem = Shared(hessians=hessians, centres=centres, amounts=amounts, routers=routers, base=base)
+    guessed = routers + mismatch * (1 / routers.shape[1] - routers)
+    models = rng.standard_normal((*routers.shape, hessians.shape[1]))
+    models[..., :base] = models[:, :1, :base]
+    found = gradient_error(problem, guessed, models)
+    bound = sharing_bound(
+        problem,
+        guessed,
+        moment=found.moment,
+        adaptors=found.adaptors,
+        base=found.base,
+        heterogeneity=found.heterogeneity,
+    )
+    return Claim(statement=SHARING, measured=found.error, bound=bound)
+
+
+def _routed(
+    hessians: Float[np.ndarray, "clients size size"],
+    centres: Float[np.ndarray, "clients size"],
+    amounts: Float[np.ndarray, " clients"],
+    shares: Float[np.ndarray, " clients"],
+    rng: np.random.Generator,
+) -> list[Claim]:
+    """Lemma A.6 where clients have models of their own, and the first step of its proof.
+
+    Eq. 5 with cluster losses gives all clients one router, unless their models differ (L4).
+    """
+    weights = aggregators(np.stack([shares, 1 - shares], 1), amounts).T
+    found = [Cluster(hessians=hessians, centres=centres, weights=one) for one in weights]
+    lowest = np.array([_value(cluster, cluster.minimiser) for cluster in found])
+    models = np.stack([cluster.minimiser for cluster in found]) + rng.standard_normal(
+        (len(amounts), *centres[:CLUSTERS].shape)
+    )
+    losses = np.stack([_value(cluster, models[:, c]) for c, cluster in enumerate(found)], axis=1)
+    final = float(rng.uniform(0.05, 1.0))
+    rate = float(rng.uniform(0.1, 1.0)) * final
+    truth = aggregators(np.broadcast_to(router(lowest, final), losses.shape), amounts)
+    guessed = aggregators(router(losses, rate), amounts)
+    apart = np.abs(truth - guessed).sum(0) ** 2
+    gaps = (truth * (losses - lowest)).sum(0)
+    bounds = [
+        mismatch_bound(rate, final, float(gap), float(low), len(amounts), CLUSTERS, drift=0.0)
+        for gap, low in zip(gaps, lowest, strict=True)
+    ]
+    divergence = 2 * (truth * np.log(truth / guessed)).sum(0)
+    return [_tightest(A6, apart, np.array(bounds)), _tightest(PINSKER, apart, divergence)]
+
+
+def _value(cluster: Cluster, points: Float[np.ndarray, "*batch size"]) -> Float[np.ndarray, "*batch"]:
+    """f_c at some points."""
+    away = points[..., None, :] - cluster.centres
+    each = np.einsum("...ki,kij,...kj->...k", away, cluster.hessians, away) / 2
+    return np.asarray(each @ cluster.weights)
+
+
+def _summed(mu: float, shift: float, steps: int, rng: np.random.Generator) -> Claim:
+    """Lemma A.8 on drawn sequences."""
+    found = draw_recursion(rng, mu=mu, shift=shift, steps=steps)
+    return Claim(statement=A8, measured=float(found.b.sum()), bound=sum_bound(found, mu, shift))
+
+
+def _tightest(statement: str, measured: Float[np.ndarray, " steps"], bound: Float[np.ndarray, " steps"]) -> Claim:
+    """The step at which most of the bound is used."""
+    worst = int(np.argmax(measured / bound))
+    return Claim(statement=statement, measured=float(measured[worst]), bound=float(bound[worst]))
+
+
+def _curve(scheme: str, instance: int, found: Descent, claims: list[Claim], notes: dict[str, float]) -> Curve:
+    residuals = tuple(map(float, found.averaged))
+    return Curve(scheme=scheme, instance=instance, residuals=residuals, claims=tuple(claims), rates={}, notes=notes)

@@ -1,0 +1,551 @@
+"""Linear experts with a softmax router, their losses, constants and curvature.
+
+**Proposition 1.** One sample's objective (26) is strongly convex if ``alpha >= 2 |x|^2 max(mu, rho^2 / mu)``, where
+rho bounds the loss's first derivative *in absolute value*. The paper prints ``rho >= max l'(t)``, which 0 satisfies for
+the logistic loss of a positive sample, and then hardly any alpha is asked for. The printed proof does not hold: it
+halves the mixed derivative (see :func:`comingle_papers.theory.linear.hessian`), and with the right one its part
+``g_1`` need not be convex under (27). The statement does hold. Along the simplex the h_j sum to zero, so
+``<d''(lambda) h, h> >= |h|_1^2 >= 2 |h|_2^2``, and minimising the quadratic form over H and G, without the terms in
+``l'' >= 0`` and ``s'' >= 0``, leaves
+
+    2 mu |h|^2 - |x|^2 (rho^2 + mu^2) / alpha |h|^2 > 0    if    alpha > |x|^2 (rho^2 + mu^2) / (2 mu).
+
+This is at most half of (27), and a loss without curvature attains it. Minimising over h instead gives, for the mean
+over samples, the modulus ``alpha - (rho^2 + mu^2) / (2 mu) * largest eigenvalue of X^T X / n`` in (Theta, Phi): it
+takes the inputs' covariance, not their largest norm.
+
+**Theorem F.2.** The gradient of the entropy is not Lipschitz on the simplex, so for (25) the theorem's L does not
+exist. Two repairs. (a) The shares of (28) and of the minimum are softmaxes of bounded scores, hence at least some
+delta > 0, and the proof only looks at segments between them. There L exists, but is huge. (b) Each half of the proof
+needs the modulus and the smoothness of its own block only. The block Y = (Theta, Phi) has no entropy, so its factor
+``1 - m_Y / L_Y`` is well below 1 and alone proves the global linear rate of Theorem 3.2.
+
+The exponent 2k needs a start at which one block is optimal, since the first half step uses it; otherwise 2k - 1 is
+proved. Eq. 28 has no Lambda_0, and values taken after its first line have this property.
+
+**What the condition costs.** Eq. 25 does not change when experts are renumbered, and a strictly convex function has one
+minimiser. Under Proposition 1 it is therefore the same for all experts: they coincide and every gate is 1 / (N + 1),
+unless the sets Q and Omega tell experts apart. Where experts specialise, the proposition's condition is violated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+from scipy import linalg, optimize, special
+
+from comingle.utils.errors import DivergenceError
+
+LossName = Literal["logistic", "squared"]
+PerSample = Float[np.ndarray, " samples"]
+
+
+@dataclass(frozen=True)
+class Logistic:
+    """``ln(1 + exp(-y t))`` for targets y of -1 or 1."""
+
+    name: LossName = "logistic"
+    max_curvature: float = 0.25
+
+    def value(self, outputs: PerSample, targets: PerSample) -> PerSample:
+        """One loss for each sample, in nats."""
+        return np.logaddexp(0.0, -targets * outputs)
+
+    def slope(self, outputs: PerSample, targets: PerSample) -> PerSample:
+        """First derivative by the output."""
+        return -targets * special.expit(-targets * outputs)
+
+    def curvature(self, outputs: PerSample, targets: PerSample) -> PerSample:
+        """Second derivative by the output."""
+        return special.expit(targets * outputs) * special.expit(-targets * outputs)
+
+    def slope_bound(self, largest_output: float, targets: PerSample) -> float:
+        """Largest absolute first derivative for outputs up to ``largest_output`` in size; at most 1."""
+        return float(special.expit(largest_output))
+
+
+@dataclass(frozen=True)
+class Squared:
+    """``(t - y)^2 / 2``. Its derivative is bounded only where outputs are, so rho of Proposition 1 needs a ball."""
+
+    name: LossName = "squared"
+    max_curvature: float = 1.0
+
+    def value(self, outputs: PerSample, targets: PerSample) -> PerSample:
+        """One loss for each sample."""
+        return (outputs - targets) ** 2 / 2
+
+    def slope(self, outputs: PerSample, targets: PerSample) -> PerSample:
+        """First derivative by the output."""
+        return outputs - targets
+
+    def curvature(self, outputs: PerSample, targets: PerSample) -> PerSample:
+        """Second derivative by the output."""
+        return np.ones_like(outputs)
+
+    def slope_bound(self, largest_output: float, targets: PerSample) -> float:
+        """Largest absolute first derivative for outputs up to ``largest_output`` in size."""
+        return largest_output + float(np.abs(targets).max())
+
+
+Loss = Logistic | Squared
+LOSSES: dict[str, Loss] = {"logistic": Logistic(), "squared": Squared()}
+
+
+Inputs = Float[np.ndarray, "samples features"]
+Weights = Float[np.ndarray, "features experts"]
+Shares = Float[np.ndarray, "samples experts"]
+Vector = Float[np.ndarray, " size"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearProblem:
+    """One user's samples and the two weights of eq. 25: ``decay`` (alpha) and ``coupling`` (mu)."""
+
+    inputs: Inputs
+    targets: Float[np.ndarray, " samples"]
+    num_experts: int
+    loss: Loss
+    decay: float
+    coupling: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Experts Theta, router Phi, and every sample's shares lambda (rows here, columns of Lambda in the paper)."""
+
+    experts: Weights
+    router: Weights
+    shares: Shares
+
+
+def gates(problem: LinearProblem, router: Weights) -> Shares:
+    """``pi_Phi(x)``, the softmax of eq. 20, for each sample."""
+    return _softmax(problem.inputs @ router)
+
+
+def coupled_objective(problem: LinearProblem, experts: Weights, router: Weights) -> float:
+    """Eq. 21: the mean loss of the routed experts plus weight decay. What one would minimise without decoupling."""
+    outputs = (gates(problem, router) * (problem.inputs @ experts)).sum(1)
+    return float(problem.loss.value(outputs, problem.targets).mean()) + _penalty(problem, experts, router)
+
+
+def decoupled_objective(problem: LinearProblem, point: Point) -> float:
+    """``F_mu`` of eq. 25: eq. 21 with free shares, plus mu times the mean KL divergence from shares to gates.
+
+    The weight is mu / n as in eq. 25 and 26; eq. 23 prints mu / (2 n). At ``shares = gates`` it equals eq. 21.
+    """
+    logits = problem.inputs @ point.router
+    outputs = (point.shares * (problem.inputs @ point.experts)).sum(1)
+    divergence = (
+        special.xlogy(point.shares, point.shares).sum(1)
+        + special.logsumexp(logits, axis=1)
+        - (point.shares * logits).sum(1)
+    )
+    fit = problem.loss.value(outputs, problem.targets) + problem.coupling * divergence
+    return float(fit.mean()) + _penalty(problem, point.experts, point.router)
+
+
+def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Shares:
+    """First line of eq. 28: the shares of every sample, exact up to one scalar equation each.
+
+    Stationarity on the simplex gives ``lambda = softmax(b - l'(t) a / mu)`` with ``a = Theta^T x``, ``b = Phi^T x`` and
+    the output ``t = <lambda, a>``. Put together, ``t - <softmax(b - l'(t) a / mu), a> = 0``: increasing in t, since l'
+    is, with its only root between the smallest and the largest ``a_j``.
+    """
+    each, logits = problem.inputs @ experts, problem.inputs @ router
+    low, high, size = each.min(1), each.max(1), np.abs(each).max(1)
+    outputs = (low + high) / 2
+    for iteration in range(_ITERATIONS):
+        shares = _shares_at(problem, each, logits, outputs)
+        mean = (shares * each).sum(1)
+        excess = outputs - mean
+        open_ = np.abs(excess) > _ROOT_TOLERANCE * size
+        if not open_.any():
+            break
+        low, high = np.where(excess < 0, outputs, low), np.where(excess > 0, outputs, high)
+        variance = (shares * (each - mean[:, None]) ** 2).sum(1)
+        bend = problem.loss.curvature(outputs, problem.targets)
+        newton = outputs - excess / (1 + bend * variance / problem.coupling)
+        # Newton's step where it stays inside the bracket; a halving now and then keeps the bracket shrinking.
+        inside = (newton > low) & (newton < high) & (iteration % 3 < 2)
+        outputs = np.where(open_, np.where(inside, newton, (low + high) / 2), outputs)
+    return _shares_at(problem, each, logits, outputs)
+
+
+def _shares_at(problem: LinearProblem, each: Shares, logits: Shares, outputs: Vector) -> Shares:
+    slopes = problem.loss.slope(outputs, problem.targets)
+    return _softmax(logits - slopes[:, None] * each / problem.coupling)
+
+
+def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
+    """Second line of eq. 28: multinomial logistic regression on soft targets with weight decay, strongly convex.
+
+    Raises:
+        DivergenceError: scipy found no stationary point.
+    """
+    return _stationary(
+        lambda flat: _router_gradient(problem, shares, flat.reshape(start.shape)).ravel(),
+        lambda flat: router_curvature(problem, flat.reshape(start.shape)),
+        start,
+        "the router's step",
+    )
+
+
+def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
+    """Third line of eq. 28: ridge regression in closed form for the squared loss, convex for the logistic one.
+
+    The output is linear in Theta: ``<lambda, Theta^T x> = <x lambda^T, Theta>``.
+
+    Raises:
+        DivergenceError: scipy found no stationary point.
+    """
+    features = np.einsum("nd,ne->nde", problem.inputs, shares).reshape(len(shares), -1)
+    num, eye = len(features), problem.decay * np.eye(features.shape[1])
+    if not isinstance(problem.loss, Logistic):
+        normal = features.T @ features / num + eye
+        return linalg.solve(normal, features.T @ problem.targets / num, assume_a="pos").reshape(start.shape)
+    loss, targets = problem.loss, problem.targets
+    return _stationary(
+        lambda flat: features.T @ loss.slope(features @ flat, targets) / num + problem.decay * flat,
+        lambda flat: (features.T * loss.curvature(features @ flat, targets)) @ features / num + eye,
+        start,
+        "the experts' step",
+    )
+
+
+def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) -> Weights:
+    pull = problem.inputs.T @ (gates(problem, router) - shares)
+    return problem.coupling / len(shares) * pull + problem.decay * router
+
+
+def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarray, "size size"]:
+    """Hessian of eq. 25 in Phi: ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I``."""
+    shares_there = gates(problem, router)
+    spread = shares_there[:, :, None] * (np.eye(router.shape[1]) - shares_there[:, None, :])
+    blocks = np.einsum("na,nb,nef->aebf", problem.inputs, problem.inputs, spread, optimize=True)
+    size = router.size
+    return problem.coupling / len(shares_there) * blocks.reshape(size, size) + problem.decay * np.eye(size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descent:
+    """Iterates of eq. 28: ``points[k]`` is ``(Theta_k, Phi_k, Lambda_{k+1})`` and ``values[k]`` its objective."""
+
+    points: list[Point]
+    values: list[float]
+
+
+def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: int) -> Descent:
+    """Eq. 28 from given experts and router: shares, then router and experts, which do not see each other.
+
+    Stops before ``steps`` where nothing moves any more.
+
+    Values are taken after the shares' step. There the shares are optimal from the first point on, which the exponent 2k
+    of Theorem F.2 needs; see :mod:`comingle_papers.theory.linear`.
+
+    Raises:
+        DivergenceError: a convex step failed.
+    """
+    points = [_at_best_shares(problem, experts, router)]
+    for _ in range(steps):
+        shares = points[-1].shares
+        router = best_router(problem, shares, points[-1].router)
+        experts = best_experts(problem, shares, points[-1].experts)
+        points.append(_at_best_shares(problem, experts, router))
+        if np.allclose(points[-1].shares, shares, rtol=0, atol=_REST):
+            break
+    return Descent(points=points, values=[decoupled_objective(problem, point) for point in points])
+
+
+def minimum(problem: LinearProblem, near: Point) -> Point:
+    """Where no step of eq. 28 moves: many more of its steps, then root finding on the gradient of ``min_Lambda F``.
+
+    That gradient is F's at the best shares. Where F is strongly convex the point found is its only minimiser; elsewhere
+    it is one that the scheme falls to.
+
+    Raises:
+        DivergenceError: a convex step failed, or what was found lies above where the steps came to.
+    """
+    for _ in range(_FURTHER):
+        further = alternate(problem, near.experts, near.router, 10).points[-1]
+        moved, near = float(np.abs(further.shares - near.shares).max()), further
+        if moved < _STILL:
+            break
+    start = np.stack([near.experts, near.router])
+    flat = _stationary(
+        lambda flat: weights_gradient(problem, _at_best_shares(problem, *flat.reshape(start.shape))),
+        None,
+        start,
+        "the minimum",
+    )
+    point = _at_best_shares(problem, *flat)
+    above = decoupled_objective(problem, point) - decoupled_objective(problem, near)
+    if above > _STILL**2:
+        raise DivergenceError(f"the minimum: the point found is {above:.1e} above a point of the descent; 0 is allowed")
+    return point
+
+
+def _at_best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Point:
+    return Point(experts=experts, router=router, shares=best_shares(problem, experts, router))
+
+
+def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
+    """The gradient of eq. 25 in (Theta, Phi), row-major."""
+    slopes = problem.loss.slope((point.shares * (problem.inputs @ point.experts)).sum(1), problem.targets)
+    pull = problem.inputs.T @ (slopes[:, None] * point.shares) / len(point.shares)
+    of_experts = pull + problem.decay * point.experts
+    return np.concatenate([of_experts.ravel(), _router_gradient(problem, point.shares, point.router).ravel()])
+
+
+_FURTHER, _STILL, _REST = 50, 1e-6, 1e-14
+_ITERATIONS, _ROOT_TOLERANCE = 120, 4e-15
+_GRADIENT_TOLERANCE = 1e-9
+
+
+def _stationary(
+    gradient: Callable[[Vector], Vector],
+    hessian: Callable[[Vector], Float[np.ndarray, "size size"]] | None,
+    start: np.ndarray,
+    what: str,
+) -> np.ndarray:
+    """Where a gradient is zero. Roots rather than values: a minimum is flat, so values lose half of the digits."""
+    solution = optimize.root(gradient, start.ravel(), jac=hessian, method="hybr", options={"xtol": 1e-14})
+    left = float(np.abs(gradient(solution.x)).max())
+    if not left < _GRADIENT_TOLERANCE:
+        raise DivergenceError(f"{what}: the gradient stays at {left:.1e}; below {_GRADIENT_TOLERANCE:.0e} is allowed")
+    return solution.x.reshape(start.shape)
+
+
+def _softmax(scores: Shares) -> Shares:
+    """Over the last axis; a tenth of the time of scipy's, which dispatches over array libraries on every call."""
+    raised = np.exp(scores - scores.max(-1, keepdims=True))
+    return raised / raised.sum(-1, keepdims=True)
+
+
+def _penalty(problem: LinearProblem, experts: Weights, router: Weights) -> float:
+    return problem.decay / 2 * float((experts**2).sum() + (router**2).sum())
+
+
+def draw_linear(
+    rng: np.random.Generator,
+    *,
+    samples: int,
+    features: int,
+    num_experts: int,
+    loss: Loss,
+    decay: float,
+    coupling: float,
+) -> LinearProblem:
+    """Normal inputs whose targets come from routed linear experts that were drawn too, with noise (squared: 10%)."""
+    inputs = rng.standard_normal((samples, features))
+    chosen = (inputs @ rng.standard_normal((features, num_experts))).argmax(1)
+    outputs = (inputs @ rng.standard_normal((features, num_experts)))[np.arange(samples), chosen]
+    if isinstance(loss, Logistic):
+        targets = np.where(rng.uniform(size=samples) < special.expit(outputs), 1.0, -1.0)
+    else:
+        targets = outputs + 0.1 * rng.standard_normal(samples)
+    return LinearProblem(
+        inputs=inputs, targets=targets, num_experts=num_experts, loss=loss, decay=decay, coupling=coupling
+    )
+
+
+def printed_decay(feature_norm: float, slope: float, coupling: float) -> float:
+    """The alpha of Proposition 1, eq. 27: ``2 |x|^2 max(mu, rho^2 / mu)``, rho an absolute value."""
+    return 2 * feature_norm**2 * max(coupling, slope**2 / coupling)
+
+
+def needed_decay(feature_norm: float, slope: float, coupling: float) -> float:
+    """The alpha above which one sample's objective (26) is strongly convex: ``|x|^2 (rho^2 + mu^2) / (2 mu)``."""
+    return feature_norm**2 * (slope**2 + coupling**2) / (2 * coupling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConstants:
+    """What the bounds of a descent are made of.
+
+    ``radius`` bounds ``|(Theta, Phi)|`` over all iterates and the minimum: the objective never grows, and everything in
+    it but the weight decay is at least 0, so ``alpha / 2 |(Theta, Phi)|^2 <= F_0``. ``slope`` is rho within that
+    radius. ``feature_norm`` is the largest ``|x|``, ``feature_scale`` the largest eigenvalue of ``X^T X / n``,
+    ``smallest_share`` the delta of the module's docstring.
+    """
+
+    num_samples: int
+    num_experts: int
+    decay: float
+    coupling: float
+    max_curvature: float
+    radius: float
+    slope: float
+    feature_norm: float
+    feature_scale: float
+
+    @property
+    def smallest_share(self) -> float:
+        """``1 / (1 + N exp(s))``, s the largest difference of two scores ``<phi_j - l' / mu theta_j, x>``."""
+        ratio = self.slope / self.coupling
+        spread = self.feature_norm * self.radius * float(np.sqrt(2 * (1 + ratio**2)))
+        return 1 / (1 + (self.num_experts - 1) * float(np.exp(min(spread, 700.0))))
+
+    @property
+    def printed_decay(self) -> float:
+        """Eq. 27 for the sample with the largest norm."""
+        return printed_decay(self.feature_norm, self.slope, self.coupling)
+
+    @property
+    def modulus_weights(self) -> float:
+        """m_Y: strong convexity in (Theta, Phi), whatever the shares do; nothing is proved where it is not positive."""
+        return self.decay - self._pull * self.feature_scale / (2 * self.coupling)
+
+    @property
+    def modulus_shares(self) -> float:
+        """m_X: strong convexity in the shares along the simplex, whatever (Theta, Phi) do."""
+        return (2 * self.coupling - self._pull * self.feature_norm**2 / self.decay) / self.num_samples
+
+    @property
+    def modulus(self) -> float:
+        """mu of Theorem F.2, in all variables: m with ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)``."""
+        n, pull = self.num_samples, self._pull * self.feature_norm**2
+        middle = n * self.decay + 2 * self.coupling
+        product = 4 * n * (2 * self.coupling * self.decay - pull)
+        # The smaller root of n m^2 - middle m + product / (4 n), without cancellation.
+        return product / (2 * n * (middle + float(np.sqrt(middle**2 - product))))
+
+    @property
+    def smoothness_weights(self) -> float:
+        """L_Y: ``alpha + max(sup l'', mu / 2)`` times the feature scale; a softmax has curvature up to 1/2."""
+        return self.decay + max(self.max_curvature, self.coupling / 2) * self.feature_scale
+
+    @property
+    def smoothness_shares(self) -> float:
+        """L_X, where every share is at least :attr:`smallest_share`."""
+        outputs = self.radius * self.feature_norm
+        return (self.coupling / self.smallest_share + self.max_curvature * outputs**2) / self.num_samples
+
+    @property
+    def smoothness(self) -> float:
+        """L of Theorem F.2 there: two blocks of a convex function are at most as smooth as their sum."""
+        return self.smoothness_weights + self.smoothness_shares
+
+    @property
+    def theorem_rate(self) -> float | None:
+        """``(1 - mu / L)^2`` of Theorem F.2, repair (a): what one step leaves of ``F - F*``; None if unproved."""
+        return (1 - self.modulus / self.smoothness) ** 2 if self.modulus > 0 else None
+
+    @property
+    def block_rate(self) -> float | None:
+        """``(1 - m_Y / L_Y)(1 - m_X / L_X)``, repair (b), the second factor only where m_X > 0; None if unproved."""
+        if self.modulus_weights <= 0:
+            return None
+        of_shares = 1 - max(self.modulus_shares, 0.0) / self.smoothness_shares
+        return (1 - self.modulus_weights / self.smoothness_weights) * of_shares
+
+    @property
+    def _pull(self) -> float:
+        return self.slope**2 + self.coupling**2
+
+
+def constants(problem: LinearProblem, experts: Weights, router: Weights) -> LinearConstants:
+    """The constants for every descent that starts from these experts and this router."""
+    start = Point(experts=experts, router=router, shares=best_shares(problem, experts, router))
+    radius = float(np.sqrt(2 * decoupled_objective(problem, start) / problem.decay))
+    feature_norm = float(linalg.norm(problem.inputs, axis=1).max())
+    return LinearConstants(
+        num_samples=len(problem.inputs),
+        num_experts=problem.num_experts,
+        decay=problem.decay,
+        coupling=problem.coupling,
+        max_curvature=problem.loss.max_curvature,
+        radius=radius,
+        slope=problem.loss.slope_bound(radius * feature_norm, problem.targets),
+        feature_norm=feature_norm,
+        feature_scale=float(linalg.norm(problem.inputs, 2) ** 2) / len(problem.inputs),
+    )
+
+
+def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -> float:
+    """The smallest alpha that satisfies eq. 27 with the rho that belongs to it.
+
+    rho depends on the radius and so on alpha, and falls as alpha grows; hence one scalar equation.
+    """
+
+    def lacking(logarithm: float) -> float:
+        decay = float(np.exp(logarithm))
+        constants_there = constants(dataclasses.replace(problem, decay=decay), experts, router)
+        return logarithm - float(np.log(constants_there.printed_decay))
+
+    return float(np.exp(optimize.root_scalar(lacking, bracket=(-20.0, 20.0), method="brentq", xtol=1e-12).root))
+
+
+Matrix = Float[np.ndarray, "rows columns"]
+
+
+def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
+    """Second derivatives of eq. 25 in (Theta, Phi, Lambda), row-major, the shares as free coordinates.
+
+    With one sample this is the Hessian of eq. 26. In a direction (H, G, h) the loss contributes
+    ``l'' (<h, Theta^T x> + <lambda, H^T x>)^2 + 2 l' <h, H^T x>``. The paper's proof of Proposition 1 has 1 in place of
+    the last 2, and of the 2 inside the square.
+    """
+    top = linalg.block_diag(_experts_block(problem, point), router_curvature(problem, point.router))
+    cross = _cross_block(problem, point)
+    return np.block([[top, cross], [cross.T, _shares_block(problem, point)]])
+
+
+def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
+    """:func:`hessian` along the simplex: the directions of each sample's shares that sum to zero."""
+    samples, experts = point.shares.shape
+    basis = np.kron(np.eye(samples), linalg.null_space(np.ones((1, experts))))
+    inner = linalg.block_diag(np.eye(2 * point.experts.size), basis)
+    return inner.T @ hessian(problem, point) @ inner
+
+
+def local_rate(problem: LinearProblem, solution: Point) -> float:
+    """What one step of eq. 28 leaves of ``F - F*`` close to a solution.
+
+    Example 2 at the solution: distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the Hessian
+    (experts and router; shares; mixed), the objective's residual by ``r^2``.
+    """
+    whole = tangent_hessian(problem, solution)
+    size = 2 * solution.experts.size
+    # |L_a^-1 C^T L_b^-T| with Cholesky factors equals the norm with symmetric roots.
+    lower_a, lower_b = (
+        linalg.cholesky(whole[:size, :size], lower=True),
+        linalg.cholesky(whole[size:, size:], lower=True),
+    )
+    half = linalg.solve_triangular(lower_a, whole[:size, size:], lower=True)
+    return float(linalg.norm(linalg.solve_triangular(lower_b, half.T, lower=True), 2) ** 4)
+
+
+def _outputs(problem: LinearProblem, point: Point) -> Float[np.ndarray, " samples"]:
+    return (point.shares * (problem.inputs @ point.experts)).sum(1)
+
+
+def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
+    features = np.einsum("nd,ne->nde", problem.inputs, point.shares).reshape(len(point.shares), -1)
+    curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)
+    return (features.T * curvature) @ features / len(features) + problem.decay * np.eye(features.shape[1])
+
+
+def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
+    """Rows (Theta, Phi), columns Lambda."""
+    x, (samples, experts) = problem.inputs, point.shares.shape
+    outputs, each = _outputs(problem, point), x @ point.experts
+    slope, bend = problem.loss.slope(outputs, problem.targets), problem.loss.curvature(outputs, problem.targets)
+    same = np.einsum("nd,ef->ndef", x, np.eye(experts))
+    of_experts = slope[:, None, None, None] * same + np.einsum("n,nd,ne,nf->ndef", bend, x, point.shares, each)
+    stacked = np.concatenate([of_experts, -problem.coupling * same], axis=1) / samples
+    return stacked.transpose(1, 2, 0, 3).reshape(2 * point.experts.size, samples * experts)
+
+
+def _shares_block(problem: LinearProblem, point: Point) -> Matrix:
+    each = problem.inputs @ point.experts
+    bend = problem.loss.curvature(_outputs(problem, point), problem.targets)
+    blocks = bend[:, None, None] * each[:, :, None] * each[:, None, :]
+    blocks = blocks + problem.coupling * np.eye(each.shape[1]) / point.shares[:, :, None]
+    return np.asarray(linalg.block_diag(*(blocks / len(blocks))))

@@ -1,1 +1,0 @@
-"""Nets of the papers, offered to the core through entry points ``comingle.nets``."""

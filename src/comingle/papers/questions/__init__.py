@@ -1,1 +1,0 @@
-"""Users who are asked questions: the loss is on the answers, which models also give by themselves."""

@@ -1,1 +1,0 @@
-"""The papers' verbs: ``comingle reproduce`` and ``comingle theory``; heavy imports inside them."""
