@@ -205,10 +205,10 @@ def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
     """Each user's weight of each component at each evaluation."""
     rows: list[list[object]] = [["seed", "round", "user", "true_cluster", "component", "weight"]]
     clusters = mixtures.clusters or (None,) * len(mixtures.users)
-    for number, values in zip(mixtures.rounds, mixtures.values, strict=True):
+    for round_number, values in zip(mixtures.rounds, mixtures.values, strict=True):
         for user, cluster, weights in zip(mixtures.users, clusters, values, strict=True):
             pairs = zip(mixtures.order, weights, strict=True)
-            rows += [[mixtures.seed, number, user, cluster, name, float(weight)] for name, weight in pairs]
+            rows += [[mixtures.seed, round_number, user, cluster, name, float(weight)] for name, weight in pairs]
     return rows
 
 
@@ -217,9 +217,9 @@ def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
     rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
     for text, row in zip(view.texts, view.gates, strict=True):
         for user, experts, gates in zip(view.users, view.experts, row, strict=True):
-            for number, (token, said) in enumerate(zip(text.tokens, gates[layer], strict=True)):
+            for place, (token, said) in enumerate(zip(text.tokens, gates[layer], strict=True)):
                 pairs = zip(experts, said, strict=True)
-                rows += [[text.name, user, layer, number, token, name, float(gate)] for name, gate in pairs]
+                rows += [[text.name, user, layer, place, token, name, float(gate)] for name, gate in pairs]
     return rows
 
 

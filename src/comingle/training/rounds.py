@@ -214,36 +214,36 @@ def run_rounds(
     if rounds and first_round == 0 and training.evaluate_first:
         federation.download(everyone)
         scores = evaluate(federation, 0, observe)  # where every curve starts: the pretrained model
-    for number in range(first_round, rounds):
-        due = due_in(clients.method, training, clients.shares, number)
-        members = federation.invite(number, releases=due.exchanges)
+    for round_number in range(first_round, rounds):
+        due = due_in(clients.method, training, clients.shares, round_number)
+        members = federation.invite(round_number, releases=due.exchanges)
         if members is None:  # one more would exceed the privacy budget
-            scores, rounds = _stop(federation, scores, number, observe), number
+            scores, rounds = _stop(federation, scores, round_number, observe), round_number
             clock.count(federation)
-            checkpoint(number, clock)
+            checkpoint(round_number, clock)
             break
         federation.download(members)  # 1 and 2
-        work, everybodys = _train(federation, members, number, observe)  # 3
+        work, everybodys = _train(federation, members, round_number, observe)  # 3
         if due.exchanges:
-            federation.upload(list(work.losses), number + 1, work.losses)
-        _tell(federation, everybodys, number + 1, observe, clock)
+            federation.upload(list(work.losses), round_number + 1, work.losses)
+        _tell(federation, everybodys, round_number + 1, observe, clock)
         if due.evaluates == "local":
             federation.download([user for user in everyone if user not in work.losses])
-            scores = evaluate(federation, number + 1, observe)
+            scores = evaluate(federation, round_number + 1, observe)
         if due.exchanges and (why := federation.aggregate()):  # 4
-            observe({"event": "no_sum", "round": number + 1, "reason": why})
+            observe({"event": "no_sum", "round": round_number + 1, "reason": why})
         if due.exchanges and (judged := federation.server.judged) is not None:
-            observe(judged.as_event(number + 1))
+            observe(judged.as_event(round_number + 1))
         if guard is not None:
-            observe({"event": "privacy", "round": number + 1, **guard.spent})
+            observe({"event": "privacy", "round": round_number + 1, **guard.spent})
         if due.evaluates == "exchanged":
             federation.download(everyone)  # 5
             if due.ends:
                 federation.each(lambda: finish(clients))
-            scores = evaluate(federation, number + 1, observe)
+            scores = evaluate(federation, round_number + 1, observe)
         if due.saves:
             clock.count(federation)
-            checkpoint(number + 1, clock)
+            checkpoint(round_number + 1, clock)
     clock.count(federation)
     scores = _chosen(federation, scores, rounds)
     # Without rounds there is nothing but this; a run resumed after its last round has these events already.
