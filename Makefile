@@ -37,9 +37,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no
 # Whole programs: the command line, pages and tables, runs that are killed and resumed, plans that runs are held against.
 # What is slow comes first, so that no process is left alone with it at the end.
 PROGRAMS := tests/docs tests/examples tests/cli papers/tests/reproduce papers/tests/theory/test_theory_verb.py \
-	tests/engines/test_engine_folders.py tests/engines/test_engine_resume.py tests/engines/test_engine_resume_nets.py \
-	tests/engines/test_engine_resume_dtype.py tests/engines/test_engine_order.py tests/engines/test_engine_answers.py \
-	tests/costing/test_costing_stacked.py tests/costing/test_costing_memory.py \
+	tests/training/test_engine_folders.py tests/training/test_engine_resume.py tests/training/test_engine_resume_nets.py \
+	tests/training/test_engine_resume_dtype.py tests/training/test_engine_order.py tests/training/test_engine_answers.py \
+	tests/cost/test_costing_stacked.py tests/cost/test_costing_memory.py \
 	tests/privacy/test_privacy_runs.py tests/privacy/test_privacy_cost.py tests/reports tests/test_plugins.py tests/dist \
 	tests/federation tests/serving
 

@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from commands import comingle as comingle
+
 
 @pytest.fixture(scope="session")
 def gpt2_tokenizer(shared_data: Path) -> PreTrainedTokenizerFast:

@@ -10,7 +10,7 @@ import pytest
 from comingle.config import load_recipe
 from comingle.runs import api
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import candidates
 import pooling
 import residual

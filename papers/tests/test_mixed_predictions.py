@@ -12,7 +12,7 @@ import torch
 from comingle.config import load_recipe
 from comingle.runs import api
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from mixed_predictions import likeliest_weight, measure, mixed_losses
 
 

@@ -1,6 +1,6 @@
 """Measures what a local round really holds, in a process of its own: prints bytes over the built federation.
 
-    MALLOC_MMAP_THRESHOLD_=65536 python tests/costing/memory_driver.py RECIPE
+    MALLOC_MMAP_THRESHOLD_=65536 python tests/cost/memory_driver.py RECIPE
 
 With that threshold glibc gives every large block back at once, so the peak of resident memory is that of live tensors.
 With ``keep`` as a second argument the allocator is set as a run sets it.

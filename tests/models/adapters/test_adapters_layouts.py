@@ -179,7 +179,7 @@ def test_an_mlp_that_is_handed_the_residual_too_is_refused() -> None:
 
 
 def test_the_example_of_the_docs_works() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
     content = yaml.safe_load(text.split("For StarCoder2:")[1].split("```yaml")[1].split("```")[0])
     content |= {"method": "fedavg", "data": {"users": {"ann": "unused"}}}
     section = parse_recipe(content).adapters.targets
