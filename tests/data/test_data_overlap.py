@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from comingle.data.demo import drop_near_duplicates
-from comingle.data.sources import hash_shingles, read_documents, split_words
+from comingle.data.duplicates import hash_shingles, split_words
+from comingle.data.sources import read_documents
 from comingle.data.splits import Overlap, UserText, find_overlap, split_by_fractions
 
 

@@ -54,7 +54,9 @@ def commands(page: Path) -> list[tuple[str, ...]]:
 
 def verbs() -> set[str]:
     """The core's, and those that this project's own plug-in adds."""
-    points = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    points = tomllib.loads((REPOSITORY / "papers" / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "entry-points"
+    ]
     return set(Core.own) | set(points["comingle.verbs"])
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from comingle.models.stacked import FEW, LARGE, Folded, FusedNorms, channels_last, folds
+from comingle.models.side_by_side import FEW, LARGE, Folded, FusedNorms, channels_last, folds
 from comingle.utils.seeds import generator
 
 USERS, SETS, BATCH, CHANNELS = 3, 2, 5, 8

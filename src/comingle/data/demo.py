@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from comingle.data.duplicates import hash_shingles, split_words
 from comingle.data.files import join_paragraphs, split_paragraphs
-from comingle.data.sources import hash_shingles, split_words
 from comingle.utils.errors import DataError, did_you_mean
 
 DEMO_PREFIX = "demo:"

@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 from jaxtyping import UInt64
 
-from comingle.data.sources import SHINGLE_WORDS, hash_shingles, split_words
+from comingle.data.duplicates import SHINGLE_WORDS, hash_shingles, split_words
 from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
 from comingle.utils.seeds import derive
 

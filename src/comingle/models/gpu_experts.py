@@ -54,8 +54,7 @@ def part_on(device: torch.device) -> Part:
 
 
 class Part:
-    """As the module :mod:`comingle.models.kernels.expert_mlp`: whether it is made for some tensors, and the two passes.
-    """
+    """The passes of :mod:`comingle.models.kernels.expert_mlp` on a GPU, and which tensors they accept."""
 
     def __init__(self, programs: ModuleType):
         self.programs = programs

@@ -1,7 +1,7 @@
 """A net of every user's own without ``vmap``: samples of all users are one batch, user after user.
 
 Layers without parameters do the same to each sample, whoever's it is. Linears are batched products over users
-(:class:`~comingle.models.stacked.Folded`), convolutions and what stands behind them steps of
+(:class:`~comingle.models.side_by_side.Folded`), convolutions and what stands behind them steps of
 :mod:`comingle.models.kernels.convolutions`.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from comingle.models.kernels import convolutions
 from comingle.models.kernels.convolutions import Crowd, Step
 from comingle.models.model import call_with
-from comingle.models.stacked import FOLDING, Folded
+from comingle.models.side_by_side import FOLDING, Folded
 from comingle.utils.files import cache_folder
 from comingle.utils.trees import Tree
 

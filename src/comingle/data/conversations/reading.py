@@ -17,9 +17,9 @@ from comingle.config import SplitSection
 from comingle.data.conversations.messages import Columns, Messages, messages_of
 from comingle.data.conversations.scoring import same_words
 from comingle.data.conversations.section import ConversationRows, ConversationsSection
+from comingle.data.duplicates import Repeated, warn_same_files
 from comingle.data.files import word_problem
 from comingle.data.row_files import BadRows, Row, name_in
-from comingle.data.sources import Repeated, warn_same_files
 from comingle.data.tables import choose_users, field_of, has_column, read_tables, table_of
 from comingle.data.text.section import UserFiles
 from comingle.data.text.streams import list_small

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 from comingle.config import Recipe, SplitSection
+from comingle.data.duplicates import Repeated, warn_same_files
 from comingle.data.files import most_bytes
 from comingle.data.row_files import BadRows, BadRowsError
-from comingle.data.sources import Repeated, read_dataset, read_documents, warn_same_files
+from comingle.data.sources import read_dataset, read_documents
 from comingle.data.splits import UserText, mix_held_out, split_by_fractions, split_given
 from comingle.data.tables import iterate_texts, table_of
 from comingle.data.text.section import DatasetSource, TextSection, UserSource

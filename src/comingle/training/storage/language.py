@@ -16,10 +16,11 @@ import numpy as np
 from comingle.config import Recipe
 from comingle.data.conversations.encoding import Encoder, UserAnswers, find_small, too_few
 from comingle.data.conversations.reading import UserConversations, file_readers, owned_records, parted, wanted_users
+from comingle.data.duplicates import Repeated
 from comingle.data.populations import Crowd
 from comingle.data.row_files import BadRows
 from comingle.data.samples.samples import SPLITS
-from comingle.data.sources import Repeated, iterate_documents, no_texts, where_of
+from comingle.data.sources import iterate_documents, no_texts, where_of
 from comingle.data.splits import REPEATED, Overlap, UserText, deal, find_overlap, quota_of, take_turns
 from comingle.data.tables import choose_users
 from comingle.data.text.reading import check_limits, limits_of, options_of, split_group, user_readers

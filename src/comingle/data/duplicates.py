@@ -1,0 +1,125 @@
+"""Duplicate documents, files of several users, and near-duplicate text."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from jaxtyping import Int64, UInt64
+
+from comingle.utils.names import is_named
+
+SHINGLE_WORDS = 13
+
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no word of a shingle is lost modulo 2**64
+
+
+def split_words(document: str) -> list[str]:
+    """The words of a document; case and white space do not count."""
+    return document.casefold().split()
+
+
+def hash_shingles(
+    documents: Sequence[list[str]],
+) -> tuple[UInt64[np.ndarray, " shingles"], Int64[np.ndarray, " shingles"]]:
+    """Hash of every run of 13 words inside a document, ``sum_k m^(12-k) hash(word_k) mod 2**64``, and its document.
+
+    All documents at once, in 13 passes over one array. Python's hash of a string is salted per process, so the values
+    are for comparison within one process only.
+    """
+    lengths = [len(words) for words in documents]
+    flat = np.fromiter((hash(word) for words in documents for word in words), np.int64, sum(lengths)).view(np.uint64)
+    owner = np.repeat(np.arange(len(documents), dtype=np.int64), lengths)
+    count = max(0, len(flat) - SHINGLE_WORDS + 1)
+    hashes = np.zeros(count, dtype=np.uint64)
+    for offset in range(SHINGLE_WORDS):
+        hashes = hashes * _MULTIPLIER + flat[offset : offset + count]
+    first, last = owner[:count], owner[len(owner) - count :]
+    return hashes[first == last], first[first == last]
+
+
+T = TypeVar("T")
+
+
+_LISTED = 10
+
+
+_PIECE = 1 << 20
+
+
+logger = logging.getLogger("comingle")
+
+
+class Repeated:
+    """Documents that a user has more than once, of which one is kept where ``data.deduplicate`` asks for it."""
+
+    def __init__(self, drops: bool = False):
+        self.drops, self.counts = drops, Counter[str]()
+
+    def drop(
+        self, name: str, parts: Mapping[str, Sequence[T]], words: Callable[[T], str], *, held_out: Sequence[str] = ()
+    ) -> dict[str, list[T]]:
+        """Remove a user's duplicate documents, ignoring case and white space; does nothing unless ``drops``.
+
+        Args:
+            name: the user.
+            parts: documents by split.
+            words: returns the text of a document.
+            held_out: splits in decreasing priority; a document in several splits is kept in the first of these.
+        """
+        if not self.drops:
+            return {split: list(documents) for split, documents in parts.items()}
+        seen: set[bytes] = set()
+        kept: dict[str, list[T]] = {split: [] for split in parts}
+        for split in sorted(parts, key=lambda split: [*held_out, split].index(split)):
+            for document in parts[split]:
+                text = " ".join(words(document).casefold().split())
+                digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+                if digest not in seen:
+                    kept[split].append(document)
+                    seen.add(digest)
+                else:
+                    self.counts[name] += 1
+        return kept
+
+    def settle(self) -> None:
+        """Say how many documents were left out, and of which users."""
+        if self.counts:
+            listed = ", ".join(f"{name!r} ({count})" for name, count in list(self.counts.items())[:_LISTED])
+            more = f" and {len(self.counts) - _LISTED} more users" if len(self.counts) > _LISTED else ""
+            told = "data.deduplicate: %d repeated documents or conversations are left out: %s%s"
+            logger.warning(told, self.counts.total(), listed, more)
+            self.counts.clear()
+
+
+def warn_same_files(sources: Mapping[str, Iterable[str | None]]) -> None:
+    """Say which users train on the same file, or on copies of one; ``sources`` are those of each user."""
+    owners: dict[str, list[str]] = {}
+    for name, source in ((name, source) for name, some in sources.items() for source in some if source):
+        place = source if is_named(source) else os.path.realpath(os.path.expanduser(source))
+        owners.setdefault(place, []).append(name)
+    sizes = Counter(os.path.getsize(place) for place in owners if os.path.isfile(place))
+    by_content: dict[str, list[str]] = {}
+    for place, names in owners.items():
+        alone = not os.path.isfile(place) or sizes[os.path.getsize(place)] < 2 or not os.path.getsize(place)
+        by_content.setdefault(place if alone else _digest(Path(place)), []).extend(names)
+    same = [names for names in by_content.values() if len(set(names)) > 1]
+    if same:
+        listed = "; ".join(" and ".join(map(repr, dict.fromkeys(names[:_LISTED]))) for names in same[:_LISTED])
+        more = f"; and {len(same) - _LISTED} more files" if len(same) > _LISTED else ""
+        logger.warning("data.users: users have the same file, or copies of one: %s%s", listed, more)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
