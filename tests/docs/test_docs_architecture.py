@@ -1,4 +1,4 @@
-"""The page about the house and its pictures are true of the code."""
+"""The page about the architecture and its pictures agree with the code."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ def test_every_module_that_the_page_names_exists() -> None:
     assert [path for path in paths if not (SOURCE / path).exists()] == []
 
 
-def test_every_room_stands_in_the_table() -> None:
-    there = {path.name for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    rooms = PAGE[PAGE.index("## Rooms") :].partition("\n## ")[0]
-    first = "".join(re.findall(r"^\| (.+?) \|", rooms, re.MULTILINE))
-    assert {path.partition("/")[0] for path in re.findall(r"`([\w/]+(?:/|\.py))`", first)} == there - {"__init__.py"}
+def test_every_package_is_in_the_table_and_in_the_picture(drawing: Any) -> None:
+    there = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file()}
+    section = PAGE[PAGE.index("## Packages") :].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)/` \|", section, re.MULTILINE)) == there
+    drawn = [name for tier in drawing.tiers() for name in tier]
+    assert sorted(drawn) == sorted({*there, "comingle-papers"})
+    assert len(drawn) <= 16
 
 
 @pytest.mark.parametrize("name", ["architecture.svg", "message.svg"])
@@ -46,22 +48,6 @@ def test_the_pictures_are_what_the_script_draws(drawing: Any, name: str) -> None
     assert stored == drawing.DRAWINGS[name](), "draw again: python docs/draw_architecture.py"
     assert name in PAGE
     assert ElementTree.fromstring(stored).find("{http://www.w3.org/2000/svg}title") is not None
-
-
-def test_rooms_import_downwards_alone(drawing: Any) -> None:
-    rows = drawing.rows(drawing.rooms())
-    row = {room: i for i, names in enumerate(rows) for room in names}
-    assert rows[0] == [
-        "papers",
-        "demo",
-        "layers",
-        "gguf",
-        "gpu",
-        "cpu",
-        "tracking",
-    ]  # through entry points alone
-    assert rows[-1] == ["errors"]
-    assert all(row[room] < row[other] for room, others in drawing.rooms().items() for other in others)
 
 
 def test_the_functions_in_the_picture_of_a_round_exist(drawing: Any) -> None:
