@@ -46,7 +46,7 @@ PROGRAMS := tests/docs tests/examples tests/cli papers/tests/reproduce papers/te
 # Every method in turn.
 LAWS := tests/laws tests/methods
 
-# The rooms one by one.
+# The packages one by one.
 unit: $(VENV)/dev
 	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) tests papers/tests $(PROGRAMS:%=--ignore=%) $(LAWS:%=--ignore=%)
 

@@ -18,6 +18,10 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -84,6 +88,54 @@ def _prepare_threads() -> None:
 
 
 _prepare_threads()
+
+
+_MOVED = {
+    "comingle.adapters": "",
+    "comingle.adapters.clustered": "comingle.models.floral.wrapper",
+    "comingle.comparing": "",
+    "comingle.comparing.results": "comingle.runs.comparison",
+    "comingle.engines": "",
+    "comingle.engines.client": "comingle.training.client",
+    "comingle.engines.server": "comingle.training.server",
+    "comingle.errors": "comingle.utils.errors",
+    "comingle.evaluation": "",
+    "comingle.evaluation.losses": "comingle.models.scoring",
+    "comingle.joining": "",
+    "comingle.joining.joining": "comingle.runs.join",
+    "comingle.kinds": "",
+    "comingle.kinds.base": "comingle.training.kinds.base",
+    "comingle.methods.client": "comingle.methods.base",
+    "comingle.methods.cohort": "comingle.methods.base",
+    "comingle.models.byte_tokenizer": "comingle.models.random_bases",
+    "comingle.models.language": "comingle.models.loading",
+    "comingle.models.personal_net": "comingle.training.kinds.samples",
+    "comingle.plugins": "comingle.utils.registry",
+    "comingle.recipes": "comingle.config",
+    "comingle.records": "comingle.utils.records",
+    "comingle.store": "",
+    "comingle.store.tokens": "comingle.training.storage.population",
+    "comingle.trees": "comingle.utils.trees",
+}
+"""Documented modules by their names up to version 0.1.0, with their names now; empty for packages of such modules."""
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Importer of :data:`_MOVED`: a module of the old name that looks everything up in the new one, with a warning."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return a spec for an old name."""
+        return ModuleSpec(fullname, self, is_package=True) if fullname in _MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill the module of an old name."""
+        if not (new := _MOVED[module.__name__]):
+            return
+        warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
+        vars(module)["__getattr__"] = partial(getattr, importlib.import_module(new))
+
+
+sys.meta_path.append(_MovedModules())
 
 
 def __dir__() -> list[str]:

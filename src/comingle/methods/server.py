@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -239,3 +240,10 @@ def aggregation_weights(
 
 EMPTY = 1e-12
 """A cluster with less weight than this has no users."""
+
+
+def __getattr__(name: str) -> str:
+    if name == "MODEL":
+        warnings.warn("comingle.methods.server.MODEL is now MODEL_PREFIX", DeprecationWarning, stacklevel=2)
+        return MODEL_PREFIX
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,53 @@
+"""Documented modules under the names that they had up to version 0.1.0."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import comingle
+
+DOCUMENTED = {
+    "comingle.methods.client": ("MODEL", "Client", "Cohort", "Part", "joint"),
+    "comingle.trees": ("Tree",),
+    "comingle.evaluation.losses": ("LOSSES",),
+    "comingle.store.tokens": ("read_population", "write_population"),
+    "comingle.models.byte_tokenizer": ("byte_tokenizer",),
+    "comingle.errors": ("ComingleError",),
+    "comingle.recipes": ("Recipe",),
+    "comingle.adapters.clustered": ("floral",),
+    "comingle.comparing.results": ("Comparison",),
+    "comingle.joining.joining": ("Joined",),
+    "comingle.models.personal_net": ("PersonalNet",),
+}
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+def test_an_old_name_gives_the_same_objects_with_a_warning(module: str) -> None:
+    sys.modules.pop(module, None)
+    with pytest.warns(DeprecationWarning, match=f"{module} is now"):
+        old = importlib.import_module(module)
+    new = importlib.import_module(comingle._MOVED[module])
+    assert all(getattr(old, name) is getattr(new, name) for name in DOCUMENTED[module])
+
+
+def test_every_new_name_exists() -> None:
+    assert all(importlib.util.find_spec(new) for new in comingle._MOVED.values() if new)
+
+
+def test_a_documented_method_imports_as_it_did() -> None:
+    program = (
+        "from comingle.methods.client import MODEL, Client, Part, joint\n"
+        "from comingle.methods.server import MODEL as KEPT, Mean\n"
+        "from comingle.trees import Tree\nprint(KEPT)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "model.\n"
+
+
+def test_what_never_was_is_still_missing() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"comingle\.nothing"):
+        importlib.import_module("comingle.nothing")
