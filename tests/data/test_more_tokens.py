@@ -20,8 +20,7 @@ from comingle.models.windows import hide
 from comingle.serving.answers import Prompts
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
-from comingle.serving.keys import Keys
-from comingle.serving.schemas import Limits
+from comingle.serving.keys import Keys, Limits
 from comingle.utils.errors import DataError
 
 ROWS, START = 259, "<|im_start|>"

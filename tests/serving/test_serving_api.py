@@ -23,8 +23,7 @@ from comingle.models.loading import load_base
 from comingle.models.random_bases import byte_tokenizer
 from comingle.serving.api import listen, make_app
 from comingle.serving.engine import Engine
-from comingle.serving.keys import Keys
-from comingle.serving.schemas import Limits, Rates
+from comingle.serving.keys import Keys, Limits, Rates
 
 KEYS = {"ann": "sk-of-ann-0123456789", "bob": "sk-of-bob-0123456789"}
 HELLO: Any = [{"role": "user", "content": "hello there"}]

@@ -14,8 +14,7 @@ from browsers import chromium
 from comingle.models.routing import pieces
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
-from comingle.serving.keys import Keys
-from comingle.serving.schemas import Limits
+from comingle.serving.keys import Keys, Limits
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from comingle.config import Recipe
 from comingle.models.hardware import torch_defaults
 from comingle.privacy.accounting import Release, epsilon, release_of
 from comingle.reports.audit import Audit, Proof, check_targets, exposure, write_audit
-from comingle.runs.advise import shortened as in_rounds
+from comingle.runs import shortened as in_rounds
 from comingle.runs.api import load
 from comingle.runs.given import NOTHING, AnyBase, Given, given_of
 from comingle.runs.progress import LOADING, Reporter, about, reporting

@@ -38,7 +38,7 @@ from comingle.data.text.streams import UserData
 from comingle.models.layouts import decoder_layers
 from comingle.privacy.noise import norms
 from comingle.reports.audit import Inversion, Recovery
-from comingle.runs.advise import shortened
+from comingle.runs import shortened
 from comingle.runs.session import build, execute
 from comingle.training.client import Clients
 from comingle.training.events import Observer

@@ -8,19 +8,19 @@ import typer
 
 from comingle.cli.compare import split_names, split_seeds
 from comingle.cli.options import Quiet, RecipePath, Sets, read_recipe
-from comingle.runs import advise as trials
+from comingle.runs import METHODS, ROUNDS, shortened
 
 
 def advise(
     recipe: RecipePath,
     methods: Annotated[
         str, typer.Option("--methods", help="Methods to hold against local, separated by commas.")
-    ] = ",".join(trials.METHODS),
+    ] = ",".join(METHODS),
     seeds: Annotated[
         str | None,
         typer.Option("--seeds", help="Seeds, separated by commas; intervals need two (default: 3 or 5, by the data)."),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each run.")] = trials.ROUNDS,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each run.")] = ROUNDS,
     sets: Sets = None,
     quiet: Quiet = False,
 ) -> None:
@@ -36,7 +36,7 @@ def advise(
     from comingle.runs.advise import advise_runs
     from comingle.runs.progress import reporting
 
-    short = read.with_changes(trials.shortened(rounds))
+    short = read.with_changes(shortened(rounds))
     with reporting(quiet=quiet) as reporter:
         advice = advise_runs(short, names, numbers, reporter)
     console.print(paragraph(advice), highlight=False, markup=False, soft_wrap=True)

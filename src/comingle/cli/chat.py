@@ -227,7 +227,7 @@ def _show_page(run: Path, method: str | None) -> None:
     from comingle.cli.serve import say
     from comingle.serving.api import listen
     from comingle.serving.api import serve as answer
-    from comingle.serving.schemas import Limits
+    from comingle.serving.keys import Limits
 
     def ready(url: str) -> None:
         say(url)

@@ -21,7 +21,7 @@ from comingle.cli.options import (
     method_settings,
     read_recipe,
 )
-from comingle.runs import advise
+from comingle.runs import SEEDS
 from comingle.utils.errors import ComingleError, RecipeError, RunError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from comingle.runs.compare import Ended, Key
     from comingle.runs.results import Run
 
-SEEDS = ",".join(map(str, advise.SEEDS))
+SEEDS = ",".join(map(str, SEEDS))
 
 
 def compare(

@@ -11,8 +11,8 @@ import typer
 
 from comingle.cli.options import named
 from comingle.cli.report import Length, Replace, Runs, Texts, Users, warn_unlike
-from comingle.reports.page import check_target, require_packages
 from comingle.utils.errors import RecipeError, RunError, did_you_mean
+from comingle.utils.files import check_target, require_packages
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

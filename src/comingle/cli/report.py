@@ -10,8 +10,8 @@ import typer
 from rich.text import Text
 
 from comingle.cli.options import named
-from comingle.reports.page import check_target, require_packages
 from comingle.utils.errors import RunError
+from comingle.utils.files import check_target, require_packages
 
 if TYPE_CHECKING:
     from comingle.reports.runs import Entry

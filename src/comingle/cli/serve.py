@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.serving.schemas import Limits
+from comingle.serving.keys import Limits
 from comingle.utils.errors import ComingleError
 
 if TYPE_CHECKING:

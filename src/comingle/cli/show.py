@@ -10,7 +10,7 @@ import typer
 
 from comingle.cli.options import Everybody, named
 from comingle.cli.report import Replace
-from comingle.reports.page import check_target
+from comingle.utils.files import check_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -18,8 +18,8 @@ from comingle.models.chat_templates import ChatTemplate, begin_of
 from comingle.models.folders import digest_folder, digest_model, digest_tokenizer
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.windows import PAD, hide
-from comingle.utils.digests import digest_all
 from comingle.utils.errors import DataError
+from comingle.utils.trees import digest_all
 
 logger = logging.getLogger("comingle")
 

@@ -14,8 +14,8 @@ import torch
 
 from comingle.models.hardware import free_bytes
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.utils.digests import digest_all
 from comingle.utils.errors import BaseModelError
+from comingle.utils.trees import digest_all
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

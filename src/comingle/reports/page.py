@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import csv
 import io
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ from comingle.reports.runs import (
 )
 from comingle.reports.tables import judged_tables, ledger
 from comingle.reports.tokens import TokenView, as_data
-from comingle.utils.errors import ComingleError, RunError
+from comingle.utils.errors import RunError
 from comingle.utils.inputs import Inputs, read_inputs
 from comingle.utils.records import number, read_metrics, sample_told
 
@@ -119,43 +118,6 @@ def _changed(runs: Sequence[RunRecord]) -> list[str]:
             what = f"have the same recipe, but {changed[0]} changed in between: do not compare their numbers."
             lines.append(f"{run.folder} and {before.folder} {what}")
     return lines
-
-
-def require_packages(verb: str) -> None:
-    """Require the packages that draw figures and pages.
-
-    Raises:
-        ComingleError: one is not installed.
-    """
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ComingleError(f"{verb} needs {error.name}: pip install 'comingle[reports]'") from None
-
-
-def check_target(path: Path, *, force: bool, option: str = "--out", replace: str = "--force") -> None:
-    """Require that a file can be written.
-
-    Args:
-        path: the file.
-        force: replace an existing file.
-        option: the name of the option or argument that chose the path, for messages.
-        replace: the option or argument that replaces an existing file, for messages.
-
-    Raises:
-        RunError: it exists without ``force``, it is a folder, or its folder is missing or read-only.
-    """
-    if path.is_dir():
-        raise RunError(f"{path}: is a folder; {option} names a file")
-    if path.exists() and not force:
-        raise RunError(f"{path}: exists; {replace} replaces it, {option} names another")
-    if not path.parent.is_dir():
-        raise RunError(f"{path.parent}: no such folder to write {path.name} to")
-    try:  # now, not after minutes of drawing; rights alone say little of what a file system allows
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 Sheet = Sequence[Sequence[object]]

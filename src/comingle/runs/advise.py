@@ -12,6 +12,7 @@ from comingle.data.samples.samples import SPLITS, Samples
 from comingle.data.splits import REPEATED
 from comingle.methods import make
 from comingle.reports.advice import Advice, advise_on
+from comingle.runs import SEEDS
 from comingle.runs.api import per_user
 from comingle.runs.compare import recipes_of
 from comingle.runs.given import NOTHING, Given
@@ -20,17 +21,6 @@ from comingle.runs.session import prepare, run_in
 from comingle.training.kinds.base import Materials
 from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.records import logger
-
-METHODS = ("fedavg", "comigs-1g1s")
-"""Held against ``local``; the first of them trains smaller groups too."""
-SEEDS = (0, 1, 2)
-ROUNDS = 5
-
-
-def shortened(rounds: int) -> dict[str, Any]:
-    """Changes of a recipe for a run of so many rounds that is evaluated once, at its end."""
-    return {"training.rounds": rounds, "evaluation.every": rounds, "evaluation.first": False}
-
 
 _MANY = 5
 """Seeds where intervals would be wide with three: they hold together over all users."""

@@ -12,7 +12,7 @@ from comingle.reports.advice import Advice
 from comingle.reports.comparisons import baseline_of, compare_metrics, hold, require_same_users, users_of
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import latex, tables_of, write_comparison
-from comingle.runs import advise as trials
+from comingle.runs import METHODS, ROUNDS, SEEDS, shortened
 from comingle.runs.advise import advise_runs
 from comingle.runs.compare import compare_runs, labels_of, recipes_of
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
@@ -120,7 +120,7 @@ def compare(
     recipe: AnyRecipe | None = None,
     methods: Sequence[AnyMethod] = (),
     *,
-    seeds: Sequence[int] = trials.SEEDS,
+    seeds: Sequence[int] = SEEDS,
     users: Mapping[str, Any] | None = None,
     base: AnyBase | None = None,
     loss: Loss | None = None,
@@ -168,10 +168,10 @@ def _metrics(found: Run | ComingleError) -> dict[str, Any]:
 @torch_defaults()
 def advise(
     recipe: AnyRecipe | None = None,
-    methods: Sequence[str] = trials.METHODS,
+    methods: Sequence[str] = METHODS,
     *,
     seeds: Sequence[int] | None = None,
-    rounds: int = trials.ROUNDS,
+    rounds: int = ROUNDS,
     users: Mapping[str, Any] | None = None,
     base: AnyBase | None = None,
     loss: Loss | None = None,
@@ -197,5 +197,5 @@ def advise(
     require_alone("advise")
     given = given_of(users, base, None, loss)
     with reporting(quiet=not progress) as reporter:
-        read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **trials.shortened(rounds)})
+        read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **shortened(rounds)})
         return advise_runs(read, methods, None if seeds is None else list(seeds), reporter, given=given)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from comingle.models.hardware import torch_defaults
-from comingle.reports.page import check_target, require_packages
 from comingle.reports.runs import held, read_entries
 from comingle.runs.comparison import Comparison
 from comingle.runs.results import Run
 from comingle.training.backends.launched import require_alone
 from comingle.utils.errors import DataError, RunError, require_user
+from comingle.utils.files import check_target, require_packages
 from comingle.utils.records import write_text
 
 if TYPE_CHECKING:

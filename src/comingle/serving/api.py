@@ -23,17 +23,8 @@ from comingle.models.personal import PersonalModel
 from comingle.serving import engine as engines
 from comingle.serving.answers import Answer, Prompts
 from comingle.serving.engine import Engine
-from comingle.serving.keys import Keys, foreign_page, hostname, is_loopback
-from comingle.serving.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    Limits,
-    Rates,
-    Refused,
-    RouteRequest,
-    no_model,
-    wrong,
-)
+from comingle.serving.keys import Keys, Limits, Rates, foreign_page, hostname, is_loopback
+from comingle.serving.schemas import ChatRequest, CompletionRequest, Refused, RouteRequest, no_model, wrong
 from comingle.serving.worker import Overloaded, Talk, Worker, stream, while_connected, whole
 from comingle.utils.errors import ComingleError, RunError
 

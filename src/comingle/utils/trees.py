@@ -8,10 +8,13 @@ operation on a matrix, and a layer still sees ``(users, ...)`` tensors, which ar
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -202,3 +205,22 @@ def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
         if name.endswith(".a"):
             stem = name.removesuffix(".a")
             yield stem, a, tree[f"{stem}.b"]
+
+
+def digest_split(part: Any) -> str:
+    """The digest of a stream of tokens, or of what says what its ``contents`` are."""
+    return digest_all(*getattr(part, "contents", (part,)))
+
+
+def digest_all(*parts: Tensor | Any) -> str:
+    """SHA-256 over tensors (kind, shape and content) and what JSON can hold, one after the other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if not isinstance(part, Tensor):
+            digest.update(json.dumps(part, sort_keys=True).encode())
+            continue
+        plain = part.detach().cpu().contiguous()
+        digest.update(json.dumps([str(plain.dtype), *plain.shape]).encode())
+        if plain.numel():
+            digest.update(plain.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -34,12 +34,12 @@ from comingle.runs.session import describe, prepare, run_in
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import Materials
-from comingle.utils.digests import digest_all
 from comingle.utils.errors import DivergenceError, RunError
 from comingle.utils.inputs import POPULATION, Inputs, read_inputs
 from comingle.utils.names import HUB_PREFIX, parse_hub_name
 from comingle.utils.records import expand_home, read_metrics, write_json, write_text
 from comingle.utils.terminal import errors
+from comingle.utils.trees import digest_all
 from comingle_papers.recipes import published_runs
 from comingle_papers.reproduce.plan import Cell, Plan, name_of
 

@@ -34,11 +34,10 @@ from comingle.models.model import Model
 from comingle.models.personal import Personal
 from comingle.training.client import Clients
 from comingle.training.state import NEEDS_CLUSTERS
-from comingle.utils.digests import digest_split
 from comingle.utils.errors import DataError, PluginError, RecipeError
 from comingle.utils.names import name_problem
 from comingle.utils.registry import load_object
-from comingle.utils.trees import BASE, Tree
+from comingle.utils.trees import BASE, Tree, digest_split
 
 LoadBase = Callable[[], Base]
 """Loads the base, when something needs it."""
