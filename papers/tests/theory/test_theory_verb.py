@@ -17,8 +17,8 @@ from pydantic import BaseModel
 
 from comingle.cli import main
 from comingle.utils.errors import RecipeError
-from comingle_papers.cli.theory import TheoryRecipe, load_theory_recipe, number, render
-from comingle_papers.recipes import published_recipes
+from comingle_papers.cli.theory import number, render
+from comingle_papers.recipes import TheoryRecipe, load_theory_recipe, published_recipes
 from comingle_papers.theory.checks import LinearSettings, QuadraticSettings, check_all
 from comingle_papers.theory.claims import Claim, Curve, summarise, worst_step
 from comingle_papers.theory.clusters import ClusterSettings
