@@ -179,15 +179,15 @@ def test_the_functions_and_tests_of_the_paper_table_exist() -> None:
         for name in re.findall(r"`([^`]+)`", functions):
             assert resolves(name), name
         for path, test in re.findall(r"`(\S+\.py)::(\w+)`", tests):
-            assert f"def {test}(" in (REPOSITORY / "tests" / path).read_text(encoding="utf-8"), test
+            assert any(f"def {test}(" in file.read_text(encoding="utf-8") for file in files_of_test(path)), test
 
 
 def test_every_test_named_anywhere_exists() -> None:
-    """A file, or files by a pattern, below ``tests``, and the function if one is named."""
+    """A file, or files by a pattern, in one of the two folders of tests, and the function if one is named."""
     count, named = 0, re.compile(r"`(?:tests/)?((?:[a-z]+/)+test_[\w*]+\.py)(?:::(\w+))?`")
     for page in PAGES:
         for path, test in named.findall(page.read_text(encoding="utf-8")):
-            found = sorted((REPOSITORY / "tests").glob(path.removeprefix("tests/")))
+            found = files_of_test(path)
             assert found, (page.name, path)
             assert not test or any(f"def {test}(" in file.read_text(encoding="utf-8") for file in found), (path, test)
             count += 1
@@ -200,11 +200,16 @@ def test_names_of_the_library_in_prose_exist() -> None:
             assert resolves(name), (page.name, name)
 
 
+def files_of_test(path: str) -> list[Path]:
+    """Return the files of a path or pattern below ``tests``, or below the repository for those of comingle-papers."""
+    return sorted({*(REPOSITORY / "tests").glob(path.removeprefix("tests/")), *REPOSITORY.glob(path)})
+
+
 def resolves(name: str) -> bool:
-    """Whether a dotted name below ``comingle`` is there."""
+    """Return whether a dotted name below ``comingle``, or of ``comingle_papers``, exists."""
     parts = name.split(".")
-    for cut in range(len(parts), -1, -1):
-        module = ".".join(["comingle", *parts[:cut]])
+    for cut in range(len(parts), 0 if parts[0] == "comingle_papers" else -1, -1):
+        module = ".".join([*([] if parts[0] == "comingle_papers" else ["comingle"]), *parts[:cut]])
         try:
             found: Any = importlib.import_module(module)
         except ModuleNotFoundError:
