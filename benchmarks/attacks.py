@@ -30,7 +30,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 from torch import nn
 
-from comingle.audit import uploads
+from comingle.audits import uploads
 from comingle.config.sections import Recipe
 from comingle.models.personal import PersonalModel
 from comingle.protocol.messages import Upload, join_uploads

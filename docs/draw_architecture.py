@@ -16,7 +16,7 @@ DOCS = Path(__file__).parent
 WORDS = {
     "comingle-papers": "published tables, figures and theory",
     "cli": "one file per command",
-    "audit": "privacy attacks",
+    "audits": "privacy attacks",
     "cost": "memory, bytes, time",
     "federation": "clients and server",
     "serving": "chat, API, export",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import subprocess
 import sys
 
@@ -51,3 +52,8 @@ def test_a_documented_method_imports_as_it_did() -> None:
 def test_what_never_was_is_still_missing() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"comingle\.nothing"):
         importlib.import_module("comingle.nothing")
+
+
+def test_no_module_hides_a_function_of_the_package() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(comingle.__path__)}
+    assert modules & set(comingle.__all__) == set()

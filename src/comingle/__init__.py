@@ -34,7 +34,7 @@ times as long; 2,000 cost a run that is alone 2% to 7% (``benchmarks/crowded.py`
 """
 
 if TYPE_CHECKING:
-    from comingle.audit.auditing import audit as audit
+    from comingle.audits.auditing import audit as audit
     from comingle.config import Recipe as Recipe
     from comingle.models.floral.wrapper import floral as floral
     from comingle.runs.api import load as load
@@ -49,7 +49,7 @@ _HOMES = {
     "ComingleError": "comingle.utils.errors",
     "Recipe": "comingle.config",
     "advise": "comingle.runs.comparison",
-    "audit": "comingle.audit.auditing",
+    "audit": "comingle.audits.auditing",
     "compare": "comingle.runs.comparison",
     "floral": "comingle.models.floral.wrapper",
     "join": "comingle.runs.join",

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from comingle.audit import uploads as attacks
+from comingle.audits import uploads as attacks
 from comingle.privacy import robust
 from comingle.utils.trees import Tree
 

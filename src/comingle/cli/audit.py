@@ -18,7 +18,7 @@ def _few_or_none(context: Any, option: Any, value: int) -> int:
         RecipeError: too few for any comparison.
     """
     if value:
-        from comingle.audit.membership import FEWEST
+        from comingle.audits.membership import FEWEST
 
         if value < FEWEST:
             raise RecipeError(f"--shadows: got {value}; allowed: 0, or a whole number from {FEWEST}")
@@ -53,7 +53,7 @@ def audit(
     text, tokens are read off one upload. With samples, one upload is inverted. Writes audit.json and audit.md, by
     default to the run folder.
     """
-    from comingle.audit import auditing
+    from comingle.audits import auditing
     from comingle.cli.options import console, status
     from comingle.reports.audit import check_targets, render_audit, verdict
     from comingle.runs.api import load

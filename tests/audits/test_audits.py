@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import comingle
-from comingle.audit.auditing import guess, least_epsilon, shortened
-from comingle.audit.canaries import (
+from comingle.audits.auditing import guess, least_epsilon, shortened
+from comingle.audits.canaries import (
     LONGEST,
     OWN,
     SERVER,
@@ -24,7 +24,7 @@ from comingle.audit.canaries import (
     with_canary,
     with_example,
 )
-from comingle.audit.membership import auc, found_at, infer, windows_of
+from comingle.audits.membership import auc, found_at, infer, windows_of
 from comingle.data.text.streams import UserData
 from comingle.models.windows import fixed_windows
 from comingle.privacy.accounting import Release, epsilon

@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from scipy.stats import rankdata
 from torch import Tensor
 
-from comingle.audit.canaries import SERVER, USERS, Attacker, Looked, Watched, published
+from comingle.audits.canaries import SERVER, USERS, Attacker, Looked, Watched, published
 from comingle.config import Recipe
 from comingle.data.conversations.encoding import Answers, UserAnswers, widen
 from comingle.data.text.streams import UserData

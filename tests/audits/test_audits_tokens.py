@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.audit.test_audits_shadows import TEXTS, recipe_of
 
-from comingle.audit.uploads import first_inputs, nearest_tokens, recover, token_factors
+from comingle.audits.uploads import first_inputs, nearest_tokens, recover, token_factors
 from comingle.config import Recipe
 from comingle.reports.audit import Recovery
 from comingle.runs.given import given_of

@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.audit.canaries import SERVER, Looked, Watched, published
+from comingle.audits.canaries import SERVER, Looked, Watched, published
 from comingle.config import Recipe
 from comingle.data.samples.samples import UserSamples
 from comingle.data.text.streams import UserData

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import comingle
-from comingle.audit.canaries import SERVER, USERS
-from comingle.audit.membership import (
+from comingle.audits.canaries import SERVER, USERS
+from comingle.audits.membership import (
     LEAST,
     Shadow,
     auc,

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import comingle
-from comingle.audit.auditing import shortened
-from comingle.audit.canaries import (
+from comingle.audits.auditing import shortened
+from comingle.audits.canaries import (
     SERVER,
     USERS,
     Attacker,
@@ -23,7 +23,7 @@ from comingle.audit.canaries import (
     run_trial,
     with_response,
 )
-from comingle.audit.membership import halves, infer, run_shadow, show, windows_of
+from comingle.audits.membership import halves, infer, run_shadow, show, windows_of
 from comingle.data.conversations.encoding import Answers, UserAnswers
 from comingle.models.windows import PAD
 from comingle.reports.audit import markdown, verdict

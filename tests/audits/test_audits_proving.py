@@ -9,7 +9,7 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import binom, norm
 
-from comingle.audit.auditing import chance, epsilon_of_replacing, least_epsilon
+from comingle.audits.auditing import chance, epsilon_of_replacing, least_epsilon
 from comingle.privacy.accounting import Release, epsilon
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from comingle.audit.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, of_examples, run_trial
-from comingle.audit.membership import FEWEST, infer, run_shadow, told_apart
-from comingle.audit.uploads import invert, recover, token_factors
+from comingle.audits.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, of_examples, run_trial
+from comingle.audits.membership import FEWEST, infer, run_shadow, told_apart
+from comingle.audits.uploads import invert, recover, token_factors
 from comingle.config import Recipe
 from comingle.models.hardware import torch_defaults
 from comingle.privacy.accounting import Release, epsilon, release_of
