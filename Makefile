@@ -87,6 +87,7 @@ check: $(VENV)/dev
 dist: $(VENV)/dev
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --outdir dist papers
 	$(BIN)/twine check --strict dist/*
 
 bench: $(VENV)/base

@@ -44,12 +44,20 @@ def wheel(built: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scripts of an environment with the wheel and what it asks for: no extra, nothing of this environment."""
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the sdist and the wheel of comingle-papers."""
+    folder = tmp_path_factory.mktemp("papers")
+    ran(sys.executable, "-m", "build", "--outdir", folder, REPOSITORY / "papers", at=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scripts(wheel: Path, papers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts of an environment with both wheels and what they require: no extra, nothing of this environment."""
     folder = tmp_path_factory.mktemp("environment")
     ran(sys.executable, "-m", "venv", folder, at=folder)
     pip = (folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    ran(*pip, "-c", REPOSITORY / "constraints.txt", wheel, at=folder)
+    ran(*pip, "-c", REPOSITORY / "constraints.txt", wheel, *papers.glob("*.whl"), at=folder)
     return folder / "bin"
 
 
@@ -69,10 +77,8 @@ def test_both_have_what_they_should_and_nothing_else(built: Path, wheel: Path) -
     with tarfile.open(sdist) as archive:
         source = {name.partition("/")[2] for name in archive.getnames()}
     code = {path for path in tracked("src") if path != ".gitignore"}
-    # Those in folders are the papers'.
-    recipes = {f"comingle/{'papers/' * ('/' in path)}shipped_recipes/{path}" for path in tracked("recipes")}
-    measured = {f"comingle/papers/shipped_measured/{path}" for path in tracked("papers/measured")}
-    assert {name for name in packed if ".dist-info/" not in name} == code | recipes | measured
+    recipes = {f"comingle/shipped_recipes/{path}" for path in tracked("recipes")}
+    assert {name for name in packed if ".dist-info/" not in name} == code | recipes
     assert "comingle/py.typed" in packed
     assert any(name.endswith("licenses/LICENSE") for name in packed)
     assert {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "recipes/demo.yaml"} <= source
@@ -80,8 +86,17 @@ def test_both_have_what_they_should_and_nothing_else(built: Path, wheel: Path) -
     assert sorted(source - allowed) == []
 
 
-def test_the_index_would_take_both(built: Path) -> None:
-    ran(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), at=built)
+def test_the_papers_have_their_recipes_and_measured_runs(papers: Path) -> None:
+    (wheel,) = papers.glob("*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        packed = {name for name in content.namelist() if ".dist-info/" not in name}
+    recipes = {f"comingle_papers/shipped_recipes/{path}" for path in tracked("papers/recipes")}
+    measured = {f"comingle_papers/shipped_measured/{path}" for path in tracked("papers/measured")}
+    assert packed == set(tracked("papers/src")) | recipes | measured
+
+
+def test_the_index_would_take_all(built: Path, papers: Path) -> None:
+    ran(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), *papers.iterdir(), at=built)
 
 
 def tracked(folder: str) -> list[str]:
@@ -100,6 +115,11 @@ def test_the_demo_runs_at_smoke_size(scripts: Path, tmp_path: Path) -> None:
     shown = ran(scripts / "comingle", "demo", "--quiet", "--out", tmp_path / "demo", *changes, at=tmp_path)
     assert all(method in shown for method in ("pretrained", "local", "fedavg", "comigs-1g1s"))
     assert (tmp_path / "demo" / "table.json").is_file()
+
+
+def test_the_commands_of_the_papers_are_there(scripts: Path, tmp_path: Path) -> None:
+    shown = ran(scripts / "comingle", "reproduce", at=tmp_path)
+    assert "comigs/table3" in shown
 
 
 def test_the_quickstart_runs(scripts: Path, tmp_path: Path) -> None:

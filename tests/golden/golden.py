@@ -190,7 +190,7 @@ def digests_of_base(revision: str, only: str, jobs: int) -> Iterator[Future[dict
     with tempfile.TemporaryDirectory() as folder:
         tree, written = Path(folder) / "base", Path(folder) / "digests.json"
         subprocess.run([*git, "worktree", "add", "--quiet", "--detach", str(tree), named.stdout.strip()], check=True)
-        own = {"PYTHONPATH": str(tree / "src"), JOBS: str(jobs)}
+        own = {"PYTHONPATH": os.pathsep.join([str(tree / "src"), str(tree / "papers" / "src")]), JOBS: str(jobs)}
         command = [sys.executable, "tests/golden/golden.py", "--write", "--digests", str(written), "--only", only]
         environment = {**os.environ, **own}
         quiet = subprocess.DEVNULL
