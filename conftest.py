@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.quick import TINY_TRAINING
 
 from comingle.config import parse_recipe
 from comingle.data.text.streams import UserData
@@ -41,7 +42,6 @@ from comingle.utils.seeds import generator
 from comingle_papers.tasks.kind import KIND as TASKS
 
 REPOSITORY = Path(__file__).parent
-TINY_TRAINING = {"rounds": 2, "local_steps": 2, "batch_size": 2, "context": 16}
 
 Federate = Callable[..., InProcess]
 MakeUser = Callable[..., UserData]

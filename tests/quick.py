@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+TINY_TRAINING = {"rounds": 2, "local_steps": 2, "batch_size": 2, "context": 16}
+
 
 def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
     """All cases for ``parametrize``; those that are not chosen are slow."""

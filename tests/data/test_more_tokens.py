@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from tests.conftest import TINY_TRAINING
+from tests.quick import TINY_TRAINING
 
 import comingle
 from comingle.models.loading import load_base

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tests.conftest import TINY_TRAINING
+from tests.quick import TINY_TRAINING
 from tokenizers import processors
 
 import comingle

@@ -23,7 +23,11 @@ def golden(*arguments: str) -> tuple[int, str]:
         [sys.executable, str(GOLDEN), *ONE, *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "COMINGLE_NO_TYPECHECK": "1", "PYTHONPATH": os.pathsep.join(str(REPOSITORY / place) for place in ("src", "papers/src"))},
+        env={
+            **os.environ,
+            "COMINGLE_NO_TYPECHECK": "1",
+            "PYTHONPATH": os.pathsep.join(str(REPOSITORY / place) for place in ("src", "papers/src")),
+        },
     )
     return ended.returncode, ended.stdout + ended.stderr
 
