@@ -15,6 +15,7 @@ from golden import compare
 
 GOLDEN = Path(__file__).with_name("golden.py")
 REPOSITORY = Path(__file__).parents[2]
+SOURCES = os.pathsep.join(str(REPOSITORY / place) for place in ("src", "papers/src"))
 ONE = ("--only", "^net/fedavg$", "--jobs", "1")
 
 

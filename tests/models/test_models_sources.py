@@ -163,7 +163,7 @@ def test_an_alias_falls_back_to_the_package_without_importing_it(
     monkeypatch.syspath_prepend(package.parent)
     alias = loading.Alias(repository=REPOSITORY, package="tiny_package", file="tiny.gguf")
     monkeypatch.setitem(loading.ALIASES, "tiny", alias)
-    monkeypatch.setattr("comingle.models.gguf.convert_gguf", {package / "tiny.gguf": saved}.__getitem__)
+    monkeypatch.setattr(loading, "convert_gguf", {package / "tiny.gguf": saved}.__getitem__)
     with caplog.at_level(logging.INFO, logger="comingle"):
         assert load_base("tiny", device="cpu").name == "tiny_package/tiny.gguf"
     assert "tiny.gguf from the package tiny_package (hub model 'owner/tiny': not in the hub cache" in caplog.text

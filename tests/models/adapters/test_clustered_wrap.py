@@ -239,7 +239,7 @@ def test_gradient_checkpointing_within_mixing() -> None:
 COMPILED = """
 import torch
 from torch import nn
-from comingle.models.floral import floral
+from comingle.models.floral.wrapper import floral
 torch.manual_seed(0)
 base = nn.Sequential(nn.Conv2d(2, 4, 3, padding="same"), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
 model = floral(base.double(), num_clusters=2, rank=2)

@@ -24,9 +24,7 @@ from comingle.models.kernels.compile import load_library
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.random_bases import FAMILIES
 
-_HERE = Path(__file__).parent
-_SHARED = Path(expert_mlp.__file__).parent / "mixture_vector.h"
-SOURCES = [_HERE / "cpu.cpp", *sorted(_HERE.glob("*.h")), _SHARED]
+SOURCES = [Path(__file__).with_name(n) for n in ("cpu.cpp", "attention.h", "softmax.h", "mixture_vector.h")]
 
 _library: ctypes.CDLL | None = None
 
