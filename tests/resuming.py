@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events
 
-DRIVER = Path(__file__).parent / "engines" / "kill_driver.py"
+DRIVER = Path(__file__).parent / "training" / "kill_driver.py"
 VOLATILE = {"wall_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes"}
 
 

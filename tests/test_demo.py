@@ -52,7 +52,7 @@ def test_a_demo_user_reads_what_it_is_named_after(name: str, least: int, phrase:
 def test_demo_users_are_the_same_in_another_process():
     code = """if 1:
         import hashlib
-        from comingle import demo
+        from comingle.data import demo
         print(hashlib.sha256(repr([read() for read in demo.DEMO_USERS.values()]).encode()).hexdigest())"""
     runs = [
         subprocess.run(

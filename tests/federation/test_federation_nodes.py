@@ -525,7 +525,7 @@ KILLED = """
 import sys, json
 from pathlib import Path
 import torch
-from comingle.engines import local
+from comingle.training import client as local
 from comingle.federation.client import Node
 from comingle.federation.public import Own
 from comingle.federation.launch import Ending, Words

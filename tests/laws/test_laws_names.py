@@ -11,19 +11,18 @@ import comingle
 from comingle.methods import REGISTRY
 
 SOURCE = Path(comingle.__file__).parent
-OWN = ("methods", "recipes", "reproduce", "cli")
-"""Rooms that may name methods: their own files, recipes and tables that are data, and what a command says."""
+OWN = ("methods", "cli")
+"""Packages that may name methods: their own files, and what a command says."""
 
 AMBIGUOUS = {"local", "centralized", "pretrained", "floral"}
 """Names that are words too, as in ``evaluation.model: local``, or of functions that the package exports."""
 
 DATA = {
-    "papers/methods/__init__.py": "the order in which methods are listed",
-    "costing/footprint.py": "the method of the smallest recipe there is",
-    "costing/planning.py": "the two methods of the published table of costs",
-    "reports/colours.py": "colours and lines that some methods have in every report",
-    "reports/series.py": "the baselines against which results are held",
-    "comparing/trials.py": "the methods that advice tries unless somebody names others",
+    "cost/memory.py": "the method of the smallest recipe there is",
+    "cost/planning.py": "the two methods of the published table of costs",
+    "reports/canvas.py": "colours and lines that some methods have in every report",
+    "reports/runs.py": "the baselines against which results are held",
+    "runs/__init__.py": "the methods that advice tries unless others are named",
 }
 """Files in which methods' names are data, and what they are there; none asks what a method does by its name."""
 

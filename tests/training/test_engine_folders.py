@@ -152,7 +152,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import transformers.models.llama.modeling_llama  # once, and not in each child
-from comingle import locks
+from comingle.utils import files as locks
 from comingle.runs import api, folders, session
 
 def die(*_, **__):

@@ -15,7 +15,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../adapters/mixture_vector.h"
+#include "mixture_vector.h"
 
 extern "C" struct Attention {
     int64_t batch, heads, groups, tokens, width, bf16, threads;  // groups: heads of keys and values

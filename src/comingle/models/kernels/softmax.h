@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "../adapters/mixture_vector.h"
+#include "mixture_vector.h"
 
 extern "C" struct Softmax {
     int64_t rows, columns, bf16, keep, threads;  // without `keep` the logits stay
