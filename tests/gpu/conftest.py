@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / room) for room in ("golden", "adapters"))]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).parents[1] / folder) for folder in ("golden", "models/adapters")),
+]
 from pretend import pretending  # noqa: E402
 
 WHERE = os.environ.get("COMINGLE_TEST_DEVICE", "cuda")
