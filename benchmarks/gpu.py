@@ -70,7 +70,7 @@ LEAST_TIME = 4.0
 """What a line takes at least, in steps: two turns of the step and of the base."""
 CHIPS = {"H100 PCIe": 756.5, "H100 NVL": 835.5, "H200 NVL": 835.5, "H100": 989.4, "H200": 989.4, "A100": 312.0}
 """TFLOP/s of dense bf16 products in NVIDIA's data sheets (half of those with sparsity), by a part of the name."""
-FASTER = {"triton": with_triton, "graphs": recorded}
+FASTER: dict[str, Callable[[Any], Any]] = {"triton": with_triton, "graphs": recorded}
 WAYS = {"triton": ["triton"], "graphs": ["graphs"], "both": ["triton", "graphs"]}
 
 

@@ -131,7 +131,7 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         if name in self._own:
             if plugin is not None:
                 raise taken(plugin)
-            own = self._own[name]
+            own: Any = self._own[name]
             return load_object(own) if isinstance(own, str) else own
         if plugin is None:
             raise KeyError(name)

@@ -1,0 +1,135 @@
+"""Speed and memory of this checkout against another commit, in turns on the same machine.
+
+    python benchmarks/compare_commits.py main~1
+    python benchmarks/compare_commits.py main --only throughput --turns 5
+
+Checks out the other commit in a temporary worktree, runs each benchmark of both checkouts in turns, and prints one line
+of JSON for each: the ratio of the medians, this checkout over the other, and the ratio of each turn. Times and memory
+below 1 are better here; tokens per second above 1. A ratio is good where the turns agree; absolute values depend on
+what else the machine does and are not printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).parents[1]
+SMALL = ("--layers", "4", "--dim", "256", "--heads", "4", "--vocab", "8192", "--users", "4", "--batch", "16")
+LARGE = ("--layers", "12", "--dim", "768", "--heads", "12", "--vocab", "50257", "--batch", "4")
+
+BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "throughput": (("benchmarks/throughput.py", *SMALL, "--iters", "4"), ("tokens_per_s", "peak_rss_mb")),
+    "throughput-124m": (("benchmarks/throughput.py", *LARGE, "--iters", "2"), ("tokens_per_s", "peak_rss_mb")),
+    "many_users": (("benchmarks/many_users.py", "--grow", ""), ("stacked_s", "peak_rss_mb")),
+    "serving": (("benchmarks/serving.py", "--base", "random:llama?layers=4&dim=256"), ("tokens_per_s",)),
+    "import": (("-c", "import comingle"), ("seconds", "peak_rss_mb")),
+    "help": (("-m", "comingle", "--help"), ("seconds", "peak_rss_mb")),
+}
+"""Arguments of Python for each benchmark, and the numbers that are compared; of ``import`` and ``help`` the process."""
+
+
+@contextmanager
+def checkout(revision: str) -> Iterator[Path]:
+    """Check out a commit in a temporary folder and remove it afterwards."""
+    git = ("git", "-C", str(HERE))
+    with tempfile.TemporaryDirectory() as scratch:
+        tree = Path(scratch) / "tree"
+        subprocess.run([*git, "worktree", "add", "--quiet", "--detach", str(tree), revision], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run([*git, "worktree", "remove", "--force", str(tree)], check=True)
+
+
+def environment(tree: Path, metadata: Path) -> dict[str, str]:
+    """Return variables with which Python imports a checkout, under the entry points that this checkout declares."""
+    sources = []
+    for folder in (tree, tree / "papers"):
+        if not (folder / "pyproject.toml").is_file():
+            continue
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        info = metadata / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n"
+        )
+        groups = project.get("entry-points", {})
+        lines = [
+            f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups.items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        sources.append(str(folder / "src"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*sources, str(metadata)]), "COMINGLE_NO_TYPECHECK": "1"}
+
+
+def measure(
+    tree: Path, variables: dict[str, str], arguments: tuple[str, ...], keys: tuple[str, ...]
+) -> dict[str, float]:
+    """Run one benchmark of a checkout and return its numbers.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    program = (
+        "import json, resource, subprocess, sys, time; start = time.perf_counter();"
+        "done = subprocess.run([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, text=True);"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN);"
+        "print(done.stdout); print(json.dumps({'seconds': used.ru_utime + used.ru_stime,"
+        " 'peak_rss_mb': used.ru_maxrss / 1024, 'status': done.returncode}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=tree,
+        env=variables,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    *printed, process = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found = json.loads(process)
+    if found["status"]:
+        raise SystemExit(f"{' '.join(arguments)} in {tree}: exit status {found['status']}")
+    told = json.loads(printed[-1]) if printed else {}
+    return {key: float(value) for key in keys if isinstance(value := told.get(key, found.get(key)), (int, float))}
+
+
+def main() -> None:
+    """Compare the checkouts and print a line for each benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision")
+    parser.add_argument("--only", default=",".join(BENCHMARKS), help="names of benchmarks")
+    parser.add_argument("--turns", type=int, default=3)
+    options = parser.parse_args()
+    with checkout(options.revision) as other, tempfile.TemporaryDirectory() as scratch:
+        sides = [(tree, environment(tree, Path(scratch) / name)) for name, tree in (("here", HERE), ("other", other))]
+        for name in options.only.split(","):
+            arguments, keys = BENCHMARKS[name]
+            turns = [
+                [measure(tree, variables, arguments, keys) for tree, variables in sides] for _ in range(options.turns)
+            ]
+            ratios = {
+                key: {
+                    "ratio": round(
+                        statistics.median(here[key] for here, _ in turns)
+                        / statistics.median(there[key] for _, there in turns),
+                        3,
+                    ),
+                    "turns": [round(here[key] / there[key], 3) for here, there in turns],
+                }
+                for key in turns[0][0]
+            }
+            print(json.dumps({"benchmark": name, **ratios}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
