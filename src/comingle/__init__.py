@@ -19,7 +19,6 @@ import os
 import sys
 import warnings
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -120,12 +119,16 @@ _MOVED = {
 """Documented modules by their names up to version 0.1.0, with their names now; empty for packages of such modules."""
 
 
-class _MovedModules(MetaPathFinder, Loader):
+class _MovedModules:
     """Importer of :data:`_MOVED`: a module of the old name that looks everything up in the new one, with a warning."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return a spec for an old name."""
-        return ModuleSpec(fullname, self, is_package=True) if fullname in _MOVED else None
+        loader: Any = self
+        return ModuleSpec(fullname, loader, is_package=True) if fullname in _MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Have an empty module created."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the module of an old name."""
@@ -135,7 +138,7 @@ class _MovedModules(MetaPathFinder, Loader):
         vars(module)["__getattr__"] = partial(getattr, importlib.import_module(new))
 
 
-sys.meta_path.append(_MovedModules())
+sys.meta_path.append(_MovedModules())  # type: ignore[arg-type]
 
 
 def __dir__() -> list[str]:
