@@ -20,7 +20,7 @@ $(VENV)/demo: $(VENV)/base
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base
-	$(PIP) -e ".[app,data,reports,flower,docs,dev]" -e papers
+	$(PIP) -e ".[app,data,reports,flower,docs,dev]" -e "papers[flower]"
 	@touch $@
 
 demo: $(VENV)/demo
