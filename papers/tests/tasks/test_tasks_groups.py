@@ -161,5 +161,5 @@ def test_shares_that_leave_somebody_with_nothing_are_said() -> None:
 def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flwr_datasets", None)
     monkeypatch.delitem(sys.modules, "flwr_datasets.partitioner", raising=False)
-    with pytest.raises(DataError, match=r"needs the package flwr-datasets: pip install 'comingle\[flower\]'"):
+    with pytest.raises(DataError, match=r"needs the package flwr-datasets: pip install 'comingle-papers\[flower\]'"):
         draw_dirichlet(labels_of(30, 3), 2, alpha=1.0, key=KEY)
