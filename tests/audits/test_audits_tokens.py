@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.audit.test_audits_shadows import TEXTS, recipe_of
+from tests.audits.test_audits_shadows import TEXTS, recipe_of
 
 from comingle.audits.uploads import first_inputs, nearest_tokens, recover, token_factors
 from comingle.config import Recipe
