@@ -6,10 +6,13 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import comingle
+
+SOURCE = Path(comingle.__file__).parent
 
 DOCUMENTED = {
     "comingle.methods.client": ("MODEL", "Client", "Cohort", "Part", "joint"),
@@ -31,12 +34,20 @@ def test_an_old_name_gives_the_same_objects_with_a_warning(module: str) -> None:
     sys.modules.pop(module, None)
     with pytest.warns(DeprecationWarning, match=f"{module} is now"):
         old = importlib.import_module(module)
-    new = importlib.import_module(comingle._MOVED[module])
+    new = importlib.import_module(comingle._moved()[module])
     assert all(getattr(old, name) is getattr(new, name) for name in DOCUMENTED[module])
 
 
-def test_every_new_name_exists() -> None:
-    assert all(importlib.util.find_spec(new) for new in comingle._MOVED.values() if new)
+def test_every_new_name_exists_and_no_old_one_does() -> None:
+    places = [SOURCE.parent, SOURCE.parents[1] / "papers" / "src"]
+    there = {
+        ".".join(path.relative_to(place).with_suffix("").parts).removesuffix(".__init__")
+        for place in places
+        for path in place.rglob("*.py")
+    }
+    assert len(comingle._moved()) > 400
+    assert set(comingle._moved().values()) <= there
+    assert set(comingle._moved()) & there == set()
 
 
 def test_a_documented_method_imports_as_it_did() -> None:

@@ -18,8 +18,9 @@ import logging
 import os
 import sys
 import warnings
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -89,50 +90,28 @@ def _prepare_threads() -> None:
 _prepare_threads()
 
 
-_MOVED = {
-    "comingle.adapters": "",
-    "comingle.adapters.clustered": "comingle.models.floral.wrapper",
-    "comingle.comparing": "",
-    "comingle.comparing.results": "comingle.runs.comparison",
-    "comingle.engines": "",
-    "comingle.engines.client": "comingle.training.client",
-    "comingle.engines.server": "comingle.training.server",
-    "comingle.errors": "comingle.utils.errors",
-    "comingle.evaluation": "",
-    "comingle.evaluation.losses": "comingle.models.scoring",
-    "comingle.joining": "",
-    "comingle.joining.joining": "comingle.runs.join",
-    "comingle.kinds": "",
-    "comingle.kinds.base": "comingle.training.kinds.base",
-    "comingle.methods.client": "comingle.methods.base",
-    "comingle.methods.cohort": "comingle.methods.base",
-    "comingle.models.byte_tokenizer": "comingle.models.random_bases",
-    "comingle.models.language": "comingle.models.loading",
-    "comingle.models.personal_net": "comingle.training.kinds.samples",
-    "comingle.plugins": "comingle.utils.registry",
-    "comingle.recipes": "comingle.config",
-    "comingle.records": "comingle.utils.records",
-    "comingle.store": "",
-    "comingle.store.tokens": "comingle.training.storage.population",
-    "comingle.trees": "comingle.utils.trees",
-}
-"""Documented modules by their names up to version 0.1.0, with their names now; empty for packages of such modules."""
+@cache
+def _moved() -> dict[str, str]:
+    """Return the modules of version 0.1.0 by their names then, with their names now."""
+    lines = Path(__file__).with_name("moved.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split() for line in lines)
 
 
 class _MovedModules:
-    """Importer of :data:`_MOVED`: a module of the old name that looks everything up in the new one, with a warning."""
+    """Importer of the modules of ``moved.txt``: each looks names up in the module that has them now, with a warning."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for an old name."""
+        """Return a spec for a module, or a package of modules, that has moved."""
         loader: Any = self
-        return ModuleSpec(fullname, loader, is_package=True) if fullname in _MOVED else None
+        found = fullname.startswith("comingle.") and any(f"{old}.".startswith(f"{fullname}.") for old in _moved())
+        return ModuleSpec(fullname, loader, is_package=True) if found else None
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Have an empty module created."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module of an old name."""
-        if not (new := _MOVED[module.__name__]):
+        """Look up names in the module that has them now."""
+        if (new := _moved().get(module.__name__)) is None:
             return
         warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
         vars(module)["__getattr__"] = partial(getattr, importlib.import_module(new))

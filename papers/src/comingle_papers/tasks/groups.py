@@ -211,5 +211,6 @@ def _import_partitioners() -> Any:
         return import_module("flwr_datasets.partitioner")
     except ImportError as error:
         raise DataError(
-            "parting labels by Dirichlet shares (alpha) needs the package flwr-datasets: pip install 'comingle-papers[flower]'"
+            "parting labels by Dirichlet shares (alpha) needs the package flwr-datasets: "
+            "pip install 'comingle-papers[flower]'"
         ) from error
