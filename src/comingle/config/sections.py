@@ -39,7 +39,7 @@ from comingle.config.settings import (
     Targets,
     Training,
 )
-from comingle.protocol.messages import Format
+from comingle.protocol import Format
 from comingle.utils.errors import RecipeError
 
 

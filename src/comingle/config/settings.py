@@ -1,8 +1,6 @@
 """Settings of adapters, routers, optimizers, privacy and aggregation, as the engine uses them.
 
-Recipes take their defaults from here, and are read without torch.
-
-Recipes take their defaults from here, and are read without torch.
+Recipes take their defaults from here. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
-from comingle.protocol.messages import Format
+from comingle.protocol import Format
 
 if TYPE_CHECKING:
     from comingle.privacy.secure_sum import Sums

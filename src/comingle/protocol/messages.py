@@ -11,26 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from comingle.protocol import Format
 from comingle.utils.errors import MessageError
 from comingle.utils.trees import Layout, Tree
-
-Format = Literal["float32", "bfloat16", "int8"]
-"""Of the tensors that users send."""
-
 
 LOSS, COUNT = "loss", "count"
 """Reports of every user: its mean training loss in nats, and where means are weighted by it, its amount of data."""
 
 VALIDATION = "validation_loss"
+"""Report of every user, without tensors, in runs that end with the models of the best round."""
 LOWEST = "lowest_loss"
-"""What the server answers to validation losses: whether their mean is the lowest so far."""
-"""What users report, without tensors, where the run ends with the models of the round in which this was lowest."""
+"""The server's answer to validation losses: whether their mean is the lowest so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
