@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from comingle.config import load_recipe
-from comingle.config.data import kinds, load_section
+from comingle.config.data import KINDS
 from comingle.methods import REGISTRY, make, register, settings_of
 from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
@@ -288,7 +288,7 @@ def test_a_verb_that_cannot_be_used_leaves_the_others_alone(site: Site) -> None:
 
 
 def test_this_projects_own_verbs_are_plugins() -> None:
-    own = {name: plugin.load().__module__ for name, plugin in registry.load("comingle.verbs").items()}
+    own = {name: plugin.load().__module__ for name, plugin in registry.find_plugins("comingle.verbs").items()}
     ours: dict[str, Any] = {name: f"comingle_papers.cli.{name}" for name in ("reproduce", "theory")}
     assert own.items() >= ours.items(), "install the checkout again: pip install -e ."
 
@@ -298,7 +298,7 @@ def test_every_implementation_that_is_named_can_be_imported() -> None:
         **{f"method {name}": make for name, make in REGISTRY.items()},
         **{f"store {name}": store for name, store in STORES.items()},
         **{f"tracker {name}": tracker for name, tracker in TRACKERS.items()},
-        **{f"kind {kind}": load_section(kind) for kind in kinds()},
+        **{f"kind {kind}": KINDS[kind] for kind in KINDS},
         "export": registry.load_object(personal._EXPORT),
         "fit": registry.load_object(session._FIT),
     }

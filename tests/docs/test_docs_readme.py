@@ -16,7 +16,7 @@ from documents import PAGES, README, REPOSITORY, blocks, read, table_at, table_r
 from pydantic import BaseModel
 
 from comingle.config import Recipe
-from comingle.config.data import kinds, load_section
+from comingle.config.data import KINDS
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import Method, Part
 from comingle.methods.dual_lora import Near
@@ -156,8 +156,8 @@ def test_every_recipe_key_is_documented_with_its_default() -> None:
     rows = [row for table in tables for row in table_rows(table)]
     documented = {key: row[2] for row in rows for key in re.findall(r"`([^`]+)`", row[0])}
     keys = dict(recipe_keys(Recipe))
-    for kind in kinds():
-        keys |= recipe_keys(load_section(kind), "data.")
+    for kind in KINDS:
+        keys |= recipe_keys(KINDS[kind], "data.")
     assert documented == keys | {"data.kind": "by its keys"}
     assert {"data.users.NAME.path", "training.router.schedule", "adapters.targets.gate"} <= documented.keys()
 

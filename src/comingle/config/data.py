@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from comingle.utils import registry
-from comingle.utils.errors import LARGEST, PluginError, did_you_mean
+from comingle.utils.errors import LARGEST, PluginError
 
 Count = Annotated[int, Field(ge=1, le=10**15, strict=True)]
 """Above it are only slips of the hand, and numbers that no tensor can count."""
@@ -40,9 +40,6 @@ def number_in(value: Any) -> Any:
     exponential = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
     return float(value) if exponential else value
 
-
-GROUP = "comingle.kinds"
-"""Under which entry points plug-ins offer sections of kinds of their own."""
 
 PATHS = ("path", "train", "valid", "test")
 """Keys that say where a user's own data is."""
@@ -137,17 +134,15 @@ class SplitSection(Section):
     test_name: str = "test"
 
 
-_OWN = {
-    "text": "comingle.data.text.section:TextSection",
-    "samples": "comingle.data.samples.section:SamplesSection",
-    "conversations": "comingle.data.conversations.section:ConversationsSection",
-}
-"""The sections of the kinds that are here; named, not imported, as kinds stand on recipes."""
-
-
-def kinds() -> list[str]:
-    """All kinds of data, those of plug-ins last."""
-    return [*_OWN, *registry.load(GROUP)]
+KINDS: registry.Registry[type[DataSection]] = registry.Registry(
+    "comingle.kinds",
+    {
+        "text": "comingle.data.text.section:TextSection",
+        "samples": "comingle.data.samples.section:SamplesSection",
+        "conversations": "comingle.data.conversations.section:ConversationsSection",
+    },
+)
+"""The section ``data`` of each kind."""
 
 
 def section_of(content: Mapping[str, Any]) -> type[DataSection]:
@@ -157,10 +152,9 @@ def section_of(content: Mapping[str, Any]) -> type[DataSection]:
         ValueError: no such kind, or none of their keys, or several.
     """
     if (kind := content.get("kind")) is not None:
-        if kind not in kinds():
-            hint = did_you_mean(str(kind), kinds())
-            raise ValueError(f"no kind {kind!r}.{hint} Allowed: {', '.join(kinds())}")
-        return load_section(kind)
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise ValueError(f"no kind {kind!r}.{KINDS.hint(str(kind))} Allowed: {', '.join(KINDS)}")
+        return KINDS[kind]
     marks = {mark: section for section in _loadable() for mark in section.marks}
     given = [mark for mark in marks if content.get(mark) is not None]
     if len({marks[mark] for mark in given}) != 1:
@@ -169,23 +163,11 @@ def section_of(content: Mapping[str, Any]) -> type[DataSection]:
     return marks[given[0]]
 
 
-def load_section(kind: str) -> type[DataSection]:
-    """The section of a kind.
-
-    Raises:
-        PluginError: a plug-in's cannot be imported, or has the name of one that is here.
-    """
-    plugin = registry.load(GROUP).get(kind)
-    if kind in _OWN and plugin is not None:
-        raise registry.taken(plugin)
-    return registry.load_object(_OWN[kind]) if plugin is None else plugin.load()
-
-
 def _loadable() -> Iterator[type[DataSection]]:
     """All sections but those of plug-ins that cannot be used; who asks for one by its name is told so."""
-    for kind in kinds():
+    for kind in KINDS:
         with suppress(PluginError):
-            yield load_section(kind)
+            yield KINDS[kind]
 
 
 ON_LANGUAGE: Mapping[str, str] = {"floral": "adaptors on a language model take adapters.rank and adapters.alpha"}

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from comingle.config import Recipe, load_recipe, parse_recipe
-from comingle.config.data import load_section
+from comingle.config.data import KINDS
 from comingle.methods import Make, lent
 from comingle.methods.base import Method
 from comingle.models.base import Base, with_date
@@ -209,7 +209,7 @@ def _with_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, An
     if nets or {**options, **named}.get("kind") == "samples":
         _refuse_paths(users)
     kind = section_for(users, {**options, **named})
-    elsewhere = {"users", "dataset", *load_section(kind).marks}
+    elsewhere = {"users", "dataset", *KINDS[kind].marks}
     options = {key: value for key, value in data.items() if key not in elsewhere}
     return {**content, "data": {**options, "kind": kind, "given": True}}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.config.data import kinds, load_section
+from comingle.config.data import KINDS
 from comingle.config.settings import AdapterSettings, Targets, Training
 from comingle.data.populations import Crowd, listed
 from comingle.data.samples.samples import SPLITS
@@ -307,11 +307,11 @@ def section_for(users: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 def _kinds(wanted: str | None) -> Iterator[tuple[str, Kind]]:
     """The kind that is wanted, or all that can be used, by the ``kind`` of their sections."""
     if wanted is not None:
-        yield wanted, load_object(load_section(wanted).implementation)
+        yield wanted, load_object(KINDS[wanted].implementation)
         return
-    for key in sorted(kinds(), key=lambda key: key == _LAST):
+    for key in sorted(KINDS, key=lambda key: key == _LAST):
         with suppress(PluginError):
-            yield key, load_object(load_section(key).implementation)
+            yield key, load_object(KINDS[key].implementation)
 
 
 def _one_of_each(found: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
