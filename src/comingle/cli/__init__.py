@@ -1,4 +1,8 @@
-"""The verbs that installed packages add: named in every listing, imported when they are asked for."""
+"""The command line: one file per command, heavy imports inside the commands.
+
+Other packages add commands through the entry points ``comingle.verbs``; they are listed by name and imported when they
+are called.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,7 @@ class Verbs(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._lists = False
-        for name in (*self.own, *registry.load(GROUP)):
+        for name in (*self.own, *registry.find_plugins(GROUP)):
             self.commands.setdefault(name, TyperCommand(name))  # its name alone, for suggestions
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -86,14 +90,14 @@ class Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A verb; one that cannot be used says so where it is listed, and again, as a mistake, when it is called."""
-        plugin, own = registry.load(GROUP).get(cmd_name), self.own.get(cmd_name)
+        plugin, own = registry.find_plugins(GROUP).get(cmd_name), self.own.get(cmd_name)
         if plugin is None:
             if own is not None:
                 return TyperCommand(cmd_name, help=getdoc(own)) if self._lists else _command(cmd_name, own)
             return None
         try:
             if own is not None:
-                raise registry.taken(plugin)
+                raise registry.name_conflict(plugin)
             verb = plugin.load()
             if not callable(verb):
                 raise PluginError(f"{GROUP}: {cmd_name!r} is {type(verb).__name__}; allowed: a function for typer")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from comingle.cli.compare import split_names, split_seeds
-from comingle.cli.options import Quiet, RecipePath, Sets, read_recipe
+from comingle.cli.options import Quiet, RecipePath, Sets, console, read_recipe
 from comingle.runs import METHODS, ROUNDS, shortened
 
 
@@ -31,7 +31,6 @@ def advise(
     """
     read, names = read_recipe(recipe, sets), split_names(methods)
     numbers = None if seeds is None else split_seeds(seeds)
-    from comingle.cli.options import console
     from comingle.reports.advice import paragraph, render_advice
     from comingle.runs.advise import advise_runs
     from comingle.runs.progress import reporting

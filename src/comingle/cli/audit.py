@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from comingle.cli.options import Force, Quiet, out_option
+from comingle.cli.options import Force, Quiet, console, out_option, status
 from comingle.utils.errors import RecipeError
 
 
@@ -54,7 +54,6 @@ def audit(
     default to the run folder.
     """
     from comingle.audits import auditing
-    from comingle.cli.options import console, status
     from comingle.reports.audit import check_targets, render_audit, verdict
     from comingle.runs.api import load
     from comingle.utils.terminal import words

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.cli.options import finite
-from comingle.cli.serve import Method, RunPath, opened, require_app
+from comingle.cli.options import console, finite
+from comingle.cli.serve import Method, RunPath, opened, require_app, say
 from comingle.utils.errors import ComingleError, RecipeError, require_user
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class _Session:
     """Reads lines, and prints what comes of them."""
 
     def __init__(self, talk: Chat, names: list[str], local: Path | None) -> None:
-        from comingle.cli.options import console
 
         self.talk, self.names, self.local, self.console = talk, names, local, console
         self.asked = ""
@@ -224,7 +223,6 @@ def _show_page(run: Path, method: str | None) -> None:
     require_app("chat --web")
     import webbrowser
 
-    from comingle.cli.serve import say
     from comingle.serving.api import listen
     from comingle.serving.api import serve as answer
     from comingle.serving.keys import Limits

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from comingle.cli.options import Quiet
+from comingle.cli.options import Quiet, require_flower, speaker
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import expand_home
 
@@ -38,7 +38,6 @@ def client(
     quiet: Quiet = False,
 ) -> None:
     """Take part in a federation: data, experts, routers and optimiser state stay on this machine."""
-    from comingle.cli.options import require_flower, speaker
 
     require_flower()
     given: dict[str, Any] = {

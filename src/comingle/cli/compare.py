@@ -18,6 +18,7 @@ from comingle.cli.options import (
     RecipePath,
     Resume,
     Sets,
+    console,
     method_settings,
     read_recipe,
 )
@@ -87,7 +88,6 @@ def compare_methods(
     Raises:
         RunError: some runs failed, said when all others are done and in the table.
     """
-    from comingle.cli.options import console
     from comingle.reports.comparisons import baseline_of, members
     from comingle.reports.tables import tables_of, write_comparison
     from comingle.runs.compare import folders_of, labels_of, recipes_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.cli.options import RecipePath, Sets, finite, method_settings, read_recipe
+from comingle.cli.options import RecipePath, Sets, console, finite, method_settings, read_recipe, status
 from comingle.utils.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -108,7 +108,6 @@ def cost(
     threads = read.runtime.threads
     cluster = cluster_of(machines, gpus=gpus, processes=processes, threads=threads, step=step, **hardware)
     from comingle.cli.compare import split_names
-    from comingle.cli.options import console, status
     from comingle.cost.machines import plan_times
     from comingle.cost.planning import plan
     from comingle.reports.costs import render_plan, render_times, verdicts

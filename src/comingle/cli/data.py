@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from comingle.cli.options import RecipePath, Sets, read_recipe
+from comingle.cli.options import RecipePath, Sets, console, read_recipe, status
 from comingle.data.row_files import ADVICE, BadRowsError
 from comingle.utils.errors import DataError
 from comingle.utils.terminal import words
@@ -22,7 +22,6 @@ def data(
     Beyond 24 users the table has the distribution, and the users with least and most.
     """
     read = read_recipe(recipe, sets)
-    from comingle.cli.options import console, status
     from comingle.cli.previews import preview
     from comingle.cli.training import warn_overlaps
     from comingle.runs.session import prepare

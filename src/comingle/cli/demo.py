@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from comingle.cli.options import Force, Quiet, Resume, Sets, out_option, read_recipe
+from comingle.cli.options import Force, Quiet, Resume, Sets, console, out_option, read_recipe
 
 if TYPE_CHECKING:
     from comingle.runs.results import Run
@@ -29,7 +29,6 @@ def demo(
 ) -> None:
     """Four users, one small language model: pretrained, alone, averaged, and with CoMiGS."""
     from comingle.cli.compare import compare_methods
-    from comingle.cli.options import console
     from comingle.config import shipped_recipes
 
     recipe = read_recipe(shipped_recipes() / "demo.yaml", sets)
@@ -56,7 +55,6 @@ def _speak(run: Run) -> None:
     """One generated sample per user."""
     from rich.text import Text
 
-    from comingle.cli.options import console
     from comingle.runs.views import generating_model
     from comingle.utils.terminal import printable, words
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from comingle.cli.options import Force, Quiet
+from comingle.cli.options import Force, Quiet, console, status
 from comingle.utils.errors import require_user
 from comingle.utils.names import as_folder
 
@@ -44,7 +44,6 @@ def export(
 ) -> None:
     """Write a user's model for transformers, PEFT or llama.cpp, with a model card and the tokenizer."""
     import comingle
-    from comingle.cli.options import console, status
     from comingle.runs.views import generating_model
     from comingle.serving.export.exporting import check_target
     from comingle.serving.models import find_run

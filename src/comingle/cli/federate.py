@@ -11,8 +11,12 @@ from comingle.cli.options import (
     Resume,
     Seed,
     Sets,
+    console,
     default_folder,
     read_recipe,
+    require_flower,
+    speaker,
+    table_of_participants,
 )
 
 
@@ -28,10 +32,8 @@ def federate(
 ) -> None:
     """Train the users of a recipe as a network would: a server, and for each user processes and a folder of its own."""
     read = read_recipe(recipe, sets, seed)
-    from comingle.cli.options import require_flower, speaker, table_of_participants
 
     require_flower()
-    from comingle.cli.options import console
     from comingle.federation.launch import federate as run
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from comingle.cli.options import Force, Out, Quiet
+from comingle.cli.options import Force, Out, Quiet, console, status
 
 
 def join(
@@ -31,7 +31,6 @@ def join(
 
     What is shared is taken as it is; what a user has of its own is trained on the newcomer's data alone.
     """
-    from comingle.cli.options import console, status
     from comingle.reports.tables import render_joined
     from comingle.runs.api import load
     from comingle.runs.given import NOTHING

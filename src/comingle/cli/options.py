@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.utils.errors import PluginError, RecipeError, RunError
-from comingle.utils.terminal import Terminal, errors
+from comingle.utils.terminal import Terminal, errors, words
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,7 +51,6 @@ def require_flower() -> None:
 
 def speaker(*, quiet: bool) -> Callable[[str], None]:
     """Prints a line with the time of day, unless nothing is to be said."""
-    from comingle.utils.terminal import words
 
     def say(line: str) -> None:
         if not quiet:

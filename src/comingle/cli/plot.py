@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.cli.options import named
+from comingle.cli.options import console, named, status
 from comingle.cli.report import Length, Replace, Runs, Texts, Users, warn_unlike
 from comingle.utils.errors import RecipeError, RunError, did_you_mean
 from comingle.utils.files import check_target, require_packages
@@ -46,7 +46,6 @@ def plot(
 ) -> None:
     """Write single figures of runs as PNG, SVG and CSV. The figure tokens shows the users' test text, or --text."""
     require_packages("comingle plot")
-    from comingle.cli.options import console, status
     from comingle.reports.canvas import save
     from comingle.reports.page import csv_text
     from comingle.reports.runs import read_entries

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from comingle.cli.options import named
+from comingle.cli.options import console, named, status
 from comingle.utils.errors import RunError
 from comingle.utils.files import check_target, require_packages
 
@@ -56,7 +56,6 @@ def report(
     """
     require_packages("comingle report")
     from comingle.cli.compare import split_names
-    from comingle.cli.options import console, status
     from comingle.reports.page import render_page
     from comingle.reports.runs import held, read_entries
     from comingle.runs.views import route_texts

@@ -15,6 +15,7 @@ from comingle.cli.options import (
     Resume,
     Seed,
     Sets,
+    console,
     default_folder,
     read_recipe,
 )
@@ -48,7 +49,6 @@ def run(
         read = read_recipe(recipe, sets, seed)
         launch(processes, out or default_folder(recipe, read.method.name, read.seed))
         return
-    from comingle.cli.options import console
     from comingle.cli.training import train_here
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.serving.keys import Limits
+from comingle.serving.keys import Limits, check_host, read_keys
 from comingle.utils.errors import ComingleError
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def serve(
     require_app("serve")
     from comingle.serving.api import listen
     from comingle.serving.api import serve as answer
-    from comingle.serving.keys import check_host, read_keys
     from comingle.serving.keys import make_keys as write_keys
     from comingle.serving.models import find_run, names_in
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from comingle.cli.options import Everybody, Out, Quiet
+from comingle.cli.options import Everybody, Out, Quiet, console, require_flower, speaker, table_of_participants
 from comingle.utils.errors import RecipeError
 
 
@@ -29,7 +29,6 @@ def server(
     quiet: Quiet = False,
 ) -> None:
     """Run the rounds of a federation: users on other machines take part with `comingle client`."""
-    from comingle.cli.options import require_flower
 
     require_flower()
     if federation is None:
@@ -40,7 +39,6 @@ def server(
     if make_certificates is not None:
         _make(make_certificates, host, plan.users)
         return
-    from comingle.cli.options import console, speaker, table_of_participants
     from comingle.federation.launch import serve
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
@@ -54,7 +52,6 @@ def server(
 
 
 def _make(folder: Path, host: str, users: tuple[str, ...]) -> None:
-    from comingle.cli.options import console
     from comingle.federation.flower.certificates import make_certificates, spelt
     from comingle.utils.terminal import words
 

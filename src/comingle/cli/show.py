@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.cli.options import Everybody, named
+from comingle.cli.options import Everybody, console, named
 from comingle.cli.report import Replace
 from comingle.utils.files import check_target
 
@@ -37,7 +37,6 @@ def show(
     force: Replace = False,
 ) -> None:
     """Print the results of a run or of a comparison, or write every user's."""
-    from comingle.cli.options import console
 
     targets = {"--csv": csv, "--parquet": parquet, "--latex": latex}
     for option, path in targets.items():
@@ -70,7 +69,6 @@ def _shown(run: Path, against: str | None, *, everybody: bool) -> list[Renderabl
 
 
 def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
-    from comingle.cli.options import console
     from comingle.reports.page import csv_text, sheet_of, user_records
     from comingle.reports.runs import find_runs
     from comingle.utils.records import write_bytes, write_text
@@ -85,7 +83,6 @@ def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
 
 
 def _write_latex(run: Path, path: Path, *, everybody: bool) -> None:
-    from comingle.cli.options import console
     from comingle.reports.comparisons import compare_metrics, read_comparison
     from comingle.reports.tables import latex
     from comingle.utils.records import read_metrics, write_text

@@ -13,7 +13,7 @@ from comingle.runs.results import Run
 from comingle.training.backends.launched import require_alone
 from comingle.utils.errors import DataError, RunError, require_user
 from comingle.utils.files import check_target, require_packages
-from comingle.utils.records import write_text
+from comingle.utils.records import PARTICIPANTS, write_text
 
 if TYPE_CHECKING:
     from comingle.models.personal import PersonalModel
@@ -35,7 +35,6 @@ def route_texts(
         RunError: a run cannot be opened.
     """
     from comingle.runs.api import load
-    from comingle.utils.records import PARTICIPANTS
 
     chosen = choose_users(entries[0].first.users, users)
     texts = [read_text(one, number) for number, one in enumerate(given or (), start=1)]

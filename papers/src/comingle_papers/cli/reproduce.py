@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.cli.compare import split_names, split_seeds
-from comingle.cli.options import Force, Quiet, Resume, Sets, changes, out_option
+from comingle.cli.options import Force, Quiet, Resume, Sets, changes, console, out_option, status
 from comingle.utils.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
 
 def print_table(table: dict[str, Any]) -> None:
     """A table with what it says in words, in the terminal."""
-    from comingle.cli.options import console
     from comingle.reports.comparisons import render as render_verdicts
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.tables import held, remarks, render
@@ -68,7 +67,6 @@ def print_table(table: dict[str, Any]) -> None:
 
 def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline: str | None) -> None:
     """Print and write a table whose runs are in a file; needs neither the data nor a run."""
-    from comingle.cli.options import console
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.archive import plan_of, read_archive, take
     from comingle_papers.reproduce.tables import write_tables
@@ -90,7 +88,6 @@ def check_measured(
     Raises:
         RunError: the data or the base are not what the file's runs have read, or a result is another one.
     """
-    from comingle.cli.options import console
     from comingle_papers.reproduce.archive import ROUNDING, choose, compare, read_archive
     from comingle_papers.reproduce.plan import plan
 
@@ -107,7 +104,6 @@ def check_measured(
 
 def add_measured(path: Path, name: str, wanted: Wanted, out: Path, *, quiet: bool) -> None:
     """Put finished runs into a file."""
-    from comingle.cli.options import console
     from comingle.runs.progress import reporting
     from comingle_papers.reproduce.archive import add_runs
 
@@ -203,7 +199,6 @@ def _default_out(name: str, scale: str) -> Path:
 def _list() -> None:
     from rich.table import Table
 
-    from comingle.cli.options import console
     from comingle_papers.reproduce.published import list_experiments
 
     table = Table("name", "what", "source", box=None, pad_edge=False)
@@ -213,7 +208,6 @@ def _list() -> None:
 
 
 def _show(planned: Plan) -> None:
-    from comingle.cli.options import console
     from comingle_papers.reproduce.runner import unique
 
     for cell in unique(planned.cells):
@@ -227,7 +221,6 @@ def _show(planned: Plan) -> None:
 def _run(
     planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool, baseline: str | None
 ) -> None:
-    from comingle.cli.options import console
     from comingle.utils.terminal import errors, words
     from comingle_papers.reproduce.runner import Estimate, check_out, check_reach, unique
     from comingle_papers.reproduce.tables import baseline_row, write_tables
@@ -259,7 +252,6 @@ def _run(
 
 def _count(planned: Plan, out: Path, *, force: bool) -> None:
     """A table of costs: counted, nothing is trained."""
-    from comingle.cli.options import console, status
     from comingle.cost.planning import plan as count
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.counted import count_cells, write_costs

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.cli.options import Force, Out
+from comingle.cli.options import Force, Out, console, status
 from comingle.utils.errors import ComingleError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ def theory(
     """Run CoMiGS's and FLoRAL's schemes on small problems, beside what theory predicts."""
     path, read = _read(recipe, seed)
     _require_packages()
-    from comingle.cli.options import console, status
     from comingle.utils.terminal import words
     from comingle_papers.theory.checks import LinearSettings, QuadraticSettings, as_json, check_all
     from comingle_papers.theory.claims import summarise
