@@ -72,16 +72,19 @@ def environment(tree: Path, metadata: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*sources, str(metadata)]), "COMINGLE_NO_TYPECHECK": "1"}
 
 
-def measure(
+def run_benchmark(
     tree: Path, variables: dict[str, str], arguments: tuple[str, ...], keys: tuple[str, ...]
 ) -> dict[str, float]:
-    """Run one benchmark of a checkout and return its numbers.
+    """Run one benchmark of a checkout, and return those of ``keys`` that it has.
+
+    A small parent process runs it, so that CPU seconds and peak memory are those of this benchmark alone. Numbers that
+    the benchmark prints are preferred to these.
 
     Raises:
         SystemExit: it failed.
     """
     program = (
-        "import json, resource, subprocess, sys, time; start = time.perf_counter();"
+        "import json, resource, subprocess, sys;"
         "done = subprocess.run([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, text=True);"
         "used = resource.getrusage(resource.RUSAGE_CHILDREN);"
         "print(done.stdout); print(json.dumps({'seconds': used.ru_utime + used.ru_stime,"
@@ -115,7 +118,8 @@ def main() -> None:
         for name in options.only.split(","):
             arguments, keys = BENCHMARKS[name]
             turns = [
-                [measure(tree, variables, arguments, keys) for tree, variables in sides] for _ in range(options.turns)
+                [run_benchmark(tree, variables, arguments, keys) for tree, variables in sides]
+                for _ in range(options.turns)
             ]
             ratios = {
                 key: {

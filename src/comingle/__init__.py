@@ -20,7 +20,6 @@ import sys
 import warnings
 from functools import cache, partial
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +92,8 @@ _prepare_threads()
 @cache
 def _moved() -> dict[str, str]:
     """Return the modules of version 0.1.0 by their names then, with their names now."""
+    from pathlib import Path  # here, since only an import that fails needs it
+
     lines = Path(__file__).with_name("moved.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split() for line in lines)
 

@@ -22,7 +22,7 @@ from tests.federation.test_out_there import Place, command, rounds_of, wait_for
 from comingle.federation.coordinator import Patience
 from comingle.federation.flower.certificates import make_certificates
 from comingle.federation.flower.fleet_client import FleetConnection, NotActiveError, Server
-from comingle.federation.flower.fleet_server import make_fleet_api, make_states, serve_fleet_api, start_run
+from comingle.federation.flower.fleet_server import create_active_run, make_fleet_api, make_states, serve_fleet_api
 from comingle.federation.flower.processes import free_port
 
 __all__ = ["nothing_is_left"]  # around each of these tests too
@@ -75,7 +75,7 @@ def test_a_client_finds_back_after_a_disturbance(how: str, secure: bool, tmp_pat
 def test_a_connection_logs_in_whatever_became_of_its_first_requests(how: str, tmp_path: Path) -> None:
     """An answer to a garbled request is no refusal."""
     states = make_states()
-    start_run(states.state())
+    create_active_run(states.state())
     port = free_port()
     server = serve_fleet_api(make_fleet_api(states, keys_only=False), "127.0.0.1", port, None, None)
     said: list[str] = []

@@ -60,7 +60,13 @@ from tests.federation.test_processes import CLIENT_APP, SERVER_APP, Federation, 
 from comingle.federation.flower.certificates import make_certificates
 from comingle.federation.flower.client import SuperNode
 from comingle.federation.flower.client_app import DIGEST, build_bundle
-from comingle.federation.flower.fleet_server import DirectGrid, make_fleet_api, make_states, serve_fleet_api, start_run
+from comingle.federation.flower.fleet_server import (
+    InProcessGrid,
+    create_active_run,
+    make_fleet_api,
+    make_states,
+    serve_fleet_api,
+)
 from comingle.federation.flower.processes import bind_free_port, free_port
 from comingle.federation.flower.server import Certificates, SuperLink
 from comingle.federation.flower.worker import User
@@ -118,7 +124,7 @@ CONTROL = {
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
     """A federation's server in this process, on loopback without TLS."""
     states, found = make_states(), free_port()
-    start_run(states.state())
+    create_active_run(states.state())
     api = make_fleet_api(states, keys_only=request.param == "with keys")
     server = serve_fleet_api(api, "127.0.0.1", found, None, None)
     yield found
@@ -171,7 +177,7 @@ class TestKeys:
     def place(self) -> Iterator[Place]:
         states, port = make_states(), free_port()
         state = states.state()
-        start_run(state)
+        create_active_run(state)
         ada, bob = generate_key_pairs()[0], generate_key_pairs()[0]
         for name, private in (("ada", ada), ("bob", bob)):
             state.create_node(NOOP_FLWR_AID, "account", public_key_to_bytes(private.public_key()), 30, name=name)
@@ -279,7 +285,7 @@ class TestKeys:
         request = PullMessagesRequest(node=Node(node_id=numbers[0]))
         assert post(port, "/v1/fleet/pull-messages", request, signed(bob), tls=False)[0] == 401
         assert post(port, "/v1/fleet/pull-messages", request, signed(ada), tls=False)[0] == 200
-        grid = DirectGrid(state, state.get_run_info()[0].run_id)
+        grid = InProcessGrid(state, state.get_run_info()[0].run_id)
         message = Message(RecordDict(), dst_node_id=numbers[0], message_type="query.hello", ttl=60)
         grid.push_messages([message])
         reply = Message(RecordDict(), reply_to=message)
@@ -445,7 +451,7 @@ def test_a_client_runs_no_app_but_its_own(tmp_path: Path) -> None:
         node.tend()
         assert wait_until(lambda: bool(state.get_nodes(number)), 120)
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = number, run.primary_task_id, 1
-        grid = DirectGrid(state, number)
+        grid = InProcessGrid(state, number)
         names = list(
             grid.push_messages(
                 [Message(RecordDict(), dst_node_id=next(iter(state.get_nodes(number))), message_type="train", ttl=120)]

@@ -24,14 +24,14 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from tests.federation.test_federation_ports import post, signed
 
 from comingle.federation.flower.fleet_server import (
-    MAX_REQUEST_BYTES,
-    DirectGrid,
+    MAX_OTHER_BODY_BYTES,
+    InProcessGrid,
     LimitedLinkState,
     UploadLimits,
+    create_active_run,
     make_fleet_api,
     make_states,
     serve_fleet_api,
-    start_run,
 )
 from comingle.federation.flower.processes import free_port
 
@@ -50,11 +50,11 @@ class Client:
         state = states.state()
         assert isinstance(state, LimitedLinkState)
         self.state = state
-        self.run_id = start_run(state)
+        self.run_id = create_active_run(state)
         public = public_key_to_bytes(self.key.public_key())
         self.node_id = state.create_node(NOOP_FLWR_AID, "account", public, 30, name="ada")
         self.server = serve_fleet_api(make_fleet_api(states, keys_only=True), "127.0.0.1", self.port, None, None)
-        self.grid = DirectGrid(state, self.run_id)
+        self.grid = InProcessGrid(state, self.run_id)
         assert self.send("activate-node", ActivateNodeRequest(public_key=public, heartbeat_interval=30))[0] == 200
 
     def send(self, path: str, request: object) -> tuple[int, bytes]:
@@ -225,5 +225,5 @@ def test_replies_to_no_message_leave_no_session(make_client: Callable[..., Clien
 
 def test_requests_without_an_object_are_small(make_client: Callable[..., Client]) -> None:
     client = make_client()
-    assert client.send("push-messages", b"x" * (MAX_REQUEST_BYTES + 1))[0] == 413
-    assert client.send("push-object", b"x" * (MAX_REQUEST_BYTES + 1))[0] != 413
+    assert client.send("push-messages", b"x" * (MAX_OTHER_BODY_BYTES + 1))[0] == 413
+    assert client.send("push-object", b"x" * (MAX_OTHER_BODY_BYTES + 1))[0] != 413

@@ -11,7 +11,7 @@ import scipy.stats
 from rich.console import Console
 
 from comingle.reports.comparisons import Against, Results, baseline_of, hold, holm, notes, render, rows_of, two_way
-from comingle.reports.formatting import as_change, change, difference, reach_text
+from comingle.reports.formatting import additive_difference, as_change, change, reach_text
 from comingle.utils.errors import RecipeError
 
 wilcoxon: Any = scipy.stats.wilcoxon  # what scipy returns has no types
@@ -90,7 +90,7 @@ def test_points_are_told_of_shares_and_factors_of_losses() -> None:
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_a_difference_comes_back_as_the_change_of_a_user(measure: str) -> None:
-    found = difference(0.3, 0.4, measure)
+    found = additive_difference(0.3, 0.4, measure)
     assert found is not None
     assert as_change(found, measure) == pytest.approx(change(0.3, 0.4, measure))
 

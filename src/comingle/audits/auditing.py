@@ -147,7 +147,10 @@ def audit_run(
     return Audit(
         **about,
         trials=count,
-        proofs=[prove(who, done, about["delta"], promised(recipe, run.users, done, who)) for who in (SERVER, USERS)],
+        proofs=[
+            bound_epsilon(who, done, about["delta"], accounted_epsilon(recipe, run.users, done, who))
+            for who in (SERVER, USERS)
+        ],
         members=members,
         inserted=[bits for inside, bits in exposures if inside],
         absent=[bits for inside, bits in exposures if not inside],
@@ -245,8 +248,18 @@ def guess(scores: Sequence[float | None]) -> list[bool | None]:
     return [None if score is None else score >= least for score in scores]
 
 
-def prove(view: str, trials: Sequence[Trial], delta: float, upper: float | None) -> Proof:
-    """What the guesses of all runs together prove."""
+def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float | None) -> Proof:
+    """Guess the coin of every canary, and bound epsilon from below by how many guesses are right.
+
+    Args:
+        view: SERVER or USERS; whose observations the scores come from.
+        trials: runs with canaries.
+        delta: of the bound.
+        upper: the accountant's epsilon for these runs, or None.
+
+    Returns:
+        The bound (``epsilon``), and the bound if every guess had been right (``provable``).
+    """
     coins = [coin for trial in trials for coin in trial.inside]
     guesses = guess([score for trial in trials for score in trial.scores[view]])
     made = [(said, coin) for said, coin in zip(guesses, coins, strict=True) if said is not None]
@@ -266,11 +279,15 @@ def prove(view: str, trials: Sequence[Trial], delta: float, upper: float | None)
     )
 
 
-def promised(recipe: Recipe, names: Sequence[str], trials: Sequence[Trial], view: str) -> float | None:
-    """What the account says of these short runs to who looks so, of a user whose data is replaced; None: nothing.
+def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Trial], view: str) -> float | None:
+    """Return the accountant's epsilon for these runs, against an attacker with this view.
 
-    Where single examples are hidden, of one of them that is replaced, of the user whose are hidden least. With
-    ``mechanism: central`` the server is trusted, so uploads are not covered; with the seed as key nothing is.
+    Neighbours differ in the data of one user, which is replaced; with ``mechanism: example`` in one example of the
+    user whose examples are sampled most often.
+
+    Returns:
+        Epsilon; None where nothing is guaranteed: without privacy, with noise that the seed determines, and for the
+        server's view with ``mechanism: central``, which trusts the server.
     """
     privacy = privacy_of(recipe)
     if privacy is None or privacy.noise == "reproducible" or (privacy.mechanism == "central" and view == SERVER):

@@ -1,13 +1,14 @@
 """Membership inference, with and without reference models.
 
-Whoever has that model and the base scores a window by how much lower its loss has become: the loss alone says more of
-how hard a text is than of who has trained on it (difficulty calibration: Watson et al. 2022, arXiv:2111.08440).
+Without them a window is scored by how much lower its loss is under the final shared model than under the base: the
+loss alone depends more on how hard a text is than on whether it was trained on (difficulty calibration: Watson et al.
+2022, arXiv:2111.08440).
 
-Short runs of the recipe, in each of which a coin of its own decides whether a window of a user's training text is in.
-A conversation is one window.
-Each run is attacked by what the others have shown: for every window a Gaussian of its scores where it was in and one of
-those where it was not, and the ratio of their likelihoods (LiRA: Carlini et al. 2022, arXiv:2112.03570, Algorithm 1,
-online). With few runs all windows of a user share the variances, as the paper advises (section VI.C).
+Reference models are short runs of the recipe, in each of which a coin decides for every window of a user's training
+text whether it is in; a conversation is one window. Each run is attacked by what the others have shown: for every
+window a Gaussian of its scores where it was in and one of those where it was not, and the ratio of their likelihoods
+(LiRA: Carlini et al. 2022, arXiv:2112.03570, Algorithm 1, online). With few runs all windows of a user share the
+variances, as the paper advises (section VI.C).
 
 Differs from the paper: the difference between a window's two means is drawn towards that of all windows, as a few runs
 say little of one, and is never negative; the score is how much lower a window's loss became while a user trained (for

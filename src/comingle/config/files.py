@@ -1,11 +1,7 @@
-"""Recipe files: YAML read strictly.
+"""Recipe files: YAML read strictly, and settings that the users' kind of data does not read.
 
-YAML 1.1 makes a truth value of ``no``, a date of ``2024-01-01``, and takes the last of two equal keys without a word;
-each of these would rename or drop a user.
-
-Text is read in windows by adapters on a language model, questions in passes; a task's samples are read in passes by
-nets that are trained whole. A setting that only another kind reads must be left at its default, which recipes of run
-folders spell out.
+YAML 1.1 turns ``no`` into False and ``2024-01-01`` into a date, and keeps the last of two equal keys without a word;
+each of these would rename or drop a user. So keys stay as typed, each occurs once, and nesting is limited.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ embeddings are left out, as usual (CoMiGS App. B.1 of the earlier version follow
 
 In the backward pass a frozen matrix costs one product, the gradient of its input, and none where nothing that is
 trained lies before it. A LoRA costs one product for each gradient: of A, of B, and two of inputs. The experts of a
-block share the products with base weights (``adapters.experts``); the naive way, one whole MLP per expert, does not.
+block share the products with base weights (:mod:`comingle.models.experts`); the naive way, one whole MLP per expert,
+does not.
 """
 
 from __future__ import annotations

@@ -231,12 +231,12 @@ def read_json(path: Path, bad: BadRows) -> PlacedRows:
             while line and not line.strip():
                 number, line = number + line.endswith("\n"), file.readline(_PIECE)
             if line.lstrip().startswith("["):
-                yield from _values(file, line, number, path, bad)
+                yield from _stream_objects(file, line, number, path, bad)
                 return
             if not line.endswith("\n"):
                 line += _line(file, path, number)
             if suffix_of(path) == ".json" and not _is_object(line):
-                yield from _values(file, line, number, path, bad)
+                yield from _stream_objects(file, line, number, path, bad)
                 return
             while line:
                 if line.strip():
@@ -288,19 +288,23 @@ _TOO_DEEP = "JSON nested too deeply"
 _JSON_TYPES = {list: "list", str: "string", bool: "truth value", type(None): "null"}
 
 
-def _values(file: io.TextIOWrapper, head: str, line: int, path: Path, bad: BadRows) -> PlacedRows:
-    """The objects of a list, or one after another, whatever the lines; no more than one of them is held."""
+def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: Path, bad: BadRows) -> PlacedRows:
+    """Yield the objects of a JSON array, or of JSON values one after another.
+
+    Reads pieces of the file and keeps one object at a time. A value that is not an object goes to ``bad``; a syntax
+    error is raised, since no later row can be located.
+    """
     text, at, ended, number = head, 0, False, 0
     decoder = json.JSONDecoder(parse_float=TypedNumber)
 
     def grow() -> None:
-        nonlocal text, at, ended, line
-        line += text.count("\n", 0, at)
+        nonlocal text, at, ended, line_number
+        line_number += text.count("\n", 0, at)
         piece = file.read(max(_PIECE, len(text) - at))
         text, at, ended = text[at:] + piece, 0, not piece
 
-    def next_sign() -> str:
-        """Move to the next sign that is not white space, and return it; empty at the end."""
+    def next_character() -> str:
+        """Skip white space and return the next character; an empty string at the end."""
         nonlocal at
         while True:
             rest = _SPACE.match(text, at)
@@ -310,7 +314,7 @@ def _values(file: io.TextIOWrapper, head: str, line: int, path: Path, bad: BadRo
             grow()
 
     def refused(what: str, position: int) -> DataError:
-        return DataError(f"{path}: line {line + text.count(chr(10), 0, position)}: row {number + 1}: {what}")
+        return DataError(f"{path}: line {line_number + text.count(chr(10), 0, position)}: row {number + 1}: {what}")
 
     def value() -> Any:
         nonlocal at
@@ -330,19 +334,19 @@ def _values(file: io.TextIOWrapper, head: str, line: int, path: Path, bad: BadRo
                 raise refused(_TOO_LONG, at)
             grow()
 
-    listed = next_sign() == "["
+    listed = next_character() == "["
     at += listed
-    while sign := next_sign():
+    while sign := next_character():
         if listed and sign == "]":
             at += 1
-            if next_sign():
+            if next_character():
                 raise refused("more text behind the end of the list", at)
             return
         if listed and number:
             if sign != ",":
                 raise refused("not JSON: Expecting ',' delimiter", at)
             at += 1
-            next_sign()
+            next_character()
         try:
             row = _checked(value())
         except DataError:

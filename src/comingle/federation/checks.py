@@ -1,8 +1,6 @@
 """Checks of clients' answers: sender, round, tensors and values.
 
-A user may be mistaken or mean harm.
-
-Whoever is on the other side may be mistaken or mean harm: nothing of a message is used before it has been looked at.
+A client may be faulty or hostile, so no part of an answer is used before it has been checked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""How long a server waits for its users.
+"""The server's side of a federation over the network: which client is asked what, and how long it waits.
 
-The rounds are those of :func:`comingle.training.rounds.run_rounds`; what is said between two of them is in tasks.
+The rounds are those of :func:`comingle.training.rounds.run_rounds`; messages are wrapped in tasks
+(:mod:`comingle.federation.messages`).
 """
 
 from __future__ import annotations

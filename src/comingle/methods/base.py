@@ -1,10 +1,7 @@
 """Methods: placement, client hooks and phases.
 
-A :class:`Cohort` is users in one batch, none of whom knows of another.
-
-Engines hand a part the :class:`~comingle.methods.base.Cohort` that it is about.
-
-A method never sees a recipe, a loop, an optimiser or a file; engines own those.
+A method never sees a recipe, a loop, an optimizer or a file; the engine owns those. Client hooks get a :class:`Cohort`:
+users in one batch, none of whom sees another one's data.
 """
 
 from __future__ import annotations

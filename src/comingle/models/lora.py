@@ -3,7 +3,8 @@
 ``y = W x + b + s B (A x)`` with the rank-stabilised scale ``s = alpha / sqrt(rank)`` (CoMiGS eq. 9; Kalajdzievski
 2023). A is drawn from kaiming_uniform(a = sqrt 5), B starts at zero, so an adapted model starts as its base.
 
-I ``(rank, d_in)`` and O ``(rank, d_out)`` are in units of the weight itself: LoRA's scale does not apply to them.
+Residuals are frozen changes ``O^T I`` that a server adds to adapted weights for good. I ``(rank, d_in)`` and O
+``(rank, d_out)`` are in units of the weight itself: LoRA's scale does not apply to them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Secure sums: fixed-point grid, message sizes, and the sum itself.
 
-Users send their changes against what they have downloaded, on a grid (:mod:`comingle.privacy.secure_sum`), so
-that masks can hide them. Where there is noise each user adds a part of it: the parts of ``threshold - colluders`` users
-make the noise that the account counts, and there is no sum of fewer than ``threshold``. A part is a rounded Gaussian of
-many steps of the grid; a sum of them is as good as the Gaussian of their joint deviation (Kairouz et al. 2021,
-arXiv:2102.06387, bound the difference for discrete Gaussians: exponentially small in the squared deviation).
+Users send their changes against what they have downloaded, on a grid, so that masks can hide them. Where there is noise
+each user adds a part of it: the parts of ``threshold - colluders`` users make the noise that the account counts, and
+there is no sum of fewer than ``threshold``. A part is a rounded Gaussian of many steps of the grid; a sum of them is as
+good as the Gaussian of their joint deviation (Kairouz et al. 2021, arXiv:2102.06387, bound the difference for discrete
+Gaussians: exponentially small in the squared deviation).
 """
 
 from __future__ import annotations

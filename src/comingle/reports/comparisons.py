@@ -30,10 +30,10 @@ from scipy.special import stdtr, stdtrit
 
 from comingle.reports.formatting import (
     Table,
+    additive_difference,
     as_change,
     best_of,
     change_text,
-    difference,
     is_worse,
     markdown_line,
     reach_text,
@@ -290,7 +290,7 @@ def _differences(
 ) -> dict[int, list[float | None]]:
     """Each seed that both have, with each user's difference."""
     return {
-        seed: [difference(of[seed].get(user), value, measure) for user, value in users.items()]
+        seed: [additive_difference(of[seed].get(user), value, measure) for user, value in users.items()]
         for seed, users in baseline.items()
         if seed in of
     }

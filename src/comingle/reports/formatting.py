@@ -114,9 +114,12 @@ def change(value: float, baseline: float, measure: str) -> float | None:
     return 100 * (value / baseline - 1) if baseline else None
 
 
-def difference(value: float | None, baseline: float | None, measure: str) -> float | None:
-    """How far a result is from a baseline's, such that differences add up: the log ratio of perplexities and losses,
-    what is left of accuracies and ROUGE-1. None where a result is not finite, or has no logarithm."""
+def additive_difference(value: float | None, baseline: float | None, measure: str) -> float | None:
+    """Return a result's distance from a baseline on a scale that can be averaged; None where it is not finite.
+
+    The log ratio of perplexities and losses, the difference of accuracies and ROUGE-1. :func:`as_change` converts a
+    mean of such distances to the unit of :func:`change`.
+    """
     if value is None or baseline is None or not math.isfinite(value - baseline):
         return None
     if measure in _POINTS:
@@ -125,7 +128,7 @@ def difference(value: float | None, baseline: float | None, measure: str) -> flo
 
 
 def as_change(mean: float, measure: str) -> float:
-    """A mean of such differences in the unit of :func:`change`."""
+    """Convert a mean of :func:`additive_difference` to the unit of :func:`change`."""
     if measure in _POINTS:
         return 100 * mean
     return mean / math.log(10) if measure == "loss" else 100 * math.expm1(min(mean, _LARGEST))
@@ -146,13 +149,13 @@ def worst_of(measure: str) -> Callable[..., Any]:
     return max if MEASURES[measure] == "lower" else min
 
 
-def level(measure: str) -> float:
-    """Below what size a change of a single seed says nothing: 1 per cent, 1 point, a factor of 1.01 of losses."""
+def negligible_change(measure: str) -> float:
+    """Return the size, in the unit of :func:`change`, below which a change seen with one seed counts as noise."""
     return math.log10(1.01) if measure == "loss" else 1.0
 
 
-def level_text(measure: str) -> str:
-    """That size in words."""
+def negligible_change_text(measure: str) -> str:
+    """Return :func:`negligible_change` in words."""
     return "a factor of 1.01" if measure == "loss" else "1 point" if measure in _POINTS else "1%"
 
 

@@ -42,7 +42,7 @@ from comingle.reports.figures import (
     scores_panels,
     users_panels,
 )
-from comingle.reports.formatting import best_of, level_text, rule, worst_of
+from comingle.reports.formatting import best_of, negligible_change_text, rule, worst_of
 from comingle.reports.runs import (
     Entry,
     Gain,
@@ -278,7 +278,7 @@ def render_page(
         population=is_population(users),
         deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
         examples="example" in {(entry.first.recipe.get("privacy") or {}).get("mechanism") for entry in entries},
-        level=level_text(first.measure),
+        level=negligible_change_text(first.measure),
         curves=list(_curves(entries, drawn)),
         gains=[learned for baseline in baselines(entries) if (learned := _gains(entries, baseline, drawn))],
         costs=ledger([cost(entry) for entry in entries]),

@@ -23,7 +23,7 @@ from comingle.reports.comparisons import (
     members,
     require_same_users,
 )
-from comingle.reports.formatting import change, change_text, is_worse, level
+from comingle.reports.formatting import change, change_text, is_worse, negligible_change
 from comingle.utils.errors import RunError
 from comingle.utils.records import MEASURES, geometric_mean, measure_of, read_events, read_metrics
 
@@ -378,7 +378,7 @@ class Gain:
         """
         if self.interval is None:
             side = "lower" if self.change.mean < 0 else "higher"
-            return "level" if abs(self.change.mean) < level(self.measure) else f"{side} (one seed)"
+            return "level" if abs(self.change.mean) < negligible_change(self.measure) else f"{side} (one seed)"
         if self.interval[0] <= 0 <= self.interval[1]:
             return "level"
         return "harmed" if is_worse(self.change.mean, self.measure) else "gained"

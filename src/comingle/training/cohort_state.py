@@ -1,7 +1,7 @@
 """The part of the state that belongs to a cohort, and its optimizers.
 
-Both are elementwise, so one update of a ``(users, columns)`` matrix is exactly what each user's own optimiser would
-have done. torch's optimisers keep one step count per tensor; here users may have taken different numbers of steps
+AdamW and SGD are elementwise, so one update of a ``(users, columns)`` matrix is exactly what each user's own optimiser
+would have done. torch's optimisers keep one step count per tensor; here users may have taken different numbers of steps
 (partial participation), so the update is written out. Moments are float32 at least.
 """
 

@@ -1,7 +1,7 @@
 """Events of a run: events.jsonl, TensorBoard, Weights & Biases and MLflow.
 
-What they get is what TensorBoard gets, and the recipe: losses and scores of each user by name, never a user's data.
-Where it goes, and as whom, their own environment variables say, as ``WANDB_MODE`` or ``MLFLOW_TRACKING_URI``.
+Trackers get the recipe, and the losses and scores of each user by name, never a user's data. Their own environment
+variables, such as ``WANDB_MODE`` and ``MLFLOW_TRACKING_URI``, decide where these are sent.
 """
 
 from __future__ import annotations

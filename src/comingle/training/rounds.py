@@ -1,8 +1,8 @@
 """The round loop: select participants, download, train, upload, aggregate, evaluate.
 
-As often that all evaluations together take at most a tenth as long as the local steps, but not before each fifth round.
-What takes how long is counted and never measured, and a method's further steps are left out: all methods of a
-comparison, a resumed run, and users in other processes or on other machines come to the same.
+Models are evaluated every 5 rounds, or less often so that evaluation takes at most a tenth of the time of local steps.
+Times are estimated from counts and never measured, so that all methods of a comparison, a resumed run, and clients in
+other processes or on other machines get the same interval.
 
 One round, as messages:
 

@@ -1,8 +1,7 @@
 """Atomic files, locks, checksums and the user's cache folder.
 
-Private is what belongs to this user, is no link, and can be written to by neither group nor others.
-
-``sha256sum --check SHA256SUMS`` reads it too. A folder is whole if that file is, to the byte, what the others give.
+A *private* file belongs to this user, is not a link, and is writable by neither group nor others. ``SHA256SUMS`` lists
+a checksum of every other file in a checkpoint, in the format of ``sha256sum --check``.
 """
 
 from __future__ import annotations

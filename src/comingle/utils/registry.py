@@ -70,8 +70,8 @@ class Plugin:
 
 
 @cache
-def load(group: str) -> Mapping[str, Plugin]:
-    """The names that installed packages offer in a group, in alphabetical order; nothing is imported."""
+def find_plugins(group: str) -> Mapping[str, Plugin]:
+    """Return the plug-ins of a group that installed packages declare, by name in order; imports nothing."""
     by_name: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=group):
         by_name.setdefault(point.name, []).append(point)
@@ -103,8 +103,8 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         Raises:
             PluginError: the core or a plug-in has the name.
         """
-        if name in self._own or name in load(self._group):
-            whose = "comingle itself" if name in self._own else load(self._group)[name].distributions
+        if name in self._own or name in find_plugins(self._group):
+            whose = "comingle itself" if name in self._own else find_plugins(self._group)[name].distributions
             raise PluginError(f"{self._group}: {whose} has {name!r}; register it under another name")
         self._registered[name] = offered
 
@@ -124,13 +124,18 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
             self._registered |= {name: before[name]} if name in before else {}
 
     def __getitem__(self, name: str) -> Offered:
-        """Raises PluginError where a plug-in has a name of the core or cannot be imported, else as any mapping."""
+        """Return what has this name: registered, else comingle's own, else a plug-in's; imports it if need be.
+
+        Raises:
+            KeyError: nothing has this name.
+            PluginError: a plug-in has a name of comingle's own, several have it, or it cannot be imported.
+        """
         if name in self._registered:
             return self._registered[name]
-        plugin = load(self._group).get(name)
+        plugin = find_plugins(self._group).get(name)
         if name in self._own:
             if plugin is not None:
-                raise taken(plugin)
+                raise name_conflict(plugin)
             own: Any = self._own[name]
             return load_object(own) if isinstance(own, str) else own
         if plugin is None:
@@ -138,10 +143,10 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         return plugin.load()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in self._registered or name in load(self._group)
+        return name in self._own or name in self._registered or name in find_plugins(self._group)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._own, *self._registered, *load(self._group)]))
+        return iter(dict.fromkeys([*self._own, *self._registered, *find_plugins(self._group)]))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -151,8 +156,8 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         return did_you_mean(name, self)
 
 
-def taken(plugin: Plugin) -> PluginError:
-    """What is said of a plug-in whose name comingle itself has."""
+def name_conflict(plugin: Plugin) -> PluginError:
+    """Return the error for a plug-in that has a name of comingle's own."""
     return PluginError(
         f"{plugin.group}: {plugin.distributions} offers {plugin.name!r}, which comingle itself has; uninstall it"
     )

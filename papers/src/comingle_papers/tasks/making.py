@@ -1,8 +1,7 @@
 """Tasks that are not language: who the users are, which samples each holds, and which net they train.
 
-FLoRAL's regressions are in :mod:`~comingle_papers.tasks.synthetic` and its images in
-:mod:`~comingle_papers.tasks.image_tasks`, FedMerge's images in :mod:`~comingle_papers.tasks.image_tasks`;
-:mod:`~comingle_papers.tasks.image_tasks` has the numbers of all of them.
+FLoRAL's regressions are in :mod:`~comingle_papers.tasks.synthetic`; the image tasks of FLoRAL and FedMerge, and the
+numbers of all tasks, are in :mod:`~comingle_papers.tasks.image_tasks`.
 
 Which samples a user holds follows from the task and the seed alone, never from the method, and a smaller ``fraction``
 keeps a part of the same samples: FLoRAL's tasks the first, FedMerge's some of each label. Validation samples come out

@@ -6,7 +6,7 @@ is one. On ASCII text both agree.
 
 perplexity        exp of the mean loss of a token of the responses
 loss, loss_nats   that mean, in nats
-rouge1            of a response that the model gives by itself, see :mod:`comingle.data.conversations.scoring`
+rouge1            of a response that the model gives by itself, by the words above
 exact_match       whether it says the words of the reference
 accuracy          the same, of references that are one of a few labels
 """

@@ -1,9 +1,9 @@
 """Messages through Flower's grid, by user name.
 
-So nobody waits for a user whose reply is slow, or whose machine has died while it was sending one.
+Each message is sent and awaited in a thread of its own, so that no client waits for another one that is slow or dead.
 
-A node has another number after each start, where its key is not registered; with a registered key it keeps its number,
-and the name under which the key is registered is the only one that it may have.
+A client with a registered key keeps its Flower node ID across restarts, and the name under which the key is registered
+is the only one that it may have. Without keys a client gets a new node ID at each start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Limits on what one client can make the server hold in memory.
+"""The server process of a federation: Flower's Fleet API for clients, and the coordinator behind it.
 
 The process is assembled from Flower's parts and leaves out two of its APIs. Neither the *Control API* (list and stop
 runs, register nodes, submit apps) nor the *Runtime API* (hand tasks to executors) listens anywhere: keys are
@@ -95,16 +95,19 @@ class UploadLimits:
 
 
 @dataclass(kw_only=True)
-class _Upload:
-    """A reply that the coordinator has not taken yet."""
+class _UntakenReply:
+    """A client's reply, from the registration of its object tree until the coordinator takes it."""
 
     node_id: int
     session_id: str
+    """Flower's push session, with which the client uploads the objects."""
     objects: frozenset[str]
-    pending: set[str]
-    drop_at: float
+    """IDs of all objects of the reply."""
+    missing: set[str]
+    """IDs of the objects that are still to arrive."""
+    expires_at_unix: float
     """Unix time after which a complete reply is dropped."""
-    idle_at: float
+    stalled_at_monotonic: float
     """Time on the monotonic clock after which an incomplete reply is dropped."""
 
 
@@ -124,7 +127,7 @@ class LimitedLinkState(InMemoryLinkState):
     ) -> None:
         super().__init__(federation_manager, object_store)
         self._limits = limits or UploadLimits()
-        self._uploads: dict[str, _Upload] = {}
+        self._uploads: dict[str, _UntakenReply] = {}  # by the ID of the root object
 
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str
@@ -141,13 +144,13 @@ class LimitedLinkState(InMemoryLinkState):
                 stored, pending = super().store_message_and_object_tree(message, object_tree, session_id)
             if stored:
                 asked = self.message_ins_store[message.metadata.reply_to_message_id].metadata
-                self._uploads[object_tree.object_id] = _Upload(
+                self._uploads[object_tree.object_id] = _UntakenReply(
                     node_id=node_id,
                     session_id=session_id,
                     objects=frozenset(part.object_id for part in iterate_object_tree(object_tree)),
-                    pending=set(pending),
-                    drop_at=asked.created_at + asked.ttl + _SPARE_SECONDS,
-                    idle_at=time.monotonic() + self._limits.idle_seconds,
+                    missing=set(pending),
+                    expires_at_unix=asked.created_at + asked.ttl + _SPARE_SECONDS,
+                    stalled_at_monotonic=time.monotonic() + self._limits.idle_seconds,
                 )
             if not pending:
                 self._cleanup_push_session(session_id, cleanup_messages=False)
@@ -167,8 +170,8 @@ class LimitedLinkState(InMemoryLinkState):
                 return False
             if not super().store_object(run_id, session_id, object_id, object_content):
                 return False
-            upload.pending.discard(object_id)
-            upload.idle_at = time.monotonic() + self._limits.idle_seconds
+            upload.missing.discard(object_id)
+            upload.stalled_at_monotonic = time.monotonic() + self._limits.idle_seconds
             return True
 
     def get_object(self, run_id: int, object_id: str) -> bytes | None:
@@ -218,10 +221,10 @@ class LimitedLinkState(InMemoryLinkState):
         for name, upload in list(self._uploads.items()):
             if name not in self.object_store:
                 self._drop(name)
-            elif upload.pending and time.monotonic() > upload.idle_at:
+            elif upload.missing and time.monotonic() > upload.stalled_at_monotonic:
                 self._drop(name)
                 self._refuse(upload.node_id, f"not completed within {self._limits.idle_seconds:g} s")
-            elif time.time() > upload.drop_at:
+            elif time.time() > upload.expires_at_unix:
                 self._drop(name)
 
     def _drop(self, name: str) -> None:
@@ -239,10 +242,10 @@ class LimitedLinkState(InMemoryLinkState):
 
 
 FLEET = "/v1/fleet/"
-MAX_BODY_BYTES = 32 << 20
+MAX_OBJECT_BODY_BYTES = 32 << 20
 """Largest body that carries an object. Flower sends arrays in objects of 5 MiB each."""
 
-MAX_REQUEST_BYTES = 1 << 20
+MAX_OTHER_BODY_BYTES = 1 << 20
 """Largest body of every other request: the names of 4,096 objects take a third of it."""
 
 MAX_HEADER_BYTES = 64 << 10
@@ -255,8 +258,8 @@ _START_SECONDS = 300.0
 class Gate:
     """ASGI middleware in front of the Fleet API that rejects bad requests before their bodies are read.
 
-    Responds with 404 to any path outside the Fleet API, with 413 to a body larger than :data:`MAX_REQUEST_BYTES`
-    (:data:`MAX_BODY_BYTES` where it carries an object) and, if ``state`` is given, with 401 to a request whose
+    Responds with 404 to any path outside the Fleet API, with 413 to a body larger than :data:`MAX_OTHER_BODY_BYTES`
+    (:data:`MAX_OBJECT_BODY_BYTES` where it carries an object) and, if ``state`` is given, with 401 to a request whose
     signature is missing, invalid, expired or replayed, or whose key is not registered.
 
     Args:
@@ -345,7 +348,7 @@ class Gate:
 
 
 def _max_body_bytes(scope: Scope) -> int:
-    return MAX_BODY_BYTES if scope["path"] == f"{FLEET}push-object" else MAX_REQUEST_BYTES
+    return MAX_OBJECT_BODY_BYTES if scope["path"] == f"{FLEET}push-object" else MAX_OTHER_BODY_BYTES
 
 
 class _OwnMessagesOnly(BaseHTTPMiddleware):
@@ -392,7 +395,7 @@ def make_fleet_api(states: LinkStateFactory, *, keys_only: bool) -> Gate:
     return Gate(api, states.state() if keys_only else None)
 
 
-class _DirectRuntime:
+class _InProcessRuntime:
     """The part of Flower's Runtime API that a grid needs, as function calls, under Flower's names."""
 
     def __init__(self, state: LinkState, task: Task) -> None:
@@ -420,19 +423,30 @@ class _DirectRuntime:
         """Do nothing: there is no connection."""
 
 
-class DirectGrid(HttpGrid):
-    """Flower's grid on the state of this process, without HTTP."""
+class InProcessGrid(HttpGrid):
+    """Flower's grid, by which a ServerApp sends messages to clients, on the state in this process.
+
+    Calls functions where :class:`HttpGrid` sends requests, so that no Runtime API has to listen; everything else,
+    such as splitting messages into objects, is Flower's.
+    """
 
     def __init__(self, state: LinkState, run_id: int) -> None:
         super().__init__("in this process", insecure=True, token="none")
         (run,) = state.get_run_info(run_ids=[run_id])
-        runtime = _DirectRuntime(state, Task(task_id=run.primary_task_id or 0, run_id=run_id))
+        runtime = _InProcessRuntime(state, Task(task_id=run.primary_task_id or 0, run_id=run_id))
         self._client = cast(RuntimeHttpClient, runtime)
         self.set_run(run)
 
 
-def start_run(state: LinkState) -> int:
-    """Create the run of this federation and mark it as running; return its number."""
+def create_active_run(state: LinkState) -> int:
+    """Create the federation's only run and activate its task.
+
+    Also sets the :class:`TaskIdentity` of this process, which Flower's grid reads, and starts a daemon thread that
+    sends the task's heartbeats.
+
+    Returns:
+        The number of the run.
+    """
     state.store_fab(Fab(DIGEST, build_bundle(), {}))
     run_id = state.create_run(
         APP_ID, APP_VERSION, DIGEST, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
@@ -546,7 +560,7 @@ def main() -> None:
     state = states.state()
     try:
         register_keys(state, {name: Path(path) for name, path in options.keys.items()})
-        run_id = start_run(state)
+        run_id = create_active_run(state)
         api = make_fleet_api(states, keys_only=bool(options.keys))
         bound = None if options.socket is None else socket.socket(fileno=options.socket)
         serve_fleet_api(api, options.host, options.port, options.certificate, options.private_key, bound=bound)
@@ -557,7 +571,7 @@ def main() -> None:
             state=RecordDict(),
             run_config=options.run_config,
         )
-        load_app(options.app)(DirectGrid(state, run_id), context)
+        load_app(options.app)(InProcessGrid(state, run_id), context)
     except ComingleError as error:
         print(f"comingle: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,8 +1,8 @@
 """Softmax and causal attention as native code for CPUs.
 
-It is in the place of a family's own attention (``eager``), which it calls wherever it is not made for what comes: other
-masks (padding, windows that are shorter than the text), a token after others that are cached, capped or otherwise
-changed scores, dropout, float64. Nothing of the size tokens by tokens is kept for the backward pass.
+Attention falls back to the family's own (``eager``) for other masks (padding, windows shorter than the text), for
+tokens after cached ones, for capped or otherwise changed scores, dropout and float64. The backward pass recomputes
+scores, so no tensor of tokens by tokens is kept.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ routed block costs beyond its base. The forward pass therefore emits the derivat
 and the backward pass is free of transcendental functions. Each function is plain PyTorch; :func:`fused` lets
 ``torch.compile`` turn it into one loop where that is possible and runs it as it stands where not.
 
-``mixture.cpp`` fuses what :mod:`comingle.models.kernels.expert_mlp` does in several passes over tensors of the size
+``mixture.cpp`` fuses what these functions do in several passes over tensors of the size
 (users, experts, n, hidden), and the thin products around them; its head has the formulas. :func:`enable` compiles it
 with the C++ compiler that it finds, once for each machine, into a cache folder. Where there is no compiler, or it
 fails, or the tensors are of another kind, :func:`supports` says no and the PyTorch path does the work.

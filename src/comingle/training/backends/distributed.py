@@ -6,7 +6,7 @@ section 3), and added as a whole number of 64 bits.
 
 Every process runs the same rounds. Messages are those of one process: uploads are put together in the order of the
 users, so that the server computes what it would have computed alone, to the last bit; downloads are handed out. Where
-the server needs sums alone, each process sends one sum and no upload (:mod:`comingle.training.backends.distributed`).
+the server needs sums alone, each process sends one sum and no upload.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Streaming readers: users read, split and tokenised one after another, and their cache.
 
-How that is done for the users of a kind is registered with :func:`in_turn`; users of other kinds are read all at once.
+A kind registers its reader with :func:`in_turn`; users of other kinds are read all at once.
 
-They lie in the user's cache (:func:`comingle.utils.files.cache_folder`), readable by nobody else, under a name that
-follows from what was read, by path, size and time of its files, and from all that decides on how it was encoded. What
-nobody has used for 30 days goes. Sources that are no files (names of the hub, of plug-ins) are read anew each time.
+Populations are kept in the user's cache (:func:`comingle.utils.files.cache_folder`), readable by nobody else, under a
+name that follows from what was read, by path, size and time of its files, and from all that decides on how it was
+encoded. What nobody has used for 30 days goes. Sources that are no files (names of the hub, of plug-ins) are read anew
+each time.
 """
 
 from __future__ import annotations
