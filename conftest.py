@@ -31,11 +31,17 @@ import yaml
 from tests.quick import TINY_TRAINING
 
 from comingle.config import parse_recipe
+from comingle.config.data import KINDS
 from comingle.data.text.streams import UserData
+from comingle.methods import REGISTRY as METHODS
 from comingle.models.base import Base
 from comingle.models.loading import load_base
+from comingle.models.nets import NETS
+from comingle.models.scoring import LOSSES
 from comingle.runs.session import build, prepare
 from comingle.training.backends.local import InProcess
+from comingle.training.client import STORES
+from comingle.training.events import TRACKERS
 from comingle.training.kinds.base import Materials
 from comingle.training.kinds.text import KIND as TEXT
 from comingle.utils.seeds import generator
@@ -73,6 +79,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    """Restore every registry: what a test registers is unknown to the tests that follow it in the same process."""
+    registries = (KINDS, LOSSES, METHODS, NETS, STORES, TRACKERS)
+    before = [dict(registry._registered) for registry in registries]
+    yield
+    for registry, registered in zip(registries, before, strict=True):
+        registry._registered = registered
 
 
 @pytest.fixture(scope="session")
