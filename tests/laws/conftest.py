@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -79,7 +79,15 @@ def has_router_phase(method: Method) -> bool:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``method`` runs over all cases, ``federated`` over those where users train, the others over fewer as they say."""
+    """Parametrize ``method`` by all cases, ``federated`` by those where users train, others by what their names say."""
+    for argument, cases in _cases().items():
+        if argument in metafunc.fixturenames:
+            metafunc.parametrize(argument, list(cases.values()), ids=list(cases))
+
+
+@cache
+def _cases() -> dict[str, dict[str, Any]]:
+    """Return the cases of each argument that tests are parametrized by."""
     methods = {
         name: make(case["name"], **{k: v for k, v in case.items() if k != "name"}) for name, case in CASES.items()
     }
@@ -98,7 +106,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "normless": [n for n, case in NETS.items() if not make(case["name"]).placement.needs],
         "alternating": [n for n, m in methods.items() if has_router_phase(m) and not m.client.accumulates],
     }
-    for argument, names in chosen.items():
-        if argument in metafunc.fixturenames:
-            cases = NETS if argument in ("netted", "normless") else CASES
-            metafunc.parametrize(argument, [cases[name] for name in names], ids=names)
+    nets = ("netted", "normless")
+    return {
+        argument: {name: (NETS if argument in nets else CASES)[name] for name in names}
+        for argument, names in chosen.items()
+    }

@@ -56,14 +56,15 @@ def call_constructor(name: str, constructor: Callable[..., Any], settings: dict[
         if isinstance(error, ComingleError) or lacks_memory(error) or not _is_own(constructor):
             raise
         raise _told(name, error, _deepest(error, constructor) or _definition(constructor)) from error
-    where = _definition(constructor)
     if not isinstance(made, Method):
         raise PluginError(f"method {name}: its function returned {type(made).__name__}; allowed: a Method")
     for part, kind in (("placement", Placement), ("client", Client), ("server", Server)):
         if not isinstance(got := getattr(made, part), kind):
             shown = got.__name__ + " itself, not an object of it" if isinstance(got, type) else type(got).__name__
+            where = _definition(constructor)
             raise PluginError(f"method {name}: {where}: {part} is {shown}; allowed: a {kind.__name__}")
     if wrong := next((part for part in made.client.parts if not isinstance(part, Part)), None):
+        where = _definition(constructor)
         raise PluginError(f"method {name}: {where}: client.parts has {wrong!r}; allowed: objects of Part")
     return made
 
