@@ -22,7 +22,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
-from comingle.config.settings import AdapterSettings, Training
+from comingle.config.settings import AdaptersSection, Training
 from comingle.cost.memory import LiveBytes
 from comingle.data.text.streams import UserData
 from comingle.methods import make
@@ -51,7 +51,7 @@ def perplexity(base: Base, tokens: torch.Tensor) -> float:
 def step(base: Base, tokens: torch.Tensor, batch: int, *, checkpointed: bool) -> dict[str, Any]:
     method = make("comigs-1g1s")
     counts = ExpertCounts(generalists=1, specialists=(1,))
-    model = adapt(base, AdapterSettings(), counts, routed=True, compiled=False, checkpointed=checkpointed)
+    model = adapt(base, AdaptersSection(), counts, routed=True, compiled=False, checkpointed=checkpointed)
     user = UserData(name="one", train=tokens.int(), valid=tokens.int(), test=tokens.int())
     training = Training(rounds=9, local_steps=1, batch_size=batch, context=WINDOW, micro_batch=batch)
     feed = TextFeed([user], training, batch_size(method, training, 1))

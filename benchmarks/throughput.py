@@ -25,7 +25,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from clocks import add_clock, clock_of
-from comingle.config.settings import AdapterSettings, Training
+from comingle.config.settings import AdaptersSection, Training
 from comingle.data.text.streams import UserData
 from comingle.methods import make
 from comingle.models.adapted import adapt
@@ -81,7 +81,7 @@ def clients_of(args: argparse.Namespace, base: Base) -> Clients:
     counts = ExpertCounts(generalists=placement.generalists, specialists=placement.specialists_of(args.users))
     model = adapt(
         base,
-        AdapterSettings(),
+        AdaptersSection(),
         counts,
         routed=placement.routed,
         compiled=not args.no_compile,

@@ -9,17 +9,16 @@ import pytest
 from pydantic import BaseModel
 
 from comingle.config import sections
-from comingle.config.settings import AdapterSettings, Aggregation, OptimizerSettings, Privacy, Targets, Training
+from comingle.config.settings import (
+    Privacy,
+    Training,
+)
 
 EVALUATION = {"every": "evaluate_every", "first": "evaluate_first", "model": "evaluate", "users": "evaluate_users"}
 PAIRS: dict[str, tuple[type[BaseModel], type, dict[str, str]]] = {
-    "adapters": (sections.AdaptersSection, AdapterSettings, {}),
-    "adapters.targets": (sections.TargetsSection, Targets, {}),
-    "optimisers": (sections.OptimizerSection, OptimizerSettings, {}),
     "training": (sections.TrainingSection, Training, {}),
     "evaluation": (sections.EvaluationSection, Training, EVALUATION),
     "privacy": (sections.PrivacySection, Privacy, {}),
-    "aggregation": (sections.AggregationSection, Aggregation, {}),
     "checkpoints": (sections.CheckpointSection, Training, {"every": "checkpoint_every"}),
     "runtime": (sections.RuntimeSection, Training, {}),
 }

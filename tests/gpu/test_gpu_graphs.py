@@ -14,7 +14,7 @@ from cases import NETS_ONLY, method, text_recipe
 from on_device import Played, play, recipe_of
 from torch import Tensor
 
-from comingle.config.settings import AdapterSettings
+from comingle.config.settings import AdaptersSection
 from comingle.methods import REGISTRY
 from comingle.models import cuda_graphs
 from comingle.models.adapted import AdaptedModel, adapt
@@ -63,7 +63,7 @@ def test_micro_batches_and_penalties(tmp_path: Path, device: str, rounding: floa
 def model_on(device: str, attention: str = "auto") -> AdaptedModel:
     base = load_base("random:llama?layers=2&dim=16&heads=2", dtype="float32", device=device, attention=attention)
     counts = ExpertCounts(generalists=1, specialists=(1, 1, 1))
-    return cuda_graphs.recorded(adapt(base, AdapterSettings(rank=2), counts, routed=True, compiled=False))
+    return cuda_graphs.recorded(adapt(base, AdaptersSection(rank=2), counts, routed=True, compiled=False))
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])

@@ -354,7 +354,9 @@ def test_what_breaks_in_the_last_step_is_seen_in_the_rows(federate_nets: Any) ->
     bank = federation.clients.feed.banks["train"]
     bank.inputs[int(bank.starts[1])] = 1e15  # its loss and its gradient are numbers still
     training = federation.clients.training
-    federation.clients.steps.training = replace(training, experts=replace(training.experts, learning_rate=1e300))
+    federation.clients.steps.training = replace(
+        training, experts=training.experts.model_copy(update={"learning_rate": 1e300})
+    )
     download_all(federation)
     before = federation.clients.state.rows[1].clone()
     found = local_round(federation, EVERYONE, 0)

@@ -14,7 +14,7 @@ from tests.federation.direct import federated
 from tests.federation.tiny import one_base, tiny
 
 from comingle.config import Recipe, parse_recipe
-from comingle.config.settings import Aggregation, Privacy, Rule, Secure
+from comingle.config.settings import AggregationSection, Privacy, Rule, Secure
 from comingle.cost.planning import plan
 from comingle.federation.checks import check_upload
 from comingle.methods import REGISTRY, make
@@ -220,11 +220,11 @@ def test_every_method_says_what_applies_to_it(method: str, rule: Rule) -> None:
     check: dict[str, Any] = {"weighting": "uniform", "select": "last", "privacy": None}
     if refused:
         with pytest.raises(RecipeError, match=f"aggregation: .*{method}") as found:
-            check_robust(made, Aggregation(rule=rule), **check)
+            check_robust(made, AggregationSection(rule=rule), **check)
         assert "\n" not in str(found.value)
         assert ("allowed: norm-bound" in str(found.value)) == (method in BOUNDED)
     else:
-        check_robust(made, Aggregation(rule=rule), **check)
+        check_robust(made, AggregationSection(rule=rule), **check)
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,9 @@ def test_every_method_says_what_applies_to_it(method: str, rule: Rule) -> None:
 def test_settings_that_do_not_go_together_are_refused(rule: Rule, settings: dict[str, Any], why: str) -> None:
     fine: dict[str, Any] = {"weighting": "uniform", "select": "last", "privacy": None}
     local = Privacy(mechanism="local", noise_multiplier=1.0)
-    check_robust(make("fedavg"), Aggregation(rule=rule), **{**fine, "privacy": local})
+    check_robust(make("fedavg"), AggregationSection(rule=rule), **{**fine, "privacy": local})
     with pytest.raises(RecipeError, match=why):
-        check_robust(make("fedavg"), Aggregation(rule=rule), **{**fine, **settings})
+        check_robust(make("fedavg"), AggregationSection(rule=rule), **{**fine, **settings})
 
 
 @pytest.mark.parametrize(

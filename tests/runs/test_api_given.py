@@ -15,7 +15,7 @@ import yaml
 
 import comingle
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import OptimizerSettings
+from comingle.config.settings import OptimizerSection
 from comingle.data.sources import read_documents
 from comingle.methods import REGISTRY, make
 from comingle.methods.base import Method
@@ -371,7 +371,7 @@ def test_a_mapping_keeps_the_rest_of_the_section_that_it_changes() -> None:
     assert (read.training.experts.learning_rate, read.training.experts.betas) == (0.5, (0.8, 0.9))
     assert changed(training=None).training == Recipe.model_validate({"data": data}).training
     sgd = changed(training={"experts": {"name": "sgd"}}).training
-    assert (sgd.context, sgd.experts.learning_rate) == (16, OptimizerSettings.learning_rate)
+    assert (sgd.context, sgd.experts.learning_rate) == (16, OptimizerSection().learning_rate)
     assert changed(method={"name": "fedavg"}).method.settings == {}
     kept = changed(data={"max_test_tokens": 500}).data.model_dump(exclude_unset=True)
     assert (kept["max_train_tokens"], kept["max_test_tokens"], list(kept["users"])) == (4000, 500, ["ada"])

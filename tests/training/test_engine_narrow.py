@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.config.settings import OptimizerSettings
+from comingle.config.settings import OptimizerSection
 from comingle.training import cohort_state
 from comingle.training.backends.local import InProcess
 from comingle.training.cohort_state import descend
@@ -76,6 +76,6 @@ def test_a_step_widens_piece_by_piece(monkeypatch: pytest.MonkeyPatch, shape: tu
     draw = torch.Generator().manual_seed(0)
     values, gradient = (torch.randn(shape, generator=draw) for _ in range(2))
     wanted = (values - 0.5 * 0.1 * values) - 0.5 * gradient.bfloat16().float()
-    settings = OptimizerSettings(name="sgd", weight_decay=0.1)
+    settings = OptimizerSection(name="sgd", weight_decay=0.1)
     descend(settings, 0.5, values, gradient.bfloat16())
     torch.testing.assert_close(values, wanted, rtol=1e-6, atol=1e-7)

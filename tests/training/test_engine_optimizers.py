@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.config.settings import OptimizerSettings
+from comingle.config.settings import OptimizerSection
 from comingle.training.cohort_state import clip, learning_rate, update
 
 USERS, COLUMNS, STEPS = 3, 11, 12
@@ -29,7 +29,7 @@ def start(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(USERS, COLUMNS, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
 
 
-def ours(settings: OptimizerSettings, dtype: torch.dtype = torch.float64) -> Tensor:
+def ours(settings: OptimizerSection, dtype: torch.dtype = torch.float64) -> Tensor:
     rows, counts = start(dtype), torch.zeros(USERS, dtype=torch.int64)
     first, second = torch.zeros_like(rows), torch.zeros_like(rows)
     for step, gradient in enumerate(gradients(dtype)):
@@ -43,7 +43,7 @@ def ours(settings: OptimizerSettings, dtype: torch.dtype = torch.float64) -> Ten
     return rows
 
 
-def torchs(settings: OptimizerSettings, user: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def torchs(settings: OptimizerSection, user: int, dtype: torch.dtype = torch.float64) -> Tensor:
     parameter = start(dtype)[user].clone().requires_grad_()
     optimizer: torch.optim.Optimizer
     if settings.name == "adamw":
@@ -66,17 +66,17 @@ def torchs(settings: OptimizerSettings, user: int, dtype: torch.dtype = torch.fl
 @pytest.mark.parametrize(
     "settings",
     [
-        OptimizerSettings(),
-        OptimizerSettings(schedule="constant", learning_rate=0.3),
-        OptimizerSettings(weight_decay=0.0, betas=(0.5, 0.999), eps=1e-3),
-        OptimizerSettings(weight_decay=0.5, learning_rate=0.1),
-        OptimizerSettings(clip_norm=1.0),
-        OptimizerSettings(name="sgd", weight_decay=0.0, learning_rate=0.1),
-        OptimizerSettings(name="sgd", weight_decay=0.0, momentum=0.9),
-        OptimizerSettings(name="sgd", weight_decay=0.0, momentum=0.9, clip_norm=0.5, schedule="constant"),
+        OptimizerSection(),
+        OptimizerSection(schedule="constant", learning_rate=0.3),
+        OptimizerSection(weight_decay=0.0, betas=(0.5, 0.999), eps=1e-3),
+        OptimizerSection(weight_decay=0.5, learning_rate=0.1),
+        OptimizerSection(clip_norm=1.0),
+        OptimizerSection(name="sgd", weight_decay=0.0, learning_rate=0.1),
+        OptimizerSection(name="sgd", weight_decay=0.0, momentum=0.9),
+        OptimizerSection(name="sgd", weight_decay=0.0, momentum=0.9, clip_norm=0.5, schedule="constant"),
     ],
 )
-def test_every_user_gets_what_its_own_optimizer_would_do(settings: OptimizerSettings) -> None:
+def test_every_user_gets_what_its_own_optimizer_would_do(settings: OptimizerSection) -> None:
     found = ours(settings)
     for user in range(USERS):
         torch.testing.assert_close(found[user], torchs(settings, user), rtol=1e-12, atol=1e-14)
@@ -84,14 +84,14 @@ def test_every_user_gets_what_its_own_optimizer_would_do(settings: OptimizerSett
 
 
 def test_float32_follows_torch_in_float32() -> None:
-    settings = OptimizerSettings()
+    settings = OptimizerSection()
     found = ours(settings, torch.float32)
     for user in range(USERS):
         torch.testing.assert_close(found[user], torchs(settings, user, torch.float32), rtol=1e-6, atol=1e-7)
 
 
 def test_weight_decay_is_decoupled_in_sgd_too() -> None:
-    settings = OptimizerSettings(name="sgd", weight_decay=0.1)
+    settings = OptimizerSection(name="sgd", weight_decay=0.1)
     rows, first = start(), torch.zeros(USERS, COLUMNS, dtype=torch.float64)
     update(settings, 0.5, rows, torch.zeros_like(rows), first, first.clone(), torch.ones(USERS, dtype=torch.int64))
     torch.testing.assert_close(rows, start() * (1 - 0.5 * 0.1))
@@ -105,7 +105,7 @@ def test_works_in_place_on_a_span_of_columns() -> None:
     span = slice(2, 6)
     counts = torch.ones(USERS, dtype=torch.int64)
     gradient = gradients()[0][:, span]
-    update(OptimizerSettings(), 1e-3, rows[:, span], gradient, first[:, span], second[:, span], counts)
+    update(OptimizerSection(), 1e-3, rows[:, span], gradient, first[:, span], second[:, span], counts)
     outside = [c for c in range(COLUMNS) if not 2 <= c < 6]
     assert torch.equal(rows[:, outside], before[:, outside])
     assert (rows[:, span] != before[:, span]).all()
@@ -117,7 +117,7 @@ def test_works_in_place_on_a_span_of_columns() -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_zeros_stay_zeros(name: str) -> None:
     """Padding: zero parameters with zero gradients."""
-    settings = OptimizerSettings(name=name, momentum=0.9)  # type: ignore[arg-type]
+    settings = OptimizerSection(name=name, momentum=0.9)  # type: ignore[arg-type]
     rows = torch.zeros(USERS, COLUMNS)
     first, second = torch.zeros_like(rows), torch.zeros_like(rows)
     for step in range(1, 4):
@@ -137,7 +137,7 @@ def test_clipping_is_per_user_and_only_downwards() -> None:
 
 
 def test_cosine_goes_from_the_rate_to_a_tenth() -> None:
-    settings = OptimizerSettings(learning_rate=2e-3)
+    settings = OptimizerSection(learning_rate=2e-3)
     assert learning_rate(settings, 0, 200) == 2e-3
     assert learning_rate(settings, 200, 200) == pytest.approx(2e-4, rel=1e-12)
     assert learning_rate(settings, 317, 200) == learning_rate(
@@ -149,7 +149,7 @@ def test_cosine_goes_from_the_rate_to_a_tenth() -> None:
 
 
 def test_cosine_is_that_of_torch() -> None:
-    settings = OptimizerSettings(learning_rate=0.5, final_fraction=0.25)
+    settings = OptimizerSection(learning_rate=0.5, final_fraction=0.25)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30, eta_min=0.125)
     for step in range(30):
@@ -159,10 +159,10 @@ def test_cosine_is_that_of_torch() -> None:
 
 
 def test_constant_is_constant() -> None:
-    settings = OptimizerSettings(schedule="constant", learning_rate=0.7)
+    settings = OptimizerSection(schedule="constant", learning_rate=0.7)
     assert {learning_rate(settings, step, 10) for step in range(11)} == {0.7}
     assert learning_rate(settings, 0, 0) == 0.7
 
 
 def test_a_run_of_no_steps_has_a_rate() -> None:
-    assert learning_rate(OptimizerSettings(), 0, 0) == 2e-3
+    assert learning_rate(OptimizerSection(), 0, 0) == 2e-3

@@ -16,7 +16,6 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 from comingle.config.data import (
     Count,
     DataSection,
-    Fraction,
     NotNegative,
     Positive,
     Section,
@@ -28,15 +27,13 @@ from comingle.config.data import (
 from comingle.config.hints import first_problem
 from comingle.config.settings import (
     EVERYBODY,
-    RANK,
-    AdapterSettings,
-    Aggregation,
-    Balance,
-    OptimizerSettings,
+    EXPERTS_OPTIMIZER,
+    ROUTER_OPTIMIZER,
+    AdaptersSection,
+    AggregationSection,
+    OptimizerSection,
     Privacy,
-    Rule,
     Secure,
-    Targets,
     Training,
 )
 from comingle.protocol import Format
@@ -70,14 +67,6 @@ class PrivacySection(Section):
     secure_aggregation: SecureSection | None = None
 
 
-class AggregationSection(Section):
-    """What the server makes of uploads some of which may be hostile; in YAML a rule's plain name, or a mapping."""
-
-    rule: Rule = Aggregation.rule
-    hostile: Annotated[float, Field(ge=0, lt=0.5)] = Aggregation.hostile
-    bound: Positive | Literal["median"] = Aggregation.bound
-
-
 class MethodSection(Section):
     """Which method, with which settings; in YAML a plain name, or ``{name: NAME, setting: value}``."""
 
@@ -88,28 +77,6 @@ class MethodSection(Section):
     @classmethod
     def _numbers_with_exponents(cls, settings: dict[str, Any]) -> dict[str, Any]:
         return {key: number_in(value) for key, value in settings.items()}
-
-
-class TargetsSection(Section):
-    """Names of the linears to adapt in each decoder layer, for a family that comingle does not know."""
-
-    attention: list[str]
-    up: str
-    down: str
-    gate: str | None = Targets.gate
-    mlp: str = Targets.mlp
-    activation: str | None = Targets.activation
-
-
-class AdaptersSection(Section):
-    """Shape of the adapters."""
-
-    rank: Count | list[Count] = RANK
-    alpha: Positive = AdapterSettings.alpha
-    top_k: Count = AdapterSettings.top_k
-    mix: Literal["output", "linear"] = AdapterSettings.mix
-    balance: Balance = AdapterSettings.balance
-    targets: TargetsSection | None = None
 
 
 class FloralSection(Section):
@@ -128,20 +95,6 @@ class FloralSection(Section):
     batch_nora: bool = False
 
 
-class OptimizerSection(Section):
-    """An optimiser and its schedule; see ``comingle.training.cohort_state``."""
-
-    name: Literal["adamw", "sgd"] = OptimizerSettings.name
-    learning_rate: Positive = OptimizerSettings.learning_rate
-    schedule: Literal["cosine", "constant"] = OptimizerSettings.schedule
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = OptimizerSettings.final_fraction
-    betas: tuple[Fraction, Fraction] = OptimizerSettings.betas
-    eps: Positive = OptimizerSettings.eps
-    weight_decay: NotNegative = OptimizerSettings.weight_decay
-    momentum: Fraction = OptimizerSettings.momentum
-    clip_norm: Positive | None = OptimizerSettings.clip_norm
-
-
 class TrainingSection(Section):
     """How long, on how much, with which optimisers."""
 
@@ -150,8 +103,8 @@ class TrainingSection(Section):
     local_epochs: Steps = Training.local_epochs
     batch_size: Count = Training.batch_size
     context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = Training.context
-    experts: OptimizerSection = OptimizerSection()
-    router: OptimizerSection = OptimizerSection(schedule=Training.router.schedule)
+    experts: OptimizerSection = EXPERTS_OPTIMIZER
+    router: OptimizerSection = ROUTER_OPTIMIZER
     balance_weight: NotNegative = Training.balance_weight
     weighting: Literal["uniform", "tokens", "samples"] = Training.weighting
     participation: Annotated[float, Field(gt=0, le=1)] | list[list[str]] = EVERYBODY
@@ -160,7 +113,7 @@ class TrainingSection(Section):
     @field_validator("router", mode="before")
     @classmethod
     def _constant_router(cls, router: Any) -> Any:
-        return {"schedule": Training.router.schedule, **router} if isinstance(router, Mapping) else router
+        return {"schedule": ROUTER_OPTIMIZER.schedule, **router} if isinstance(router, Mapping) else router
 
     @field_validator("participation")
     @classmethod
@@ -299,7 +252,7 @@ class Recipe(Section):
         aside = {"select", "every", "first", "users"} if self.evaluation.select == "last" else set[str]()
         without: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": aside}
         without |= {} if self.privacy is not None else {"privacy": True}
-        without |= {} if self.aggregation.rule != Aggregation.rule else {"aggregation": True}
+        without |= {} if not self.aggregation.is_mean else {"aggregation": True}
         content = self.model_dump(mode="json", exclude=without)
         if content.get("evaluation", {}).get("users", 0) is None:
             del content["evaluation"]["users"]

@@ -10,8 +10,11 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol, runtime_checkable
 
+from pydantic import Field
+
+from comingle.config.data import Count, Fraction, NotNegative, Positive, Section
 from comingle.protocol import Format
 
 if TYPE_CHECKING:
@@ -41,9 +44,8 @@ RANK = 8
 """Of everybody's experts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Targets:
-    """Names of the linears to adapt, relative to a decoder layer.
+class TargetsSection(Section):
+    """Names of the linear layers to adapt, relative to a decoder layer, for a model family that comingle does not know.
 
     ``mlp`` is the module that a routed MLP replaces; empty where the layer itself holds the MLP's linears (OPT). Then
     the mixture takes the place of ``up`` and the activation and ``down`` become identities. ``activation`` names a
@@ -58,29 +60,28 @@ class Targets:
     activation: str | None = None
 
     def named(self) -> Iterator[tuple[str, str]]:
-        """Key and name of each linear."""
+        """Yield the key and the name of each linear layer."""
         yield from (("attention", name) for name in self.attention)
         yield from ((key, name) for key in ("up", "down", "gate") if (name := getattr(self, key)))
 
     @property
     def names(self) -> set[str]:
-        """All linears named."""
+        """All linear layers named."""
         return {name for _, name in self.named()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdapterSettings:
+class AdaptersSection(Section):
     """Shape of the adapters: LoRA rank and alpha, top-k of the router, how experts are mixed, load balancing.
 
     ``rank`` is one number for all users or one per user; a user with a smaller rank than another is padded and masked.
     """
 
-    rank: int | tuple[int, ...] = RANK
-    alpha: float = 16.0
-    top_k: int = 2
+    rank: Count | list[Count] = RANK
+    alpha: Positive = 16.0
+    top_k: Count = 2
     mix: Literal["output", "linear"] = "output"
     balance: Balance = "generalist"
-    targets: Targets | None = None
+    targets: TargetsSection | None = None
 
 
 WORDS = (32, 64)
@@ -209,17 +210,21 @@ class Privacy:
 Rule = Literal["mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-bound", "bulyan"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Aggregation:
-    """How the server puts uploads together, where some users may mean harm.
+class AggregationSection(Section):
+    """How the server combines uploads, some of which may be hostile; in YAML a rule's plain name, or a mapping.
 
     ``hostile`` is the share of a round's uploads that is assumed to be hostile, below a half. ``bound`` is the largest
     L2 norm of a user's change with "norm-bound": a number, or the "median" of the round's norms.
     """
 
     rule: Rule = "mean"
-    hostile: float = 0.2
-    bound: float | Literal["median"] = "median"
+    hostile: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
+    bound: Positive | Literal["median"] = "median"
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether uploads are combined as the method does."""
+        return self.rule == "mean"
 
     def hostile_among(self, users: int) -> int:
         """How many of so many uploads are assumed to be hostile: their share, rounded up."""
@@ -250,19 +255,18 @@ MEMORY: Final = "memory"
 """Where users' tensors are, unless a recipe says otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
+class OptimizerSection(Section):
     """An optimiser and its schedule. ``momentum`` belongs to SGD, ``betas`` and ``eps`` to AdamW."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = 2e-3
+    learning_rate: Positive = 2e-3
     schedule: Literal["cosine", "constant"] = "cosine"
-    final_fraction: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    momentum: float = 0.0
-    clip_norm: float | None = None
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.01
+    momentum: Fraction = 0.0
+    clip_norm: Positive | None = None
 
     @property
     def moments(self) -> frozenset[str]:
@@ -275,6 +279,10 @@ class OptimizerSettings:
     def memoryless(self) -> bool:
         """Whether a step needs nothing but each entry's own gradient, and so can go tensor by tensor."""
         return not self.moments and self.clip_norm is None
+
+
+EXPERTS_OPTIMIZER = OptimizerSection()
+ROUTER_OPTIMIZER = OptimizerSection(schedule="constant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,8 +311,8 @@ class Training:
     local_epochs: int = 1
     batch_size: int = 64
     context: int = 128
-    experts: OptimizerSettings = OptimizerSettings()
-    router: OptimizerSettings = OptimizerSettings(schedule="constant")
+    experts: OptimizerSection = EXPERTS_OPTIMIZER
+    router: OptimizerSection = ROUTER_OPTIMIZER
     balance_weight: float = 0.01
     weighting: Literal["uniform", "tokens", "samples"] = "uniform"
     participation: float | tuple[tuple[int, ...], ...] = EVERYBODY
@@ -322,7 +330,7 @@ class Training:
     privacy: Privacy | None = None
     users: tuple[str, ...] = ()
     sums: Sums | None = None
-    aggregation: Aggregation | None = None
+    aggregation: AggregationSection | None = None
     test_limit: str = ""
     """Recipe key that limits each user's test data; empty where the kind of data has none."""
 

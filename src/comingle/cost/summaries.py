@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from comingle.config import Recipe
-from comingle.config.settings import MEMORY, Aggregation, Privacy, Training
+from comingle.config.settings import MEMORY, Privacy, Training
 from comingle.cost.counts import count_exchanges
 from comingle.cost.memory import Rehearsal, memory
 from comingle.cost.records import MemoryCost, MethodCost, UserCost
@@ -112,7 +112,7 @@ def with_privacy(
     Raises:
         RecipeError: so few take part that the recipe's rule of aggregation cannot be used.
     """
-    if recipe.privacy is None and recipe.aggregation.rule == Aggregation.rule:
+    if recipe.privacy is None and recipe.aggregation.is_mean:
         return cost
     recipe = recipe.with_changes({"training.participation": participation})
     method, training = make(recipe.method.name, **recipe.method.settings), training_settings(recipe, names)

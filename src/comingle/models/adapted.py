@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from comingle.config.settings import AdapterSettings, Gating
+from comingle.config.settings import AdaptersSection, Gating
 from comingle.models import routing
 from comingle.models.base import Base
 from comingle.models.generation import continue_greedily
@@ -174,7 +174,7 @@ class AdaptedModel(Model):
 
 def adapt(
     base: Base,
-    settings: AdapterSettings,
+    settings: AdaptersSection,
     counts: ExpertCounts,
     *,
     routed: bool,

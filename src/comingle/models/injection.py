@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from comingle.config.settings import AdapterSettings, Gating, Targets
+from comingle.config.settings import AdaptersSection, Gating, TargetsSection
 from comingle.models.experts import RoutedMLP
 from comingle.models.kernels.expert_mlp import SHORT
 from comingle.models.layouts import activation_name, decoder_layers, find_targets
@@ -208,7 +208,7 @@ class Adapters:
         return (self.present.unsqueeze(-1) & places.unsqueeze(1)).unsqueeze(-1).expand(users, *slot.shape)
 
 
-def ranks_of(settings: AdapterSettings, users: int) -> Int[Tensor, " users"]:
+def ranks_of(settings: AdaptersSection, users: int) -> Int[Tensor, " users"]:
     """The rank of each of ``users`` users.
 
     Raises:
@@ -222,7 +222,7 @@ def ranks_of(settings: AdapterSettings, users: int) -> Int[Tensor, " users"]:
 
 def inject(
     model: nn.Module,
-    settings: AdapterSettings,
+    settings: AdaptersSection,
     counts: ExpertCounts,
     *,
     routed: bool,
@@ -280,7 +280,7 @@ def inject(
 
 
 def _routed_mlp(
-    layer: nn.Module, targets: Targets, act: str, scale: float, settings: AdapterSettings, counts: ExpertCounts
+    layer: nn.Module, targets: TargetsSection, act: str, scale: float, settings: AdaptersSection, counts: ExpertCounts
 ) -> RoutedMLP:
     first = {"gate": layer.get_submodule(targets.gate)} if targets.gate else {}
     first["up"] = layer.get_submodule(targets.up)
@@ -296,7 +296,7 @@ def _part(name: str, experts: dict[str, RoutedMLP]) -> str:
     return "head" if name.startswith(f"{list(experts)[-1]}.") else "body"
 
 
-def _place(layer: nn.Module, targets: Targets, mlp: RoutedMLP) -> None:
+def _place(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> None:
     if targets.mlp:
         layer.set_submodule(targets.mlp, mlp)
         return

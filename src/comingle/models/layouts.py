@@ -11,23 +11,23 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from comingle.config.settings import Targets
+from comingle.config.settings import TargetsSection
 from comingle.models.kernels.expert_mlp import ACTIVATIONS
 from comingle.utils.errors import BaseModelError, did_you_mean
 
 _QKVO = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 
-KNOWN: dict[str, Targets] = {
-    "llama": Targets(attention=_QKVO, gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj", mlp="mlp"),
-    "gpt2": Targets(attention=("attn.c_attn", "attn.c_proj"), up="mlp.c_fc", down="mlp.c_proj", mlp="mlp"),
-    "gpt_neox": Targets(
+KNOWN: dict[str, TargetsSection] = {
+    "llama": TargetsSection(attention=_QKVO, gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj", mlp="mlp"),
+    "gpt2": TargetsSection(attention=("attn.c_attn", "attn.c_proj"), up="mlp.c_fc", down="mlp.c_proj", mlp="mlp"),
+    "gpt_neox": TargetsSection(
         attention=("attention.query_key_value", "attention.dense"),
         up="mlp.dense_h_to_4h",
         down="mlp.dense_4h_to_h",
         mlp="mlp",
     ),
-    "phi": Targets(attention=(*_QKVO[:3], "self_attn.dense"), up="mlp.fc1", down="mlp.fc2", mlp="mlp"),
-    "opt": Targets(attention=(*_QKVO[:3], "self_attn.out_proj"), up="fc1", down="fc2"),
+    "phi": TargetsSection(attention=(*_QKVO[:3], "self_attn.dense"), up="mlp.fc1", down="mlp.fc2", mlp="mlp"),
+    "opt": TargetsSection(attention=(*_QKVO[:3], "self_attn.out_proj"), up="fc1", down="fc2"),
 }
 """By the family whose spelling it is; "llama" serves Llama, SmolLM, Qwen 2 and 3, Gemma 2 and 3, Mistral and others."""
 
@@ -49,7 +49,7 @@ def linear_names(module: nn.Module) -> Iterator[str]:
     return (n for n, m in module.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D")
 
 
-def find_targets(model: nn.Module, targets: Targets | None = None) -> Targets:
+def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> TargetsSection:
     """The targets for ``model``: those given, checked, or the known layout that names exactly its layers' linears.
 
     Raises:
@@ -82,7 +82,7 @@ def _relative(name: str, linears: set[str]) -> str:
     return f" Names are relative to a decoder layer: {near[0]!r}." if near else did_you_mean(name, sorted(linears))
 
 
-def _check_mlp(targets: Targets, linears: set[str]) -> None:
+def _check_mlp(targets: TargetsSection, linears: set[str]) -> None:
     """The module that a mixture replaces holds the MLP's linears and no other, or something would be lost silently."""
     of_mlp = targets.names - set(targets.attention)
     if targets.mlp:
@@ -96,7 +96,7 @@ def _check_mlp(targets: Targets, linears: set[str]) -> None:
         )
 
 
-def activation_name(model: nn.Module, targets: Targets) -> str:
+def activation_name(model: nn.Module, targets: TargetsSection) -> str:
     """The MLP's activation, by transformers' name.
 
     Raises:

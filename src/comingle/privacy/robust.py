@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import Aggregation, Privacy
+from comingle.config.settings import AggregationSection, Privacy
 from comingle.methods.base import Method
 from comingle.methods.server import Received
 from comingle.privacy.noise import clipped, norms, without_padding
@@ -201,7 +201,7 @@ WEIGHTED = ("geometric-median", "norm-bound")
 
 
 def check_robust(
-    method: Method, aggregation: Aggregation, *, weighting: str, select: str, privacy: Privacy | None
+    method: Method, aggregation: AggregationSection, *, weighting: str, select: str, privacy: Privacy | None
 ) -> None:
     """Whether the rule can take the place of the method's mean.
 
@@ -237,7 +237,7 @@ def check_robust(
         )
 
 
-def check_rounds(aggregation: Aggregation, sizes: Collection[int], *, same_ranks: bool) -> None:
+def check_rounds(aggregation: AggregationSection, sizes: Collection[int], *, same_ranks: bool) -> None:
     """Whether rounds of so many users are large enough, and uploads have the same coordinates.
 
     Raises:
@@ -284,7 +284,7 @@ _DIGITS = 4
 
 
 def defended(
-    aggregation: Aggregation, received: Received, started: Tree, names: Sequence[str]
+    aggregation: AggregationSection, received: Received, started: Tree, names: Sequence[str]
 ) -> tuple[Received | None, Judged]:
     """Uploads with shortened changes, or the one upload of nobody that the rule makes of all; and whose counted.
 
@@ -322,7 +322,7 @@ def capped(weights: Float[Tensor, " users"]) -> Float[Tensor, " users"]:
     return (most := weights.clamp(max=float(weights.quantile(0.5)))) / most.sum()
 
 
-def _combined(aggregation: Aggregation, received: Received) -> Combined:
+def _combined(aggregation: AggregationSection, received: Received) -> Combined:
     uploads, hostile = received.tensors, aggregation.hostile_among(len(received.weights))
     match aggregation.rule:
         case "median":
@@ -341,7 +341,9 @@ def _combined(aggregation: Aggregation, received: Received) -> Combined:
             raise AssertionError(other)
 
 
-def _bounded(aggregation: Aggregation, received: Received, started: Tree) -> tuple[Tree, Float[Tensor, " users"]]:
+def _bounded(
+    aggregation: AggregationSection, received: Received, started: Tree
+) -> tuple[Tree, Float[Tensor, " users"]]:
     """What each user had plus its shortened change, of smaller ranks without what is beyond them; and by how much."""
     had = without_padding(started, received.ranks)
     changes = {name: t.double() - had[name].double() for name, t in received.tensors.items()}

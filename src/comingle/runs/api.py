@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import MEMORY, Aggregation
+from comingle.config.settings import MEMORY
 from comingle.data.populations import Crowd
 from comingle.methods import make
 from comingle.methods.user_errors import own_errors
@@ -39,7 +39,7 @@ def of_one_user(recipe: Recipe, value: PerUser) -> Recipe:
 
     Nobody else takes part in a round: no mean over others selects one, nobody is there to be summed with, or hostile.
     """
-    alone = {"evaluation.select": "last", "aggregation": Aggregation.rule}
+    alone = {"evaluation.select": "last", "aggregation": "mean"}
     return without_sums(recipe).with_changes({**per_user(recipe, value), **alone})
 
 

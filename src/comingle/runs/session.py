@@ -15,7 +15,7 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.files import changed, check_used
-from comingle.config.settings import AUTO, MEMORY, Aggregation, OptimizerSettings, Privacy, Secure, Training
+from comingle.config.settings import AUTO, MEMORY, AggregationSection, Privacy, Secure, Training
 from comingle.data.populations import Crowd, digest_names, names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make
@@ -64,11 +64,9 @@ from comingle.utils.records import finite, read_evaluations, write_json, write_t
 from comingle.utils.registry import load_object
 
 
-def aggregation_of(recipe: Recipe) -> Aggregation | None:
+def aggregation_of(recipe: Recipe) -> AggregationSection | None:
     """The recipe's rule; None where it is the mean."""
-    if recipe.aggregation.rule == Aggregation.rule:
-        return None
-    return Aggregation(**as_settings(recipe.aggregation, Aggregation))
+    return None if recipe.aggregation.is_mean else recipe.aggregation
 
 
 def check_aggregation(recipe: Recipe, method: Method, privacy: Privacy | None) -> None:
@@ -117,8 +115,6 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
     training = Training(
         **{
             **plain,
-            "experts": OptimizerSettings(**as_settings(section.experts, OptimizerSettings)),
-            "router": OptimizerSettings(**as_settings(section.router, OptimizerSettings)),
             "participation": participation,
         },
         seed=recipe.seed,

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.config.settings import OptimizerSettings
+from comingle.config.settings import OptimizerSection
 from comingle.methods import base
 from comingle.methods.base import Phase
 from comingle.training.state import GRADIENTS, State
@@ -145,7 +145,7 @@ def holding(
 Rows = Float[Tensor, "users columns"]
 
 
-def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
+def learning_rate(settings: OptimizerSection, step: int, total: int) -> float:
     """Rate of step ``step`` of ``total`` (from 0): constant, or a cosine from the rate to ``final_fraction`` of it."""
     if settings.schedule == "constant":
         return settings.learning_rate
@@ -164,7 +164,7 @@ PIECE = 1 << 20
 
 
 @torch.no_grad()
-def descend(settings: OptimizerSettings, rate: float, values: Tensor, gradient: Tensor) -> None:
+def descend(settings: OptimizerSection, rate: float, values: Tensor, gradient: Tensor) -> None:
     """One step of plain SGD, in place on ``values`` ``(users, ...)``; a narrower ``gradient`` counts as it is."""
     if settings.weight_decay:
         values.mul_(1 - rate * settings.weight_decay)
@@ -175,7 +175,7 @@ def descend(settings: OptimizerSettings, rate: float, values: Tensor, gradient: 
 
 @torch.no_grad()
 def update(
-    settings: OptimizerSettings,
+    settings: OptimizerSection,
     rate: float,
     rows: Rows,
     gradient: Rows,
@@ -228,7 +228,7 @@ def take_step(
     trained: Layout,
     cohort: Members,
     gradients: Tree,
-    settings: OptimizerSettings,
+    settings: OptimizerSection,
     rate: float,
     count: Int[Tensor, " users"],
     held: Bool[Tensor, "users columns"] | None,

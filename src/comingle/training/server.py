@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import Aggregation, Training
+from comingle.config.settings import AggregationSection, Training
 from comingle.data.populations import LOTS, Numbers
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Received, ServerSetup
@@ -65,7 +65,7 @@ class ServerHalf:
     lowest_loss: float = math.inf
     guard: Guard | None = None
     sums: Sums | None = None
-    aggregation: Aggregation | None = None
+    aggregation: AggregationSection | None = None
     judged: Judged | None = None
 
     @cached_property

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from comingle.config.settings import AdapterSettings
+from comingle.config.settings import AdaptersSection
 from comingle.models.injection import ExpertCounts, inject
 
 
@@ -12,7 +12,7 @@ def test_gpt2_124m_with_two_experts_trains_1_935_360_parameters() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(GPT2Config())
     adapters = inject(
-        model, AdapterSettings(rank=8), ExpertCounts(generalists=1, specialists=(1, 1, 1, 1)), routed=True
+        model, AdaptersSection(rank=8), ExpertCounts(generalists=1, specialists=(1, 1, 1, 1)), routed=True
     )
     layout = adapters.layout
     counts = {role: int(layout.mask([role]).sum()) for role in sorted(layout.roles)}
@@ -24,6 +24,6 @@ def test_gpt2_124m_with_two_experts_trains_1_935_360_parameters() -> None:
 def test_two_generalists_without_a_router_count_the_same_but_for_the_router() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(GPT2Config())
-    adapters = inject(model, AdapterSettings(rank=8), ExpertCounts(generalists=2, specialists=(0,)), routed=False)
+    adapters = inject(model, AdaptersSection(rank=8), ExpertCounts(generalists=2, specialists=(0,)), routed=False)
     assert adapters.layout.roles == {"attention", "generalist"}
     assert adapters.layout.columns == 1_935_360 - 18_432

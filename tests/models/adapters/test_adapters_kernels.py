@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from comingle.config.settings import AdapterSettings
+from comingle.config.settings import AdaptersSection
 from comingle.models.adapted import adapt
 from comingle.models.injection import ExpertCounts
 from comingle.models.kernels import expert_mlp
@@ -178,7 +178,7 @@ def test_a_compiled_model_equals_the_written_out_one(family: str, fusing: None) 
     windows = torch.randint(0, 256, (2, 2, 7))
     found = []
     for compiled in (True, False):
-        model = adapt(base, AdapterSettings(rank=4), counts, routed=True, compiled=compiled)
+        model = adapt(base, AdaptersSection(rank=4), counts, routed=True, compiled=compiled)
         torch._dynamo.config.suppress_errors = False
         rows = torch.randn(model.mask().shape, generator=torch.Generator().manual_seed(0)) * 0.1 * model.mask()
         tensors = {name: t.clone().requires_grad_() for name, t in model.layout.views(rows).items()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from comingle.config import parse_recipe
-from comingle.config.settings import AdapterSettings, Targets
+from comingle.config.settings import AdaptersSection, TargetsSection
 from comingle.models.injection import Adapters, ExpertCounts, inject
 from comingle.models.kernels.expert_mlp import ACTIVATIONS
 from comingle.models.layouts import KNOWN, activation_name, decoder_layers, find_targets
@@ -23,7 +23,7 @@ from comingle.models.random_bases import FAMILIES
 from comingle.utils.errors import BaseModelError
 
 ONE = ExpertCounts(generalists=1, specialists=(0,))
-TARGETS = Targets(attention=("mixer.value", "mixer.out"), up="ffn.wide", down="ffn.narrow", mlp="ffn")
+TARGETS = TargetsSection(attention=("mixer.value", "mixer.out"), up="ffn.wide", down="ffn.narrow", mlp="ffn")
 
 
 class Mixer(nn.Module):
@@ -84,7 +84,7 @@ def test_known_families_are_recognised(family: str) -> None:
 
 def test_an_unknown_family_is_refused_with_its_linears_and_the_remedy() -> None:
     with pytest.raises(BaseModelError) as caught:
-        inject(Handmade(), AdapterSettings(), ONE, routed=False)
+        inject(Handmade(), AdaptersSection(), ONE, routed=False)
     message = str(caught.value)
     for name in ("mixer.value", "mixer.out", "mixer.extra", "ffn.wide", "ffn.narrow"):
         assert f"'{name}'" in message
@@ -105,7 +105,7 @@ def test_given_targets_work_on_an_unknown_family() -> None:
     """Against the same model with ``W + s B A`` in its weights; the linear that is not named stays as it is."""
     model, expected = Handmade(), Handmade()
     expected.load_state_dict(model.state_dict())
-    adapters = inject(model, AdapterSettings(rank=2, alpha=3.0, targets=TARGETS), ONE, routed=False)
+    adapters = inject(model, AdaptersSection(rank=2, alpha=3.0, targets=TARGETS), ONE, routed=False)
     tensors = bind_random(adapters)
     names = {"mixer.value": "mixer.value", "mixer.out": "mixer.out", "mlp.up": "ffn.wide", "mlp.down": "ffn.narrow"}
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_given_targets_work_on_an_unknown_family() -> None:
     ],
 )
 def test_wrong_targets_are_refused(wrong: dict[str, object], message: str) -> None:
-    settings = AdapterSettings(targets=replace(TARGETS, **wrong))
+    settings = AdaptersSection(targets=TARGETS.model_copy(update=wrong))
     with pytest.raises(BaseModelError, match=r"adapters\.targets\." + message):
         inject(Handmade(), settings, ONE, routed=False)
 
@@ -153,12 +153,12 @@ def test_a_layer_with_the_mlp_in_itself_needs_an_activation_module() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.fc2(F.silu(self.fc1(x + self.mixer(x))))
 
-    targets = Targets(attention=("mixer.value",), up="fc1", down="fc2")
+    targets = TargetsSection(attention=("mixer.value",), up="fc1", down="fc2")
     with pytest.raises(BaseModelError, match=r"needs a layer with an activation module; got \['fc1', 'fc2'\]"):
-        inject(Handmade(layer=Flat), AdapterSettings(targets=targets), ONE, routed=False)
+        inject(Handmade(layer=Flat), AdaptersSection(targets=targets), ONE, routed=False)
 
 
-BLOOM = Targets(
+BLOOM = TargetsSection(
     attention=("self_attention.query_key_value", "self_attention.dense"),
     up="mlp.dense_h_to_4h",
     down="mlp.dense_4h_to_h",
@@ -171,10 +171,10 @@ def test_an_mlp_that_is_handed_the_residual_too_is_refused() -> None:
     """Bloom's is; the mixture in its place would be called with it, and lose it."""
     model = BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4)).eval()
     with pytest.raises(BaseModelError, match=r"BloomForCausalLM: unknown family, .*'mlp\.dense_4h_to_h'"):
-        inject(model, AdapterSettings(), ONE, routed=False)
+        inject(model, AdaptersSection(), ONE, routed=False)
     message = r"BloomForCausalLM: its MLP \(BloomMLP\) is called with hidden_states, residual; comingle can only adapt"
     with pytest.raises(BaseModelError, match=message) as caught:
-        inject(model, AdapterSettings(targets=BLOOM), ONE, routed=False)
+        inject(model, AdaptersSection(targets=BLOOM), ONE, routed=False)
     assert "\n" not in str(caught.value)
 
 
@@ -196,14 +196,14 @@ def test_the_example_of_the_docs_works() -> None:
     model = Starcoder2ForCausalLM(config).eval()
     with pytest.raises(BaseModelError, match="unknown family"):
         find_targets(model)
-    targets = Targets(**{**fields, "attention": tuple(fields["attention"])})
-    adapters = inject(model, AdapterSettings(rank=2, targets=targets), ONE, routed=False)
+    targets = TargetsSection(**fields)
+    adapters = inject(model, AdaptersSection(rank=2, targets=targets), ONE, routed=False)
     assert (len(adapters.attention), len(adapters.experts)) == (8, 2)
 
 
 def test_an_unknown_activation_is_refused() -> None:
     with pytest.raises(BaseModelError, match=r"Handmade: MLP activation 'relu2'; allowed: \['gelu', .*'silu'"):
-        inject(Handmade(act="relu2"), AdapterSettings(targets=TARGETS), ONE, routed=False)
+        inject(Handmade(act="relu2"), AdaptersSection(targets=TARGETS), ONE, routed=False)
 
 
 def test_targets_may_name_the_activation() -> None:

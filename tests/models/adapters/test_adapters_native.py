@@ -12,7 +12,7 @@ import torch
 from mixtures import ACTS, Problem, by_part, check_mixture, problem
 from torch import Tensor
 
-from comingle.config.settings import AdapterSettings
+from comingle.config.settings import AdaptersSection
 from comingle.models.adapted import adapt
 from comingle.models.injection import ExpertCounts
 from comingle.models.kernels import compile, expert_mlp
@@ -135,7 +135,7 @@ def test_the_rest_goes_the_other_way(kind: str, library: Path) -> None:
 def test_a_model_takes_it_and_computes_the_same(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = load_base("random:llama?layers=2&dim=32&heads=4", dtype="float32", device="cpu")
     counts = ExpertCounts(generalists=1, specialists=(0, 2))
-    model = adapt(base, AdapterSettings(rank=4), counts, routed=True, compiled=False)
+    model = adapt(base, AdaptersSection(rank=4), counts, routed=True, compiled=False)
     rows = torch.randn(model.mask().shape, generator=torch.Generator().manual_seed(0)) * 0.1 * model.mask()
     windows = torch.randint(0, 256, (2, 2, 7))
     found, calls = [], []
@@ -216,7 +216,7 @@ def test_adapt_switches_it(
     monkeypatch.setattr(expert_mlp, "forward", lambda *args: calls.append(1) or call(*args))
     base = load_base("random:gpt2?layers=2&dim=32&heads=4", dtype="float32", device="cpu")
     counts = ExpertCounts(generalists=1, specialists=(1,))
-    model = adapt(base, AdapterSettings(), counts, routed=True, compiled=compiled, native_code=native_code)
+    model = adapt(base, AdaptersSection(), counts, routed=True, compiled=compiled, native_code=native_code)
     rows = torch.zeros(model.mask().shape)
     model.losses(dict(model.layout.views(rows)), [0], torch.randint(0, 256, (1, 2, 7)))
     assert len(calls) == used

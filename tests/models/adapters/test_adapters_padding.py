@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.config.settings import AdapterSettings
+from comingle.config.settings import AdaptersSection
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.injection import ExpertCounts
 from comingle.models.loading import load_base
@@ -22,7 +22,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 def adapted(specialists: tuple[int, ...] = SPECIALISTS, *, routed: bool = True, **settings: object) -> AdaptedModel:
     base = load_base("random:llama", dtype="float64", device="cpu")
     counts = ExpertCounts(generalists=1, specialists=specialists)
-    return adapt(base, AdapterSettings(**({"rank": 2} | settings)), counts, routed=routed, compiled=False)  # type: ignore[arg-type]
+    return adapt(base, AdaptersSection(**({"rank": 2} | settings)), counts, routed=routed, compiled=False)  # type: ignore[arg-type]
 
 
 def random_rows(model: AdaptedModel) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.config.settings import AdapterSettings
+from comingle.config.settings import AdaptersSection
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.injection import ExpertCounts
 from comingle.models.loading import load_base
@@ -45,7 +45,7 @@ def own_tensors(model: AdaptedModel, tensors: dict[str, Tensor], user: int) -> d
     return own
 
 
-def check(family: str, counts: ExpertCounts, settings: AdapterSettings, *, routed: bool, balance: str) -> None:
+def check(family: str, counts: ExpertCounts, settings: AdaptersSection, *, routed: bool, balance: str) -> None:
     """Losses, penalties and all gradients of every user against its naive model."""
     base = load_base(f"random:{family}", dtype="float64", device="cpu")
     plain = copy.deepcopy(base.model)
@@ -77,7 +77,7 @@ def check(family: str, counts: ExpertCounts, settings: AdapterSettings, *, route
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_routed_experts_equal_the_naive_loop(family: str) -> None:
-    check(family, UNEVEN, AdapterSettings(rank=4), routed=True, balance="generalist")
+    check(family, UNEVEN, AdaptersSection(rank=4), routed=True, balance="generalist")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
@@ -98,17 +98,17 @@ def test_routed_experts_equal_the_naive_loop(family: str) -> None:
 def test_every_setting_equals_the_naive_loop(
     family: str, counts: ExpertCounts, settings: dict[str, Any], routed: bool, balance: str
 ) -> None:
-    check(family, counts, AdapterSettings(**({"rank": 4} | settings)), routed=routed, balance=balance)
+    check(family, counts, AdaptersSection(**({"rank": 4} | settings)), routed=routed, balance=balance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixing_at_each_linear_equals_its_own_naive_loop(family: str) -> None:
-    check(family, UNEVEN, AdapterSettings(rank=4, mix="linear"), routed=True, balance="generalist")
+    check(family, UNEVEN, AdaptersSection(rank=4, mix="linear"), routed=True, balance="generalist")
 
 
 @pytest.mark.parametrize("counts", [UNEVEN, ExpertCounts(generalists=1, specialists=(0, 0))])
 def test_mixing_at_each_linear_without_a_router(counts: ExpertCounts) -> None:
-    check("llama", counts, AdapterSettings(rank=4, mix="linear"), routed=False, balance="none")
+    check("llama", counts, AdaptersSection(rank=4, mix="linear"), routed=False, balance="none")
 
 
 def test_a_single_expert_is_plain_lora_in_both_mixes() -> None:
@@ -116,7 +116,7 @@ def test_a_single_expert_is_plain_lora_in_both_mixes() -> None:
     for mix in ("output", "linear"):
         base = load_base("random:llama", dtype="float64", device="cpu")
         counts = ExpertCounts(generalists=1, specialists=(0, 0))
-        model = adapt(base, AdapterSettings(rank=4, mix=mix), counts, routed=True, compiled=False)
+        model = adapt(base, AdaptersSection(rank=4, mix=mix), counts, routed=True, compiled=False)
         assert not any(name.endswith(".router") for name in model.layout.starts)
         with honest_double():
             losses.append(model.losses(random_tensors(model), [0, 1], random_windows(2))[0])
@@ -152,7 +152,7 @@ def bf16_gradients(
     if weights:
         base.model.load_state_dict(weights)
         plain.load_state_dict(weights)
-    settings = AdapterSettings(rank=4, mix=mix, top_k=3, balance="none")
+    settings = AdaptersSection(rank=4, mix=mix, top_k=3, balance="none")
     model = adapt(base, settings, UNEVEN, routed=True, compiled=False)
     drawn = random_tensors(model, seed)
     tensors = {name: t.detach().bfloat16().to(base.dtype).requires_grad_() for name, t in drawn.items()}

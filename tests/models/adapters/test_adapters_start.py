@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from comingle.config.settings import AdapterSettings
+from comingle.config.settings import AdaptersSection
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.base import Base
 from comingle.models.injection import ExpertCounts
@@ -24,7 +24,7 @@ COUNTS = ExpertCounts(generalists=1, specialists=(0, 1, 2))
 
 def adapted(family: str, mix: str = "output", *, routed: bool = True, dtype: str = "float64") -> AdaptedModel:
     base = load_base(f"random:{family}", dtype=dtype, device="cpu")
-    return adapt(base, AdapterSettings(rank=4, mix=mix), COUNTS, routed=routed, compiled=False)
+    return adapt(base, AdaptersSection(rank=4, mix=mix), COUNTS, routed=routed, compiled=False)
 
 
 def initial_tensors(model: AdaptedModel) -> Tree:

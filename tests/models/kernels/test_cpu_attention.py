@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.config.settings import AdapterSettings
+from comingle.config.settings import AdaptersSection
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.injection import ExpertCounts
 from comingle.models.kernels import compile, cpu
@@ -127,7 +127,7 @@ def model_of(family: str, how: str, **options: Any) -> AdaptedModel:
     for name, value in options.items():
         setattr(base.model.config, name, value)
     counts = ExpertCounts(generalists=1, specialists=(1,))
-    return adapt(base, AdapterSettings(), counts, routed=True, compiled=False, native_code=True)
+    return adapt(base, AdaptersSection(), counts, routed=True, compiled=False, native_code=True)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:

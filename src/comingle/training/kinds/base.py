@@ -16,7 +16,7 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.data import KINDS
-from comingle.config.settings import AdapterSettings, Targets, Training
+from comingle.config.settings import Training
 from comingle.data.populations import Crowd, listed
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Overlap, UserText, find_overlap
@@ -405,11 +405,9 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
 
     Whole models whose predictions are mixed have generalists for experts, as many as the mixture says.
     """
-    section, mixture = recipe.adapters, method.placement.mixture
-    targets = Targets(**as_settings(section.targets, Targets)) if section.targets else None
-    settings = AdapterSettings(**{**as_settings(section, AdapterSettings), "targets": targets})
+    settings, mixture = recipe.adapters, method.placement.mixture
     if method.placement.pooled and not isinstance(settings.rank, int):  # the one trainer can afford what anybody can
-        settings = replace(settings, rank=max(settings.rank))
+        settings = settings.model_copy(update={"rank": max(settings.rank)})
     specialists = method.placement.specialists_of(trainers)
     counts = ExpertCounts(generalists=method.placement.generalists, specialists=specialists)
     if mixture is not None:
