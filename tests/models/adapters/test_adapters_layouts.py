@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,9 +207,9 @@ def test_an_unknown_activation_is_refused() -> None:
 
 def test_targets_may_name_the_activation() -> None:
     model = Handmade(act="relu2")
-    assert activation_name(model, replace(TARGETS, activation="gelu")) == "gelu"
+    assert activation_name(model, TARGETS.model_copy(update={"activation": "gelu"})) == "gelu"
     with pytest.raises(BaseModelError, match="MLP activation 'gelu_10'"):
-        activation_name(model, replace(TARGETS, activation="gelu_10"))
+        activation_name(model, TARGETS.model_copy(update={"activation": "gelu_10"}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
