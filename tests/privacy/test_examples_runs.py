@@ -26,8 +26,9 @@ from comingle.config.settings import KEY, Privacy
 from comingle.federation.client import Node
 from comingle.methods import REGISTRY, make
 from comingle.privacy import noise
-from comingle.privacy.checks import check_private
-from comingle.privacy.noise import Work, multiplier_of, spent_by
+from comingle.privacy.accounting import Work, multiplier_of, spent_by
+from comingle.privacy.base import RunSettings
+from comingle.privacy.mechanisms import check_supported
 from comingle.protocol.wire import unpack
 from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in
@@ -277,9 +278,9 @@ def test_a_server_that_asks_twice_with_other_models_gets_other_noise_and_both_ar
     privacy = Privacy(mechanism="example", noise_multiplier=1.0, accountant="rdp")
     home = node._home
     assert home is not None
-    noised = home.clients.steps.noised
-    assert noised is not None
-    work = noised.work(home.clients.feed, 0)
+    private = home.clients.steps.private
+    assert private is not None
+    work = private.work(home.clients.feed, 0)
     assert known["epsilon"] == spent_by(privacy, work, 6)
 
 
@@ -345,7 +346,7 @@ def reason(method: str, **settings: Any) -> str:
     own = {key: settings.pop(key) for key in list(settings) if key in ("prune", "accumulate_gradients")}
     privacy = Privacy(mechanism="example", noise_multiplier=1.0)
     try:
-        check_private(make(method, **clustered, **own), privacy, weighting="uniform", select="last")
+        check_supported(make(method, **clustered, **own), RunSettings(privacy=privacy))
     except RecipeError as error:
         return str(error)
     return ""
@@ -413,7 +414,7 @@ def test_nets_with_batch_norm_or_parts_of_their_own_are_refused(federate_nets: A
 def test_without_it_nothing_is_different(tmp_path: Path) -> None:
     content = {key: value for key, value in recipe(tmp_path).items() if key != "privacy"}
     done = run(content, tmp_path / "run")
-    assert done.federation.clients.steps.noised is None
+    assert done.federation.clients.steps.private is None
     assert done.federation.clients.training.users == ()
     assert not (tmp_path / "run" / KEY).exists()
 

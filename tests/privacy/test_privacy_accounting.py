@@ -10,8 +10,11 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from comingle.config.settings import Privacy
-from comingle.privacy.accounting import Release, calibrate, epsilon, expected, most_releases, release_of
+from comingle.privacy.accounting import Release, epsilon, expected, most_releases
+from comingle.privacy.base import RunSettings
+from comingle.privacy.mechanisms import Central, calibrate, check_supported, release_of
 from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Layout
 
 DELTA = 1e-5
 FOUR: tuple[tuple[int, ...], ...] = ((0, 1), (1,), (1, 2, 3))
@@ -138,9 +141,8 @@ def test_by_how_much_sums_are_divided_does_not_depend_on_who_is_there() -> None:
 
 def test_a_delta_of_one_user_and_no_noise_at_all_are_refused() -> None:
     from comingle.methods import make
-    from comingle.privacy.checks import check_population, check_private
 
     with pytest.raises(RecipeError, match=r"^privacy\.delta: got 0\.01 for 100 users; allowed: below 1/100"):
-        check_population(Privacy(delta=0.01), 100)
+        Central(privacy=Privacy(delta=0.01)).check_server(make("fedavg"), Layout(slots=()), 100)
     with pytest.raises(RecipeError, match=r"^privacy: says nothing of the noise"):
-        check_private(make("fedavg"), Privacy(), weighting="uniform", select="last")
+        check_supported(make("fedavg"), RunSettings(privacy=Privacy()))

@@ -339,7 +339,7 @@ def test_without_privacy_a_recipe_is_what_it_was(tmp_path: Path) -> None:
     assert not any(name.startswith(("reference/", "clip")) for name in federation.clients.state.kept)
     assert not any(name.startswith("privacy/") for name in federation.server.state)
     assert not (tmp_path / "run" / KEY).exists()
-    assert federation.server.guard is None
+    assert not federation.server.mechanisms
 
 
 # -------------------------------------------------------------------- seen by people

@@ -148,7 +148,7 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     home = Home(folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy())
     begun = any((folder / "answers").glob("*.bin"))  # so something may have been released
     _check_inputs(folder, own, describe(read, recipe), begun=begun)
-    keep_key(folder, clients.shield, clients.steps.examples, begun=begun)
+    keep_key(folder, *clients.mechanisms, begun=begun)
     home.tidy()
     home.newest()
     return home

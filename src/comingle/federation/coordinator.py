@@ -18,7 +18,6 @@ from comingle.federation.flower.channel import Channel
 from comingle.federation.messages import Answer, Task, check_steps, unpack_answer, works_of
 from comingle.federation.public import House, Public
 from comingle.models.model import Model
-from comingle.privacy.guard import Ledger
 from comingle.protocol.messages import Download
 from comingle.protocol.wire import pack
 from comingle.training.evaluation import Clock
@@ -132,8 +131,7 @@ class Coordinator:
     def welcome(self, name: str, answer: Answer) -> None:
         """Note a user who has joined, and where it is in the run."""
         self.joined[name] = answer.told
-        if isinstance(self.server.guard, Ledger):
-            self.examples[name] = int(answer.told.get("examples", 0))
+        self.examples[name] = int(answer.told.get("examples", 0))
         self.observe({"event": "joined", "user": name})
         if self.serials.get(name, 0) == 0 and not any(self.serials.values()):
             self.local_steps = max(self.local_steps, int(answer.told.get("steps", 1)))
@@ -492,7 +490,6 @@ def new_coordinator(
         patience=patience,
         serials=dict.fromkeys(public.users, 0),
     )
-    if isinstance(server.guard, Ledger):
-        server.guard.works = lambda: works_of(house, coordinator.examples)
+    server.set_works(lambda: works_of(house, coordinator.examples))
     coordinator.versions = dict.fromkeys(public.users, coordinator.first_version)
     return coordinator

@@ -62,9 +62,7 @@ def is_enough(coordinator: Coordinator, users: Sequence[str], answers: Mapping[s
     why = f"round {number}: {len(users)} uploads can be used; needed: {needed} (network.min_participants)"
     logger.warning("%s; the model stays as it was", why, extra=AN_EVENT)
     coordinator.observe({"event": "no_sum", "round": number, "reason": f"{why}; the model stays as it was"})
-    if server.guard is not None and server.guard.privacy.mechanism == "local":
-        server.guard.charge(server.numbers(users))
-    server.pass_over(number)
+    server.pass_over(number, server.numbers(users))
     return False
 
 
@@ -148,8 +146,8 @@ def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
         coordinator.observe({"event": "no_sum", "round": done, "reason": str(error)})
-        if server.guard is not None and work.revealing:  # users may have opened what the server has not understood
-            server.guard.charge([server.users.index(user) for user in work.collection.survivors])
+        if work.revealing:  # users may have opened what the server has not understood
+            server.charge([server.users.index(user) for user in work.collection.survivors])
         server.pass_over(done)
         return []
     survivors = work.collection.survivors
@@ -341,8 +339,8 @@ def _play(coordinator: Coordinator, number: int, due: Due, members: Sequence[str
         senders = senders if summed else take_in(coordinator, worked, done)
         if (judged := coordinator.server.judged) is not None:
             coordinator.observe(judged.as_event(done))
-        if coordinator.server.guard is not None:
-            coordinator.observe({"event": "privacy", "round": done, **coordinator.server.guard.spent})
+        if (account := coordinator.server.account) is not None:
+            coordinator.observe({"event": "privacy", "round": done, **account.spent})
         if coordinator.house.method.server.peer_to_peer:
             coordinator.ask(dict.fromkeys(senders, ("receive",)), number)
             coordinator.server.forget()

@@ -191,7 +191,7 @@ def _run(
 
     try:
         coordinator = new_coordinator(run, public, house, channel, observe, plan.patience)
-        keep_key(folder, coordinator.server.guard, anew=not known, begun=progress is not None)
+        keep_key(folder, *coordinator.server.mechanisms, anew=not known, begun=progress is not None)
         if progress is not None:
             _restore(coordinator, newest[0], progress)
         coordinator.join()
@@ -208,7 +208,7 @@ def _run(
         start, stopped = (progress.round, progress.stopped) if progress else (0, False)
         if not ending:
             metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
-            metrics |= _skipped_rows(coordinator) | coordinator.server.account
+            metrics |= _skipped_rows(coordinator) | coordinator.server.metrics
             metrics |= outcome_warnings(house.method, evaluations, metrics)
             if untold := [name for name in plan.users if name not in metrics["users"]]:
                 metrics["untold"] = untold
@@ -313,9 +313,9 @@ def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> 
     _, kept = load_checkpoint(checkpoint, coordinator.model.layout, _no_rows(coordinator), like)
     own = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
     server.restore(kept)
-    if server.guard is not None and progress.round < coordinator.house.training.rounds and not progress.stopped:
+    if progress.round < coordinator.house.training.rounds and not progress.stopped:
         # The round after it may have been published, and will be again, perhaps with other participants.
-        server.guard.charge(range(len(names)))
+        server.charge(range(len(names)))
     coordinator.serials = dict(zip(names, own["serials"].tolist(), strict=True))
     coordinator.versions = dict(zip(names, (own["versions"] - 1).tolist(), strict=True))
     coordinator.local_steps, coordinator.best_round = int(own["local_steps"]), int(own["best_round"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import MEMORY
+from comingle.config.settings import MEMORY, protects_examples
 from comingle.data.populations import Crowd
 from comingle.methods import make
 from comingle.methods.user_errors import own_errors
@@ -49,7 +49,7 @@ def without_sums(recipe: Recipe) -> Recipe:
     Nor does it hide examples in steps of which nothing is sent.
     """
     privacy = recipe.privacy
-    without = privacy is not None and (privacy.secure_aggregation is not None or privacy.mechanism == "example")
+    without = privacy is not None and (privacy.secure_aggregation is not None or protects_examples(privacy.mechanism))
     return recipe.with_changes({"privacy": None}) if without else recipe
 
 

@@ -21,8 +21,7 @@ from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.hardware import torch_defaults
 from comingle.privacy import secure_sum
-from comingle.privacy.guard import Ledger
-from comingle.privacy.noise import Work
+from comingle.privacy.accounting import Work
 from comingle.runs import api
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
@@ -131,11 +130,11 @@ def build_sharded(recipe: Recipe, materials: Materials, ranks: Ranks) -> Sharded
     clients.steps.most_steps = federation.share(lambda: max(most))
     counts = federation.gather(lambda: len(clients.trainers))
     federation.shards = federation.share(lambda: counts)
-    if isinstance(federation.server.guard, Ledger) and (noised := clients.steps.noised) is not None:
-        parts = federation.gather(lambda: {name: asdict(work) for name, work in noised.works(clients.feed).items()})
+    if (private := clients.steps.private) is not None:
+        parts = federation.gather(lambda: {name: asdict(work) for name, work in private.works(clients.feed).items()})
         shared = federation.share(lambda: {name: work for part in parts for name, work in part.items()})
         works = {name: Work(**work) for name, work in shared.items()}
-        federation.server.guard.works = lambda: works
+        federation.server.set_works(lambda: works)
     if training.select == "best":
         valid = federation.gather(lambda: any(len(user.valid) for user in clients.users))
         federation.share(lambda: clients.require_validation(any(valid)))

@@ -19,12 +19,11 @@ from comingle.config.settings import AUTO, MEMORY, AggregationSection, Privacy, 
 from comingle.data.populations import Crowd, digest_names, names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make
-from comingle.methods.base import Method
 from comingle.methods.user_errors import own_errors
 from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import torch_defaults
-from comingle.privacy.checks import check_private, check_steps
-from comingle.privacy.robust import check_robust
+from comingle.privacy.base import RunSettings
+from comingle.privacy.mechanisms import check_supported
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
@@ -67,17 +66,6 @@ from comingle.utils.registry import load_object
 def aggregation_of(recipe: Recipe) -> AggregationSection | None:
     """The recipe's rule; None where it is the mean."""
     return None if recipe.aggregation.is_mean else recipe.aggregation
-
-
-def check_aggregation(recipe: Recipe, method: Method, privacy: Privacy | None) -> None:
-    """Whether the rule is one for the method and the other settings.
-
-    Raises:
-        RecipeError: it is not.
-    """
-    if (aggregation := aggregation_of(recipe)) is not None:
-        settings = {"weighting": recipe.training.weighting, "select": recipe.evaluation.select}
-        check_robust(method, aggregation, privacy=privacy, **settings)
 
 
 _FIT = "comingle.cost.planning:fit"
@@ -312,12 +300,19 @@ def check_method(recipe: Recipe) -> None:
     """
     method = make(recipe.method.name, **recipe.method.settings)
     kind_of(recipe).check(recipe, method)
-    if (privacy := privacy_of(recipe)) is not None:
-        training, select = recipe.training, recipe.evaluation.select
-        check_private(method, privacy, weighting=training.weighting, select=select, uploads=training.uploads)
-        valid, dtype = bool(getattr(recipe.data, "train_on_valid", False)), recipe.runtime.dtype
-        check_steps(privacy, clip_norm=training.experts.clip_norm, train_on_valid=valid, dtype=dtype)
-    check_aggregation(recipe, method, privacy)
+    check_supported(
+        method,
+        RunSettings(
+            privacy=privacy_of(recipe),
+            aggregation=aggregation_of(recipe),
+            weighting=recipe.training.weighting,
+            select=recipe.evaluation.select,
+            uploads=recipe.training.uploads,
+            clip_norm=recipe.training.experts.clip_norm,
+            train_on_valid=bool(getattr(recipe.data, "train_on_valid", False)),
+            dtype=recipe.runtime.dtype,
+        ),
+    )
 
 
 def warn_unread(recipe: Recipe) -> None:
@@ -465,7 +460,7 @@ def execute(
         writing = saving(federation, recipe, folder, log)
         scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock)
         found = merged(federation.gather(lambda: users_metrics(clients, scores)))
-        metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.account
+        metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.metrics
         metrics |= sampled(clients, found, metrics["measure"]) if federation.leads else {}
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
         observe(end_event(metrics))
@@ -485,7 +480,7 @@ def execute(
 def _keep_key(federation: InProcess, folder: Path | None, *, resume: bool) -> None:
     """Have noise be drawn with the key that is kept in the folder; without one, with the key that all halves share."""
     clients = federation.clients
-    halves = clients.shield, clients.steps.examples, federation.server.guard
+    halves = (*clients.mechanisms, *federation.server.mechanisms)
 
     def keep() -> str:
         if folder is not None:

@@ -24,7 +24,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any, Literal
 
-from comingle.config.settings import AUTO, SHORTEST, Training
+from comingle.config.settings import AUTO, SHORTEST, Training, protects_examples
 from comingle.methods.base import ROUTERS, Method
 from comingle.privacy.accounting import sample_size
 from comingle.training.client import NOBODY, Clients, LocalRound, finetuned, finish, train
@@ -146,7 +146,7 @@ def _remedy(metrics: Mapping[str, Any]) -> str:
     if (privacy := metrics.get("privacy")) is None:
         return rate[0].upper() + rate[1:]
     told = f"epsilon {privacy['epsilon']:.3g}, noise multiplier {privacy['noise_multiplier']:.3g}"
-    example = "" if privacy["mechanism"] == "example" else ", or privacy.mechanism: example"
+    example = "" if protects_examples(privacy["mechanism"]) else ", or privacy.mechanism: example"
     fewer = "fewer trained parameters (adapters.rank), a larger privacy.epsilon, more users"
     return f"The noise of privacy ({told}) may be the cause: {fewer}{example}; or {rate}"
 
@@ -209,7 +209,7 @@ def run_rounds(
     clients = federation.clients
     scores: Sequence[AnyScore] | None = None
     settle(federation)
-    training, guard = clients.training, federation.server.guard
+    training, account = clients.training, federation.server.account
     everyone, rounds = clients.scored_trainers, clients.rounds_done
     if rounds and first_round == 0 and training.evaluate_first:
         federation.download(everyone)
@@ -234,8 +234,8 @@ def run_rounds(
             observe({"event": "no_sum", "round": round_number + 1, "reason": why})
         if due.exchanges and (judged := federation.server.judged) is not None:
             observe(judged.as_event(round_number + 1))
-        if guard is not None:
-            observe({"event": "privacy", "round": round_number + 1, **guard.spent})
+        if account is not None:
+            observe({"event": "privacy", "round": round_number + 1, **account.spent})
         if due.evaluates == "exchanged":
             federation.download(everyone)  # 5
             if due.ends:

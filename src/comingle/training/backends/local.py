@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from comingle.config.settings import Terms
-from comingle.privacy.guard import Ledger
 from comingle.privacy.secure_sum import VECTOR, Sums, as_words, keys_bytes, received_bytes, sent_bytes
 from comingle.protocol.messages import (
     LOSS,
@@ -162,8 +161,8 @@ def federate(clients: Clients) -> InProcess:
     """
     names = clients.names
     server = start_server(clients.model, clients.method, names, clients.training)
-    if isinstance(server.guard, Ledger) and (noised := clients.steps.noised) is not None:
-        server.guard.works = lambda: noised.works(clients.feed)
+    if (private := clients.steps.private) is not None:
+        server.set_works(lambda: private.works(clients.feed))
     return InProcess(clients=clients, server=server)
 
 
