@@ -32,6 +32,7 @@ from tests.quick import TINY_TRAINING
 
 from comingle.config import parse_recipe
 from comingle.config.data import KINDS
+from comingle.config.settings import MECHANISMS
 from comingle.data.text.streams import UserData
 from comingle.methods import REGISTRY as METHODS
 from comingle.models.base import Base
@@ -84,7 +85,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
     """Restore every registry: what a test registers is unknown to the tests that follow it in the same process."""
-    registries = (KINDS, LOSSES, METHODS, NETS, STORES, TRACKERS)
+    registries = (KINDS, LOSSES, METHODS, NETS, STORES, TRACKERS, MECHANISMS)
     before = [dict(registry._registered) for registry in registries]
     yield
     for registry, registered in zip(registries, before, strict=True):
