@@ -81,6 +81,7 @@ def by_hand(rate: float, multiplier: float, steps: int, accountant: str = "rdp")
 # -------------------------------------------------------------------- the account
 
 
+@pytest.mark.slow
 def test_epsilon_of_each_user_is_told_after_every_round_and_in_the_metrics(tmp_path: Path) -> None:
     whole = run(recipe(tmp_path), tmp_path / "run")
     metrics, told_of = whole.metrics["privacy"], of_event(tmp_path / "run", "privacy")
@@ -229,6 +230,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path, method: str, kept: str, monkey
         pytest.param("fedmerge", {"epsilon": 2.0, "noise_multiplier": None}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_users_elsewhere_end_with_the_same(tmp_path: Path, method: str, settings: dict[str, Any]) -> None:
     content = recipe(tmp_path, method, **settings)
     here = run(content, tmp_path / "run").metrics
@@ -289,6 +291,7 @@ def ledger(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_user_whose_budget_is_spent_takes_no_step_whatever_the_server_asks(
     tmp_path: Path, user: tuple[Any, Node]
 ) -> None:
@@ -305,6 +308,7 @@ def test_a_user_whose_budget_is_spent_takes_no_step_whatever_the_server_asks(
     assert len(ledger(tmp_path / "again")["releases"]) == 50_000  # nothing was begun
 
 
+@pytest.mark.slow
 def test_a_resumed_federation_counts_the_round_that_may_have_been_played(tmp_path: Path) -> None:
     content = recipe(tmp_path)
 
@@ -323,6 +327,7 @@ def test_a_resumed_federation_counts_the_round_that_may_have_been_played(tmp_pat
 # -------------------------------------------------------------------- other kinds of data
 
 
+@pytest.mark.slow
 def test_conversations_and_nets(tmp_path: Path) -> None:
     """Passes over few examples: a user's number of steps follows from how many it has, which is public."""
     small = {**HIDDEN, "clip_norm": 0.5}

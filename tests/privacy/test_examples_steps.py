@@ -119,6 +119,7 @@ def test_batches_larger_than_a_pass_are_the_same_sum(federate: Any) -> None:
 
 
 @pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.sampled(3)
 def test_no_example_moves_the_sum_by_more_than_the_bound(federate: Any, method: str) -> None:
     """All sets of four of a user's examples, and each with any of them taken away; all shared tensors together."""
     bound = 0.05
@@ -175,6 +176,7 @@ def test_a_gradient_that_is_not_finite_adds_nothing(federate: Any, monkeypatch: 
 
 
 @pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.sampled(3)
 def test_text_reaches_what_is_sent_through_noised_sums_alone(
     federate: Any, make_user: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

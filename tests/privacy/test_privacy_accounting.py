@@ -32,6 +32,7 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(("noise", "count"), [(1.0, 1), (0.7, 3), (2.0, 40), (10.0, 100)])
+@pytest.mark.sampled(1)
 def test_full_participation_is_one_gaussian_with_less_noise(accountant: str, noise: float, count: int) -> None:
     exact = gaussian_epsilon(noise / math.sqrt(count), DELTA)
     ours = epsilon(Release(noise=noise), count, DELTA, accountant)
@@ -102,6 +103,7 @@ def test_so_many_users_have_their_own_analysis() -> None:
     assert ours > epsilon(Release(noise=2.0, rate=0.1), 20, DELTA, "rdp")
 
 
+@pytest.mark.slow
 def test_without_a_release_nothing_is_spent_and_more_of_them_cost_more() -> None:
     for release in (Release(noise=1.0), Release(noise=1.0, rate=0.2), Release(noise=1.0, sample=2, users=9)):
         spent = [epsilon(release, count, DELTA, "rdp") for count in range(5)]

@@ -64,6 +64,7 @@ def changes_in(clients: Clients, upload: Upload) -> Tree:
 
 
 @pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.sampled(2)
 def test_no_user_moves_the_sum_by_more_than_the_bound(federate: Any, method: str) -> None:
     """Every population of four, with and without each user, of what users have trained."""
     federation = private(federate, method, clip_norm=0.003)
@@ -117,6 +118,7 @@ def test_whatever_is_uploaded_the_published_model_moves_by_no_more(federate: Any
 
 
 @pytest.mark.parametrize("method", [*CENTRAL, UNREPORTED], ids=str)
+@pytest.mark.sampled(3)
 def test_of_every_method_the_sum_is_bounded_whatever_is_uploaded(
     federate: Any, federate_nets: Any, make_user: Any, method: Any
 ) -> None:

@@ -257,6 +257,7 @@ def test_settings_that_do_not_go_together_are_refused(rule: Rule, settings: dict
         ("median", [["ann", "bob", "cem"], ["ann", "bob"]], "median needs 3 users .* leaves 2"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_rounds_that_are_too_small_are_refused(tmp_path: Path, rule: str, participation: Any, why: str) -> None:
     content = tiny(tmp_path, "fedavg", users=4, training__participation=participation, aggregation=rule)
     content["data"]["users"]["eve"] = content["data"]["users"]["ann"]
@@ -296,6 +297,7 @@ def test_different_ranks_have_no_coordinates_in_common(federate: Any) -> None:
         pytest.param("fedmerge", "norm-bound", {"training__participation": 0.75}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_users_elsewhere_end_with_the_same(tmp_path: Path, method: str, aggregation: Any, changes: Any) -> None:
     changes = {"evaluation__model": "exchanged", "users": 4, "aggregation": aggregation, **changes}
     content = tiny(tmp_path, method, **changes)

@@ -59,6 +59,7 @@ def model_after(federation: InProcess, members: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("members", [[0, 1, 2, 3], [0, 2, 3]], ids=["all", "without bob"])
 @pytest.mark.parametrize("weighting", ["uniform", "tokens"])
 @pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.sampled(10)
 def test_the_sum_is_the_plain_one_within_the_stated_error(
     federate: Any, make_user: Any, method: str, weighting: str, members: list[int]
 ) -> None:

@@ -48,6 +48,7 @@ def play(federation: InProcess, first: int, last: int) -> None:
 
 
 @over_methods
+@pytest.mark.sampled(1)
 def test_each_half_goes_on_from_its_own_state_alone(federate: Any, method: Any) -> None:
     whole = federate(method, dtype="float32", changes=HALF)
     play(whole, 0, 2)
@@ -200,6 +201,7 @@ def test_peers_answer_those_alone_who_have_sent_something(federate: Any) -> None
 
 
 @pytest.mark.parametrize("method", [METHODS["pcl"], "fedavg", METHODS["fedmerge"]], ids=["pcl", "fedavg", "fedmerge"])
+@pytest.mark.sampled(1)
 def test_a_resumed_run_has_sent_and_received_what_the_undisturbed_one_has(
     recipe_file: Path, tmp_path: Path, method: Any
 ) -> None:

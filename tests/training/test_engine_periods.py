@@ -48,6 +48,7 @@ def passes(federation: InProcess) -> tuple[list[int], int, int]:
 
 @pytest.mark.parametrize(("tokens", "done"), [(3, [0, 5, 10, 12]), (25, [0, 6, 12]), (40, [0, 12])])
 @pytest.mark.parametrize("method", ["fedavg", "centralized"])
+@pytest.mark.sampled(1)
 def test_all_evaluations_take_at_most_a_tenth(
     federate: Any, make_user: Any, method: str, tokens: int, done: list[int]
 ) -> None:
@@ -160,6 +161,7 @@ def evaluated(events: Any) -> list[int]:
     return [event["round"] for event in events if event["event"] == "evaluation"]
 
 
+@pytest.mark.slow
 def test_users_elsewhere_evaluate_as_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in one process, and a server that is stopped goes on with what it began with, whoever tells by then."""
     content, elsewhere = content_of(tmp_path), tmp_path / "there"

@@ -116,6 +116,7 @@ print(within, len(os.listdir("/proc/self/task")))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.slow
 def test_no_thread_is_left_that_a_process_could_die_of_as_it_ends(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     children = [
