@@ -356,7 +356,7 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
     most = TRACED_BATCHES * steps.portions.sequences
     drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
     examples = empty_batch(stage, len(rows), steps.portions.sequences)
-    hidden = steps.private is not None and steps.private.applies(phase, steps.model.layout)
+    hidden = steps.noised is not None and steps.noised.applies(phase, steps.model.layout)
     with quietly(), _telling(stage), LiveBytes() as live:
         if hidden:
             gradients = _hidden(cohort, phase, steps, drawn, examples)
@@ -368,22 +368,22 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
 
 
 def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples: Tensor) -> Tree:
-    """Return gradients as :meth:`comingle.training.privacy.PrivateSteps.step` does, for its memory.
+    """As :meth:`comingle.training.privacy.Noised.step`: single examples' gradients beside those of what is a user's
+    own.
 
-    Single examples' gradients lie beside those of what is a user's own. Passes are full; the noise itself is of one
-    user at a time, and no larger than the sums.
+    Passes are full, whoever is drawn; the noise itself is of one user at a time, and no larger than the sums.
     """
-    private, model, users = steps.private, steps.model, len(cohort.rows)
-    assert private is not None
-    layout, leaves, copied = model.layout, private.leaves(phase, model.layout), max(cohort.rows) >= steps.trainers
-    names = private.alone(phase, layout, everything=copied)
+    noised, model, users = steps.noised, steps.model, len(cohort.rows)
+    assert noised is not None
+    layout, leaves, copied = model.layout, noised.leaves(phase, model.layout), max(cohort.rows) >= steps.trainers
+    names = noised.alone(phase, layout, everything=copied)
     own = steps.gradient(cohort, drawn, phase, names=names)[1] if names else Tree()
-    tensors, sums = restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.own(layout)), Tree()
+    tensors, sums = restrict(model.tensors(cohort.part.rows), layout, layout.roles - noised.own(layout)), Tree()
     for _ in range(TRACED_BATCHES):
-        found, _ = private.sums_over(model, steps.feed, tensors, leaves, cohort.owners, examples, bound=1.0)
+        found, _ = noised.sums_over(model, steps.feed, tensors, leaves, cohort.owners, examples)
         sums = {name: t + sums[name] if name in sums else t for name, t in found.items()}
     made = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
-    return private.joined(layout, phase, own, made, range(users), users)
+    return noised.joined(layout, phase, own, made, range(users), users)
 
 
 @torch.no_grad()
