@@ -22,7 +22,7 @@ from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.methods.user_errors import own_errors
 from comingle.models.base import Base, digests_of, with_date
-from comingle.models.hardware import torch_defaults
+from comingle.models.hardware import keep_buffers, torch_defaults
 from comingle.privacy.checks import check_private, check_steps
 from comingle.privacy.robust import check_robust
 from comingle.runs.folders import SKIPPED, open_folder
@@ -54,7 +54,6 @@ from comingle.training.events import (
 from comingle.training.kinds.base import Materials, as_settings, kind_of
 from comingle.training.privacy import with_noise, with_sums
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
-from comingle.training.runtime import keep_buffers
 from comingle.training.state import Stored
 from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
