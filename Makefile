@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install -c constraints.txt
 
-.PHONY: demo test unit laws typed golden test-slow test-gpu lowest check dist bench docs clean
+.PHONY: demo test typed golden test-slow test-gpu lowest check dist bench docs clean
 
 $(VENV)/base: pyproject.toml papers/pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (PyTorch and transformers: some minutes on a first run)"
@@ -26,37 +26,18 @@ $(VENV)/dev: $(VENV)/base
 demo: $(VENV)/demo
 	$(BIN)/comingle demo --force
 
-# All that is not marked slow: to stay below 8 minutes on two idle cores. unit and laws are its two parts.
+# One process a core, up to two: each keeps bases of its own in memory. A file stays in one process, which shares its
+# fixtures.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 15
+
+# All that is not marked slow, and of tests marked sampled a sample of their parameters: at most 6 minutes on two idle cores.
 test: $(VENV)/dev
 	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) tests papers/tests
 
-# One process a core, up to two: each keeps bases of its own in memory. A file stays in one process, which shares its
-# fixtures; files in their order, since the last ones are small.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 15
-
-# Whole programs: the command line, pages and tables, runs that are killed and resumed, plans that runs are held against.
-# What is slow comes first, so that no process is left alone with it at the end.
-PROGRAMS := tests/docs tests/examples tests/cli papers/tests/reproduce papers/tests/theory/test_theory_verb.py \
-	tests/training/test_engine_folders.py tests/training/test_engine_resume.py tests/training/test_engine_resume_nets.py \
-	tests/training/test_engine_resume_dtype.py tests/training/test_engine_order.py tests/training/test_engine_answers.py \
-	tests/cost/test_costing_stacked.py tests/cost/test_costing_memory.py \
-	tests/privacy/test_privacy_runs.py tests/privacy/test_privacy_cost.py tests/reports tests/test_plugins.py tests/dist \
-	tests/federation tests/serving
-
-# Every method in turn.
-LAWS := tests/laws tests/methods
-
-# The packages one by one.
-unit: $(VENV)/dev
-	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) tests papers/tests $(PROGRAMS:%=--ignore=%) $(LAWS:%=--ignore=%)
-
-laws: $(VENV)/dev
-	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) $(PROGRAMS) $(LAWS)
-
-# The same as unit, with every annotation of what is called checked as it runs, tensors' shapes above all, which takes
-# twice as long: after a change of signatures, and in CI. Of what no unit test calls: make laws COMINGLE_NO_TYPECHECK=0.
+# The same, with every annotation of what is called checked as it runs, tensors' shapes above all: after a change of
+# signatures.
 typed:
-	$(MAKE) unit COMINGLE_NO_TYPECHECK=0
+	$(MAKE) test COMINGLE_NO_TYPECHECK=0
 
 # Numbers of every method, bit for bit: make golden BASE=REV runs commit REV beside this checkout, on the same machine.
 golden: $(VENV)/dev
@@ -64,7 +45,7 @@ golden: $(VENV)/dev
 
 # torch.compile cannot trace the run-time checks of annotations, which the other tests make.
 test-slow: $(VENV)/dev $(VENV)/demo
-	COMINGLE_NO_TYPECHECK=1 $(BIN)/python -m pytest -q -m slow
+	COMINGLE_NO_TYPECHECK=1 $(PYTEST) -m slow tests papers/tests
 
 # On a machine with an NVIDIA GPU; COMINGLE_TEST_DEVICE=cpu runs the same tests on the CPU.
 test-gpu: $(VENV)/dev

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import sys
+import zlib
 
 import jaxtyping
 
@@ -22,6 +23,7 @@ if os.environ.get("COMINGLE_NO_TYPECHECK") != "1":
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from tests.quick import TINY_TRAINING
 
 from comingle.config import parse_recipe
 from comingle.config.data import KINDS
+from comingle.config.settings import MECHANISMS
 from comingle.data.text.streams import UserData
 from comingle.methods import REGISTRY as METHODS
 from comingle.models.base import Base
@@ -66,10 +69,26 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What reads real data is slow, and is where the data is."""
+    """Mark as slow what reads real data, and the parameters of a test that are not in its sample."""
     for item in items:
         if "shared_data" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+    for name, alike in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        cases = list(alike)
+        if (sampled := cases[0].get_closest_marker("sampled")) is not None:
+            for case in set(cases) - set(sample(cases, sampled.args[0], name)):
+                case.add_marker(pytest.mark.slow)
+
+
+def sample(cases: Sequence[pytest.Item], count: int, name: str) -> list[pytest.Item]:
+    """Return ``count`` of a test's cases, evenly spaced; the first one depends on the test's name.
+
+    So the laws, which hold for all methods, have different methods in their samples.
+    """
+    if count >= len(cases):
+        return list(cases)
+    first = zlib.crc32(name.encode())
+    return [cases[(first + number * len(cases) // count) % len(cases)] for number in range(count)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -84,7 +103,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
     """Restore every registry: what a test registers is unknown to the tests that follow it in the same process."""
-    registries = (KINDS, LOSSES, METHODS, NETS, STORES, TRACKERS)
+    registries = (KINDS, LOSSES, METHODS, NETS, STORES, TRACKERS, MECHANISMS)
     before = [dict(registry._registered) for registry in registries]
     yield
     for registry, registered in zip(registries, before, strict=True):

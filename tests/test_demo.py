@@ -27,6 +27,7 @@ def test_a_demo_user_is_bounded_and_does_not_repeat_itself(name: str):
 
 
 @pytest.mark.parametrize("name", demo.DEMO_USERS)
+@pytest.mark.sampled(1)
 def test_a_document_cut_by_a_split_does_not_repeat_the_rest_of_its_demo_user(name: str):
     documents = demo.read_demo(name)
     for seed in range(20):
@@ -78,6 +79,7 @@ def test_a_python_without_sources_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
         demo.read_library()
 
 
+@pytest.mark.slow
 def test_what_numpy_says_does_not_depend_on_what_was_imported() -> None:
     code = "import {0}; from comingle.data.demo import read_numpy; print(hash(tuple(read_numpy())))"
     environment = {**os.environ, "PYTHONHASHSEED": "0"}

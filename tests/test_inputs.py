@@ -190,6 +190,7 @@ def test_samples_of_a_task_are_part_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"users": 3}'])
+@pytest.mark.sampled(1)
 def test_a_folder_must_say_what_was_read(recipe: Recipe, stopped: Path, content: str | None) -> None:
     path = stopped / "inputs.json"
     path.unlink() if content is None else path.write_text(content)

@@ -50,6 +50,7 @@ def test_every_new_name_exists_and_no_old_one_does() -> None:
     assert set(comingle._moved()) & there == set()
 
 
+@pytest.mark.slow
 def test_a_documented_method_imports_as_it_did() -> None:
     program = (
         "from comingle.methods.client import MODEL, Client, Part, joint\n"

@@ -50,6 +50,7 @@ def missing(action: Any) -> str:
         pytest.param({"name": "feddpa"}, id="feddpa", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_a_run_opens_without_its_users_text(
     recipe: Recipe, recipe_file: Path, tmp_path: Path, method: dict[str, Any]
 ) -> None:

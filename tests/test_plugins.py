@@ -123,6 +123,7 @@ def site(tmp_path: Path) -> Site:
 # ---------------------------------------------------------------- methods and nets
 
 
+@pytest.mark.slow
 def test_an_installed_method_is_listed_found_and_run_as_the_cores_are(
     site: Site, recipe_file: Path, tmp_path: Path
 ) -> None:

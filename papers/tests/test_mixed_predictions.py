@@ -37,6 +37,7 @@ def test_a_mixture_of_probabilities_is_one() -> None:
     assert float((-mixed).exp()) == pytest.approx(0.25 / 2 + 0.75 / 8)
 
 
+@pytest.mark.slow
 def test_each_model_alone_has_the_perplexity_that_its_run_reports(recipe_file: Path, tmp_path: Path) -> None:
     recipe = load_recipe(recipe_file)
     runs = [api.run(recipe.with_changes({"method": name}), out=tmp_path / name) for name in ("local", "fedavg")]

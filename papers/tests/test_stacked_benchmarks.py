@@ -18,6 +18,7 @@ import residual
 STACKED = {"method": "stacking", "training.rounds": 2, "training.experts.learning_rate": 0.03}
 
 
+@pytest.mark.slow
 def test_pooled_and_residual_models_start_from_the_runs_own_figures(recipe_file: Path, tmp_path: Path) -> None:
     run = api.run(load_recipe(recipe_file).with_changes(STACKED), out=tmp_path / "run")
     pooled, trained = pooling.measure(api.load(tmp_path / "run")), residual.measure(api.load(tmp_path / "run"))

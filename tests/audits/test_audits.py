@@ -123,6 +123,7 @@ def test_of_single_examples_no_more_is_proven_than_the_account_allows(noise: flo
     assert "for one example that is replaced" in verdict(audit)[0]
 
 
+@pytest.mark.slow
 def test_what_is_promised_of_an_example_is_twice_the_account_of_the_user_with_fewest() -> None:
     """Of rates, steps and noise: an example goes and another comes (group privacy of two)."""
     run = of_examples(2.0, 3)

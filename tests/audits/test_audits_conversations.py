@@ -221,6 +221,7 @@ def test_canaries_are_scored_where_they_are_put() -> None:
         assert bool((windows[at, :, len(own) :] == PAD).all())
 
 
+@pytest.mark.slow
 def test_single_examples_are_one_conversation() -> None:
     pytest.importorskip("dp_accounting")
     privacy = {"mechanism": "example", "noise_multiplier": 8.0, "clip_norm": 1.0, "delta": 1e-5, "accountant": "rdp"}

@@ -16,6 +16,7 @@ from comingle.cost.summaries import with_method
 FREE_BYTES = "comingle.cost.planning.free_bytes"
 
 
+@pytest.mark.slow
 def test_a_newcomer_sees_everything_with_units(comingle: Any, recipe_file: Path) -> None:
     answer = comingle("cost", recipe_file, "--method", "comigs-1g1s,fedavg", "--method", "local")
     assert (answer.code, answer.err) == (0, "")

@@ -73,6 +73,7 @@ def test_no_verb_has_a_traceback_for_such_a_folder(comingle: Any, recipe_file: P
     assert one_line(comingle(*command, "--out", "/proc/figures")).startswith("/proc/figures")
 
 
+@pytest.mark.slow
 def test_a_file_that_grows_too_large_is_one_line(finished: Path) -> None:
     """As on a full disk: the system's error comes with a write, and names no file."""
 

@@ -121,6 +121,7 @@ def test_methods_lists_it_and_a_recipe_never_runs_it(place: Path) -> None:
         (PLAIN.replace("name=NAME", "name=NAME / 2"), "bad.py:13, in near: TypeError: "),
     ],
 )
+@pytest.mark.sampled(1)
 def test_a_file_that_cannot_be_used_is_one_line(place: Path, content: str | None, said: str) -> None:
     (place / "bad.py").unlink(missing_ok=True)
     if content is not None:

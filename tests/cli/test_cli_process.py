@@ -96,6 +96,7 @@ def quiet() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_process_of_its_own(tmp_path: Path) -> None:
     command = [*COMINGLE, "run", str(tmp_path / "mine.yaml")]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -149,6 +149,7 @@ def test_python_says_nothing_unless_asked(recipe_file: Path, capfd: pytest.Captu
     assert [line[20:].partition(" after")[0] for line in err.splitlines()] == [LOADING, "pretrained, seed 0 · done"]
 
 
+@pytest.mark.slow
 def test_a_long_round_says_something_from_time_to_time(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

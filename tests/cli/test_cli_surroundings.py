@@ -94,6 +94,7 @@ def test_without_a_home_runs_go_and_the_cache_is_asked_for(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("coding", ["ascii", "latin-1", "cp1252"])
+@pytest.mark.sampled(1)
 def test_characters_that_the_terminal_lacks_are_replaced(tmp_path: Path, coding: str) -> None:
     recipe, out = recipe_in(tmp_path), tmp_path / "out"
     found = call(COMMAND, "run", recipe, "--out", out, PYTHONIOENCODING=coding)
@@ -126,6 +127,7 @@ def python(options: str, *arguments: object) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("words", [["run", "--out", "OUT"], ["data"], ["cost"]])
+@pytest.mark.sampled(1)
 def test_python_without_docstrings_is_refused_in_one_line(tmp_path: Path, words: list[str]) -> None:
     command, *options = [str(tmp_path / "run") if word == "OUT" else word for word in words]
     ended = python("-OO", command, recipe_in(tmp_path), *options)

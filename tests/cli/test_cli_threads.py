@@ -40,6 +40,7 @@ def stderr_of(program: str, given: dict[str, str]) -> str:
     [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
 @pytest.mark.parametrize("program", [COMMAND, PROGRAM])
+@pytest.mark.sampled(1)
 def test_waiting_threads_soon_sleep_unless_the_user_says_otherwise(
     program: str, given: dict[str, str], spins: str
 ) -> None:
@@ -47,6 +48,7 @@ def test_waiting_threads_soon_sleep_unless_the_user_says_otherwise(
     assert stderr_of(program, given).split() == ["False", spins]
 
 
+@pytest.mark.slow
 def test_a_program_that_imports_torch_first_is_warned_once() -> None:
     program = "import torch, comingle, comingle.utils.errors; comingle.run; comingle.Recipe"
     lines = stderr_of(program, {}).splitlines()

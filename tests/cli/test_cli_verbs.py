@@ -282,6 +282,7 @@ def test_methods_tells_where_a_method_comes_from(comingle: Any, name: str) -> No
 # ---------------------------------------------------------------- demo
 
 
+@pytest.mark.slow
 def test_the_demo_ends_with_a_table_a_sample_of_each_user_and_what_next(comingle: Any, tmp_path: Path) -> None:
     tiny = {
         "base": "random:llama",

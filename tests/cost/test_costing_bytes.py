@@ -35,6 +35,7 @@ EXCHANGED = ("comigs-1g1s", "fdlora", "fedavg", "fedmerge", "floral", "pcl", "sc
         *(pytest.param(n, "exchanged", marks=() if n in EXCHANGED else pytest.mark.slow) for n in REGISTRY),
     ],
 )
+@pytest.mark.sampled(8)
 def test_a_plan_has_the_bytes_that_a_run_counts(name: str, evaluated: str, federate: Any, federate_nets: Any) -> None:
     """Everybody takes part; some methods begin with a download."""
     made = partial(federate, base="random:llama?layers=1") if name in ON_TEXT else federate_nets

@@ -63,6 +63,7 @@ ON_ADAPTERS = [n for n in REGISTRY if make(n).placement.mixture is None and not 
 
 @pytest.mark.parametrize("base", ["random:llama", "random:gpt2"])
 @pytest.mark.parametrize("method", ON_ADAPTERS)
+@pytest.mark.sampled(10)
 def test_counts_are_those_of_a_real_federation(method: str, base: str, federate: Any) -> None:
     costs = planned(recipe_of(base, method))
     check(costs, federate(method, users=NAMES, base=base, dtype="float32"))

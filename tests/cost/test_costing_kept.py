@@ -19,6 +19,7 @@ from comingle.utils.errors import RecipeError
 
 
 @pytest.mark.parametrize(("bits", "per_byte", "block", "codes"), [("8bit", 1, 256, 256), ("4bit", 2, 64, 16)])
+@pytest.mark.slow
 def test_packed_weights_are_counted_without_the_package(bits: str, per_byte: int, block: int, codes: int) -> None:
     """A number, a scale for each block of them, and the code of each matrix; embeddings and head stay float32."""
     name = "random:llama?layers=2&dim=64&heads=4&mlp=256&vocab=512"

@@ -160,6 +160,7 @@ def test_the_phase_that_trains_most_is_the_one_that_holds_most() -> None:
     assert memory(stage).pass_bytes == experts > router
 
 
+@pytest.mark.slow
 def test_gradients_of_single_examples_are_counted() -> None:
     """In float64 as they are clipped, one of all that is shared for each example of a pass, and no fewer."""
     small = {"training.batch_size": 4, "training.context": 16}

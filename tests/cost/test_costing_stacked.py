@@ -99,6 +99,7 @@ def agrees(cost: UserCost, federation: InProcess, user: int = 0) -> None:
 
 
 @pytest.mark.parametrize("method", quick(NETS, *NETS[3:6]))
+@pytest.mark.sampled(1)
 def test_a_task_costs_what_its_federation_does(method: Any) -> None:
     # A sweep fills its last batch up, and padding is not counted.
     recipe = task_recipe(method, **({"training.batch_size": 97} if method in SWEEPING else {}))
@@ -218,6 +219,7 @@ def test_fewer_users_in_a_pass_hold_less() -> None:
 
 
 @pytest.mark.parametrize(("base", "method"), [MIXTURES[0], pytest.param(*MIXTURES[1], marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_mixture_costs_what_its_federation_does(method: Any, base: str, federate: Any) -> None:
     cost = text_cost(text_recipe(method, base))
     agrees(cost, federate(method, users=NAMES, base=base, dtype="float32"))

@@ -31,6 +31,7 @@ def complaints(folder: Path) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_programs_that_we_show_have_types(tmp_path: Path) -> None:
     pytest.importorskip("pyright")
     for page in (README, *(DOCS / name for name in ("python.md", "samples.md", "conversations.md", "federation.md"))):

@@ -72,6 +72,7 @@ def test_a_client_finds_back_after_a_disturbance(how: str, secure: bool, tmp_pat
 
 
 @pytest.mark.parametrize("how", DISTURBANCES)
+@pytest.mark.sampled(1)
 def test_a_connection_logs_in_whatever_became_of_its_first_requests(how: str, tmp_path: Path) -> None:
     """An answer to a garbled request is no refusal."""
     states = make_states()

@@ -68,6 +68,7 @@ class Stopping(Direct):
 
 
 @pytest.mark.parametrize("name", quick(CASES, "comigs-1g1s", "fedmerge"))
+@pytest.mark.slow
 def test_a_server_that_stops_at_every_exchange_ends_with_the_same(name: str, tmp_path: Path) -> None:
     content = tiny(tmp_path, name, **CASES[name])
     metrics, whole = federated(content, tmp_path / "whole")
@@ -245,6 +246,7 @@ OTHERS = ("ann", "cem")
 
 
 @pytest.mark.parametrize(("name", "how"), [("fedavg", "away"), ("comigs-1g1s", "late")])
+@pytest.mark.slow
 def test_a_user_who_misses_a_round_was_not_in_it(
     name: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -332,6 +334,7 @@ class Hanging(Direct):
 
 
 @pytest.mark.parametrize("step", ["join", "train"])
+@pytest.mark.slow
 def test_a_worker_that_hangs_holds_up_nobody_else(step: str, tmp_path: Path) -> None:
     """Hanging in its join or in a task, Bob is missing; whoever has answered counts."""
     content, patience = tiny(tmp_path, "fedavg", users=3, training__rounds=3), Patience(min_participants=2)
@@ -518,6 +521,7 @@ def lying(
     return channel
 
 
+@pytest.mark.slow
 def test_an_upload_that_is_wrong_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another one in each round; the others have what they have without that user."""
     lies = list(UPLOADS.values())
@@ -746,6 +750,7 @@ Tells = Literal["all", "losses", "nothing"]
 @pytest.mark.parametrize(
     ("ann", "bob"), [("losses", "nothing"), pytest.param("all", "nothing", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_what_is_not_told_is_absent_and_the_run_folder_is_readable(
     ann: Tells, bob: Tells, tmp_path: Path, comingle: Callable[..., CliAnswer]
 ) -> None:

@@ -77,6 +77,7 @@ def test_of_users_who_tell_all_events_say_what_they_say_of_one_process(
     ("name", "key"),
     [("comigs-1g1s", "expert_scores"), pytest.param("floral", "mixtures", marks=pytest.mark.slow)],
 )
+@pytest.mark.sampled(1)
 def test_who_does_not_agree_tells_none_of_it(
     name: str, key: str, tells: Tells | None, tmp_path: Path, comingle: Callable[..., CliAnswer]
 ) -> None:
@@ -148,6 +149,7 @@ def test_nor_are_those_of_a_method_that_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", quick(REFUSED, "no shares", "deep"))
+@pytest.mark.slow
 def test_what_is_no_share_at_all_is_a_wrong_answer(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lies = [of_words(**REFUSED[what])]
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, **OPTIONS)), tmp_path / "run")

@@ -79,6 +79,7 @@ STEPS = quick(("advertise", "share", "mask", "unmask"), "mask", "unmask")
         ),
     ],
 )
+@pytest.mark.sampled(1)
 def test_users_elsewhere_end_with_the_same_bit_for_bit(
     tmp_path: Path, method: str, privacy: dict[str, Any], changes: dict[str, Any]
 ) -> None:
@@ -147,6 +148,7 @@ def losing(
 
 
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.slow
 def test_who_is_lost_in_a_step_is_left_out_of_the_sum(tmp_path: Path, step: str) -> None:
     """The others end as a run in which it took no part in that round; lost in the last step it is in the sum."""
     content = recipe(tmp_path, evaluation__model="local")
@@ -182,6 +184,7 @@ def test_a_sum_of_fewer_than_the_least_is_not_used(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_who_was_asked_to_unmask_is_counted_and_who_was_lost_before_is_not(tmp_path: Path) -> None:
     content = recipe(tmp_path, privacy=NOISY)
     _, events = losing(content, tmp_path / "one", {("mask", 0, "bob")})

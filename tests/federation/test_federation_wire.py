@@ -116,6 +116,7 @@ METHODS = ("comigs-1g1s", "floral", "pcl", "fedsa-lora", "fdlora", "stacking", "
         pytest.param("pcl", "nothing", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_nothing_private_is_in_any_byte(
     name: str, tells: Tells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

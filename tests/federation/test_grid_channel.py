@@ -129,6 +129,7 @@ def test_a_user_who_comes_back_under_another_number_gets_the_request_again(grid:
     assert talk(grid, {"ada": b"again"}, timeout=20) == {"ada": b"ada: AGAIN"}
 
 
+@pytest.mark.slow
 def test_who_does_not_answer_in_time_holds_nobody_up(grid: LocalGrid, tmp_path: Path) -> None:
     join(grid, tmp_path, "ada")
     join(grid, tmp_path, "bob", lambda *_: time.sleep(30) or b"")
@@ -174,6 +175,7 @@ def test_a_node_that_never_says_its_name_is_not_waited_for_again_and_again(grid:
     assert time.monotonic() - began < 0.8
 
 
+@pytest.mark.slow
 def test_a_reply_to_an_older_request_is_never_yielded(grid: LocalGrid, tmp_path: Path) -> None:
     def slow(user: User, request: bytes, timeout: float) -> bytes:
         time.sleep(2 if request == b"first" else 0)
@@ -301,6 +303,7 @@ ODD_HELLOS: dict[str, Callable[[], RecordDict]] = {
 
 
 @pytest.mark.parametrize("what", ODD_REPLIES)
+@pytest.mark.sampled(1)
 def test_a_reply_that_is_not_comingles_is_one_short_line(what: str, grid: LocalGrid, tmp_path: Path) -> None:
     join(grid, tmp_path, "ada")
     grid.join(replying(hello_of, ODD_REPLIES[what]))
@@ -312,6 +315,7 @@ def test_a_reply_that_is_not_comingles_is_one_short_line(what: str, grid: LocalG
 
 
 @pytest.mark.parametrize("what", ODD_HELLOS)
+@pytest.mark.sampled(2)
 def test_a_node_that_does_not_say_who_it_is_is_not_let_in(what: str, grid: LocalGrid, tmp_path: Path) -> None:
     join(grid, tmp_path, "ada")
     grid.join(replying(ODD_HELLOS[what], RecordDict))

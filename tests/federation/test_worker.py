@@ -82,6 +82,7 @@ def test_a_worker_that_is_too_slow_is_waited_for_no_longer(state: Path) -> None:
     assert time.monotonic() - began < 1.5
 
 
+@pytest.mark.slow
 def test_a_worker_that_takes_long_says_that_it_is_alive_and_one_that_hangs_is_killed(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_worker_that_is_stopped_in_its_work_is_killed(state: Path, monkeypatch
     assert not worker.lives()
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_the_process_that_started_the_users_processes(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_worker_ends_with_the_process_that_started_the_users_processes(
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_client_is_gone_before_it_listens_ends_too(state: Path) -> None:
     """It is then a child of the first process of the machine, which lives for ever."""
     client = subprocess.Popen(["true"])

@@ -33,6 +33,7 @@ def golden(*arguments: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_bits_are_compared(tmp_path: Path) -> None:
     digests = tmp_path / "digests.json"
     status, said = golden("--digests", str(digests), "--write")

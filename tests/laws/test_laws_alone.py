@@ -45,6 +45,7 @@ def settings_alone(method: dict[str, Any], row: int) -> dict[str, Any]:
     return {**method, "specialists": specialists[row]} if isinstance(specialists, list) else method
 
 
+@pytest.mark.sampled(7)
 def test_a_cohort_equals_its_users_trained_alone(federate: Any, federated: dict[str, Any]) -> None:
     together = download_all(federate(federated, changes=SHORT))
     begun = together.clients.state.rows.clone()
@@ -115,6 +116,7 @@ def drawn(federation: InProcess, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[
     return found
 
 
+@pytest.mark.sampled(7)
 def test_random_streams_belong_to_their_user(
     federate: Any, federated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

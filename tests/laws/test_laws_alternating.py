@@ -72,6 +72,7 @@ def test_phases_part_all_roles(federate: Any, alternating: dict[str, Any]) -> No
     assert (router.every, router.steps) == (alternating["router_every"], alternating["router_steps"])
 
 
+@pytest.mark.sampled(6)
 def test_validation_text_moves_the_routers_of_those_who_say_so_and_nothing_else(
     federate: Any, make_user: Any, trained: dict[str, Any]
 ) -> None:

@@ -79,6 +79,7 @@ def assert_equal(content: dict[str, Any], folder: Path, federated: Callable[...,
 
 
 @pytest.mark.parametrize("name", quick(ON_TEXT, "comigs-1g1s", "floral"))
+@pytest.mark.slow
 def test_text_on_flowers_grid(name: str, tmp_path: Path) -> None:
     """The real apps, in this process."""
     pytest.importorskip("flwr")

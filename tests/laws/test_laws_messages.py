@@ -43,7 +43,7 @@ def equal(one: InProcess, two: InProcess) -> None:
     assert found.keys() == wanted.keys()
     for name, t in wanted.items():
         assert torch.equal(found[name], t), name
-    assert (one.clock.upload_bytes, one.clock.download_bytes) == (two.clock.upload_bytes, two.clock.download_bytes)
+    assert (one.upload_bytes, one.download_bytes) == (two.upload_bytes, two.download_bytes)
 
 
 def soon(method: dict[str, Any]) -> dict[str, Any]:
@@ -52,12 +52,14 @@ def soon(method: dict[str, Any]) -> dict[str, Any]:
     return {**method, **{key: n for key, n in early.items() if key in settings_of(method["name"])}}
 
 
+@pytest.mark.sampled(7)
 def test_messages_on_a_wire_change_nothing(federate: Any, federated: dict[str, Any]) -> None:
     one, two = (federate(soon(federated), dtype="float32", changes=HALF) for _ in range(2))
     two.serialise = True
     equal(one, two)
 
 
+@pytest.mark.sampled(4)
 def test_messages_of_nets_on_a_wire_change_nothing(federate_nets: Any, netted: dict[str, Any]) -> None:
     one, two = (federate_nets(netted, changes={**HALF, "runtime.dtype": "float32"}) for _ in range(2))
     two.serialise = True
@@ -100,6 +102,7 @@ def heard(make_federation: Any, users: int) -> None:
         assert torch.equal(server[name], t), name
 
 
+@pytest.mark.sampled(7)
 def test_only_participants_reach_the_server(federate: Any, federated: dict[str, Any]) -> None:
     heard(lambda: federate(soon(federated)), 3)
 
@@ -132,6 +135,7 @@ def by_name(make_federation: Any) -> None:
             torch.testing.assert_close(other.tensors[name][:, at], t, rtol=1e-9, atol=1e-11, msg=name)
 
 
+@pytest.mark.sampled(7)
 def test_messages_count_by_name(federate: Any, federated: dict[str, Any]) -> None:
     by_name(lambda: federate(soon(federated)))
 
@@ -211,6 +215,7 @@ def random_case(draw: random.Random) -> tuple[str, dict[str, Any], dict[str, Any
 
 
 @pytest.mark.parametrize("number", range(SETTINGS))
+@pytest.mark.sampled(18)
 def test_an_upload_holds_nothing_local(federate: Any, federate_nets: Any, number: int) -> None:
     name, settings, changes = random_case(random.Random(number))
     method = {"name": name, **settings}
@@ -275,7 +280,7 @@ def count_messages(federation: InProcess, monkeypatch: pytest.MonkeyPatch) -> No
         assert [packed_bytes(message) for message in crossed] == [[length] for length in lengths]
         upwards += sum(n for n, m in zip(lengths, crossed, strict=True) if isinstance(m, Upload))
         downwards += sum(n for n, m in zip(lengths, crossed, strict=True) if isinstance(m, Download))
-    assert (federation.clock.upload_bytes, federation.clock.download_bytes) == (upwards, downwards)
+    assert (federation.upload_bytes, federation.download_bytes) == (upwards, downwards)
     assert bool(upwards) == federation.clients.shares
 
 

@@ -43,6 +43,7 @@ def sent_by(federation: InProcess, loss: float = 0.0) -> Upload:
     return federation.clients.upload(EVERYONE, 1, {LOSS: torch.full((len(EVERYONE),), loss)})
 
 
+@pytest.mark.sampled(4)
 def test_a_cohort_equals_its_users_trained_one_at_a_time(federate_nets: Any, netted: dict[str, Any]) -> None:
     together = trained(federate_nets(netted))
     for users_per_step in (1, 3):
@@ -124,6 +125,7 @@ def test_micro_batches_change_nothing_without_batch_norm(federate_nets: Any, nor
     torch.testing.assert_close(parts, whole, **EXACT)
 
 
+@pytest.mark.sampled(4)
 def test_users_of_unequal_size_take_their_own_number_of_steps(federate_nets: Any, netted: dict[str, Any]) -> None:
     """Whoever has fewer samples has fewer steps, and is what it would be alone."""
 

@@ -27,6 +27,7 @@ def turned(method: dict[str, Any]) -> dict[str, Any]:
     return {**method, "specialists": [specialists[i] for i in TURNED]} if isinstance(specialists, list) else method
 
 
+@pytest.mark.sampled(7)
 def test_the_order_of_users_changes_rounding_only(federate: Any, federated: dict[str, Any]) -> None:
     changes = PARTIAL | ({"method.exchange_from": 1} if federated["name"] == "pcl" else {})
     expected = losses(federate(federated, users=USERS, changes=changes))

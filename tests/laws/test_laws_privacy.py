@@ -52,6 +52,7 @@ def documented_bytes(federation: InProcess, row: int) -> int:
     return message_bytes({name: t[row] for name, t in tensors.items()}, header, reports)
 
 
+@pytest.mark.sampled(7)
 def test_a_users_text_never_moves_another_users_tensors(
     federate: Any, make_user: Any, federated: dict[str, Any]
 ) -> None:

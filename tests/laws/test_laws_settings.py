@@ -95,6 +95,7 @@ def plain(federate: Any, federate_nets: Any, name: str, company: frozenset[tuple
 
 
 @pytest.mark.parametrize(("name", "key"), CASES, ids=[f"{name}, {key}" for name, key in CASES])
+@pytest.mark.sampled(15)
 def test_a_methods_setting_changes_what_is_learnt(federate: Any, federate_nets: Any, name: str, key: str) -> None:
     known = settings_of(name)
     company = {k: v for k, v in WITH.items() if k in known} | COMPANY.get((name, key), {})

@@ -33,6 +33,7 @@ def require_equal(memory: InProcess, disk: InProcess) -> None:
     assert expected[1] == found[1]
 
 
+@pytest.mark.sampled(7)
 def test_on_disk_is_in_memory(federated: dict[str, Any], federate: Callable[..., InProcess]) -> None:
     memory, disk = (federate(federated, changes=ABSENT | {"runtime.store": store}) for store in ("memory", "disk"))
     require_equal(memory, disk)

@@ -104,6 +104,7 @@ def test_a_run_ends_with_fused_models_and_scores_them(federate: Any) -> None:
 
 
 @pytest.mark.parametrize("which", ["local", "exchanged"])
+@pytest.mark.slow
 def test_fusion_comes_after_the_last_exchange_whichever_model_counts(federate: Any, which: str) -> None:
     """What is fused is the global LoRA that everybody has in common, not what a user's last steps made of it."""
     run, hand = (federate("fdlora", changes={"evaluation.model": which}) for _ in range(2))

@@ -107,6 +107,7 @@ def trained(federate: Any, method: str, **settings: Any) -> tuple[InProcess, InP
 
 @pytest.mark.parametrize("leaks", [True, False], ids=["accumulated", "zeroed"])
 @pytest.mark.parametrize("method", ["comigs-1g1s", "comigs-2g", "comigs-2s", "comigs-tr"])
+@pytest.mark.sampled(1)
 def test_accumulated_gradients_are_those_of_a_plain_loop_that_zeroes_what_stepped(
     federate: Any, method: str, leaks: bool
 ) -> None:

@@ -44,6 +44,7 @@ def recipe(request: pytest.FixtureRequest, recipe_file: Path) -> Recipe:
     return load_recipe(recipe_file).with_changes(changes)
 
 
+@pytest.mark.sampled(1)
 def test_resuming_is_exact(recipe: Recipe, tmp_path: Path) -> None:
     api.run(recipe, out=tmp_path / "whole")
     with pytest.raises(StoppedError):

@@ -62,6 +62,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("base", "settings"), CASES)
+@pytest.mark.sampled(1)
 def test_each_prompt_of_a_list_is_continued_as_alone(person: Person, base: str, settings: dict[str, Any]) -> None:
     """All lengths differ, one is empty, and two are alike."""
     ann = person(base=base)
@@ -72,6 +73,7 @@ def test_each_prompt_of_a_list_is_continued_as_alone(person: Person, base: str, 
 
 
 @pytest.mark.parametrize("method", ["floral", "local", "pretrained"])
+@pytest.mark.sampled(1)
 def test_every_kind_of_model_takes_lists(person: Person, method: str) -> None:
     ann = person(method)
     alone = [ann.generate(prompt, max_new_tokens=8) for prompt in PROMPTS]

@@ -14,6 +14,7 @@ LENGTHS = (3, 40, 30, 25, 3, 39)
 
 @pytest.mark.parametrize("limit", [4, 12, 37, 60])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.sampled(1)
 def test_others_prompts_change_nothing(kind: str, limit: int) -> None:
     network = load_base(f"random:{kind}?layers=2&dim=32&ctx=40", dtype="float64", device="cpu").model
     drawn = torch.randint(3, 200, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))

@@ -58,6 +58,7 @@ def test_settings_of_transformers_are_put_back() -> None:
         settings.set_verbosity(before)
 
 
+@pytest.mark.slow
 def test_importing_it_does_not_import_transformers() -> None:
     code = "import sys, comingle.models.loading; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

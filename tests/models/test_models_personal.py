@@ -190,6 +190,7 @@ def greedy(network: Any, ids: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("method", GENERATING)
+@pytest.mark.sampled(1)
 def test_a_mixture_speaks_and_scores_as_the_federation_does(federate: Any, method: Any) -> None:
     sim = stirred(federate(method))
     run, scores, said = run_of(sim), sim.clients.evaluate(), set()

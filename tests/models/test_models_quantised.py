@@ -109,6 +109,7 @@ def test_what_it_is_not_for_is_refused(recipe_file: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("method", ["comigs-1g1s", "stacking"])  # of which a step has one model, and several
+@pytest.mark.slow
 def test_checkpointing_changes_no_bit_and_keeps_less(recipe_file: Path, method: str) -> None:
     rows, peaks = [], []
     for checkpointed in (False, True):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from comingle.methods.base import Phase
+from comingle.privacy.mechanisms import padded
 from comingle.training.backends.local import InProcess
-from comingle.training.privacy import Noised, padded
+from comingle.training.privacy import PrivateSteps
 from comingle.utils.trees import Tree, restrict
 
 USERS = ("ann", "bob")
@@ -39,11 +40,11 @@ def stirred(federation: InProcess) -> InProcess:
     return federation
 
 
-def noised_of(federation: InProcess) -> Noised:
+def noised_of(federation: InProcess) -> PrivateSteps:
     """How its users take steps."""
-    noised = federation.clients.steps.noised
-    assert noised is not None
-    return noised
+    private = federation.clients.steps.private
+    assert private is not None
+    return private
 
 
 def shared_phase(federation: InProcess) -> Phase:
@@ -67,4 +68,5 @@ def sums_of(federation: InProcess, numbers: list[list[int]]) -> tuple[Tree, Tens
     tensors = restrict(clients.model.tensors(cohort.part.rows), layout, layout.roles - noised.own(layout))
     part = padded([torch.tensor(one, dtype=torch.int64) for one in numbers], 1)
     leaves = noised.leaves(shared_phase(federation), layout)
-    return noised.clipped_sums(clients.model, clients.feed, tensors, leaves, cohort, part)
+    bound = float(clients.training.privacy.first_bound)
+    return noised.clipped_sums(clients.model, clients.feed, tensors, leaves, cohort, part, bound)

@@ -26,8 +26,9 @@ from comingle.config.settings import KEY, Privacy
 from comingle.federation.client import Node
 from comingle.methods import REGISTRY, make
 from comingle.privacy import noise
-from comingle.privacy.checks import check_private
-from comingle.privacy.noise import Work, multiplier_of, spent_by
+from comingle.privacy.accounting import Work, multiplier_of, spent_by
+from comingle.privacy.base import RunSettings
+from comingle.privacy.mechanisms import check_supported
 from comingle.protocol.wire import unpack
 from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in
@@ -80,6 +81,7 @@ def by_hand(rate: float, multiplier: float, steps: int, accountant: str = "rdp")
 # -------------------------------------------------------------------- the account
 
 
+@pytest.mark.slow
 def test_epsilon_of_each_user_is_told_after_every_round_and_in_the_metrics(tmp_path: Path) -> None:
     whole = run(recipe(tmp_path), tmp_path / "run")
     metrics, told_of = whole.metrics["privacy"], of_event(tmp_path / "run", "privacy")
@@ -228,6 +230,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path, method: str, kept: str, monkey
         pytest.param("fedmerge", {"epsilon": 2.0, "noise_multiplier": None}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_users_elsewhere_end_with_the_same(tmp_path: Path, method: str, settings: dict[str, Any]) -> None:
     content = recipe(tmp_path, method, **settings)
     here = run(content, tmp_path / "run").metrics
@@ -277,9 +280,9 @@ def test_a_server_that_asks_twice_with_other_models_gets_other_noise_and_both_ar
     privacy = Privacy(mechanism="example", noise_multiplier=1.0, accountant="rdp")
     home = node._home
     assert home is not None
-    noised = home.clients.steps.noised
-    assert noised is not None
-    work = noised.work(home.clients.feed, 0)
+    private = home.clients.steps.private
+    assert private is not None
+    work = private.work(home.clients.feed, 0)
     assert known["epsilon"] == spent_by(privacy, work, 6)
 
 
@@ -288,6 +291,7 @@ def ledger(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_user_whose_budget_is_spent_takes_no_step_whatever_the_server_asks(
     tmp_path: Path, user: tuple[Any, Node]
 ) -> None:
@@ -304,6 +308,7 @@ def test_a_user_whose_budget_is_spent_takes_no_step_whatever_the_server_asks(
     assert len(ledger(tmp_path / "again")["releases"]) == 50_000  # nothing was begun
 
 
+@pytest.mark.slow
 def test_a_resumed_federation_counts_the_round_that_may_have_been_played(tmp_path: Path) -> None:
     content = recipe(tmp_path)
 
@@ -322,6 +327,7 @@ def test_a_resumed_federation_counts_the_round_that_may_have_been_played(tmp_pat
 # -------------------------------------------------------------------- other kinds of data
 
 
+@pytest.mark.slow
 def test_conversations_and_nets(tmp_path: Path) -> None:
     """Passes over few examples: a user's number of steps follows from how many it has, which is public."""
     small = {**HIDDEN, "clip_norm": 0.5}
@@ -345,7 +351,7 @@ def reason(method: str, **settings: Any) -> str:
     own = {key: settings.pop(key) for key in list(settings) if key in ("prune", "accumulate_gradients")}
     privacy = Privacy(mechanism="example", noise_multiplier=1.0)
     try:
-        check_private(make(method, **clustered, **own), privacy, weighting="uniform", select="last")
+        check_supported(make(method, **clustered, **own), RunSettings(privacy=privacy))
     except RecipeError as error:
         return str(error)
     return ""
@@ -413,7 +419,7 @@ def test_nets_with_batch_norm_or_parts_of_their_own_are_refused(federate_nets: A
 def test_without_it_nothing_is_different(tmp_path: Path) -> None:
     content = {key: value for key, value in recipe(tmp_path).items() if key != "privacy"}
     done = run(content, tmp_path / "run")
-    assert done.federation.clients.steps.noised is None
+    assert done.federation.clients.steps.private is None
     assert done.federation.clients.training.users == ()
     assert not (tmp_path / "run" / KEY).exists()
 

@@ -18,7 +18,9 @@ from comingle.config.settings import Privacy
 from comingle.data.text.streams import UserData
 from comingle.methods import make
 from comingle.models.windows import PAD, fixed_windows
-from comingle.privacy.noise import Examples, Work, gaussian, norms
+from comingle.privacy.accounting import Work
+from comingle.privacy.mechanisms import Example
+from comingle.privacy.noise import gaussian, norms
 from comingle.protocol.wire import pack
 from comingle.training.backends.local import InProcess
 from comingle.training.client import finetuned
@@ -117,6 +119,7 @@ def test_batches_larger_than_a_pass_are_the_same_sum(federate: Any) -> None:
 
 
 @pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.sampled(3)
 def test_no_example_moves_the_sum_by_more_than_the_bound(federate: Any, method: str) -> None:
     """All sets of four of a user's examples, and each with any of them taken away; all shared tensors together."""
     bound = 0.05
@@ -173,12 +176,13 @@ def test_a_gradient_that_is_not_finite_adds_nothing(federate: Any, monkeypatch: 
 
 
 @pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.sampled(3)
 def test_text_reaches_what_is_sent_through_noised_sums_alone(
     federate: Any, make_user: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With something else in their place, uploads of three rounds are the same, byte for byte, whatever the text is."""
     monkeypatch.setattr(
-        Examples,
+        Example,
         "noised",
         lambda self, sums, work, *parts: {
             n: gaussian(tuple(t.shape), "fixed", n, *map(str, parts)).to(t) for n, t in sums.items()
@@ -251,15 +255,15 @@ def test_the_noise_on_what_arrives_is_as_large_as_it_says(federate: Any) -> None
 
 
 def test_batches_are_drawn_example_by_example() -> None:
-    examples = Examples(privacy=Privacy(mechanism="example", noise_multiplier=1.0), key="k")
+    examples = Example(privacy=Privacy(mechanism="example", noise_multiplier=1.0), key="k")
     work = Work(examples=20, batch=5, steps=1, rounds=1)
-    drawn = [examples.draw(work, "ann", number) for number in range(4000)]
+    drawn = [examples.draw_examples(work, "ann", number) for number in range(4000)]
     sizes = torch.tensor([float(len(one)) for one in drawn])
     assert abs(float(sizes.mean()) - 5) < 0.15
     assert abs(float(sizes.var()) - 20 * 0.25 * 0.75) < 0.3
     counts = torch.bincount(torch.cat(drawn), minlength=20) / 4000
     assert float((counts - 0.25).abs().max()) < 0.03
-    everything = examples.draw(Work(examples=3, batch=5, steps=1, rounds=1), "ann")
+    everything = examples.draw_examples(Work(examples=3, batch=5, steps=1, rounds=1), "ann")
     assert everything.tolist() == [0, 1, 2]
 
 
@@ -268,13 +272,13 @@ def test_no_stream_serves_twice() -> None:
     work, privacy = Work(examples=400, batch=200, steps=1, rounds=1), Privacy(mechanism="example", noise_multiplier=1.0)
     parts = [("ann", 0, "s", 0), ("bob", 0, "s", 0), ("ann", 1, "s", 0), ("ann", 0, "t", 0), ("ann", 0, "s", 1)]
     sums = {"w": torch.zeros(500, dtype=torch.float64)}
-    made = [(Examples(privacy=privacy, key=key), part) for key in ("k", "l") for part in parts]
-    batches = [tuple(one.draw(work, *part).tolist()) for one, part in made]
+    made = [(Example(privacy=privacy, key=key), part) for key in ("k", "l") for part in parts]
+    batches = [tuple(one.draw_examples(work, *part).tolist()) for one, part in made]
     noises = torch.stack([one.noised(sums, work, *part)["w"] for one, part in made])
     assert len(set(batches)) == len(made)
     assert float(torch.corrcoef(noises).fill_diagonal_(0).abs().max()) < 0.25
-    again = Examples(privacy=privacy, key="k")
-    assert tuple(again.draw(work, *parts[0]).tolist()) == batches[0]
+    again = Example(privacy=privacy, key="k")
+    assert tuple(again.draw_examples(work, *parts[0]).tolist()) == batches[0]
     assert torch.equal(again.noised(sums, work, *parts[0])["w"], noises[0])
 
 
@@ -283,19 +287,19 @@ def test_who_is_asked_again_with_another_model_draws_another_batch_and_other_noi
 ) -> None:
     seen: list[tuple[int, ...]] = []
     noises: list[Tensor] = []
-    draw, noised = Examples.draw, Examples.noised
+    draw, noised = Example.draw_examples, Example.noised
 
-    def watched(self: Examples, work: Work, *parts: Any) -> Tensor:
+    def watched(self: Example, work: Work, *parts: Any) -> Tensor:
         seen.append(tuple(draw(self, work, *parts).tolist()))
         return torch.tensor(seen[-1], dtype=torch.int64)
 
-    def added(self: Examples, sums: Tree, work: Work, *parts: Any) -> Tree:
+    def added(self: Example, sums: Tree, work: Work, *parts: Any) -> Tree:
         made = noised(self, sums, work, *parts)
         noises.append(torch.cat([(made[n] * work.expected - t).flatten() for n, t in sums.items()]))
         return made
 
-    monkeypatch.setattr(Examples, "draw", watched)
-    monkeypatch.setattr(Examples, "noised", added)
+    monkeypatch.setattr(Example, "draw_examples", watched)
+    monkeypatch.setattr(Example, "noised", added)
     for moved in (0.0, 0.0, 1e-6):
         federation = hidden(federate, users=("ann",), **{"training.local_steps": 1, "training.batch_size": 4})
         federation.clients.state.rows += moved

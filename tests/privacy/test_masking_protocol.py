@@ -59,6 +59,7 @@ def p_uniform(values: np.ndarray, size: int = 256) -> float:
 
 @pytest.mark.parametrize("word", [32, 64])
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.sampled(4)
 def test_the_sum_is_that_of_the_survivors_whoever_is_lost_when(seed: int, word: int) -> None:
     """At random: users, threshold, and who is lost in which step, so long as enough are left."""
     draw = np.random.default_rng(seed)

@@ -36,6 +36,7 @@ def test_there_and_back(comingle: Any, recipe_file: Path) -> None:
     assert found(comingle, recipe_file, f"privacy.noise_multiplier={noise}")["epsilon"] == pytest.approx(4, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_budget_says_how_many_rounds_it_is_enough_for(comingle: Any, recipe_file: Path) -> None:
     said = found(comingle, recipe_file, "privacy.epsilon=4", "privacy.noise_multiplier=1.5", "training.rounds=40")
     assert said["epsilon"] <= 4
@@ -64,6 +65,7 @@ def test_mistakes_are_one_line(comingle: Any, recipe_file: Path) -> None:
         assert "Traceback" not in answer.err
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nobody_is_ever_drawn_ends_and_is_shown(comingle: Any, recipe_file: Path) -> None:
     sets = ["privacy.noise_multiplier=9", "privacy.accountant=rdp", "training.participation=0.000001"]
     folder = recipe_file.parent / "run"

@@ -13,8 +13,8 @@ from scipy.stats import kstest
 
 from comingle.config.settings import Privacy
 from comingle.methods import REGISTRY, make
-from comingle.privacy.checks import check_private
-from comingle.privacy.guard import REFERENCE
+from comingle.privacy.base import REFERENCE, RunSettings
+from comingle.privacy.mechanisms import check_supported
 from comingle.privacy.noise import add_noise, norms
 from comingle.protocol.messages import Upload, join_uploads
 from comingle.protocol.wire import pack, unpack
@@ -64,6 +64,7 @@ def changes_in(clients: Clients, upload: Upload) -> Tree:
 
 
 @pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.sampled(2)
 def test_no_user_moves_the_sum_by_more_than_the_bound(federate: Any, method: str) -> None:
     """Every population of four, with and without each user, of what users have trained."""
     federation = private(federate, method, clip_norm=0.003)
@@ -76,11 +77,10 @@ USERS_AT = [0, 1, 2, 3]
 
 def neighbours(federation: InProcess, upload: Upload, bound: float) -> None:
     """All pairs of neighbouring populations; at least one user is clipped, so the bound is met."""
-    guard, changes = federation.server.guard, changes_in(federation.clients, upload)
-    assert guard is not None
+    central, changes = federation.server.mechanisms[0], changes_in(federation.clients, upload)
     like = {name: t[0] for name, t in changes.items()}
     populations = {
-        some: guard.sums({n: t[list(some)] for n, t in changes.items()} if some else {}, like)
+        some: central.sums({n: t[list(some)] for n, t in changes.items()} if some else {}, like)
         for size in range(5)
         for some in itertools.combinations(USERS_AT, size)
     }
@@ -112,14 +112,13 @@ def test_whatever_is_uploaded_the_published_model_moves_by_no_more(federate: Any
             t.copy_(noise.abs() if name.endswith(".scale") else noise)
     if seed == 2:
         next(iter(upload.tensors.values()))[0].fill_(math.nan)
-    guard = federation.server.guard
-    assert guard is not None
     published = [released(federation, of(upload, some)) for some in (range(len(present)), range(1, len(present)))]
     whole, without = (tree for tree, _ in published)
     assert distance(whole, without) <= 0.5 / 4 * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("method", [*CENTRAL, UNREPORTED], ids=str)
+@pytest.mark.sampled(3)
 def test_of_every_method_the_sum_is_bounded_whatever_is_uploaded(
     federate: Any, federate_nets: Any, make_user: Any, method: Any
 ) -> None:
@@ -158,14 +157,13 @@ def test_of_every_method_the_sum_is_bounded_whatever_is_uploaded(
 
 def summed(federation: InProcess, upload: Upload) -> Tree:
     """What the server adds up for an upload, before its noise."""
-    guard, seen = federation.server.guard, list[Tree]()
-    assert guard is not None
-    kept, sums = {name: t.clone() for name, t in federation.server.kept.items()}, guard.sums
-    guard.sums = lambda *told: seen.append(sums(*told)) or seen[-1]  # type: ignore[method-assign]
+    central, seen = federation.server.mechanisms[0], list[Tree]()
+    kept, sums = {name: t.clone() for name, t in federation.server.kept.items()}, central.sums
+    central.sums = lambda *told: seen.append(sums(*told)) or seen[-1]  # type: ignore[method-assign]
     try:
         federation.server.aggregate(upload)
     finally:
-        del guard.sums
+        del central.sums
         federation.server.kept = kept
     return seen[0]
 
@@ -179,18 +177,19 @@ def of(upload: Upload, some: range) -> Upload:
 def released(federation: InProcess, upload: Upload) -> tuple[Tree, Tree]:
     """How the model moves for an upload, without its noise; and the noise, divided as the sum is."""
     server = federation.server
-    guard, kept = server.guard, {name: t.clone() for name, t in server.kept.items()}
-    assert guard is not None
+    central, kept = server.mechanisms[0], {name: t.clone() for name, t in server.kept.items()}
     seen: list[Tree] = []
-    sums = guard.sums
-    guard.sums = lambda *told: seen.append(sums(*told)) or seen[-1]  # type: ignore[method-assign]
+    sums = central.sums
+    central.sums = lambda *told: seen.append(sums(*told)) or seen[-1]  # type: ignore[method-assign]
     try:
         server.aggregate(upload)
     finally:
-        del guard.sums
+        del central.sums
     moved = {n.removeprefix("model."): server.kept[n].double() - t.double() for n, t in kept.items()}
-    added = add_noise(seen[0], guard.privacy.multiplier * guard.bound, guard.key, upload.round - 1, "central noise")
-    noise = {n: (added[n] - t) / guard.expected(0) for n, t in seen[0].items()}
+    added = add_noise(
+        seen[0], central.privacy.multiplier * central.bound, central.key, upload.round - 1, "central noise"
+    )
+    noise = {n: (added[n] - t) / central.expected(0) for n, t in seen[0].items()}
     server.kept = kept
     return {name: t - noise[name] for name, t in moved.items()}, noise
 
@@ -272,9 +271,8 @@ def test_users_of_a_smaller_rank_send_no_noise_in_ranks_that_they_have_not(feder
 
 
 def test_each_user_is_drawn_with_its_own_chance_and_sometimes_nobody_is(federate: Any) -> None:
-    guard = private(federate, **{"training.participation": 0.3}).server.guard
-    assert guard is not None
-    drawn = [guard.draw(number) for number in range(2000)]
+    central = private(federate, **{"training.participation": 0.3}).server.mechanisms[0]
+    drawn = [central.draw(number) for number in range(2000)]
     for user in USERS_AT:
         assert abs(sum(user in members for members in drawn) / 2000 - 0.3) < 0.05
     assert 0.15 < sum(not members for members in drawn) / 2000 < 0.35  # 0.7 ** 4
@@ -283,30 +281,28 @@ def test_each_user_is_drawn_with_its_own_chance_and_sometimes_nobody_is(federate
 
 
 def test_a_fixed_number_is_drawn_evenly(federate: Any) -> None:
-    guard = private(federate, sampling="fixed", **{"training.participation": 0.5}).server.guard
-    assert guard is not None
-    drawn = [tuple(guard.draw(number)) for number in range(1200)]
+    central = private(federate, sampling="fixed", **{"training.participation": 0.5}).server.mechanisms[0]
+    drawn = [tuple(central.draw(number)) for number in range(1200)]
     assert {len(members) for members in drawn} == {2}
     assert all(abs(drawn.count(pair) / 1200 - 1 / 6) < 0.05 for pair in itertools.combinations(USERS_AT, 2))
 
 
 def test_nobody_without_the_key_knows_who_is_drawn_or_what_is_added(federate: Any) -> None:
-    guards = [private(federate, noise="secret", **{"training.participation": 0.5}).server.guard for _ in range(2)]
-    assert guards[0] is not None
-    assert guards[1] is not None
-    assert [guards[0].draw(number) for number in range(9)] != [guards[1].draw(number) for number in range(9)]
+    found = [
+        private(federate, noise="secret", **{"training.participation": 0.5}).server.mechanisms[0] for _ in range(2)
+    ]
+    assert [found[0].draw(number) for number in range(9)] != [found[1].draw(number) for number in range(9)]
 
 
 def test_a_round_without_anybody_publishes_noise_alone_and_costs_the_same(federate: Any) -> None:
     federation = private(federate, **{"training.participation": 0.3})
     before = {name: t.clone() for name, t in federation.server.kept.items()}
-    guard = federation.server.guard
-    assert guard is not None
+    central = federation.server.mechanisms[0]
     federation.upload([], 1, {})
     federation.aggregate()
     moved = torch.cat([(federation.server.kept[name] - t).flatten() for name, t in before.items()])
     assert kstest((moved * 1.2).numpy(), "norm").pvalue > 0.001
-    assert guard.counts.tolist() == [1] * 4
+    assert central.account.counts.tolist() == [1] * 4
 
 
 # -------------------------------------------------------------------- the bound
@@ -315,47 +311,43 @@ def test_a_round_without_anybody_publishes_noise_alone_and_costs_the_same(federa
 def test_an_adaptive_bound_finds_the_quantile(federate: Any) -> None:
     """Andrew et al. 2021, without noise worth mentioning: users' norms are 1, 2, 3 and 4."""
     federation = private(federate, clip_norm="adaptive", noise_multiplier=1e-6, first_clip_norm=0.1, clip_rate=0.2)
-    guard = federation.server.guard
-    assert guard is not None
-    guard._count_noise = lambda users: 1e-3  # type: ignore[method-assign]
+    central = federation.server.mechanisms[0]
+    central._count_noise = lambda users: 1e-3  # type: ignore[method-assign]
     for number in range(60):
-        within = torch.tensor([int(length <= guard.bound) for length in (1, 2, 3, 4)])
-        guard._adapt(within, 4.0, number)
-    assert 1.5 < guard.bound < 3.5
+        within = torch.tensor([int(length <= central.bound) for length in (1, 2, 3, 4)])
+        central._adapt(within, 4.0, number)
+    assert 1.5 < central.bound < 3.5
 
 
 @pytest.mark.parametrize("median", [0.05, 0.3, 2.0, 20.0])
 def test_a_start_and_a_rate_of_one_find_a_median_in_few_rounds(federate: Any, median: float) -> None:
     """Forty users with norms around it, and noise, in eight rounds."""
     begun = {"first_clip_norm": 1.0, "clip_rate": 1.0}
-    guard = private(federate, clip_norm="adaptive", noise_multiplier=1.0, **begun).server.guard
-    assert guard is not None
+    central = private(federate, clip_norm="adaptive", noise_multiplier=1.0, **begun).server.mechanisms[0]
     draw, ends = torch.Generator().manual_seed(0), []
     for number in range(16):
         lengths = median * (0.2 * torch.randn(40, generator=draw)).exp()
-        guard._adapt((lengths <= guard.bound).long(), 40.0, number)
-        ends.append(guard.bound)
+        central._adapt((lengths <= central.bound).long(), 40.0, number)
+        ends.append(central.bound)
     assert all(0.6 * median < bound < 1.6 * median for bound in ends[7:])
 
 
 def test_no_noise_makes_a_longer_step_than_the_rate(federate: Any) -> None:
     settings = {"clip_rate": 1.0, "clip_quantile": 0.3}
-    guard = private(federate, clip_norm="adaptive", noise_multiplier=1e4, **settings).server.guard
-    assert guard is not None
+    central = private(federate, clip_norm="adaptive", noise_multiplier=1e4, **settings).server.mechanisms[0]
     steps = []
     for number in range(50):
-        before = guard.bound
-        guard._adapt(torch.tensor([1, 0]), 4.0, number)
-        steps.append(math.log(guard.bound / before))
+        before = central.bound
+        central._adapt(torch.tensor([1, 0]), 4.0, number)
+        steps.append(math.log(central.bound / before))
     assert min(steps) == pytest.approx(-0.7)
     assert max(steps) == pytest.approx(0.3)
 
 
 def test_its_noise_is_shared_between_the_model_and_the_count(federate: Any) -> None:
-    guard = private(federate, clip_norm="adaptive", noise_multiplier=0.8).server.guard
-    assert guard is not None
+    central = private(federate, clip_norm="adaptive", noise_multiplier=0.8).server.mechanisms[0]
     for users in (4.0, 400.0):
-        model, count = guard._multiplier(users), 2 * guard._count_noise(users)
+        model, count = central._multiplier(users), 2 * central._count_noise(users)
         assert model**-2 + count**-2 == pytest.approx(0.8**-2)  # two Gaussians are one
 
 
@@ -366,13 +358,12 @@ def test_users_follow_the_servers_bound_and_report_whether_they_were_within(fede
         upload = arrived(federation, USERS_AT, done)
         assert upload.reports.keys() == {"within"}
         assert upload.reports["within"].tolist() == [0] * 4
-        guard = federation.server.guard
-        assert guard is not None
-        bound = guard.bound
+        central = federation.server.mechanisms[0]
+        bound = central.bound
         assert float(norms(changes_in(federation.clients, upload)).max()) == pytest.approx(bound, rel=1e-4)
         federation.upload(USERS_AT, done, dict.fromkeys(USERS_AT, 0.0))
         federation.aggregate()
-        assert guard.bound != bound
+        assert central.bound != bound
 
 
 # -------------------------------------------------------------------- what applies
@@ -381,10 +372,8 @@ def test_users_follow_the_servers_bound_and_report_whether_they_were_within(fede
 def reason(method: str, mechanism: str) -> str:
     clustered = {"clusters": 2} if method in ("floral", "ensemble") else {}
     try:
-        check_private(
-            make(method, **clustered), Privacy(mechanism=mechanism, noise_multiplier=1.0),  # type: ignore[arg-type]
-            weighting="uniform", select="last",
-        )  # fmt: skip
+        settings = RunSettings(privacy=Privacy(mechanism=mechanism, noise_multiplier=1.0))
+        check_supported(make(method, **clustered), settings)
     except RecipeError as error:
         return str(error)
     return ""

@@ -76,6 +76,7 @@ def test_users_who_take_part_more_often_have_spent_more(tmp_path: Path) -> None:
     assert metrics["epsilon"] == each[0]
 
 
+@pytest.mark.slow
 def test_a_budget_for_the_whole_run_is_spent_and_not_exceeded(tmp_path: Path) -> None:
     content = recipe(tmp_path, epsilon=5.0, noise_multiplier=None, training__participation=0.5)
     metrics = run(content, tmp_path / "run").metrics["privacy"]
@@ -92,6 +93,7 @@ def test_what_shares_nothing_reveals_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["exchanged", "local"])
+@pytest.mark.slow
 def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path, model: str) -> None:
     spent = [epsilon(Release(noise=1.0), count, 1e-5, "rdp") for count in range(5)]
     content = recipe(tmp_path, epsilon=(spent[2] + spent[3]) / 2, evaluation__model=model)
@@ -117,6 +119,7 @@ def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path, model: str) -
     ("method", "every", "store"),
     [("fedavg", 1, "memory"), ("fedavg", 5, "memory"), ("fedavg+", 5, "disk"), ("fdlora", 1, "memory")],
 )
+@pytest.mark.sampled(1)
 def test_the_models_of_a_run_that_its_budget_ended_are_kept(
     tmp_path: Path, method: str, every: int, store: str
 ) -> None:
@@ -168,6 +171,7 @@ def test_users_drop_out_one_by_one_where_they_have_spent_unequally(tmp_path: Pat
     ],
     ids=["central", "local", "adaptive"],
 )
+@pytest.mark.sampled(1)
 def test_a_resumed_run_draws_no_noise_twice(
     tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +223,7 @@ def same(one: Any, other: Any) -> None:
         ),
     ],
 )
+@pytest.mark.sampled(1)
 def test_users_elsewhere_end_with_the_same(tmp_path: Path, method: str, settings: dict[str, Any]) -> None:
     content = recipe(tmp_path, method, **settings)
     here = run(content, tmp_path / "run").metrics
@@ -339,7 +344,7 @@ def test_without_privacy_a_recipe_is_what_it_was(tmp_path: Path) -> None:
     assert not any(name.startswith(("reference/", "clip")) for name in federation.clients.state.kept)
     assert not any(name.startswith("privacy/") for name in federation.server.state)
     assert not (tmp_path / "run" / KEY).exists()
-    assert federation.server.guard is None
+    assert not federation.server.mechanisms
 
 
 # -------------------------------------------------------------------- seen by people

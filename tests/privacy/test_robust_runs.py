@@ -19,8 +19,10 @@ from comingle.cost.planning import plan
 from comingle.federation.checks import check_upload
 from comingle.methods import REGISTRY, make
 from comingle.privacy import robust
+from comingle.privacy.base import RunSettings
+from comingle.privacy.mechanisms import check_supported
 from comingle.privacy.noise import norms
-from comingle.privacy.robust import capped, check_robust
+from comingle.privacy.robust import capped
 from comingle.protocol.messages import Upload
 from comingle.runs.session import prepare, run_in
 from comingle.training.backends.local import InProcess
@@ -184,7 +186,7 @@ def test_a_round_with_too_few_uploads_changes_nothing(federate: Any, rule: str) 
 
 def test_nothing_is_computed_or_kept_without_a_rule(federate: Any) -> None:
     federation = federate("fedavg", users=USERS, base="random:llama?layers=1&dim=32", changes={"aggregation": "mean"})
-    assert federation.server.aggregation is None
+    assert not federation.server.mechanisms
     upload = trained(federation)
     federation.server.aggregate(upload)
     assert federation.server.judged is None
@@ -220,11 +222,11 @@ def test_every_method_says_what_applies_to_it(method: str, rule: Rule) -> None:
     check: dict[str, Any] = {"weighting": "uniform", "select": "last", "privacy": None}
     if refused:
         with pytest.raises(RecipeError, match=f"aggregation: .*{method}") as found:
-            check_robust(made, AggregationSection(rule=rule), **check)
+            check_supported(made, RunSettings(aggregation=AggregationSection(rule=rule), **check))
         assert "\n" not in str(found.value)
         assert ("allowed: norm-bound" in str(found.value)) == (method in BOUNDED)
     else:
-        check_robust(made, AggregationSection(rule=rule), **check)
+        check_supported(made, RunSettings(aggregation=AggregationSection(rule=rule), **check))
 
 
 @pytest.mark.parametrize(
@@ -240,9 +242,11 @@ def test_every_method_says_what_applies_to_it(method: str, rule: Rule) -> None:
 def test_settings_that_do_not_go_together_are_refused(rule: Rule, settings: dict[str, Any], why: str) -> None:
     fine: dict[str, Any] = {"weighting": "uniform", "select": "last", "privacy": None}
     local = Privacy(mechanism="local", noise_multiplier=1.0)
-    check_robust(make("fedavg"), AggregationSection(rule=rule), **{**fine, "privacy": local})
+    check_supported(
+        make("fedavg"), RunSettings(aggregation=AggregationSection(rule=rule), **{**fine, "privacy": local})
+    )
     with pytest.raises(RecipeError, match=why):
-        check_robust(make("fedavg"), AggregationSection(rule=rule), **{**fine, **settings})
+        check_supported(make("fedavg"), RunSettings(aggregation=AggregationSection(rule=rule), **{**fine, **settings}))
 
 
 @pytest.mark.parametrize(
@@ -253,6 +257,7 @@ def test_settings_that_do_not_go_together_are_refused(rule: Rule, settings: dict
         ("median", [["ann", "bob", "cem"], ["ann", "bob"]], "median needs 3 users .* leaves 2"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_rounds_that_are_too_small_are_refused(tmp_path: Path, rule: str, participation: Any, why: str) -> None:
     content = tiny(tmp_path, "fedavg", users=4, training__participation=participation, aggregation=rule)
     content["data"]["users"]["eve"] = content["data"]["users"]["ann"]
@@ -292,6 +297,7 @@ def test_different_ranks_have_no_coordinates_in_common(federate: Any) -> None:
         pytest.param("fedmerge", "norm-bound", {"training__participation": 0.75}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_users_elsewhere_end_with_the_same(tmp_path: Path, method: str, aggregation: Any, changes: Any) -> None:
     changes = {"evaluation__model": "exchanged", "users": 4, "aggregation": aggregation, **changes}
     content = tiny(tmp_path, method, **changes)

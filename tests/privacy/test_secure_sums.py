@@ -17,9 +17,9 @@ from comingle.config import parse_recipe
 from comingle.config.settings import Privacy, Secure
 from comingle.cost.planning import plan
 from comingle.methods import REGISTRY, make
-from comingle.privacy.accounting import Release, release_of
-from comingle.privacy.checks import check_private
-from comingle.privacy.guard import REFERENCE
+from comingle.privacy.accounting import Release
+from comingle.privacy.base import REFERENCE, RunSettings
+from comingle.privacy.mechanisms import check_supported, release_of
 from comingle.privacy.secure_sum import VECTOR, Grid, Sums, flat
 from comingle.runs.session import build, check_method, prepare
 from comingle.training.backends.local import InProcess
@@ -59,6 +59,7 @@ def model_after(federation: InProcess, members: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("members", [[0, 1, 2, 3], [0, 2, 3]], ids=["all", "without bob"])
 @pytest.mark.parametrize("weighting", ["uniform", "tokens"])
 @pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.sampled(10)
 def test_the_sum_is_the_plain_one_within_the_stated_error(
     federate: Any, make_user: Any, method: str, weighting: str, members: list[int]
 ) -> None:
@@ -201,7 +202,7 @@ def why(method: str, **privacy: Any) -> str:
     clustered = {"clusters": 2} if method in ("floral", "ensemble") else {}
     settings = Privacy(**{"mechanism": "none", "secure_aggregation": Secure(), **privacy})
     try:
-        check_private(make(method, **clustered), settings, weighting="uniform", select="last")
+        check_supported(make(method, **clustered), RunSettings(privacy=settings))
     except RecipeError as error:
         return str(error)
     return ""
@@ -307,5 +308,5 @@ def test_off_there_is_nothing_of_it(federate: Any) -> None:
     federation = made(federate)
     assert federation.server.sums is None
     assert federation.clients.training.sums is None
-    assert federation.clients.shield is None
+    assert not federation.clients.mechanisms
     assert not any(name.startswith(REFERENCE) for name in federation.clients.state.kept)

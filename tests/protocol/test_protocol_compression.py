@@ -93,6 +93,7 @@ def test_peers_mix_what_others_have_sent(recipe_file: Path) -> None:
         api.run(recipe_file, method="pcl", **{"training.uploads": "int8"})
 
 
+@pytest.mark.slow
 def test_a_run_sends_less_scores_nearly_the_same_and_goes_on_exactly(recipe_file: Path, tmp_path: Path) -> None:
     changes = {"training.rounds": 3, "evaluation.model": "exchanged", "checkpoints.every": 1}
     full = api.run(recipe_file, method="fedavg", **changes)

@@ -289,6 +289,7 @@ def test_a_band_on_a_plain_axis_is_one_deviation(write_run: Any) -> None:
     assert [min(ends), max(ends)] == pytest.approx([0.85 - 0.05 * 2**0.5, 0.85 + 0.05 * 2**0.5])
 
 
+@pytest.mark.slow
 def test_files_are_png_and_svg_and_the_same_again(entries: Any, tmp_path: Path) -> None:
     paths = figures.save(figures.curves_figure(entries), tmp_path, "curves")
     assert paths[0].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -299,6 +300,7 @@ def test_files_are_png_and_svg_and_the_same_again(entries: Any, tmp_path: Path) 
     assert paths[1].read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_picture_is_never_so_narrow_that_its_letters_are_small(entries: Any) -> None:
     for figure in (figures.curves_figure(entries), *figures.curves_panels(entries).parts()):
         root = ET.fromstring(svg(figure, "f", "l", {}))

@@ -106,6 +106,7 @@ def test_plot_draws_it(trained: Path, tmp_path: Path) -> None:
     assert all(f">{word}<" in text for word in ("cluster 0", "cluster 1", "round 16", "adaptor set"))
 
 
+@pytest.mark.slow
 def test_the_page_shows_it(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     answer = CliRunner().invoke(app, ["report", str(trained), "--out", str(out)])
@@ -122,6 +123,7 @@ def test_the_page_shows_it(trained: Path, tmp_path: Path) -> None:
     assert not [word for word in ("perplexity", "Token view", "Expert scores", "tokens/s") if word in page]
 
 
+@pytest.mark.slow
 def test_mixtures_on_a_language_model_have_no_true_clusters(write_recipe: Any, tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(tmp_path)).with_changes({"method": {"name": "floral", "clusters": 2}})
     run(recipe, out=tmp_path / "run")

@@ -126,6 +126,7 @@ def test_methods_have_verdicts_in_place_of_bold_numbers(page: str) -> None:
     assert "No p: of 2 users Wilcoxon's test cannot give less than 0.5." in text.replace("&#39;", "'")
 
 
+@pytest.mark.slow
 def test_a_verdict_has_the_colour_of_a_gain_or_a_harm(write_run: Any) -> None:
     ends = {"local": 1.0, "good": 0.5, "bad": 2.0}
     paths = [
@@ -188,6 +189,7 @@ def losses(run_writer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return render_page(net_entries(write_run, "loss", ends, mixtures=MIXED["mixtures"]))
 
 
+@pytest.mark.slow
 def test_a_page_of_accuracies_speaks_of_accuracies(accuracies: str) -> None:
     page, text = accuracies, prose(accuracies)
     assert "Task mnist (shift labels) · net mnist · 2 users" in text
@@ -259,6 +261,7 @@ def test_models_and_adaptor_sets_are_told_apart(write_run: Any) -> None:
     assert "FLoRAL" not in text  # which did not think of all of them
 
 
+@pytest.mark.slow
 def test_mixtures_of_models_are_not_said_to_be_those_of_floral(write_run: Any) -> None:
     curve = {0: {"ann": 4.0, "bob": 4.0}, 2: {"ann": 2.0, "bob": 1.0}}
     mixtures = {2: {"ann": [0.75, 0.25], "bob": [0.5, 0.5]}}
@@ -298,6 +301,7 @@ def test_of_many_users_the_worst_and_the_best_stand_in_the_table(
     assert f"floral 14 users: user-15 (×0.25), {named} and 2 more user-1 (×1) user-0 (×2)" in text
 
 
+@pytest.mark.slow
 def test_the_worst_accuracy_is_the_lowest(write_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comingle.reports.page.WIDE", 1)
     page = render_page(net_entries(write_run, "accuracy", {"floral": [0.8, 0.25], "ensemble": [0.75, 0.5]}))
@@ -323,6 +327,7 @@ def test_every_figure_has_its_numbers(page: str, accuracies: str) -> None:
     assert found["scores-comigs"][1] == ["ann", "generalist", "0", "2", "0.3", "0.0"]
 
 
+@pytest.mark.slow
 def test_a_single_method_has_no_verdict(entries: Any) -> None:
     assert "Better, level or worse" not in render_page(entries[:1])
 
@@ -336,6 +341,7 @@ def test_one_seed_is_neither_gain_nor_harm(write_run: Any) -> None:
     assert 'class="harm"' not in page
 
 
+@pytest.mark.slow
 def test_private_text_is_announced_and_given_text_is_not(entries: Any, page: str) -> None:
     assert "this page contains private text" in page
     one = token_view()
@@ -360,6 +366,7 @@ def test_gates_are_packed_in_thousandths() -> None:
     assert found.tolist() == [0, 1000, 123, 877]
 
 
+@pytest.mark.slow
 def test_four_users_with_four_texts_and_thirty_layers_stay_small(entries: Any) -> None:
     view = token_view(layers=30, tokens=tuple(f" word{i}" for i in range(120)), users=4)
     assert len(render_page(entries[1:], [view])) < 2_000_000
@@ -417,6 +424,7 @@ LANGUAGES = {"name": "xnli", "path": "/data/xnli"}
     ],
     ids=["text", "file", "files", "many", "questions", "task", "unknown"],
 )
+@pytest.mark.sampled(1)
 def test_the_heading_names_methods_data_and_seeds(write_run: Any, data: Any, told: str) -> None:
     runs = [
         write_run(f"{method}{seed}", method, curve(4, 8), seed=seed, recipe={"data": data})

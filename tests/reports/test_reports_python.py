@@ -77,6 +77,7 @@ def compared(recipe: comingle.Recipe, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("options", [[], ["--no-tokens"], ["--text", "one two"], ["--users", "ada"]])
+@pytest.mark.sampled(1)
 def test_the_page_is_that_of_the_command(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
@@ -92,6 +93,7 @@ def test_the_page_is_that_of_the_command(
     assert page.read_bytes() == (tmp_path / "command.html").read_bytes()
 
 
+@pytest.mark.slow
 def test_runs_folders_and_comparisons_are_taken_together(compared: Comparison, tmp_path: Path) -> None:
     assert compared.folder is not None
     folder = next(compared.folder.glob("local-seed0"))

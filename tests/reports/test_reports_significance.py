@@ -110,6 +110,7 @@ def population(users: int, seeds: int, of_user: float, of_seed: float, rest: flo
 
 @pytest.mark.parametrize("deviations", [(1, 0, 0.3), (1, 0.3, 0.3), (1, 1, 0.3), (0.1, 1, 0.3)])
 @pytest.mark.parametrize("size", [(4, 3), (10, 3), (30, 5)])
+@pytest.mark.sampled(2)
 def test_a_95_percent_interval_has_the_truth_in_95_of_100_populations(
     size: tuple[int, int], deviations: tuple[float, float, float]
 ) -> None:

@@ -45,6 +45,7 @@ def views(page: str) -> Any:
     return json.loads(found[1]) if found else None
 
 
+@pytest.mark.slow
 def test_a_page_is_written_once_and_holds_the_users_text(comingle: Any, compared: Path) -> None:
     code, said = comingle("report", compared, "--tokens", 9)
     assert code == 0, said
@@ -79,6 +80,7 @@ def test_given_texts_take_the_place_of_the_users(comingle: Any, compared: Path, 
     assert [u["name"] for u in view["users"]] == ["cem", "ann"]
 
 
+@pytest.mark.slow
 def test_plots_are_png_and_svg(comingle: Any, compared: Path, tmp_path: Path) -> None:
     code, said = comingle("plot", compared, "--out", tmp_path / "all")
     assert code == 0, said

@@ -138,6 +138,7 @@ def as_rows(texts: list[str]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("kind", ["text", "conversations"])
+@pytest.mark.slow
 def test_a_run_opens_without_its_data_and_scores_with_it(
     comingle_command: Any, options: dict[str, Any], texts: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
@@ -278,6 +279,7 @@ def mine(*, generalists: int = 2) -> Method:
     return replace(method, name="mine", placement=replace(method.placement, generalists=generalists))
 
 
+@pytest.mark.slow
 def test_a_method_in_hand_gives_the_run_of_a_registered_one(
     options: dict[str, Any], texts: dict[str, list[str]], tmp_path: Path
 ) -> None:

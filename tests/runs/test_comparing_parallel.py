@@ -84,6 +84,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
 def test_the_processes_of_a_killed_one_end(how: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "without_end.py"
     script.write_text(WITHOUT_END)

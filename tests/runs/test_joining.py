@@ -72,6 +72,7 @@ def content(folder: Path) -> dict[str, bytes]:
         ),
     ],
 )
+@pytest.mark.sampled(1)
 def test_what_is_taken_stands_still(trained: Callable[..., Run], method: Any, tmp_path: Path) -> None:
     federation = trained(method)
     assert federation.folder is not None
@@ -94,6 +95,7 @@ def test_what_is_taken_stands_still(trained: Callable[..., Run], method: Any, tm
 @pytest.mark.parametrize(
     "method", [{"name": "comigs-1g1s", **ALONE}, "floral", "fedmerge", "ifca", "fedavg", "fedavg+", "flexlora"]
 )
+@pytest.mark.sampled(1)
 def test_the_folder_is_a_run_of_one_user(trained: Callable[..., Run], method: Any, tmp_path: Path) -> None:
     data = tmp_path / "eve.txt"
     data.write_text("\n\n".join(texts(9)))
@@ -135,6 +137,7 @@ def test_merging_weights_move_by_equation_6(trained: Callable[..., Run]) -> None
 
 
 @pytest.mark.parametrize("words", ["animals", "numbers"])
+@pytest.mark.slow
 def test_the_best_cluster_is_chosen(trained: Callable[..., Run], words: str) -> None:
     federation = trained({"name": "ifca", "models": 3}, **{"training.rounds": 6})
     joined = join(federation, name="eve", data=texts(9, words), rounds=1)

@@ -76,6 +76,7 @@ def images(seed: int, count: int = 60, classes: tuple[int, ...] = (0, 1, 2)) -> 
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.sampled(1)
 def test_somebody_with_images(method: Any, tmp_path: Path) -> None:
     """Eve lacks the last class, which the net has all the same."""
     trained = run(SAMPLES, users={"ann": images(1), "bob": images(2)}, method=method, out=tmp_path / "run")
@@ -103,6 +104,7 @@ def pictures(folder: Path, seed: int, *names: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_classes_keep_their_numbers(tmp_path: Path) -> None:
     """A newcomer's folders are classes of the run by name: the dog is no cat because she has no cat."""
     places = {name: str(pictures(tmp_path / name, i, "cat", "dog", "owl")) for i, name in enumerate(("ann", "bob"))}

@@ -98,6 +98,7 @@ def check(run: Run) -> Fragment:
     return fragment
 
 
+@pytest.mark.slow
 def test_the_html_of_a_run_has_the_table_of_show_and_the_curve(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def plain(everything: Callable[[Path], list[Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("name", list(settings()))
 @pytest.mark.parametrize("everything", [of_language, of_nets])
+@pytest.mark.sampled(2)
 def test_numbers_are_those_of_a_new_process(tmp_path: Path, name: str, everything: Any) -> None:
     with settings()[name]:
         before = seen()
@@ -152,6 +153,7 @@ def of_several_runs(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["inference_mode", "float64", "within meta"])
+@pytest.mark.sampled(1)
 def test_several_runs_are_those_of_a_new_process(tmp_path: Path, name: str) -> None:
     with settings()[name]:
         found = of_several_runs(tmp_path)

@@ -94,6 +94,7 @@ def test_prompts_without_tokens_start_from_the_token_between_documents(client: o
         assert answer.choices[0].text == wanted
 
 
+@pytest.mark.slow
 def test_a_chat_is_put_into_the_bases_template(client: openai.OpenAI, people: Any) -> None:
     for name in people():
         answer = client.chat.completions.create(model=name, messages=HELLO, max_completion_tokens=20, temperature=0)
@@ -171,6 +172,7 @@ def test_several_answers_in_one_request(client: openai.OpenAI, people: Any) -> N
     assert texts == [ann.generate(HELLO, seed=1 + i, **said) for i in range(3)]
 
 
+@pytest.mark.slow
 def test_everybody_at_once(client: openai.OpenAI, people: Any) -> None:
     said: dict[tuple[str, int], str | None] = {}
 
@@ -333,6 +335,7 @@ def standard(kind: Any) -> set[str]:
     return set(kind.CompletionCreateParamsBase.__annotations__) - {"model", "messages", "prompt"}
 
 
+@pytest.mark.slow
 def test_every_key_of_the_standard_may_ask_nothing(address: str) -> None:
     from openai.types import completion_create_params
     from openai.types.chat import completion_create_params as chat_params
@@ -457,6 +460,7 @@ def test_an_empty_prompt_without_a_token_to_begin_with_is_told(people: Any, tmp_
         (403, {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}),
     ],
 )
+@pytest.mark.sampled(2)
 def test_without_keys_a_page_of_another_site_is_refused(address: str, status: int, headers: dict[str, str]) -> None:
     body = {"model": "ann", "prompt": "a", "max_tokens": 1}
     plain = {**headers, "Content-Type": "text/plain"}  # such a request needs no leave of the server's
@@ -609,6 +613,7 @@ def test_a_client_that_goes_away_frees_its_row(people: Any, stream: bool, caplog
 )
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "route"])
 @pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.sampled(2)
 def test_a_client_that_goes_away_while_its_body_is_read_leaves_no_traceback(
     address: str, caplog: pytest.LogCaptureFixture, head: str, path: str, reset: bool
 ) -> None:

@@ -91,6 +91,7 @@ def test_compiled_code_says_the_same(people: Any, method: str, dtype: str, tmp_p
 
 
 @pytest.mark.parametrize("method", quick((*METHODS, "feddpa"), *QUICK))
+@pytest.mark.sampled(1)
 def test_every_method_speaks_as_alone(people: Any, method: str) -> None:
     mine = people(method)
     come_and_go(mine, Engine(mine, rows=5), lambda i: {})
@@ -177,6 +178,7 @@ def test_users_with_ranks_of_their_own(federate: Any, people: Any) -> None:
     come_and_go(mine, Engine(mine, rows=3), lambda i: {})
 
 
+@pytest.mark.slow
 def test_the_cache_moves_as_texts_grow(people: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "ROOM", 8)
     come_and_go(people(), Engine(people(), rows=3), lambda i: {"max_new_tokens": 5 + 4 * (i % 7)})

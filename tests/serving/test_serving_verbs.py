@@ -53,6 +53,7 @@ def printable(text: str) -> str:
 # ---------------------------------------------------------------- chat
 
 
+@pytest.mark.slow
 def test_a_chat_says_what_the_users_model_says(runs: Path, typed: Any) -> None:
     options = ["--method", "comigs-1g1s", "--user", "bob", "--temperature", 0, "--max-tokens", 9]
     answer = typed('one two\n/user cem\n"""\na\nb\n"""\nthree\\\nfour\n', runs, *options)
@@ -64,6 +65,7 @@ def test_a_chat_says_what_the_users_model_says(runs: Path, typed: Any) -> None:
     assert answer.out.split("\n", 1)[1] == f"{texts[0]}\ncem's model speaks\n{texts[1]}\n{texts[2]}\n"
 
 
+@pytest.mark.slow
 def test_routes_and_comparisons_are_shown(runs: Path, typed: Any) -> None:
     options = ["--method", "comigs-1g1s", "--temperature", 0, "--max-tokens", 5]
     ann = library.load(runs / "comigs-1g1s-seed0").user("ann")

@@ -242,6 +242,7 @@ def spoken(sim: Clients, user: int) -> list[str]:
 
 
 @pytest.mark.parametrize("method", quick(("local", "comigs-1g1s", "floral"), "comigs-1g1s", "floral"))
+@pytest.mark.slow
 def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sim = ask(FLORAL if method == "floral" else method).clients
     stir(sim)
@@ -310,6 +311,7 @@ def recipe_of(folder: Path, method: Any = "fedavg", *, label: str = "", **change
 @pytest.mark.parametrize(
     "method", quick(("centralized", {"name": "pcl", "exchange_from": 1}, FLORAL, "fedmerge"), FLORAL, "fedmerge")
 )
+@pytest.mark.slow
 def test_methods_run_on_questions(tmp_path: Path, method: Any) -> None:
     run = api.run(recipe_of(tmp_path, method), out=tmp_path / "run")
     metrics = run.metrics
@@ -340,6 +342,7 @@ def test_models_that_have_learnt_the_answer_give_it(tmp_path: Path) -> None:
     assert [user["test_rouge1"] for user in run.metrics["users"].values()] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, THREE, **{"training.rounds": 4, "training.participation": 0.5})
     whole = api.run(recipe, out=tmp_path / "whole")

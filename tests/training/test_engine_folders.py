@@ -191,6 +191,7 @@ def half_made(write_recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 @pytest.mark.parametrize("how", ["plain", "resume", "force"])
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.sampled(1)
 def test_a_folder_that_was_half_made(half_made: tuple[Recipe, Path], tmp_path: Path, moment: str, how: str) -> None:
     recipe, stage = half_made
     folder = Path(shutil.copytree(stage / moment, tmp_path / "run"))
@@ -293,6 +294,7 @@ def test_a_folder_that_is_there_keeps_its_mode(recipe: Recipe, tmp_path: Path, u
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.json", "checkpoints", "tensorboard", ".lock"])
 @pytest.mark.parametrize("how", ["resume", "force"])
+@pytest.mark.sampled(2)
 def test_nothing_is_written_through_a_link(recipe: Recipe, tmp_path: Path, name: str, how: str) -> None:
     recipe = recipe.with_changes({"training.rounds": 1})
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"

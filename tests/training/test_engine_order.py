@@ -67,6 +67,7 @@ def perplexities(folder: Path) -> dict[str, float]:
         ),
     ],
 )
+@pytest.mark.sampled(1)
 def test_a_run_goes_on_with_its_users_in_another_order(
     recipe_file: Path, tmp_path: Path, method: dict[str, Any], select: str
 ) -> None:

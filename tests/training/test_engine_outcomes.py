@@ -14,7 +14,7 @@ from rich.console import Console
 import comingle
 from comingle.config.settings import Privacy
 from comingle.methods import make
-from comingle.privacy.guard import Guard
+from comingle.privacy.mechanisms import Central, Local
 from comingle.reports.comparisons import compare_runs
 from comingle.reports.tables import markdown, render_run
 from comingle.training.rounds import Evaluations, outcome_warnings
@@ -103,13 +103,14 @@ def test_privacy_is_shown_and_blamed(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_a_plan_is_judged_by_noise_users_and_parameters(mechanism: Any, users: int, numbers: int, works: bool) -> None:
     names = tuple(f"user-{i}" for i in range(users))
     privacy = Privacy(mechanism=mechanism, noise_multiplier=1.0)
-    guard = Guard(privacy=privacy, participation=1.0, users=names, key="seed 0")
-    told = guard.noise_warning(numbers, rounds=20)
+    mechanism_class = {"central": Central, "local": Local}[mechanism]
+    made = mechanism_class(privacy=privacy, participation=1.0, users=names, key="seed 0")
+    told = made.warn(numbers, rounds=20)
     assert (told is None) == works
     if told is not None:
         needed = int(told.partition("Allowed: about ")[2].partition(" users")[0].replace(",", "")) + 1
-        enough = replace(guard, users=tuple(f"user-{i}" for i in range(needed)), counts=torch.zeros(0))
-        assert enough.noise_warning(numbers, rounds=20) is None
+        enough = replace(made, users=tuple(f"user-{i}" for i in range(needed)))
+        assert enough.warn(numbers, rounds=20) is None
 
 
 def test_no_better_round_than_the_start_says_so() -> None:

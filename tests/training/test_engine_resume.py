@@ -48,6 +48,7 @@ def killed(recipe: Path, stage: Path) -> Path:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed after a fork")
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.sampled(1)
 def test_a_killed_run_resumes_as_if_nothing_had_happened(recipe: Path, whole: Path, killed: Path, moment: str) -> None:
     folder = killed / moment
     assert not (folder / "metrics.json").exists()

@@ -20,6 +20,7 @@ METHODS = {
 
 @pytest.mark.parametrize(("before", "after"), [("float32", "float64"), ("float64", "float32"), ("float32", "bfloat16")])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.sampled(1)
 def test_a_run_goes_on_in_another_format(
     recipe_file: Path, tmp_path: Path, method: dict[str, Any], before: str, after: str
 ) -> None:

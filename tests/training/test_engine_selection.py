@@ -50,6 +50,7 @@ def loss_of(run: experiment.Run, name: str, split: Split) -> float:
 
 
 @pytest.mark.parametrize("method", ["local", "fedavg+", "ifca"])
+@pytest.mark.sampled(1)
 def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
     """Everything that can be asked of it is of that round: a run of so many rounds that ends with its last agrees."""
     run = api.run(recipe_of(method), out=tmp_path / "best")

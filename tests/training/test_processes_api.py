@@ -104,6 +104,7 @@ sys.stdout.write("".join(f"{line}\\n" for line in told))
 """
 
 
+@pytest.mark.slow
 def test_what_each_process_would_do_by_itself_is_refused_in_each(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ALONE)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "script.py")]

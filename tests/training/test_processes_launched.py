@@ -94,7 +94,7 @@ def test_a_gpu_beside_none_is_refused() -> None:
     def federation(*others: list[str]) -> Sharded:
         made: Any = object.__new__(Sharded)
         made.clients = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32))
-        made.ranks = SimpleNamespace(gather=lambda own: [own(), *others], share=lambda work: work())
+        made.gather, made.share = (lambda own: [own(), *others]), (lambda work: work())
         return made
 
     told = "runtime: process 0 has cpu in float32, process 2 cuda in float32; set runtime.device and runtime.dtype"
@@ -116,6 +116,7 @@ print(within, len(os.listdir("/proc/self/task")))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.slow
 def test_no_thread_is_left_that_a_process_could_die_of_as_it_ends(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     children = [

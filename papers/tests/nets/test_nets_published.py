@@ -57,6 +57,7 @@ def test_every_net_has_the_papers_size() -> None:
 
 @pytest.mark.parametrize("name", SHORT)
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.sampled(3)
 def test_stacked_users_equal_a_loop_over_them(name: str, training: bool) -> None:
     """Outputs, gradients and what batch norm remembers; dropout, which is random, is off."""
     nets = [make(name, seed).train(training) for seed in range(USERS)]

@@ -110,6 +110,7 @@ def test_a_block_is_what_he_et_al_say(layers: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [9, 50])
+@pytest.mark.slow
 def test_stacked_users_have_the_losses_and_statistics_of_each_alone(layers: int) -> None:
     """Through the model that the engine trains: one step of batch norm in training, then in evaluation."""
     nets = [build(layers, 5, 16, seed).double() for seed in range(3)]

@@ -183,6 +183,7 @@ def test_a_folder_of_another_run_and_a_damaged_one_are_refused(made: Path, comin
 # -------------------------------------------------------------------- tables out of a file
 
 
+@pytest.mark.slow
 def test_a_table_out_of_a_file_is_the_table_of_its_runs(comingle: Any, tmp_path: Path) -> None:
     smoke = ("reproduce", "comigs/table1", "--scale", "smoke", "--columns", "multilingual")
     some = (*smoke, "--methods", "local,fedavg", "--seeds", "0,1")
@@ -240,6 +241,7 @@ def test_missing_seeds_of_a_row_are_told_first(file: Path) -> None:
     assert (shown.rows, shown.columns, shown.seeds, len(found)) == (("local", "fedavg"), ("multilingual",), (0,), 2)
 
 
+@pytest.mark.slow
 def test_runs_that_diverged_are_kept_as_such(comingle: Any, tmp_path: Path) -> None:
     wild = ("--set", "training.experts.learning_rate=1e30", "--methods", "pretrained,local")
     smoke = ("reproduce", "comigs/table1", "--scale", "smoke", "--columns", "multilingual", *wild)
@@ -370,6 +372,7 @@ def test_what_cannot_be_asked_for_is_one_line(file: Path, made: Path, comingle: 
 
 
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.jsonl.xz")), ids=lambda path: path.name)
+@pytest.mark.sampled(1)
 def test_published_runs_are_those_of_the_tables_as_they_are(path: Path) -> None:
     """Whoever changes a table's settings measures it again, or takes its runs out of the file."""
     records = read_archive(path)

@@ -34,6 +34,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", quick(SHOWN, "figure5"))
+@pytest.mark.slow
 def test_every_kind_of_figure_shows_what_was_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comingle_papers.reproduce.figures.LENGTH", 12)  # tokens, each of which is drawn
     methods = ["local", "comigs-2s"] if name == "figure9" else None
@@ -52,6 +53,7 @@ def test_every_kind_of_figure_shows_what_was_run(name: str, tmp_path: Path, monk
         assert all(text.count(f">{word}<") == 1 for word in words if ", layer" in word)  # first and last are one here
 
 
+@pytest.mark.slow
 def test_entries_are_the_runs_of_all_seeds(tmp_path: Path) -> None:
     wanted = Wanted(scale="smoke", methods=["4-4-2-2"], seeds=[0, 1])
     found = plan("comigs/figure12", wanted)

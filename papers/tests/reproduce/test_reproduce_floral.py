@@ -129,6 +129,7 @@ def test_the_order_of_a_column_is_compared_with_the_paper_s() -> None:
 # ---------------------------------------------------------------- the settings
 
 
+@pytest.mark.slow
 def test_the_paper_scale_has_the_published_settings() -> None:
     assert planned("table1").columns == tuple(load_experiment("floral/table1")[1].column_names)  # the hub has them
     expected = {  # clusters, batch, client rate, router rate, rounds, share of users, share of the samples
@@ -333,6 +334,7 @@ def test_estimates_grow_with_rounds_models_and_users() -> None:
 # ---------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_curves_and_mixtures_are_drawn_from_runs(tmp_path: Path) -> None:
     found = planned("table3", "smoke", columns=["linear"], methods=["fedavg", "floral-plain", "floral-optimal"])
     plot = load_experiment("floral/figure3")[1].plot

@@ -77,6 +77,7 @@ def test_every_method_exists(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "scale"), PLANS)
+@pytest.mark.sampled(28)
 def test_every_cell_is_a_valid_recipe(name: str, scale: str, tmp_path: Path) -> None:
     of_images = not name.startswith(("comigs/", "field/"))
     if of_images and scale == "smoke":  # which asks whether images and questions are there, and reads none

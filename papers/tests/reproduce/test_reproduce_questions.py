@@ -146,6 +146,7 @@ def test_estimates_grow_with_rounds_users_and_questions() -> None:
 # ---------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_every_row_runs_and_is_told_by_rouge(folder: Path, tmp_path: Path) -> None:
     short = {"training.context": 300, "training.rounds": 1}
     xnli = planned("smoke", data=folder, columns=["xnli"], changes=short)

@@ -167,6 +167,7 @@ def test_usage_is_in_multiples_of_the_columns_net(planned: Any) -> None:
     assert alone["fedavg-norm", "mlp"] == used["fedavg-norm", "mlp"]
 
 
+@pytest.mark.slow
 def test_every_row_and_column_is_one_point_of_its_methods_line(planned: Any, tmp_path: Path) -> None:
     found = planned()
     outcomes = {outcome.cell.folder: outcome for outcome in run_cells(found.cells, tmp_path)}

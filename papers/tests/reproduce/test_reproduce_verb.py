@@ -27,6 +27,7 @@ def no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COMINGLE_DATA", raising=False)
 
 
+@pytest.mark.slow
 def test_every_row_of_table_1_runs(comingle: Any, tmp_path: Path) -> None:
     answer = comingle("reproduce", "comigs/table1", *SMOKE, "--out", tmp_path)
     assert answer.code == 0, answer.err
@@ -261,6 +262,7 @@ def test_several_runs_at_a_time_find_the_same(comingle: Any, tmp_path: Path) -> 
     assert one == two
 
 
+@pytest.mark.slow
 def test_costs_are_printed_as_they_are_documented(comingle: Any, tmp_path: Path) -> None:
     """Without a network, as only the base's shape counts; every line of the documentation's tables is printed."""
     page = (Path(__file__).parents[3] / "docs" / "results.md").read_text(encoding="utf-8")
@@ -288,6 +290,7 @@ def test_counted_numbers_are_the_paper_s(comingle: Any, tmp_path: Path) -> None:
         assert len(cells) == {"fedmerge/table1": 12, "floral/table6": 15}[name]
 
 
+@pytest.mark.slow
 def test_table_3_is_counted_and_trains_nothing(comingle: Any, tmp_path: Path) -> None:
     small = "random:gpt2?layers=2&dim=32&heads=2"
     answer = comingle("reproduce", "comigs/table3", "--base", small, "--out", tmp_path)

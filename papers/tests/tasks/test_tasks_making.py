@@ -151,6 +151,7 @@ def augmented(task: Task, rows: list[int], seed: str) -> Tensor:
 
 
 @pytest.mark.parametrize("shift", ["rotate", "labels"])
+@pytest.mark.slow
 def test_augmented_images_are_those_augmented_upright_and_then_turned(make_folder: MakeFolder, shift: str) -> None:
     """Every outcome of a turned image, turned back, is one of the flips and crops of the upright image."""
     folder = make_folder("cifar10")

@@ -103,6 +103,7 @@ def test_a_descent_is_that_of_a_naive_loop() -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("local_steps", [1, 4])
 @pytest.mark.parametrize("mismatch", [0.0, 0.4, 1.0])
+@pytest.mark.sampled(5)
 def test_every_lemma_and_the_rate_hold(seed: int, local_steps: int, mismatch: float) -> None:
     cluster, amounts = cluster_of(seed)
     guessed = cluster.weights + mismatch * (amounts - cluster.weights)

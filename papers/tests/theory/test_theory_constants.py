@@ -64,6 +64,7 @@ def one_sample(seed: int, *, num_experts: int = 3, coupling: float = 1.0) -> Lin
 
 
 @pytest.mark.parametrize("rule", [printed_decay, lambda *a: 1.001 * needed_decay(*a)], ids=["eq. 27", "ours"])
+@pytest.mark.slow
 def test_the_condition_makes_the_hessian_positive_definite(rule, make_point) -> None:
     for seed in range(150):
         rng = np.random.default_rng(seed)
@@ -135,6 +136,7 @@ def test_the_thresholds_are_those_of_the_formulas() -> None:
 
 
 @BOTH
+@pytest.mark.slow
 def test_moduli_and_smoothness_bound_the_hessian_within_the_radius(loss, make_problem, make_point) -> None:
     for seed in range(12):
         problem = make_problem(seed, loss, samples=5)
@@ -168,6 +170,7 @@ def within(problem: LinearProblem, point: Point, radius: float) -> Point:
 
 @BOTH
 @pytest.mark.parametrize("multiple", [0.05, 1.0])
+@pytest.mark.sampled(1)
 def test_no_step_contracts_less_than_theorem_f2_says(loss, multiple, make_problem, make_point) -> None:
     covered = 0
     for seed in range(6):

@@ -84,6 +84,7 @@ def test_with_the_gates_as_shares_the_decoupled_objective_is_the_coupled_one(los
 
 @BOTH
 @pytest.mark.parametrize("coupling", [0.02, 0.7, 30.0])
+@pytest.mark.sampled(1)
 def test_the_shares_step_is_the_minimum_over_the_simplex(loss, coupling, make_problem, make_point) -> None:
     problem = make_problem(1, loss, coupling=coupling, samples=5)
     point = make_point(1, problem, scale=2.0)
@@ -131,6 +132,7 @@ def test_the_experts_and_the_router_steps_are_the_minima_that_scipy_finds(loss, 
 
 
 @BOTH
+@pytest.mark.slow
 def test_no_step_raises_the_objective_and_the_end_is_the_minimum(loss, make_problem, make_point) -> None:
     for seed in range(2):
         problem = make_problem(seed, loss, decay=4.0, samples=6, features=2)

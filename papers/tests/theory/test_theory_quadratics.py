@@ -48,6 +48,7 @@ def test_a_drawn_quadratic_has_the_condition_that_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("mismatch", [0.0, 0.1, 0.3, 1.0])
+@pytest.mark.sampled(1)
 def test_no_step_contracts_less_than_theorem_f1_says(mismatch: float) -> None:
     covered = 0
     for seed in SEEDS:

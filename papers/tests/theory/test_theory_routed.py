@@ -144,6 +144,7 @@ def test_it_does_not_apply_to_weights_that_grow() -> None:
 
 
 @pytest.mark.parametrize("condition", [10.0, 40.0])
+@pytest.mark.slow
 def test_the_printed_rate_fails_where_ours_holds(condition: float) -> None:
     """With one client and one cluster log K C is 0, and what is left of the start falls as kappa^2 / T^2."""
     shift = 4 * condition
@@ -159,6 +160,7 @@ def test_the_printed_rate_fails_where_ours_holds(condition: float) -> None:
     assert found.averaged[-1] > routed_rate_bound(found, cluster, schedule, 1)[-1] / 200
 
 
+@pytest.mark.slow
 def test_the_theory_command_shows_that_the_printed_one_fails() -> None:
     (claim,) = claims_of(curves(steps=200), A9_PRINTED)
     assert claim.covered

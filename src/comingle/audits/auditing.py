@@ -21,8 +21,10 @@ from comingle.audits.canaries import REFERENCES, SERVER, USERS, Trial, check_wat
 from comingle.audits.membership import FEWEST, infer, run_shadow, told_apart
 from comingle.audits.uploads import invert, recover, token_factors
 from comingle.config import Recipe
+from comingle.config.settings import MECHANISMS
 from comingle.models.hardware import torch_defaults
-from comingle.privacy.accounting import Release, epsilon, release_of
+from comingle.privacy.accounting import Release, epsilon
+from comingle.privacy.mechanisms import release_of
 from comingle.reports.audit import Audit, Proof, check_targets, exposure, write_audit
 from comingle.runs import shortened as in_rounds
 from comingle.runs.api import load
@@ -290,7 +292,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         server's view with ``mechanism: central``, which trusts the server.
     """
     privacy = privacy_of(recipe)
-    if privacy is None or privacy.noise == "reproducible" or (privacy.mechanism == "central" and view == SERVER):
+    if privacy is None or privacy.noise == "reproducible" or (privacy.noise_at == "server" and view == SERVER):
         return None
     training = training_settings(recipe, names)
     assert training.privacy is not None
@@ -300,7 +302,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         release = Release(noise=training.privacy.multiplier, rate=rate)
     else:
         release = release_of(training.privacy, training.participation, len(names))
-    replaced = privacy.mechanism == "local"
+    replaced = MECHANISMS[privacy.mechanism].load().replaces
     return epsilon_of_replacing(release, count, privacy.delta, training.privacy.accountant, counted=replaced)
 
 

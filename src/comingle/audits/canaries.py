@@ -17,12 +17,12 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from comingle.config import Recipe
+from comingle.config.settings import protects_examples
 from comingle.data.conversations.encoding import Answers, UserAnswers, widen
 from comingle.data.text.streams import UserData
 from comingle.methods.base import Method
 from comingle.models.windows import begin_windows
-from comingle.privacy.guard import Ledger
-from comingle.privacy.noise import Work
+from comingle.privacy.accounting import Work
 from comingle.protocol.messages import Upload, expand, fill_ranks
 from comingle.runs.session import build, execute
 from comingle.training.backends.local import InProcess
@@ -333,10 +333,10 @@ def run_trial(
         scores={who: sight.score(who) for who in (SERVER, USERS)},
         ranks=sight.ranks(),
         metrics=metrics,
-        works=guard.works() if isinstance(guard := plain.server.guard, Ledger) else {},
+        works={name: work for mechanism in plain.server.mechanisms for name, work in mechanism.works().items()},
     )
 
 
 def of_examples(recipe: Recipe) -> bool:
     """Whether single examples are hidden, so that a canary is one."""
-    return recipe.privacy is not None and recipe.privacy.mechanism == "example"
+    return recipe.privacy is not None and protects_examples(recipe.privacy.mechanism)

@@ -28,6 +28,7 @@ from comingle.config.hints import first_problem
 from comingle.config.settings import (
     EVERYBODY,
     EXPERTS_OPTIMIZER,
+    MECHANISMS,
     ROUTER_OPTIMIZER,
     AdaptersSection,
     AggregationSection,
@@ -52,7 +53,7 @@ class SecureSection(Section):
 class PrivacySection(Section):
     """What is done to uploads so that they reveal little of a user; see ``comingle.config.settings``."""
 
-    mechanism: Literal["central", "local", "example", "none"] = Privacy.mechanism
+    mechanism: str = Privacy.mechanism
     clip_norm: Positive | Literal["adaptive"] = Privacy.clip_norm
     noise_multiplier: Positive | None = Privacy.noise_multiplier
     epsilon: Positive | None = Privacy.epsilon
@@ -65,6 +66,14 @@ class PrivacySection(Section):
     clip_quantile: Annotated[float, Field(gt=0, lt=1)] = Privacy.clip_quantile
     clip_rate: Positive = Privacy.clip_rate
     secure_aggregation: SecureSection | None = None
+
+    @field_validator("mechanism", mode="before")
+    @classmethod
+    def _registered(cls, mechanism: Any) -> Any:
+        if isinstance(mechanism, str) and mechanism in MECHANISMS:
+            return mechanism
+        *others, last = map(repr, MECHANISMS)
+        raise ValueError(f"Input should be {', '.join(others)} or {last}")
 
 
 class MethodSection(Section):

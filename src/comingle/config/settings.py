@@ -16,8 +16,10 @@ from pydantic import Field
 
 from comingle.config.data import Count, Fraction, NotNegative, Positive, Section
 from comingle.protocol import Format
+from comingle.utils.registry import Registry, load_object
 
 if TYPE_CHECKING:
+    from comingle.privacy.mechanisms import DifferentialPrivacy
     from comingle.privacy.secure_sum import Sums
 
 
@@ -148,6 +150,44 @@ KEY = "privacy.key"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """A privacy mechanism as recipes, costs and reports know it, without its implementation, which needs torch.
+
+    Args:
+        implementation: A subclass of ``comingle.privacy.mechanisms.DifferentialPrivacy``, or ``"package.module:NAME"``,
+            which is imported on first use.
+        protects: The unit of privacy: all data of a user, or each of its examples.
+        noise_at: Where noise is added: by the server to its sum, by users to their uploads or local steps, or nowhere.
+    """
+
+    implementation: type[DifferentialPrivacy] | str
+    protects: Literal["user", "example"] = "user"
+    noise_at: Literal["server", "upload", "steps", "none"]
+
+    def load(self) -> type[DifferentialPrivacy]:
+        """Return the implementation."""
+        return load_object(self.implementation) if isinstance(self.implementation, str) else self.implementation
+
+
+_IMPLEMENTED = "comingle.privacy.mechanisms:"
+MECHANISMS: Registry[Mechanism] = Registry(
+    "comingle.mechanisms",
+    {
+        "central": Mechanism(implementation=_IMPLEMENTED + "Central", noise_at="server"),
+        "local": Mechanism(implementation=_IMPLEMENTED + "Local", noise_at="upload"),
+        "example": Mechanism(implementation=_IMPLEMENTED + "Example", noise_at="steps", protects="example"),
+        "none": Mechanism(implementation=_IMPLEMENTED + "Unnoised", noise_at="none"),
+    },
+)
+"""Privacy mechanisms by the value of ``privacy.mechanism``."""
+
+
+def protects_examples(mechanism: str) -> bool:
+    """Return whether a mechanism protects single examples; False for one that is not installed here."""
+    return mechanism in MECHANISMS and MECHANISMS[mechanism].protects == "example"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Privacy:
     """Differential privacy: whatever one user's data is changes what others see by at most epsilon, delta.
 
@@ -166,7 +206,7 @@ class Privacy:
     "reproducible" from the seed.
     """
 
-    mechanism: Literal["central", "local", "example", "none"] = "central"
+    mechanism: str = "central"
     clip_norm: float | Literal["adaptive"] = 1.0
     noise_multiplier: float | None = None
     epsilon: float | None = None
@@ -183,12 +223,17 @@ class Privacy:
     @property
     def noisy(self) -> bool:
         """Whether there is noise, and so an account of what is revealed."""
-        return self.mechanism != "none"
+        return self.noise_at != "none"
 
     @property
-    def of_examples(self) -> bool:
-        """Whether it is single examples that are hidden, and not users."""
-        return self.mechanism == "example"
+    def noise_at(self) -> str:
+        """Who adds noise to what: ``server``, ``upload``, ``steps`` or ``none``."""
+        return MECHANISMS[self.mechanism].noise_at
+
+    @property
+    def protects(self) -> str:
+        """The unit of privacy: ``user`` or ``example``."""
+        return MECHANISMS[self.mechanism].protects
 
     @property
     def multiplier(self) -> float:

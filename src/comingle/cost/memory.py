@@ -88,8 +88,8 @@ def _smallest(kind: Kind, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Run the smallest recipe of a kind and print the process's peak."""
     from comingle.config import parse_recipe
-    from comingle.models.hardware import peak_memory_bytes
     from comingle.runs.api import run
+    from comingle.training.runtime import peak_memory_bytes
 
     kind: Any = sys.argv[1]
     with tempfile.TemporaryDirectory() as folder:
@@ -356,7 +356,7 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
     most = TRACED_BATCHES * steps.portions.sequences
     drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
     examples = empty_batch(stage, len(rows), steps.portions.sequences)
-    hidden = steps.noised is not None and steps.noised.applies(phase, steps.model.layout)
+    hidden = steps.private is not None and steps.private.applies(phase, steps.model.layout)
     with quietly(), _telling(stage), LiveBytes() as live:
         if hidden:
             gradients = _hidden(cohort, phase, steps, drawn, examples)
@@ -368,22 +368,22 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
 
 
 def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples: Tensor) -> Tree:
-    """As :meth:`comingle.training.privacy.Noised.step`: single examples' gradients beside those of what is a user's
-    own.
+    """Return gradients as :meth:`comingle.training.privacy.PrivateSteps.step` does, for its memory.
 
-    Passes are full, whoever is drawn; the noise itself is of one user at a time, and no larger than the sums.
+    Single examples' gradients lie beside those of what is a user's own. Passes are full; the noise itself is of one
+    user at a time, and no larger than the sums.
     """
-    noised, model, users = steps.noised, steps.model, len(cohort.rows)
-    assert noised is not None
-    layout, leaves, copied = model.layout, noised.leaves(phase, model.layout), max(cohort.rows) >= steps.trainers
-    names = noised.alone(phase, layout, everything=copied)
+    private, model, users = steps.private, steps.model, len(cohort.rows)
+    assert private is not None
+    layout, leaves, copied = model.layout, private.leaves(phase, model.layout), max(cohort.rows) >= steps.trainers
+    names = private.alone(phase, layout, everything=copied)
     own = steps.gradient(cohort, drawn, phase, names=names)[1] if names else Tree()
-    tensors, sums = restrict(model.tensors(cohort.part.rows), layout, layout.roles - noised.own(layout)), Tree()
+    tensors, sums = restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.own(layout)), Tree()
     for _ in range(TRACED_BATCHES):
-        found, _ = noised.sums_over(model, steps.feed, tensors, leaves, cohort.owners, examples)
+        found, _ = private.sums_over(model, steps.feed, tensors, leaves, cohort.owners, examples, bound=1.0)
         sums = {name: t + sums[name] if name in sums else t for name, t in found.items()}
     made = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
-    return noised.joined(layout, phase, own, made, range(users), users)
+    return private.joined(layout, phase, own, made, range(users), users)
 
 
 @torch.no_grad()

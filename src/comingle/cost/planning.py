@@ -12,7 +12,7 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.files import check_used
-from comingle.config.settings import EVERYBODY
+from comingle.config.settings import EVERYBODY, protects_examples
 from comingle.cost.counts import BaseFlops, Load, count_stacked, count_users, measured_base, text_load
 from comingle.cost.memory import Rehearsal, memory, process_bytes, rehearse
 from comingle.cost.records import Account, Difference, MethodCost, Plan, Sizes, table3
@@ -209,7 +209,7 @@ def _check_given(recipe: Recipe, users: int | None) -> None:
 
 def _check_examples(recipe: Recipe, users: int | None) -> None:
     """How much noised steps reveal of an example follows from how many each user has."""
-    if users is not None and recipe.privacy is not None and recipe.privacy.mechanism == "example":
+    if users is not None and recipe.privacy is not None and protects_examples(recipe.privacy.mechanism):
         told = "with privacy.mechanism: example users' data is read, as epsilon follows from how many examples each has"
         raise RecipeError(f"--users: got {users}; {told}; leave it out")
 

@@ -2,89 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from comingle.config import Recipe
-from comingle.config.settings import MEMORY, Privacy, Training
+from comingle.config.settings import MEMORY, protects_examples
 from comingle.cost.counts import count_exchanges
 from comingle.cost.memory import Rehearsal, memory
 from comingle.cost.records import MemoryCost, MethodCost, UserCost
 from comingle.cost.stored import Writes, store_bytes, user_bytes
 from comingle.methods import make, settings_beside
-from comingle.methods.base import Method
-from comingle.privacy.accounting import accountant_of, epsilon, release_of, sample_size
-from comingle.privacy.guard import Ledger
-from comingle.privacy.noise import Work, multiplier_of, spent_by
-from comingle.privacy.robust import check_rounds
+from comingle.privacy.accounting import sample_size
 from comingle.runs.session import build, prepare, training_settings
 from comingle.training.kinds.base import kind_of
-from comingle.training.privacy import planned_releases
+from comingle.training.privacy import planned_releases, server_mechanisms
 from comingle.training.settings import Portions, round_sizes
 from comingle.training.storage.opening import check_storable
 from comingle.utils.errors import RecipeError
-
-
-def promise(training: Training, method: Method, users: Sequence[str]) -> dict[str, Any]:
-    """What a whole run will have revealed of the user of whom most is; nothing where the recipe has no privacy.
-
-    Where the noise is given and a budget too, a run of fewer rounds than planned stays within it.
-    """
-    privacy = training.privacy
-    if privacy is None or not privacy.noisy:
-        return {}
-    release = release_of(privacy, training.participation, len(users))
-    planned, accountant = planned_releases(training, method, users), accountant_of(privacy, release)
-
-    def spends(count: int) -> float:
-        return epsilon(release, count, privacy.delta, accountant)
-
-    count = _affordable(privacy, planned, spends)
-    return {
-        "mechanism": privacy.mechanism,
-        "epsilon": spends(count),
-        "delta": privacy.delta,
-        "noise_multiplier": privacy.multiplier,
-        "clip_norm": privacy.clip_norm,
-        "accountant": accountant,
-        "releases": count,
-        "planned_releases": planned,
-    }
-
-
-def promise_of_examples(ledger: Ledger) -> dict[str, Any]:
-    """The same where single examples are hidden: of the user of whom most will have been revealed."""
-    privacy = ledger.privacy
-
-    def ends(work: Work) -> tuple[float, Work, int]:
-        def spends(rounds: int) -> float:
-            return spent_by(privacy, work, rounds * work.steps)
-
-        rounds = _affordable(privacy, work.rounds, spends)
-        return spends(rounds), work, rounds * work.steps
-
-    most, work, steps = max((ends(work) for work in ledger.works().values()), key=lambda found: found[0])
-    return {
-        "mechanism": privacy.mechanism,
-        "epsilon": most,
-        "delta": privacy.delta,
-        "noise_multiplier": multiplier_of(privacy, work),
-        "clip_norm": privacy.clip_norm,
-        "accountant": privacy.accountant,
-        "releases": steps,
-        "planned_releases": work.planned,
-    }
-
-
-def _affordable(privacy: Privacy, planned: int, spends: Callable[[int], float]) -> int:
-    """How many of the planned rounds stay within the budget."""
-    budget = math.inf if privacy.epsilon is None else privacy.epsilon
-    return bisect_right(range(1, planned + 1), budget, key=spends)
-
 
 NONE_FITS = "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"
 _USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
@@ -116,21 +52,17 @@ def with_privacy(
         return cost
     recipe = recipe.with_changes({"training.participation": participation})
     method, training = make(recipe.method.name, **recipe.method.settings), training_settings(recipe, names)
-    if training.aggregation is not None and method.shared:
-        check_rounds(training.aggregation, round_sizes(training, names), same_ranks=True)
+    mechanisms = server_mechanisms(training, names)
+    if method.shared:
+        for mechanism in mechanisms:
+            mechanism.check_rounds(round_sizes(training, names), same_ranks=True)
     if recipe.privacy is None:
         return cost
-    if recipe.privacy.mechanism != "example":
-        return replace(cost, privacy=promise(training, method, names))
-    read = (whole or recipe).with_changes({"training.participation": participation})
-    return replace(cost, privacy=_promise_of_examples(read))
-
-
-def _promise_of_examples(recipe: Recipe) -> dict[str, Any]:
-    """What a run reveals of single examples, which follows from how many each user has: their data is read."""
-    guard = build(recipe, prepare(recipe)).server.guard
-    assert isinstance(guard, Ledger)
-    return promise_of_examples(guard)
+    if protects_examples(recipe.privacy.mechanism):  # epsilon follows from how many a user has: their data is read
+        read = (whole or recipe).with_changes({"training.participation": participation})
+        mechanisms = build(read, prepare(read)).server.mechanisms
+    planned = planned_releases(training, method, names)
+    return replace(cost, privacy={key: v for one in mechanisms for key, v in one.forecast(planned).items()})
 
 
 def check_count(users: int | None) -> None:

@@ -17,7 +17,7 @@ from comingle.config.data import Section, Steps
 from comingle.config.hints import first_problem
 from comingle.methods.base import Method
 from comingle.methods.server import Reported
-from comingle.privacy.guard import CLIP_NORM, WITHIN, without_bound
+from comingle.privacy.base import CLIP_NORM, WITHIN, without_bound
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.utils.errors import MessageError
 from comingle.utils.records import MEASURES

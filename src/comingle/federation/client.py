@@ -55,9 +55,10 @@ from comingle.protocol.wire import pack, unpack
 from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
 from comingle.training.client import finetuned, finish, settle, train
-from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
+from comingle.training.evaluation import amounts, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import Materials
 from comingle.training.privacy import keep_key, terms_of
+from comingle.training.rounds import amounts_of
 from comingle.utils.errors import (
     BaseModelError,
     ComingleError,
@@ -147,7 +148,7 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     home = Home(folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy())
     begun = any((folder / "answers").glob("*.bin"))  # so something may have been released
     _check_inputs(folder, own, describe(read, recipe), begun=begun)
-    keep_key(folder, clients.shield, clients.steps.examples, begun=begun)
+    keep_key(folder, *clients.mechanisms, begun=begun)
     home.tidy()
     home.newest()
     return home

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import Privacy, Terms
+from comingle.config.settings import Terms
 from comingle.federation.messages import unpack_answer
 from comingle.federation.public import Own, Public, Tells
-from comingle.privacy.noise import digest, spent_by
+from comingle.privacy.noise import digest
 from comingle.privacy.secure_client import Record, Session
 from comingle.privacy.secure_sum import KEY
 from comingle.protocol.wire import unpack
@@ -216,8 +216,8 @@ class Home:
     @property
     def counted(self) -> dict[str, int]:
         """How many examples the user has, where its epsilon follows from that: the account takes it for public."""
-        noised = self.clients.steps.noised
-        return {} if noised is None else {"examples": noised.work(self.clients.feed, 0).examples}
+        private = self.clients.steps.private
+        return {} if private is None else {"examples": private.work(self.clients.feed, 0).examples}
 
     def tells(self, own: Own) -> Tells:
         """What the user tells of itself: with privacy nothing, unless its own file says so."""
@@ -228,25 +228,26 @@ class Home:
 
         The same upload again reveals nothing new; another one for the same task does, and what it cost is not undone.
         """
-        shield = self.clients.shield
-        if shield is None or shield.privacy.mechanism != "local":
-            return ""
-        return self._note(shield.privacy, hashlib.sha256(data).hexdigest(), shield.epsilon)
+        release = hashlib.sha256(data).hexdigest()
+        notes = (self._note(release, one.own_epsilon) for one in self.clients.mechanisms if one.noise_at == "upload")
+        return next(filter(None, notes), "")
 
     def note_steps(self, number: int) -> str:
         """The same, before the steps of round ``number`` are taken, where these hide the user's single examples."""
         clients = self.clients
-        if (noised := clients.steps.noised) is None:
+        if (private := clients.steps.private) is None:
             return ""
-        work, privacy = noised.work(clients.feed, 0), noised.examples.privacy
+        work, mechanism = private.work(clients.feed, 0), private.mechanism
         begins = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
         named = hashlib.sha256(begins.encode()).hexdigest()
-        return self._note(privacy, named, lambda rounds: spent_by(privacy, work, rounds * work.steps))
+        return self._note(named, lambda rounds: mechanism.own_epsilon(rounds, work))
 
-    def _note(self, privacy: Privacy, release: str, epsilon: Callable[[int], float]) -> str:
+    def _note(self, release: str, epsilon: Callable[[int], float]) -> str:
         path = self.folder / LEDGER
         known = json.loads(path.read_text(encoding="utf-8"))["releases"] if path.exists() else []
         releases = sorted({*known, release})
+        privacy = self.clients.training.privacy
+        assert privacy is not None
         spent, budget = epsilon(len(releases)), privacy.epsilon
         if budget is not None and spent > budget:
             return f"its privacy budget of epsilon {budget:g} is spent"

@@ -18,11 +18,10 @@ from comingle.federation.flower.channel import Channel
 from comingle.federation.messages import Answer, Task, check_steps, unpack_answer, works_of
 from comingle.federation.public import House, Public
 from comingle.models.model import Model
-from comingle.privacy.guard import Ledger
 from comingle.protocol.messages import Download
 from comingle.protocol.wire import pack
 from comingle.training.evaluation import Clock
-from comingle.training.events import AN_EVENT, Observer
+from comingle.training.events import Observer
 from comingle.training.server import ServerHalf, start_server
 from comingle.utils.errors import MessageError, RunError
 
@@ -44,9 +43,10 @@ class Patience:
 
 logger = logging.getLogger("comingle")
 
+AN_EVENT = {"is_an_event": True}
+"""Marks a warning in the log of which an event tells as well."""
+
 _JOIN = ("join",)
-END_SECONDS = 60.0
-"""How long the server waits for users to hear that all is over."""
 AGAIN_SECONDS = 1.0
 """Pause before a user who failed, or is absent, is asked again."""
 _REFUSED_SECONDS = 5.0
@@ -128,15 +128,10 @@ class Coordinator:
             reasons = "".join(f"; {why}" for why in list(self.refusing.values())[:_REASONS])
             raise RunError(f"{there}; needed: {self.patience.min_participants}; {waits}{reasons}")
 
-    def end(self, rounds: int) -> None:
-        """Tell all users that the federation is over, once the server has written down what came of it."""
-        self.ask(dict.fromkeys(self.public.users, ("end",)), rounds, seconds=END_SECONDS)
-
     def welcome(self, name: str, answer: Answer) -> None:
         """Note a user who has joined, and where it is in the run."""
         self.joined[name] = answer.told
-        if isinstance(self.server.guard, Ledger):
-            self.examples[name] = int(answer.told.get("examples", 0))
+        self.examples[name] = int(answer.told.get("examples", 0))
         self.observe({"event": "joined", "user": name})
         if self.serials.get(name, 0) == 0 and not any(self.serials.values()):
             self.local_steps = max(self.local_steps, int(answer.told.get("steps", 1)))
@@ -495,7 +490,6 @@ def new_coordinator(
         patience=patience,
         serials=dict.fromkeys(public.users, 0),
     )
-    if isinstance(server.guard, Ledger):
-        server.guard.works = lambda: works_of(house, coordinator.examples)
+    server.set_works(lambda: works_of(house, coordinator.examples))
     coordinator.versions = dict.fromkeys(public.users, coordinator.first_version)
     return coordinator

@@ -19,7 +19,7 @@ from typing import Any
 from comingle.config import Recipe
 from comingle.config.settings import Training
 from comingle.federation.public import House
-from comingle.privacy.noise import Work
+from comingle.privacy.accounting import Work
 from comingle.protocol.wire import FORMAT, MAX_BYTES
 from comingle.training.privacy import work_of
 from comingle.utils.errors import MessageError

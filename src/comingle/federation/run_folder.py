@@ -14,10 +14,10 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import AUTO
-from comingle.federation.backend import NetworkBackend
 from comingle.federation.coordinator import Coordinator, Patience, new_coordinator
 from comingle.federation.flower.channel import Channel
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
+from comingle.federation.rounds import run_tasks, tell_end
 from comingle.methods.user_errors import own_errors
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.runs.folders import as_begun, open_folder
@@ -30,11 +30,11 @@ from comingle.training.checkpoints import (
     read_progress,
     save_checkpoint,
 )
-from comingle.training.evaluation import Clock, end_event, period, start_event
+from comingle.training.evaluation import end_event, start_event
 from comingle.training.events import EventLog, Observer
 from comingle.training.kinds.base import kind_of
 from comingle.training.privacy import keep_key
-from comingle.training.rounds import Evaluations, outcome_warnings, run_rounds
+from comingle.training.rounds import Evaluations, outcome_warnings, period
 from comingle.training.state import State, initial_state
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
@@ -191,7 +191,7 @@ def _run(
 
     try:
         coordinator = new_coordinator(run, public, house, channel, observe, plan.patience)
-        keep_key(folder, coordinator.server.guard, anew=not known, begun=progress is not None)
+        keep_key(folder, *coordinator.server.mechanisms, anew=not known, begun=progress is not None)
         if progress is not None:
             _restore(coordinator, newest[0], progress)
         coordinator.join()
@@ -201,18 +201,14 @@ def _run(
             started = start_event(house.method, house.training, coordinator.model.name, _amounts(coordinator))
             observe(started | _skipped_rows(coordinator))
 
-        start = progress.round if progress else 0
-        backend = NetworkBackend(coordinator, stopped_after=start if progress and progress.stopped else None)
-
-        def save(done: int, clock: Clock) -> None:
+        def save(done: int, stopped: bool) -> None:
             log.to_disk()
-            _save(coordinator, folder, done, log.size_bytes, stopped=backend.stopped_after is not None)
+            _save(coordinator, folder, done, log.size_bytes, stopped)
 
+        start, stopped = (progress.round, progress.stopped) if progress else (0, False)
         if not ending:
-            clock = coordinator.clock
-            told = run_rounds(backend, observe=observe, checkpoint=save, first_round=start, clock=clock)
-            metrics = backend.summarise(told).as_dict()
-            metrics |= _skipped_rows(coordinator) | coordinator.server.account
+            metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
+            metrics |= _skipped_rows(coordinator) | coordinator.server.metrics
             metrics |= outcome_warnings(house.method, evaluations, metrics)
             if untold := [name for name in plan.users if name not in metrics["users"]]:
                 metrics["untold"] = untold
@@ -221,7 +217,7 @@ def _run(
             _write_down(folder, run, public, ending=True)
             write_json(folder / "metrics.json", metrics)
         metrics = read_metrics(folder)
-        coordinator.end(metrics["rounds"])
+        tell_end(coordinator, metrics["rounds"])
         _write_down(folder, run, public)
     finally:
         log.close()
@@ -289,7 +285,7 @@ def _skipped_rows(coordinator: Coordinator) -> dict[str, int]:
 # ---------------------------------------------------------------- the server's own state
 
 
-def _save(coordinator: Coordinator, folder: Path, done: int, events_bytes: int, *, stopped: bool) -> None:
+def _save(coordinator: Coordinator, folder: Path, done: int, events_bytes: int, stopped: bool) -> None:
     public, counted = coordinator.public, {"clock": coordinator.clock, "events_bytes": events_bytes}
     progress = progress_of(done, public.digest, public.users, stopped=stopped, **counted)
     kept = coordinator.server.state | _own_tensors(coordinator)
@@ -317,9 +313,9 @@ def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> 
     _, kept = load_checkpoint(checkpoint, coordinator.model.layout, _no_rows(coordinator), like)
     own = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
     server.restore(kept)
-    if server.guard is not None and progress.round < coordinator.house.training.rounds and not progress.stopped:
+    if progress.round < coordinator.house.training.rounds and not progress.stopped:
         # The round after it may have been published, and will be again, perhaps with other participants.
-        server.guard.charge(range(len(names)))
+        server.charge(range(len(names)))
     coordinator.serials = dict(zip(names, own["serials"].tolist(), strict=True))
     coordinator.versions = dict(zip(names, (own["versions"] - 1).tolist(), strict=True))
     coordinator.local_steps, coordinator.best_round = int(own["local_steps"]), int(own["best_round"])

@@ -10,15 +10,24 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
 from comingle.config.settings import Privacy
-from comingle.utils.errors import RecipeError
+from comingle.utils.errors import RecipeError, list_names
+
+_log = logging.getLogger("comingle")
+
+_SPENT = "%s: one more round would exceed the privacy budget, so they train no more; others go on"
 
 Participation = float | tuple[tuple[int, ...], ...]
 """A fraction of the users, or lists of numbers, as in ``Training``."""
@@ -40,19 +49,6 @@ class Release:
     def sampled(self) -> bool:
         """Whether who takes part is drawn, and nobody knows who was."""
         return self.rate < 1 or self.sample > 0
-
-
-def release_of(privacy: Privacy, participation: Participation, users: int) -> Release:
-    """A round of a recipe; the noise multiplier must be known."""
-    z = privacy.multiplier
-    if privacy.mechanism == "local":
-        return Release(noise=z / 2)
-    # The server of a secure sum knows who is in it, and so do they: nobody is hidden by not having been drawn.
-    if isinstance(participation, tuple) or participation >= 1 or privacy.secure_aggregation is not None:
-        return Release(noise=z)
-    if privacy.sampling == "poisson":
-        return Release(noise=z, rate=participation)
-    return Release(noise=z / 2, sample=sample_size(participation, users), users=users)
 
 
 def sample_size(participation: float, users: int) -> int:
@@ -120,24 +116,16 @@ _STEPS = 14
 _MOST = 2.0**20
 
 
-def calibrate(privacy: Privacy, participation: Participation, users: int, count: int) -> float:
-    """The least noise multiplier, to a few parts in ten thousand, with which ``count`` releases spend its epsilon.
-
-    Raises:
-        RecipeError: no noise is enough, or the package is not installed.
-    """
-
-    def release(z: float) -> Release:
-        return release_of(replace(privacy, noise_multiplier=z), participation, users)
-
-    return least_noise(privacy, count, release)
-
-
 def least_noise(privacy: Privacy, count: int, release: Callable[[float], Release]) -> float:
-    """The same of releases that follow from a noise multiplier in any way.
+    """Return the least noise multiplier, to a few parts in ten thousand, with which ``count`` releases spend epsilon.
+
+    Args:
+        privacy: Has epsilon, delta and the accountant.
+        count: Releases of a whole run.
+        release: From a noise multiplier to what one of them reveals.
 
     Raises:
-        RecipeError: as :func:`calibrate`.
+        RecipeError: No noise is enough, or the package is not installed.
     """
     target = privacy.epsilon
     assert target is not None
@@ -159,6 +147,100 @@ def least_noise(privacy: Privacy, count: int, release: Callable[[float], Release
         middle = math.sqrt(low * high)
         low, high = (low, middle) if spends(middle, privacy.accountant) <= target else (middle, high)
     return high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a user does in a run: ``steps`` with noise in each of ``rounds``, of ``batch`` examples in the mean."""
+
+    examples: int
+    batch: int
+    steps: int
+    rounds: int
+
+    @property
+    def rate(self) -> float:
+        """The chance of an example to be in a batch."""
+        return min(1.0, self.batch / max(1, self.examples))
+
+    @property
+    def expected(self) -> float:
+        """How many examples a batch has in the mean, by which sums are divided: public, whoever was drawn."""
+        return max(1.0, self.rate * self.examples)
+
+    @property
+    def planned(self) -> int:
+        """Steps with noise of the whole run."""
+        return self.steps * self.rounds
+
+
+@lru_cache(maxsize=1 << 12)
+def multiplier_of(privacy: Privacy, work: Work) -> float:
+    """A user's noise multiplier: as given, or the least with which all that is planned spends epsilon.
+
+    Raises:
+        RecipeError: no noise is enough, or the package that computes it is not installed.
+    """
+    if privacy.noise_multiplier is not None:
+        return privacy.noise_multiplier
+    return least_noise(privacy, work.planned, lambda z: Release(noise=z, rate=work.rate))
+
+
+def spent_by(privacy: Privacy, work: Work, steps: int) -> float:
+    """Epsilon of a user's examples after so many steps with noise."""
+    if steps == 0:
+        return 0.0
+    release = Release(noise=multiplier_of(privacy, work), rate=work.rate)
+    return epsilon(release, steps, privacy.delta, privacy.accountant)
+
+
+@dataclass(kw_only=True)
+class Account:
+    """The releases of each user so far, and the epsilon that they have spent.
+
+    Args:
+        privacy: Has the budget.
+        users: All of a run.
+        epsilon_of: From a user's number and a count of releases to epsilon.
+        counts: Releases of each user.
+        warned: Users of whom the log has said that their budget is spent.
+    """
+
+    privacy: Privacy
+    users: tuple[str, ...]
+    epsilon_of: Callable[[int, int], float]
+    counts: Int[Tensor, " users"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    warned: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts if len(self.counts) else torch.zeros(len(self.users), dtype=torch.int64)
+
+    def charge(self, users: Sequence[int]) -> None:
+        """Count a release of each of these users."""
+        self.counts[list(users)] += 1
+
+    def affordable(self, members: Sequence[int]) -> list[int]:
+        """Return the users for whom one more release stays within the budget; warn once of each other."""
+        budget = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
+        counts = self.counts.tolist()
+        found = [user for user in members if self.epsilon_of(user, counts[user] + 1) <= budget]
+        if found and (spent := sorted(set(members) - set(found) - self.warned)):
+            self.warned.update(spent)
+            _log.warning(_SPENT, list_names(self.users[user] for user in spent))
+        return found
+
+    @property
+    def spent(self) -> dict[str, Any]:
+        """Epsilon of the user of whom most was revealed, and of all users where they differ."""
+        each = [self.epsilon_of(user, count) for user, count in enumerate(self.counts.tolist())]
+        differ = {"users": dict(zip(self.users, each, strict=True))} if len(set(each)) > 1 else {}
+        return {"epsilon": max(each, default=0.0), "delta": self.privacy.delta, **differ}
+
+
+def affordable_releases(privacy: Privacy, planned: int, spends: Callable[[int], float]) -> int:
+    """Return how many of the planned releases stay within the budget; ``spends`` is the epsilon of so many."""
+    budget = math.inf if privacy.epsilon is None else privacy.epsilon
+    return bisect_right(range(1, planned + 1), budget, key=spends)
 
 
 def most_releases(schedule: Sequence[Sequence[int]]) -> int:

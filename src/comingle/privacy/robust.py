@@ -1,4 +1,4 @@
-"""Robust aggregation: rules, checks and the server strategy that applies them.
+"""Robust aggregation: rules, and the mechanism that applies one of them at the server.
 
 Krum, Bulyan and the geometric median take all that a user uploads as one vector: distances are sums over its tensors.
 Distances are computed from differences in float64, never from products: one huge upload must not round the others'
@@ -7,44 +7,23 @@ distances away. Each rule also says how much of each upload counts in what it ma
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import AggregationSection, Privacy
+from comingle.config.settings import AggregationSection
 from comingle.methods.base import Method
 from comingle.methods.server import Received
+from comingle.privacy.base import Judged, PrivacyMechanism, RunSettings, ServerRound
 from comingle.privacy.noise import clipped, norms, without_padding
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Tree
 
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """What a rule has made of a round's uploads, for the events of a run.
-
-    ``counted`` is how much of each user's upload counts, from 0 to 1: :class:`comingle.privacy.robust.Combined`, and
-    with norm-bound by what its change was shortened. Empty where the uploads were too few, as ``reason`` says.
-    """
-
-    rule: str
-    counted: dict[str, float] = field(default_factory=dict)
-    reason: str = ""
-
-    @property
-    def left_out(self) -> list[str]:
-        """Whose uploads changed nothing."""
-        return [name for name, share in self.counted.items() if share == 0]
-
-    def as_event(self, done: int) -> dict[str, Any]:
-        """After round ``done`` (from 1)."""
-        said = {"left_out": self.left_out, "counted": self.counted} if self.counted else {"reason": self.reason}
-        return {"event": "aggregation", "round": done, "rule": self.rule, **said}
-
+_log = logging.getLogger("comingle")
 
 SMOOTHING, STEPS, ENOUGH = 1e-6, 1000, 1e-9
 """Of the geometric median: the least distance (nu), the most steps, and when a step is too small to go on."""
@@ -200,63 +179,70 @@ WEIGHTED = ("geometric-median", "norm-bound")
 """Rules in which users' weights are of use."""
 
 
-def check_robust(
-    method: Method, aggregation: AggregationSection, *, weighting: str, select: str, privacy: Privacy | None
-) -> None:
-    """Whether the rule can take the place of the method's mean.
+@dataclass(kw_only=True)
+class RobustRule(PrivacyMechanism):
+    """A robust rule in place of the mean of uploads, some of which may be hostile."""
 
-    Raises:
-        RecipeError: it cannot; says why.
-    """
-    rule = aggregation.rule
-    if method.placement.pooled:
-        raise RecipeError(f"aggregation: method {method.name} pools everybody's data, among which no rule chooses")
-    if not method.shared:
-        return
-    if why := _unbounded(method) if rule == "norm-bound" else _unknown(method):
-        raise RecipeError(f"aggregation: {rule} with method {method.name}: {why}")
-    if weighting != "uniform" and rule not in WEIGHTED:
-        raise RecipeError(
-            f"training.weighting: got {weighting}, but {rule} gives all users the same weight, as amounts of data "
-            f"can be lies; allowed: uniform, or aggregation {' or '.join(WEIGHTED)}"
-        )
-    if select == "best":
-        raise RecipeError(
-            "aggregation: evaluation.select: best goes by the mean of users' validation losses, of which one false "
-            "one decides; allowed: last"
-        )
-    if privacy is not None and privacy.secure_aggregation is not None:
-        raise RecipeError(
-            f"aggregation: {rule} with privacy.secure_aggregation, where the server sees a sum and no upload that it "
-            "could judge; allowed: mean, or no secure_aggregation"
-        )
-    if privacy is not None and privacy.mechanism == "central":
-        raise RecipeError(
-            f"aggregation: {rule} with privacy.mechanism: central, whose noise covers a sum of clipped changes and "
-            "nothing else; its clip norm bounds each user's influence already; allowed: mean, or mechanism: local"
-        )
+    aggregation: AggregationSection
 
-
-def check_rounds(aggregation: AggregationSection, sizes: Collection[int], *, same_ranks: bool) -> None:
-    """Whether rounds of so many users are large enough, and uploads have the same coordinates.
-
-    Raises:
-        RecipeError: they are not.
-    """
-    rule = aggregation.rule
-    for size in sorted(sizes):
-        if not aggregation.enough(size):
-            hostile = aggregation.hostile_among(size)
+    def supports(self, method: Method, settings: RunSettings) -> None:
+        """Check that the rule can take the place of the method's mean."""
+        rule, privacy = self.aggregation.rule, settings.privacy
+        if method.placement.pooled:
+            raise RecipeError(f"aggregation: method {method.name} pools everybody's data, among which no rule chooses")
+        if not method.shared:
+            return
+        if why := _unbounded(method) if rule == "norm-bound" else _unknown(method):
+            raise RecipeError(f"aggregation: {rule} with method {method.name}: {why}")
+        if settings.weighting != "uniform" and rule not in WEIGHTED:
             raise RecipeError(
-                f"aggregation: {rule} needs {aggregation.needed(hostile)} users in a round with {hostile} hostile ones "
-                f"among them, and training.participation leaves {size}; allowed: more users, a smaller "
-                "aggregation.hostile, or another rule"
+                f"training.weighting: got {settings.weighting}, but {rule} gives all users the same weight, as amounts "
+                f"of data can be lies; allowed: uniform, or aggregation {' or '.join(WEIGHTED)}"
             )
-    if rule != "norm-bound" and not same_ranks:
-        raise RecipeError(
-            f"aggregation: {rule} compares users coordinate by coordinate, and adapters.rank differs between them; "
-            "allowed: one rank, or norm-bound"
-        )
+        if settings.select == "best":
+            raise RecipeError(
+                "aggregation: evaluation.select: best goes by the mean of users' validation losses, of which one false "
+                "one decides; allowed: last"
+            )
+        if privacy is not None and privacy.secure_aggregation is not None:
+            raise RecipeError(
+                f"aggregation: {rule} with privacy.secure_aggregation, where the server sees a sum and no upload that "
+                "it could judge; allowed: mean, or no secure_aggregation"
+            )
+        if privacy is not None and privacy.noise_at == "server":
+            raise RecipeError(
+                f"aggregation: {rule} with privacy.mechanism: {privacy.mechanism}, whose noise covers a sum of clipped "
+                "changes and nothing else; its clip norm bounds each user's influence already; allowed: mean, or "
+                "mechanism: local"
+            )
+
+    def check_rounds(self, sizes: Collection[int], *, same_ranks: bool) -> None:
+        """Check that rounds of ``sizes`` users are large enough, and that uploads have the same coordinates."""
+        aggregation, rule = self.aggregation, self.aggregation.rule
+        for size in sorted(sizes):
+            if not aggregation.enough(size):
+                hostile = aggregation.hostile_among(size)
+                raise RecipeError(
+                    f"aggregation: {rule} needs {aggregation.needed(hostile)} users in a round with {hostile} hostile "
+                    f"ones among them, and training.participation leaves {size}; allowed: more users, a smaller "
+                    "aggregation.hostile, or another rule"
+                )
+        if rule != "norm-bound" and not same_ranks:
+            raise RecipeError(
+                f"aggregation: {rule} compares users coordinate by coordinate, and adapters.rank differs between them; "
+                "allowed: one rank, or norm-bound"
+            )
+
+    def server_sum(self, received: Received, about: ServerRound) -> Received | None:
+        """Return what the rule makes of uploads; None where too few have arrived."""
+        self.judged = None
+        if not received.tensors:
+            return received
+        started = about.server.starts(about.kept, received)
+        found, self.judged = defended(self.aggregation, received, started, about.names)
+        if found is None:
+            _log.warning("%s", self.judged.reason)
+        return found
 
 
 def _unbounded(method: Method) -> str:

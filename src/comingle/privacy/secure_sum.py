@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,12 +20,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.config.settings import LEAST, Privacy, Secure, Terms, no_sum
+from comingle.methods.base import Method
 from comingle.privacy.accounting import Participation, expected
-from comingle.privacy.noise import clipped, digest, gaussian, scaled
+from comingle.privacy.base import PrivacyMechanism, RunSettings, Update
+from comingle.privacy.noise import capped_weights, clipped, digest, gaussian, scaled
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import packed_bytes
 from comingle.utils.errors import NoSumError, RecipeError
-from comingle.utils.trees import Tree
+from comingle.utils.trees import Layout, Tree
 
 DTYPES = {32: torch.int32, 64: torch.int64}
 """How a tensor holds numbers modulo ``2^word``; they are read without a sign."""
@@ -333,3 +335,54 @@ class Sums:
             over = float(self.expected(done))
         entries = sum(t.numel() for t in like.values())
         return shaped(numbers[:entries].double() * grid.step / over, like)
+
+
+@dataclass(kw_only=True)
+class SecureSum(PrivacyMechanism):
+    """Uploads behind masks, so that the server sees their sum alone; with a part of the noise where there is any.
+
+    The server has no hook here: it never sees an upload. A backend carries the messages of the protocol and hands over
+    the total, see :meth:`comingle.training.server.ServerHalf.aggregate_sum`.
+
+    Args:
+        privacy: With ``secure_aggregation``.
+        sums: How uploads are summed; None before users and rounds are known.
+    """
+
+    privacy: Privacy
+    sums: Sums | None = None
+
+    def supports(self, method: Method, settings: RunSettings) -> None:
+        """Check that a sum is all that the server needs."""
+        where, privacy, secure = "privacy.secure_aggregation", self.privacy, self.privacy.secure_aggregation
+        assert secure is not None
+        if method.shared and method.server.kind != "sum":
+            raise RecipeError(
+                f"{where}: method {method.name}: its server ({type(method.server).__name__}) looks at each upload by "
+                "itself, and would see their sum alone"
+            )
+        if privacy.noise_at in ("upload", "steps"):
+            raise RecipeError(
+                f"{where}: not with mechanism: {privacy.mechanism}, whose noise hides each upload; allowed: central, "
+                "none"
+            )
+        if privacy.adaptive:
+            raise RecipeError(f"{where}: not with clip_norm: adaptive, for which each user says whether it was within")
+        if settings.uploads != "float32":
+            raise RecipeError(
+                f"{where}: has a format of its own (bits); training.uploads: got {settings.uploads!r}; allowed: float32"
+            )
+        if privacy.noisy and secure.range is not None:
+            raise RecipeError(f"{where}.range: is not read with noise, where it follows from privacy.clip_norm")
+
+    def check_server(self, method: Method, layout: Layout, users: int) -> None:
+        """Check that rounding does not make changes much longer."""
+        if self.sums is not None and method.shared:
+            self.sums.check_size(layout.count(method.shared))
+
+    def client_update(self, update: Update) -> Update:
+        """Return changes as whole numbers modulo ``2^word``, before their masks."""
+        assert self.sums is not None
+        weights = capped_weights(update.counts, self.privacy.weight_cap)
+        whole = self.sums.uploads(update.changes, weights, update.names, self.key, update.round_number)
+        return replace(update, masked={VECTOR: whole})

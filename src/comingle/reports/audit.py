@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from comingle.config.settings import protects_examples
 from comingle.reports.comparisons import interval
 from comingle.reports.formatting import Table
 from comingle.utils.errors import RunError
@@ -169,7 +170,7 @@ def verdict(audit: Audit) -> list[str]:
 def _proof_told(proof: Proof, audit: Audit) -> str:
     who = {"server": "The server", "users": "Whoever gets the shared model"}[proof.view]
     guessed = f"{proof.correct} of {proof.guesses} guesses right"
-    of_examples = audit.privacy is not None and audit.privacy["mechanism"] == "example"
+    of_examples = audit.privacy is not None and protects_examples(audit.privacy["mechanism"])
     verb = "are" if audit.kind == "conversations" else "is"
     replaced = "one example that is replaced" if of_examples else f"{audit.data} that {verb} replaced"
     promise = (

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
+from comingle.config.settings import protects_examples
 from comingle.reports.formatting import Table
 from comingle.reports.tables import megabytes
 from comingle.utils.terminal import printable, words
@@ -45,7 +46,7 @@ def _privacy(plan: dict[str, Any]) -> Iterator[str]:
     for method in plan["methods"]:
         if not (found := method.get("privacy")):
             continue
-        of = "steps" if found["mechanism"] == "example" else "exchanges"
+        of = "steps" if protects_examples(found["mechanism"]) else "exchanges"
         ends = "" if found["releases"] == found["planned_releases"] else f" of {found['planned_releases']}"
         yield (
             f"{method['method']}: epsilon {found['epsilon']:.3g} at delta {found['delta']:g}, {found['mechanism']} "
@@ -57,7 +58,7 @@ def _privacy(plan: dict[str, Any]) -> Iterator[str]:
 def _hidden(plan: dict[str, Any]) -> str:
     """What privacy hides: a user, or one of its examples."""
     mechanisms = {method["privacy"]["mechanism"] for method in plan["methods"] if method.get("privacy")}
-    return "example of which" if mechanisms == {"example"} else "user of whom"
+    return "example of which" if mechanisms and all(map(protects_examples, mechanisms)) else "user of whom"
 
 
 def _head(plan: dict[str, Any]) -> Text:

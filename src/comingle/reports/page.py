@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
+from comingle.config.settings import protects_examples
 from comingle.reports.canvas import (
     INK,
     LINE,
@@ -277,7 +278,7 @@ def render_page(
         panels=MAX_PANELS,
         population=is_population(users),
         deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
-        examples="example" in {(entry.first.recipe.get("privacy") or {}).get("mechanism") for entry in entries},
+        examples=any(protects_examples((e.first.recipe.get("privacy") or {}).get("mechanism", "")) for e in entries),
         level=negligible_change_text(first.measure),
         curves=list(_curves(entries, drawn)),
         gains=[learned for baseline in baselines(entries) if (learned := _gains(entries, baseline, drawn))],

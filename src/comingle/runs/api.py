@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import MEMORY
+from comingle.config.settings import MEMORY, protects_examples
 from comingle.data.populations import Crowd
 from comingle.methods import make
 from comingle.methods.user_errors import own_errors
@@ -20,7 +20,7 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import build, describe, get_ready, prepare, run_in, warn_unread
+from comingle.runs.session import build, describe, get_ready, prepare, restore, run_in, warn_unread
 from comingle.training.checkpoints import Progress
 from comingle.training.client import STORES, Clients
 from comingle.training.events import Observer
@@ -49,7 +49,7 @@ def without_sums(recipe: Recipe) -> Recipe:
     Nor does it hide examples in steps of which nothing is sent.
     """
     privacy = recipe.privacy
-    without = privacy is not None and (privacy.secure_aggregation is not None or privacy.mechanism == "example")
+    without = privacy is not None and (privacy.secure_aggregation is not None or protects_examples(privacy.mechanism))
     return recipe.with_changes({"privacy": None}) if without else recipe
 
 
@@ -224,7 +224,7 @@ def load(
         with own_errors(make(recipe.method.name, **recipe.method.settings)):
             federation = build(recipe, materials)
             if federation.clients.method.trains:
-                _check_round(folder, metrics, federation.restore(folder, recipe.fingerprint))
+                _check_round(folder, metrics, restore(federation, folder, recipe))
                 federation.clients.choose()
     settings = materials.kind.settings(materials)
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)

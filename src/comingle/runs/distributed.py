@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
@@ -22,8 +21,7 @@ from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.hardware import torch_defaults
 from comingle.privacy import secure_sum
-from comingle.privacy.guard import Ledger
-from comingle.privacy.noise import Work
+from comingle.privacy.accounting import Work
 from comingle.runs import api
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
@@ -128,46 +126,21 @@ def build_sharded(recipe: Recipe, materials: Materials, ranks: Ranks) -> Sharded
     federation = ranks.each(lambda: _built(recipe, materials, method, training, ranks))
     clients = federation.clients
     _check_alike(federation)
-    most = ranks.gather(lambda: clients.steps.local_steps)
-    clients.steps.most_steps = ranks.share(lambda: max(most))
-    counts = ranks.gather(lambda: len(clients.trainers))
-    federation.shards = ranks.share(lambda: counts)
-    if isinstance(federation.server.guard, Ledger) and (noised := clients.steps.noised) is not None:
-        parts = ranks.gather(lambda: {name: asdict(work) for name, work in noised.works(clients.feed).items()})
-        shared = ranks.share(lambda: {name: work for part in parts for name, work in part.items()})
+    most = federation.gather(lambda: clients.steps.local_steps)
+    clients.steps.most_steps = federation.share(lambda: max(most))
+    counts = federation.gather(lambda: len(clients.trainers))
+    federation.shards = federation.share(lambda: counts)
+    if (private := clients.steps.private) is not None:
+        parts = federation.gather(lambda: {name: asdict(work) for name, work in private.works(clients.feed).items()})
+        shared = federation.share(lambda: {name: work for part in parts for name, work in part.items()})
         works = {name: Work(**work) for name, work in shared.items()}
-        federation.server.guard.works = lambda: works
+        federation.server.set_works(lambda: works)
     if training.select == "best":
-        valid = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
-        ranks.share(lambda: clients.require_validation(any(valid)))
+        valid = federation.gather(lambda: any(len(user.valid) for user in clients.users))
+        federation.share(lambda: clients.require_validation(any(valid)))
     if not federation.leads:
         federation.server.kept = {}
     return federation
-
-
-def run_sharded(
-    folder: Path,
-    recipe: Recipe,
-    materials: Materials,
-    *,
-    resume: bool,
-    force: bool,
-    observers: Callable[[Clients], Sequence[Observer]],
-    ranks: Ranks,
-) -> Run:
-    """Run a recipe's federation in its folder, as one of several processes; the one that leads writes the folder.
-
-    Raises:
-        ComingleError: as :func:`build_sharded` and :func:`comingle.runs.session.run_in`.
-    """
-
-    def enter(entered: ExitStack, entering: AbstractContextManager[None]) -> None:
-        ranks.share(lambda: entered.enter_context(entering))
-        ranks.opened(folder)
-
-    building = partial(build_sharded, ranks=ranks)
-    how = {"resume": resume, "force": force, "observers": observers}
-    return run_in(folder, recipe, materials, **how, building=building, entering=enter)
 
 
 def _built(recipe: Recipe, materials: Materials, method: Method, training: Training, ranks: Ranks) -> Sharded:
@@ -194,8 +167,8 @@ def _check_alike(federation: Sharded) -> None:
     Raises:
         RecipeError: they do not.
     """
-    model, ranks = federation.clients.model, federation.ranks
-    found = ranks.gather(lambda: [model.device.type, str(model.dtype).removeprefix("torch.")])
+    model = federation.clients.model
+    found = federation.gather(lambda: [model.device.type, str(model.dtype).removeprefix("torch.")])
 
     def check() -> None:
         for rank, other in enumerate(found):
@@ -203,7 +176,7 @@ def _check_alike(federation: Sharded) -> None:
                 told = f"process 0 has {' in '.join(found[0])}, process {rank} {' in '.join(other)}"
                 raise RecipeError(f"runtime: {told}; set runtime.device and runtime.dtype, so that all are alike")
 
-    ranks.share(check)
+    federation.share(check)
 
 
 def check_device(recipe: Recipe, place: Place) -> None:
@@ -284,7 +257,9 @@ def run(
                 warn_unread(read)
                 return [*observers, reporter.watch(clients)]
 
-            run_sharded(folder, read, here, resume=resume, force=force, observers=watch, ranks=ranks)
+            building = partial(build_sharded, ranks=ranks)
+            how = {"resume": resume, "force": force}
+            run_in(folder, read, here, **how, observers=watch, building=building, opened=ranks.opened)
     return api.load(folder, users=users, base=_handed(base), method=method, loss=loss)
 
 

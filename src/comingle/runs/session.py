@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -19,22 +19,22 @@ from comingle.config.settings import AUTO, MEMORY, AggregationSection, Privacy, 
 from comingle.data.populations import Crowd, digest_names, names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make
-from comingle.methods.base import Method
 from comingle.methods.user_errors import own_errors
 from comingle.models.base import Base, digests_of, with_date
-from comingle.models.hardware import keep_buffers, torch_defaults
-from comingle.privacy.checks import check_private, check_steps
-from comingle.privacy.robust import check_robust
+from comingle.models.hardware import torch_defaults
+from comingle.privacy.base import RunSettings
+from comingle.privacy.mechanisms import check_supported
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.training.backends.local import InProcess, federate
-from comingle.training.checkpoints import progress_of
+from comingle.training.checkpoints import Progress, progress_of, prune_checkpoints, read_progress
 from comingle.training.client import STORES, Clients
 from comingle.training.evaluation import (
     Clock,
     amounts,
     end_event,
+    merged,
     sampled,
     start_event,
     summarise,
@@ -52,30 +52,20 @@ from comingle.training.events import (
     tensorboard,
 )
 from comingle.training.kinds.base import Materials, as_settings, kind_of
-from comingle.training.privacy import with_noise, with_sums
+from comingle.training.privacy import keep_key, key_of, set_key, with_noise, with_sums
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
-from comingle.training.state import Stored
-from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
+from comingle.training.runtime import keep_buffers
+from comingle.training.state import Stored, check_names, reorder_kept
+from comingle.utils.errors import DivergenceError, RecipeError, RunError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs
-from comingle.utils.records import finite, read_evaluations, write_text
+from comingle.utils.records import finite, read_evaluations, write_json, write_text
 from comingle.utils.registry import load_object
 
 
 def aggregation_of(recipe: Recipe) -> AggregationSection | None:
     """The recipe's rule; None where it is the mean."""
     return None if recipe.aggregation.is_mean else recipe.aggregation
-
-
-def check_aggregation(recipe: Recipe, method: Method, privacy: Privacy | None) -> None:
-    """Whether the rule is one for the method and the other settings.
-
-    Raises:
-        RecipeError: it is not.
-    """
-    if (aggregation := aggregation_of(recipe)) is not None:
-        settings = {"weighting": recipe.training.weighting, "select": recipe.evaluation.select}
-        check_robust(method, aggregation, privacy=privacy, **settings)
 
 
 _FIT = "comingle.cost.planning:fit"
@@ -180,9 +170,56 @@ def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Even
             population=digest_names(clients.everybody) if stored else "",
             stopped=clients.stopped_after is not None,
         )
-        federation.save(folder, progress, keep=recipe.checkpoints.keep)
+        federation.save(folder, progress)
+        federation.share(partial(prune_checkpoints, folder, recipe.checkpoints.keep))
 
     return checkpoint
+
+
+def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
+    """Both halves as they were at the newest checkpoint of a run.
+
+    Raises:
+        RunError: there is none, or it is damaged or belongs to another recipe.
+    """
+    newest, progress = federation.each(lambda: _newest(folder, recipe))
+    clients, server = federation.clients, federation.server
+    was, names = progress.trainers, clients.everybody
+    if progress.population or isinstance(clients.state, Stored):
+        federation.each(lambda: _check_population(newest, progress, clients))
+        was = names
+    else:
+        federation.each(lambda: check_names(newest, was, names))
+    clients.stopped_after = progress.round if progress.stopped else None
+    kept = federation.load(newest, progress)
+    clients.resized()
+    if federation.leads:
+        server.restore(reorder_kept(kept, was, names, server.by_user))
+    server.version = federation.share(lambda: server.version)
+    return progress
+
+
+def _check_population(newest: Path, progress: Progress, clients: Clients) -> None:
+    """Whether a checkpoint whose tensors are elsewhere, or should be, is of these users in this order."""
+    if not (progress.population and isinstance(clients.state, Stored)):
+        kept, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
+        raise RunError(
+            f"{newest}: written with runtime.store: {kept}; got {now}; a run goes on with what it began with"
+        )
+    if progress.population != digest_names(clients.everybody):
+        raise RunError(f"{newest}: of other users, or in another order; with runtime.store: disk both stay as they are")
+
+
+def _newest(folder: Path, recipe: Recipe) -> tuple[Path, Progress]:
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise RunError(f"{folder}: no checkpoint in it")
+    progress = read_progress(checkpoints[-1])
+    if progress.fingerprint != recipe.fingerprint:
+        raise RunError(
+            f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})"
+        )
+    return checkpoints[-1], progress
 
 
 logger = logging.getLogger("comingle")
@@ -263,12 +300,19 @@ def check_method(recipe: Recipe) -> None:
     """
     method = make(recipe.method.name, **recipe.method.settings)
     kind_of(recipe).check(recipe, method)
-    if (privacy := privacy_of(recipe)) is not None:
-        training, select = recipe.training, recipe.evaluation.select
-        check_private(method, privacy, weighting=training.weighting, select=select, uploads=training.uploads)
-        valid, dtype = bool(getattr(recipe.data, "train_on_valid", False)), recipe.runtime.dtype
-        check_steps(privacy, clip_norm=training.experts.clip_norm, train_on_valid=valid, dtype=dtype)
-    check_aggregation(recipe, method, privacy)
+    check_supported(
+        method,
+        RunSettings(
+            privacy=privacy_of(recipe),
+            aggregation=aggregation_of(recipe),
+            weighting=recipe.training.weighting,
+            select=recipe.evaluation.select,
+            uploads=recipe.training.uploads,
+            clip_norm=recipe.training.experts.clip_norm,
+            train_on_valid=bool(getattr(recipe.data, "train_on_valid", False)),
+            dtype=recipe.runtime.dtype,
+        ),
+    )
 
 
 def warn_unread(recipe: Recipe) -> None:
@@ -333,19 +377,12 @@ def run_in(
     force: bool,
     observers: Callable[[Clients], Sequence[Observer]] = lambda clients: (),
     building: Callable[[Recipe, Materials], InProcess] = build,
-    entering: Callable[[ExitStack, AbstractContextManager[None]], object] = ExitStack.enter_context,
+    opened: Callable[[Path], None] = lambda folder: None,
 ) -> Run:
-    """Build a recipe's federation and run it in its folder.
+    """Build a recipe's federation and run it in its folder; ``observers`` of its users' events are made for it.
 
-    Args:
-        folder: The run folder; without one nothing is written.
-        recipe: The recipe.
-        materials: The base model and the users' data.
-        resume: Whether to resume from the newest checkpoint in the folder.
-        force: Whether to replace what is in the folder.
-        observers: Makes observers of the events of these users.
-        building: Makes the federation; of several processes the one that leads observes and writes.
-        entering: Enters the context that opens the folder, in the process that leads.
+    Without a folder nothing is written. ``building`` makes the federation; where it is one of several processes, the
+    process that leads observes and writes. ``opened`` is told of the folder once the run has it.
 
     Raises:
         ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
@@ -358,16 +395,18 @@ def run_in(
         if folder is None:
             return replace(execute(federation, recipe, None, observers=watching), settings=settings)
         inputs = _described(federation, materials, recipe)
-        entering(entered, open_folder(folder, recipe, inputs, resume=resume, force=force))
+        entering = open_folder(folder, recipe, inputs, resume=resume, force=force)
+        federation.share(lambda: entered.enter_context(entering))
+        opened(folder)
         done = execute(federation, recipe, folder, resume=resume, observers=watching)
     return replace(done, settings=settings)
 
 
 def _described(federation: InProcess, materials: Materials, recipe: Recipe) -> Inputs:
-    """Return what the run has read; at the process that leads, of the users of all processes."""
-    found = federation.merge_users(lambda: asdict(describe(materials, recipe)))
-    users = {name: UserInputs(**of_user) for name, of_user in found.pop("users").items()}
-    return Inputs(users=users, **found)
+    """What the run has read, at the process that leads: of all users, wherever they are."""
+    here = federation.each(lambda: describe(materials, recipe))
+    users = merged(federation.gather(lambda: {name: asdict(of_user) for name, of_user in here.users.items()}))
+    return replace(here, users={name: UserInputs(**of_user) for name, of_user in users.items()})
 
 
 def execute(
@@ -385,11 +424,15 @@ def execute(
         DivergenceError: a user's loss is not finite.
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
-    federation.keep_key(folder, resume=resume)
+    _keep_key(federation, folder, resume=resume)
     if federation.leads:
         federation.server.warn_of_noise(clients.training)
-    if folder is not None and federation.open_folder(folder, resume=resume):
-        progress = federation.restore(folder, recipe.fingerprint)
+    if folder is not None and isinstance(store := clients.state, Stored):
+        anew = federation.share(lambda: not (resume and list_checkpoints(folder)))
+        federation.share(lambda: store.open(folder, anew=anew))
+        federation.each(lambda: None if federation.leads else store.open(folder, anew=anew))
+    if folder is not None and resume and federation.share(lambda: bool(list_checkpoints(folder))):
+        progress = restore(federation, folder, recipe)
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
     writes = folder is not None and federation.leads
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder is not None and writes else None
@@ -408,14 +451,16 @@ def execute(
     if folder is not None and clients.skipped and federation.leads:
         lines = (f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in clients.skipped.items())
         write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
-    has = federation.merge_users(lambda: {one.name: amounts(one, clients.feed.unit) for one in clients.scored_users})
+    has = merged(
+        federation.gather(lambda: {user.name: amounts(user, clients.feed.unit) for user in clients.scored_users})
+    )
     if (log is not None and log.size_bytes == 0) or not kept:  # a log that was lost begins anew
         observe(start_event(clients.method, clients.training, clients.model.name, has) | clients.left_out)
     try:
         writing = saving(federation, recipe, folder, log)
-        scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock) or []
-        found = federation.merge_users(lambda: users_metrics(clients, scores))
-        metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.account
+        scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock)
+        found = merged(federation.gather(lambda: users_metrics(clients, scores)))
+        metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.metrics
         metrics |= sampled(clients, found, metrics["measure"]) if federation.leads else {}
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
         observe(end_event(metrics))
@@ -428,5 +473,18 @@ def execute(
             if sink is not None:
                 sink.close()
     if folder is not None:
-        federation.write_record(folder / "metrics.json", metrics)
+        federation.share(lambda: write_json(folder / "metrics.json", metrics))
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(told))
+
+
+def _keep_key(federation: InProcess, folder: Path | None, *, resume: bool) -> None:
+    """Have noise be drawn with the key that is kept in the folder; without one, with the key that all halves share."""
+    clients = federation.clients
+    halves = (*clients.mechanisms, *federation.server.mechanisms)
+
+    def keep() -> str:
+        if folder is not None:
+            keep_key(folder, *halves, anew=not resume, begun=resume and (folder / "events.jsonl").exists())
+        return key_of(*halves)
+
+    set_key(federation.share(keep), *halves)

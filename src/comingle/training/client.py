@@ -23,7 +23,14 @@ from comingle.data.populations import Numbers, drawn, names_of
 from comingle.methods.base import Method, Part
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
-from comingle.privacy.guard import without_bound
+from comingle.privacy.base import (
+    PrivacyMechanism,
+    change_updates,
+    keep_references,
+    protect_uploads,
+    start_references,
+    without_bound,
+)
 from comingle.protocol.messages import (
     COUNT,
     LOSS,
@@ -38,7 +45,7 @@ from comingle.protocol.messages import (
 from comingle.protocol.wire import packed_bytes
 from comingle.training.batch_sources import Feed
 from comingle.training.cohort import AnyScore, Cohort, Models, Scorer
-from comingle.training.privacy import TUNING, noised_steps, shield_of
+from comingle.training.privacy import TUNING, client_mechanisms, private_steps
 from comingle.training.settings import Portions, cohorts
 from comingle.training.state import State, Stored, draw, initial_state, true_clusters
 from comingle.training.steps import Steps, diverged, find_broken, within_memory
@@ -109,8 +116,8 @@ class Users:
         self.phases = [phase for phase in method.client.phases if model.layout.touching(phase.roles).slots]
         self.scorer = Scorer(steps=self.steps)
         self.shares = bool(model.layout.mask(method.shared).any())
-        self.shield = shield_of(training) if self.shares else None
-        self.steps.noised = noised_steps(model, method, training) if self.shares else None
+        self.mechanisms: tuple[PrivacyMechanism, ...] = client_mechanisms(training) if self.shares else ()
+        self.steps.private = private_steps(self.mechanisms, model, method, training)
         self.state = self._started()
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.resized()
@@ -173,8 +180,8 @@ class Users:
             state.kept |= part.start(names, self.training.seed) | part.start_like(shared)
         if self.training.uploads == "int8":
             state.kept |= {RESIDUAL + name: torch.zeros_like(t) for name, t in shared.items()}
-        if self.shield is not None:
-            state.kept |= self.shield.start(shared)
+        if change_updates(self.mechanisms) and self.training.privacy is not None:
+            state.kept |= start_references(shared, self.training.privacy.first_bound)
         if method.server.first_download:
             state.versions -= 1
         if (mixture := method.placement.mixture) is not None and mixture.optimal:
@@ -318,8 +325,8 @@ class Clients(Users):
         assign(cohort.tensors, layout, self.method.received, taken)
         if cohort.mask is not None:  # a server may answer users of unequal size alike
             cohort.part.rows.mul_(cohort.mask)
-        if self.shield is not None:
-            self.shield.remember(cohort.kept, restrict(cohort.tensors, layout, self.method.shared), bounds)
+        if change_updates(self.mechanisms):
+            keep_references(cohort.kept, restrict(cohort.tensors, layout, self.method.shared), bounds)
         for part in self.method.client.parts:
             part.received(cohort)
         cohort.part.versions.fill_(download.version)
@@ -348,9 +355,9 @@ class Clients(Users):
         tensors = restrict(cohort.tensors, self.model.layout, self.method.shared)
         copies = {name: t.clone() for name, t in tensors.items()}
         reports = losses if self.training.privacy is None else {}
-        if self.shield is not None:
+        if change_updates(self.mechanisms):
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
-            copies, reports = self.shield.protect(copies, cohort, amounts, round_number)
+            copies, reports = protect_uploads(self.mechanisms, copies, cohort, amounts, round_number)
         form, places = self.training.uploads, list(range(len(cohort.rows)))
         sent = compress_kept(copies, form, cohort.kept, places, remembers=not counts)
         if form == "int8" and not counts:
@@ -479,7 +486,7 @@ def _train(clients: Clients, members: Sequence[int], round_number: int, tick: Ti
     groups = cohorts(working, clients.portions.users)
     for rows, following in zip(groups, [*groups[1:], []], strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
-        clients.state.prefetch(following)
+        clients.state.ahead(following)
         cohort.across = None if firsts is None else firsts[[place[owner] for owner in cohort.owners]]
         steps = torch.tensor([clients.feed.steps(owner) for owner in cohort.owners])
         losses_of_steps = _work(clients, cohort, steps, tick)

@@ -22,11 +22,16 @@ from torch import Tensor
 from comingle.config.settings import KEY, Terms, Training
 from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
-from comingle.models.windows import PAD
-from comingle.privacy.accounting import calibrate, most_releases, release_of
-from comingle.privacy.checks import check_delta, sharing
-from comingle.privacy.guard import Guard, Ledger, Shield
-from comingle.privacy.noise import Examples, Work, clipped, digest, kept_key, new_key
+from comingle.privacy.accounting import Work, most_releases
+from comingle.privacy.base import PrivacyMechanism, PrivateStep, overrides
+from comingle.privacy.mechanisms import (
+    calibrate,
+    check_delta,
+    make_mechanisms,
+    release_of,
+    sharing,
+)
+from comingle.privacy.noise import clipped, digest, kept_key, new_key
 from comingle.privacy.secure_sum import Sums
 from comingle.training.batch_sources import Feed
 from comingle.training.cohort_state import Members
@@ -35,17 +40,23 @@ from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout, Tree, restrict
 
 
-def shield_of(training: Training) -> Shield | None:
-    """What users do to their uploads."""
-    if training.privacy is None or training.privacy.of_examples:
-        return None
-    return Shield(privacy=training.privacy, key=_key(training), sums=training.sums)
+def client_mechanisms(training: Training) -> tuple[PrivacyMechanism, ...]:
+    """Return the privacy mechanisms of a client."""
+    return make_mechanisms(
+        training.privacy, sums=training.sums, participation=training.participation, key=_key(training)
+    )
 
 
-def examples_of(training: Training) -> Examples | None:
-    """What users do to gradients of single examples."""
-    privacy = training.privacy
-    return Examples(privacy=privacy, key=_key(training)) if privacy is not None and privacy.of_examples else None
+def server_mechanisms(training: Training, users: Sequence[str]) -> tuple[PrivacyMechanism, ...]:
+    """Return the privacy mechanisms of a server of these users."""
+    return make_mechanisms(
+        training.privacy,
+        training.aggregation,
+        sums=training.sums,
+        participation=training.participation,
+        users=users,
+        key=_key(training),
+    )
 
 
 def work_of(training: Training, method: Method, name: str, *, examples: int, iterations: int) -> Work:
@@ -60,16 +71,6 @@ def _turns(training: Training) -> Counter[str]:
     """In how many rounds each user takes part."""
     rounds = (participants(training, number, training.users) for number in range(training.rounds))
     return Counter(training.users[user] for members in rounds for user in members)
-
-
-def guard_of(training: Training, users: Sequence[str]) -> Guard | None:
-    """What the server does to them."""
-    privacy = training.privacy
-    if privacy is None or not privacy.noisy:
-        return None
-    if privacy.of_examples:
-        return Ledger(privacy=privacy, participation=training.participation, users=tuple(users), key="", works=dict)
-    return Guard(privacy=privacy, participation=training.participation, users=tuple(users), key=_key(training))
 
 
 def terms_of(training: Training, run: str, done: int, size: int) -> Terms:
@@ -95,38 +96,41 @@ def with_sums(training: Training, users: Sequence[str]) -> Training:
     return replace(training, sums=sums)
 
 
-def keep_key(folder: Path, *halves: Shield | Examples | Guard | None, anew: bool = False, begun: bool = False) -> None:
-    """Have these go on with the key in a folder, which is made where there is none.
+def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, begun: bool = False) -> None:
+    """Give mechanisms the key that is kept in a folder; make one where there is none.
 
-    A run that begins ``anew`` where another was has another: with one key both would draw the same users. One that has
-    ``begun`` would draw other noise in a round that it plays again, which is a second release.
+    Args:
+        folder: Of the run.
+        mechanisms: Of the client, the server or both.
+        anew: Replace the key. With one key for two runs both would draw the same users.
+        begun: The run has drawn from the key before. With another key a round that is repeated would have other noise,
+            which is a second release.
 
     Raises:
-        RunError: the key is damaged, or is gone.
+        RunError: The key is damaged, or is gone.
     """
     if anew:
         (folder / KEY).unlink(missing_ok=True)
-    for half in halves:
-        if half is not None and half.privacy.noisy and half.privacy.noise == "secret":
-            half.key = kept_key(folder, begun=begun)
+    for mechanism in mechanisms:
+        if mechanism.needs_key:
+            mechanism.key = kept_key(folder, begun=begun)
 
 
-def key_of(*halves: Shield | Examples | Guard | None) -> str:
-    """The key that they have in common; none where nobody has one."""
-    return next((half.key for half in halves if half is not None), "")
+def key_of(*mechanisms: PrivacyMechanism) -> str:
+    """Return the key of the first mechanism, or an empty string."""
+    return next((mechanism.key for mechanism in mechanisms), "")
 
 
-def set_key(key: str, *halves: Shield | Examples | Guard | None) -> None:
-    """Have these go on with a key that another process of the run has kept."""
-    for half in halves:
-        if half is not None:
-            half.key = key
+def set_key(key: str, *mechanisms: PrivacyMechanism) -> None:
+    """Give mechanisms the key that another process of the run has."""
+    for mechanism in mechanisms:
+        mechanism.key = key
 
 
 def _key(training: Training) -> str:
-    """One that nobody knows until a kept one takes its place; in simulations that ask for it, the seed's."""
-    assert training.privacy is not None
-    return f"seed {training.seed}" if training.privacy.noise == "reproducible" else new_key()
+    """A new key until a kept one takes its place; in simulations that ask for it, the seed."""
+    reproducible = training.privacy is not None and training.privacy.noise == "reproducible"
+    return f"seed {training.seed}" if reproducible else new_key()
 
 
 def with_noise(training: Training, method: Method, users: Sequence[str]) -> Training:
@@ -136,7 +140,7 @@ def with_noise(training: Training, method: Method, users: Sequence[str]) -> Trai
         RecipeError: the package that computes it is not installed, or no noise is enough.
     """
     privacy = training.privacy
-    if privacy is not None and privacy.of_examples:
+    if privacy is not None and privacy.protects == "example":
         return replace(training, users=tuple(users))
     if privacy is None or not privacy.noisy or privacy.noise_multiplier is not None:
         return training
@@ -162,10 +166,16 @@ TUNING = "tuning"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Noised:
-    """How a method's users take steps on what they share."""
+class PrivateSteps:
+    """Local steps on what users share, of which a privacy mechanism makes the gradients.
 
-    examples: Examples
+    Args:
+        mechanism: Has the hook ``client_gradients``.
+        method: Says what is shared.
+        training: Settings.
+    """
+
+    mechanism: PrivacyMechanism
     method: Method
     training: Training
 
@@ -200,7 +210,8 @@ class Noised:
             RecipeError: it has so many examples that delta would allow one of them to be published.
         """
         name, count = feed.trainers[trainer].name, feed.examples(trainer)
-        check_delta(self.examples.privacy, name, count)
+        if self.training.privacy is not None:
+            check_delta(self.training.privacy, name, count)
         return work_of(self.training, self.method, name, examples=count, iterations=feed.steps(trainer))
 
     # ---------------------------------------------------------------- a step
@@ -240,29 +251,30 @@ class Noised:
         kept = layout.roles - self.own(layout)
         works = [self.work(feed, owner) for owner in cohort.owners]
         stamps = [digest({n: t[i] for n, t in self._shared(layout, rows).items()}) for i in range(len(rows))]
-        keys = [(name, number, phase.purpose, *place, s) for name, s in zip(cohort.names, stamps, strict=True)]
-        drawn = [self.examples.draw(work, *key) for work, key in zip(works, keys, strict=True)]
+        streams = [(name, number, phase.purpose, *place, s) for name, s in zip(cohort.names, stamps, strict=True)]
         tensors, leaves = restrict(model.tensors(rows), layout, kept), self.leaves(phase, layout)
-        sums = {n: torch.zeros_like(tensors[n], dtype=torch.float64) for n in leaves}
-        lost = torch.zeros(len(rows), dtype=torch.float64)
-        with model.randomness(self.examples.key, cohort.names[0], number, *place):  # masks of a known seed hide nobody
-            for part in padded(drawn, portions.sequences).split(portions.sequences, 1):
-                found, losses = self.clipped_sums(model, feed, tensors, leaves, cohort, part)
-                sums = {n: t + found[n] for n, t in sums.items()}
-                lost += losses
-        made = [
-            self.examples.noised({n: t[i] for n, t in sums.items()}, work, *key)
-            for i, (work, key) in enumerate(zip(works, keys, strict=True))
-        ]
-        means = lost / torch.tensor([work.expected for work in works], dtype=torch.float64)
-        return means.float(), {n: torch.stack([one[n] for one in made]).to(rows.dtype) for n in leaves}
+
+        def sums(part: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
+            return self.clipped_sums(model, feed, tensors, leaves, cohort, part, bound)
+
+        step = PrivateStep(works=works, streams=streams, batch=portions.sequences, clipped_sums=sums)
+        with model.randomness(self.mechanism.key, cohort.names[0], number, *place):  # masks of a known seed hide nobody
+            means, found = self.mechanism.client_gradients(step)
+        return means.float(), {name: t.to(rows.dtype) for name, t in found.items()}
 
     def clipped_sums(
-        self, model: Model, feed: Feed, tensors: Tree, leaves: Sequence[str], cohort: Members, part: Int[Tensor, "u n"]
+        self,
+        model: Model,
+        feed: Feed,
+        tensors: Tree,
+        leaves: Sequence[str],
+        cohort: Members,
+        part: Int[Tensor, "u n"],
+        bound: float,
     ) -> tuple[Tree, Float[Tensor, " u"]]:
-        """The sum of each user's clipped gradients, float64, and of its losses, over examples of these numbers."""
+        """Return sums of each user's clipped gradients, float64, and of its losses over examples of these numbers."""
         drawn = feed.numbered(cohort.owners, part, cohort.round_number).to(cohort.part.rows.device)
-        return self.sums_over(model, feed, tensors, leaves, cohort.owners, drawn)
+        return self.sums_over(model, feed, tensors, leaves, cohort.owners, drawn, bound)
 
     def sums_over(
         self,
@@ -272,8 +284,9 @@ class Noised:
         leaves: Sequence[str],
         owners: Sequence[int],
         drawn: Int[Tensor, "u n ..."],
+        bound: float,
     ) -> tuple[Tree, Float[Tensor, " u"]]:
-        """The same over examples that were drawn: one pass, whose rows they are, the first user's first."""
+        """Return the same over examples that were drawn: one pass, whose rows they are, the first user's first."""
         users, count = drawn.shape[:2]
         who = [owner for owner in owners for _ in range(count)]
         wide = {n: t.detach().repeat_interleave(count, 0) for n, t in tensors.items()}
@@ -284,7 +297,7 @@ class Noised:
         losses = model.without(self.own(model.layout)).losses_of_each(wide, who, batch)
         means = losses.flatten(1).sum(1) / feed.counted(rows).clamp(min=1)
         found = torch.autograd.grad(means.sum(), [wide[n] for n in leaves], materialize_grads=True)
-        changes = clipped(dict(zip(leaves, found, strict=True)), self.examples.privacy.first_bound)
+        changes = clipped(dict(zip(leaves, found, strict=True)), bound)
         sums = {n: t.view(users, count, *t.shape[1:]).sum(1) for n, t in changes.items()}
         return sums, means.detach().double().view(users, count).sum(1).cpu()
 
@@ -310,13 +323,16 @@ class Noised:
         return whole
 
 
-def noised_steps(model: Model, method: Method, training: Training) -> Noised | None:
-    """How a method's users hide single examples in steps on what they share, where a run asks for that.
+def private_steps(
+    mechanisms: Sequence[PrivacyMechanism], model: Model, method: Method, training: Training
+) -> PrivateSteps | None:
+    """Return the local steps of a mechanism that protects single examples, if a run has one.
 
     Raises:
-        RecipeError: what is shared is no model by itself, or examples of a batch have statistics in common.
+        RecipeError: What is shared is no model by itself, or examples of a batch have statistics in common.
     """
-    if (examples := examples_of(training)) is None:
+    mechanism = next((one for one in mechanisms if overrides(one, "client_gradients")), None)
+    if mechanism is None:
         return None
     where = f"privacy: method {method.name}"
     if model.batchwise:
@@ -324,18 +340,9 @@ def noised_steps(model: Model, method: Method, training: Training) -> Noised | N
             f"{where}: statistics of batch norm are of all examples of a batch together; allowed: a net with "
             "group norm, as net:resnet9-group"
         )
-    noised = Noised(examples=examples, method=method, training=training)
+    steps = PrivateSteps(mechanism=mechanism, method=method, training=training)
     try:
-        model.without(noised.own(model.layout))
+        model.without(steps.own(model.layout))
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
-    return noised
-
-
-def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users most"]:
-    """Everybody's numbers, filled with ``PAD`` to a multiple of ``size`` of which there is at least one."""
-    most = max(1, -(-max(len(numbers) for numbers in drawn) // size)) * size
-    whole = torch.full((len(drawn), most), PAD, dtype=torch.int64)
-    for row, numbers in zip(whole, drawn, strict=True):
-        row[: len(numbers)] = numbers
-    return whole
+    return steps

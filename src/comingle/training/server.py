@@ -15,19 +15,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import AggregationSection, Training
+from comingle.config.settings import Training
 from comingle.data.populations import LOTS, Numbers
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Received, ServerSetup
 from comingle.models.hardware import require_room
 from comingle.models.model import Model
-from comingle.privacy.checks import check_layout, check_population
-from comingle.privacy.guard import BOUND, CLIP_NORM, COUNTS, WITHIN, Guard
-from comingle.privacy.noise import without_padding
-from comingle.privacy.robust import Judged, check_rounds, defended
+from comingle.privacy.accounting import Account, Work
+from comingle.privacy.base import Judged, PrivacyMechanism, ServerRound, mean_as_upload, one_model, overrides
 from comingle.privacy.secure_sum import Sums
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Format, Upload, expand, fill_ranks, verdict
-from comingle.training.privacy import guard_of
+from comingle.training.privacy import server_mechanisms
 from comingle.training.settings import participants, round_sizes
 from comingle.training.state import draw
 from comingle.utils.errors import RecipeError
@@ -46,9 +44,8 @@ class ServerHalf:
     ``users`` are the names of all who may take part; ``uploads`` is the format of what they send. ``scales`` are their
     LoRA factors, which follow from settings that everybody knows; ``ranks`` are their LoRA ranks, as of the last upload
     of each. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest mean
-    validation loss that users have reported, where the best round is selected. ``guard`` keeps what a run with privacy
-    reveals in bounds. With ``sums`` it sees sums of uploads alone; ``aggregation`` says how uploads are put together
-    where some may be hostile, and ``judged`` what that made of the last round's.
+    validation loss that users have reported, where the best round is selected. ``mechanisms`` are those of privacy, in
+    the order in which they see uploads. With ``sums`` the server sees sums of uploads alone.
     """
 
     method: Method
@@ -63,10 +60,8 @@ class ServerHalf:
     kept: Tree = field(default_factory=dict)
     version: int = 0
     lowest_loss: float = math.inf
-    guard: Guard | None = None
+    mechanisms: tuple[PrivacyMechanism, ...] = ()
     sums: Sums | None = None
-    aggregation: AggregationSection | None = None
-    judged: Judged | None = None
 
     @cached_property
     def numbers(self) -> Numbers:
@@ -77,8 +72,12 @@ class ServerHalf:
     def state(self) -> Tree:
         """Everything that it goes on from."""
         lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
-        guarded = self.guard.state if self.guard is not None else {}
-        return {**self.kept, VERSION: torch.tensor(self.version), RANKS: self._told_ranks, LOWEST: lowest, **guarded}
+        own = {VERSION: torch.tensor(self.version), RANKS: self._told_ranks, LOWEST: lowest}
+        return {**self.kept, **own, **self._private_state}
+
+    @property
+    def _private_state(self) -> Tree:
+        return {name: t for mechanism in self.mechanisms for name, t in mechanism.state.items()}
 
     @property
     def _told_ranks(self) -> Int[Tensor, " _"]:
@@ -88,9 +87,10 @@ class ServerHalf:
 
     def restore(self, state: Tree) -> None:
         """Go on from there."""
-        if self.guard is not None:
-            self.guard.restore(state)
-        self.kept = {name: t for name, t in state.items() if name not in (VERSION, RANKS, LOWEST, COUNTS, BOUND)}
+        for mechanism in self.mechanisms:
+            mechanism.restore(state)
+        others = {VERSION, RANKS, LOWEST, *self._private_state}
+        self.kept = {name: t for name, t in state.items() if name not in others}
         self.version, self.ranks, self.lowest_loss = (
             int(state[VERSION]),
             _of_all(state[RANKS], self.users),
@@ -107,42 +107,42 @@ class ServerHalf:
     @property
     def by_user(self) -> frozenset[str]:
         """What of its state has the users on its leading dimension."""
-        return self.method.server.by_user | {RANKS} | ({COUNTS} if self.guard is not None else frozenset())
+        return self.method.server.by_user | {RANKS} | {name for one in self.mechanisms for name in one.by_user}
 
     def invite(self, training: Training, number: int, *, releases: bool = True) -> list[int] | None:
-        """Who takes part in round ``number`` (from 0), by number; None where the privacy budget allows no more.
+        """Return the participants of round ``number`` (from 0), by number; None where the privacy budget ends the run.
 
-        Nobody may, where users are drawn one by one. A round that ``releases`` nothing costs nothing.
+        No user may take part where users are drawn one by one. A round that ``releases`` nothing costs nothing.
         """
-        guard = self.guard
-        if guard is None:
-            return participants(training, number, self.users)
-        if guard.draws:
-            return guard.draw(number) if not releases or guard.affordable([0]) else None
-        return guard.admit(participants(training, number, self.users), releases=releases)
+        members: list[int] | None = participants(training, number, self.users)
+        for mechanism in self.mechanisms:
+            members = None if members is None else mechanism.admit(members, number, releases=releases)
+        return members
 
     def check_rounds(self, training: Training) -> None:
-        """Whether rounds are large enough for the rule by which uploads are put together, if there is one.
+        """Check that rounds are large enough for all privacy mechanisms.
 
         Raises:
-            RecipeError: they are not, or users' ranks differ where they must not.
+            RecipeError: They are not, or users' ranks differ where they must not.
         """
-        if self.aggregation is not None and self.shares:
-            same = len(set(self.ranks.tolist())) == 1
-            check_rounds(self.aggregation, round_sizes(training, self.users), same_ranks=same)
+        if self.shares and self.mechanisms:
+            sizes, same = round_sizes(training, self.users), len(set(self.ranks.tolist())) == 1
+            for mechanism in self.mechanisms:
+                mechanism.check_rounds(sizes, same_ranks=same)
 
     def warn_of_noise(self, training: Training) -> None:
         """Log a warning where the noise of a private run drowns what its users can change."""
-        if self.guard is not None and self.shares and (why := self.guard.noise_warning(self.size, training.rounds)):
-            logger.warning("%s", why)
+        for mechanism in self.mechanisms if self.shares else ():
+            if why := mechanism.warn(self.size, training.rounds):
+                logger.warning("%s", why)
 
     def download(self, users: Sequence[str]) -> Download:
         """What these users get now."""
         numbers = self.numbers(users)
         senders = self.method.server.senders(self.kept)
         tensors = self.method.server.download(self.kept, numbers)
-        if self.guard is not None and self.adaptive:
-            tensors |= {CLIP_NORM: torch.full((len(numbers), 1), self.guard.bound, dtype=torch.float64)}
+        for mechanism in self.mechanisms:
+            tensors |= mechanism.download(len(numbers))
         return Download(
             version=self.version,
             users=tuple(users),
@@ -157,11 +157,11 @@ class ServerHalf:
         numbers = self.numbers(upload.users)
         tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
         self._charge(numbers)
-        if self.guard is not None and self.guard.privacy.mechanism == "central":
-            received = self._private_mean(self.guard, tensors, upload)
-        else:
-            received = self._received(numbers, tensors, upload)
-        if (received := self._defended(received, upload.users)) is not None:
+        received: Received | None = self._received(numbers, tensors, upload)
+        about = ServerRound(number=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept)
+        for mechanism in self.mechanisms:
+            received = None if received is None else mechanism.server_sum(received, about)
+        if received is not None:
             self.method.server.aggregate(self.kept, received)
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
@@ -170,8 +170,7 @@ class ServerHalf:
     def adds(self) -> bool:
         """Whether all that it does with uploads are the weighted sums of :class:`Mean`, and a step."""
         server = self.method.server
-        central = self.guard is not None and self.guard.privacy.mechanism == "central"
-        plain = self.sums is None and self.aggregation is None and not central
+        plain = self.sums is None and not any(overrides(one, "server_sum") for one in self.mechanisms)
         return plain and isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate
 
     def coefficients(self, names: Sequence[str], upload: Upload) -> Tree:
@@ -197,17 +196,29 @@ class ServerHalf:
         self._charge(self.numbers(users))
         model = self.model
         mean = self.sums.mean(total, model, len(users), done)
-        self.method.server.aggregate(self.kept, _of_nobody(model, mean, self._roles))
+        self.method.server.aggregate(self.kept, mean_as_upload(model, mean, self._roles))
         self.version = done
 
-    def pass_over(self, done: int) -> None:
-        """A round without a sum: the model stays as it is, and everybody goes on from there."""
-        self.version, self.judged = done, None
+    def pass_over(self, done: int, received: Sequence[int] = ()) -> None:
+        """End round ``done`` without a sum: the model stays as it is, though uploads may have been received."""
+        self.version = done
+        for mechanism in self.mechanisms:
+            mechanism.skip_round(received)
+
+    def charge(self, numbers: Sequence[int]) -> None:
+        """Count that something of these users was revealed, whether or not it was aggregated."""
+        for mechanism in self.mechanisms:
+            mechanism.charge(numbers)
+
+    def set_works(self, works: Callable[[], Mapping[str, Work]]) -> None:
+        """Tell mechanisms that protect single examples what each user does in a run."""
+        for mechanism in self.mechanisms:
+            mechanism.works = works
 
     @property
     def model(self) -> Tree:
-        """The one that everybody downloads, where there is one."""
-        return {name: t[0, 0] for name, t in self.method.server.download(self.kept, [0]).items()}
+        """The model that all users download, where there is one."""
+        return one_model(self.method.server, self.kept)
 
     @property
     def size(self) -> int:
@@ -216,13 +227,24 @@ class ServerHalf:
 
     @property
     def adaptive(self) -> bool:
-        """Whether users are told the bound of their changes, and report whether they were within."""
-        return self.guard is not None and self.guard.privacy.adaptive
+        """Whether users download a bound of their changes, and report whether they were within."""
+        return any(mechanism.adaptive for mechanism in self.mechanisms)
 
     @property
-    def account(self) -> dict[str, Any]:
-        """What a run's metrics say of privacy, where it has any."""
-        return {} if self.guard is None else {"privacy": self.guard.account}
+    def account(self) -> Account | None:
+        """What has been revealed of users, in a run with noise."""
+        return next((one.account for one in self.mechanisms if one.account is not None), None)
+
+    @property
+    def judged(self) -> Judged | None:
+        """What a robust rule made of the last round's uploads."""
+        return next((one.judged for one in self.mechanisms if one.judged is not None), None)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Metrics of privacy, in a run with noise."""
+        found = {key: value for mechanism in self.mechanisms for key, value in mechanism.metrics.items()}
+        return {"privacy": found} if found else {}
 
     @property
     def shares(self) -> bool:
@@ -247,32 +269,10 @@ class ServerHalf:
         return self.layout.named_roles(self.method.shared)
 
     def _charge(self, numbers: Sequence[int]) -> None:
-        """Count what these users' uploads reveal, where it is they that do."""
-        if self.guard is not None and self.shares and self.guard.at_uploads:
-            self.guard.charge(numbers)
-
-    def _defended(self, received: Received, names: Sequence[str]) -> Received | None:
-        """What the rule makes of it; None where too few uploads have arrived, so that the model stays as it is."""
-        self.judged = None
-        if self.aggregation is None or not received.tensors:
-            return received
-        started = self.method.server.starts(self.kept, received)
-        found, self.judged = defended(self.aggregation, received, started, names)
-        if found is None:
-            logger.warning("%s", self.judged.reason)
-        return found
-
-    def _private_mean(self, guard: Guard, uploads: Tree, upload: Upload) -> Received:
-        """The one upload of nobody that the method's server sees: the model moved by the mean change with noise.
-
-        Uploads are clipped here once more, whatever users have sent. Where nobody was drawn there is noise alone.
-        """
-        model = self.model
-        told = {n: t.unsqueeze(0).expand(len(upload.users), *t.shape) for n, t in model.items()} if uploads else {}
-        known = without_padding(told, upload.ranks)
-        changes = {name: t.double() - known[name].double() for name, t in uploads.items()}
-        mean = guard.mean(changes, model, upload.round - 1, upload.reports.get(WITHIN))
-        return _of_nobody(model, mean, self._roles)
+        """Count what these users' uploads reveal."""
+        for mechanism in self.mechanisms if self.shares else ():
+            if mechanism.charges_uploads:
+                mechanism.charge(numbers)
 
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
         """What those who have reported validation losses, or all of ``users``, hear of them."""
@@ -293,18 +293,6 @@ class ServerHalf:
 
 def _of_all(ranks: Int[Tensor, " _"], users: Sequence[str]) -> Int[Tensor, " users"]:
     return ranks.cpu().expand(len(users)).clone()
-
-
-def _of_nobody(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]]) -> Received:
-    """The one upload of nobody: the model moved by a mean change."""
-    return Received(
-        users=[],
-        tensors={name: (t.double() + change[name].to(t.device)).to(t.dtype).unsqueeze(0) for name, t in model.items()},
-        weights=torch.ones(1, dtype=torch.float64),
-        ranks=torch.zeros(1, dtype=torch.int64),
-        scales=torch.ones(1),
-        roles=roles,
-    )
 
 
 def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
@@ -329,11 +317,9 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
     Raises:
         RecipeError: it merges or hands out whole models, and users' ranks differ; or it passes uploads on, compressed.
     """
-    uploads, privacy = training.uploads, training.privacy
-    if privacy is not None and privacy.noisy:
-        if not privacy.of_examples:
-            check_population(privacy, len(users))
-        check_layout(method, model.layout)
+    uploads, mechanisms = training.uploads, server_mechanisms(training, users)
+    for mechanism in mechanisms:
+        mechanism.check_server(method, model.layout, len(users))
     if method.server.peer_to_peer and uploads != "float32":
         raise RecipeError(
             f"training.uploads: got {uploads!r} for {method.name}, whose users mix uploads; allowed: float32"
@@ -348,13 +334,12 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
         users=users,
         scales=_of_each(model.scales, len(users)),
         ranks=_of_each(model.ranks, len(users)),
-        weighted=training.weighting != "uniform" and privacy is None,
+        weighted=training.weighting != "uniform" and training.privacy is None,
         uploads=uploads,
         clustered=clustered(model, method),
         centred=model.centre,
-        guard=guard_of(training, users),
+        mechanisms=mechanisms,
         sums=training.sums,
-        aggregation=training.aggregation,
     )
     if method.shared:
         first = model.layout.views(_first_models(model, method, training.seed))
@@ -363,8 +348,6 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
         setup = ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed, roles=roles)
         kept = method.server.start(setup)
         half.kept = {name: t.to(model.device) for name, t in kept.items()}
-        if half.sums is not None:
-            half.sums.check_size(half.size)
     return half
 
 

@@ -26,10 +26,9 @@ from comingle.config.settings import Training
 from comingle.data.populations import Crowd
 from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
-from comingle.privacy.noise import Examples
-from comingle.training.batch_sources import Feed, Prefetcher
+from comingle.training.batch_sources import Feed
 from comingle.training.cohort_state import Held, Members, accumulate, holding, keep_statistics, learning_rate, take_step
-from comingle.training.privacy import Noised
+from comingle.training.privacy import PrivateSteps
 from comingle.training.settings import Portions, check_needs
 from comingle.utils.errors import DivergenceError, RecipeError, lacks_memory
 from comingle.utils.seeds import generator
@@ -138,8 +137,8 @@ class Steps:
     """The trainers' data, or what makes it a feed when something needs it."""
     most_steps: int | None = None
     """Local iterations of a round, of whoever has most; where some users are elsewhere, as somebody else says."""
-    noised: Noised | None = None
-    """How steps on what is shared hide single examples, where they do."""
+    private: PrivateSteps | None = None
+    """Steps on what is shared, of a privacy mechanism that makes their gradients."""
     held: Held | None = None
     """What does not move, of somebody who has joined a federation that is over."""
     blamed: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -155,18 +154,17 @@ class Steps:
 
     @cached_property
     def batches(self) -> Any:
-        """What draws batches and puts them on the device: the feed, or on GPUs a prefetcher of it."""
-        return self.feed if self.model.device.type != "cuda" else Prefetcher(self.feed, self.model.device)
+        """What draws the feed's batches and puts them on the device: the feed, or for GPUs what copies them ahead."""
+        if self.model.device.type != "cuda":
+            return self.feed
+        from comingle.training.prefetch import ahead
+
+        return ahead(self.feed, self.model.device)
 
     @cached_property
     def portions(self) -> Portions:
         """What goes through the model at once."""
         return self.feed.portions(self.model.device, self.model.layout.columns)
-
-    @property
-    def examples(self) -> Examples | None:
-        """What hides single examples, where they are hidden."""
-        return None if self.noised is None else self.noised.examples
 
     @property
     def local_steps(self) -> int:
@@ -218,8 +216,8 @@ class Steps:
         total, number = torch.zeros(len(cohort.rows)), cohort.round_number
         for i in range(phase.steps):
             with holding(self.held, cohort, self.trainers, self.model.layout.beside(phase.roles)) as held:
-                if self.noised is not None and self.noised.applies(phase, self.model.layout):
-                    losses, gradients = self._hidden(self.noised, cohort, phase, step, i)
+                if self.private is not None and self.private.applies(phase, self.model.layout):
+                    losses, gradients = self._private(self.private, cohort, phase, step, i)
                 else:
                     losses, gradients = self._plain(cohort, phase, step, i)
                 for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spoils all it trains
@@ -241,14 +239,14 @@ class Steps:
         with self.model.randomness(self.training.seed, cohort.names[0], number, step, repeat):
             return self.gradient(cohort, drawn, phase, noise, names)
 
-    def _hidden(
-        self, noised: Noised, cohort: Members, phase: Phase, step: int, repeat: int
+    def _private(
+        self, private: PrivateSteps, cohort: Members, phase: Phase, step: int, repeat: int
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """The same with noise on what is shared; what is a user's own, and copies that are not sent, have none."""
+        """Return the same with a privacy mechanism's gradients of what is shared and sent."""
         at = [i for i, row in enumerate(cohort.rows) if row < self.trainers]
-        names = noised.alone(phase, self.model.layout, everything=len(at) < len(cohort.rows))
+        names = private.alone(phase, self.model.layout, everything=len(at) < len(cohort.rows))
         plain = self._plain(cohort, phase, step, repeat, names) if names else None
-        return noised.step(self.model, self.feed, self.portions, cohort, phase, (step, repeat), at, plain)
+        return private.step(self.model, self.feed, self.portions, cohort, phase, (step, repeat), at, plain)
 
     def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
         """Which optimisers may have made a row leave the real numbers: as its tensors were when that first showed."""
@@ -363,7 +361,7 @@ class Steps:
                 gradients[name] = gradients[name] + found if name in gradients else found
             total += (share * means.detach()).float()
         keep_statistics(layout, rows, tensors)
-        self.batches.prefetch()
+        self.batches.ahead()
         return total.cpu(), gradients
 
     def _preconditioned(self, tensors: Tree, gradients: Tree) -> Tree:

@@ -12,6 +12,7 @@ Groups:
 - ``comingle.losses``: functions of outputs and targets.
 - ``comingle.kinds``: sections ``data`` of further kinds of data.
 - ``comingle.stores``: classes that keep users' tensors outside of memory.
+- ``comingle.mechanisms``: privacy mechanisms, as :class:`comingle.config.settings.Mechanism`.
 - ``comingle.trackers``: functions that start a tracker of a run.
 - ``comingle.verbs``: functions for typer, which become commands.
 

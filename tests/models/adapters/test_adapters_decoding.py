@@ -32,6 +32,7 @@ def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("rows", "experts", "rank", "width", "hidden"), SHAPES)
+@pytest.mark.slow
 def test_a_linear_with_loras(
     library: Path, rows: int, experts: int, rank: int, width: int, hidden: int, bias: bool, dtype: torch.dtype
 ) -> None:

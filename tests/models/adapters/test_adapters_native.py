@@ -208,6 +208,7 @@ def test_processors_without_wide_registers_or_tiles(
 
 
 @pytest.mark.parametrize(("compiled", "native_code", "used"), [(False, None, 0), (False, True, 2), (False, False, 0)])
+@pytest.mark.slow
 def test_adapt_switches_it(
     compiled: bool, native_code: bool | None, used: int, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_routed_experts_equal_the_naive_loop(family: str) -> None:
         pytest.param(UNEVEN, {"rank": 3, "alpha": 5.0}, True, "generalist", id="rank-3-alpha-5"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_every_setting_equals_the_naive_loop(
     family: str, counts: ExpertCounts, settings: dict[str, Any], routed: bool, balance: str
 ) -> None:

@@ -256,6 +256,7 @@ print("compiled as a whole")
 """
 
 
+@pytest.mark.slow
 def test_the_whole_model_compiles() -> None:
     """In a process of its own: the run-time checks of annotations cannot be traced."""
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=120, check=False)

@@ -68,6 +68,7 @@ def named(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", ["resnet9", "resnet9-group", "cifar10", "cnn"])
+@pytest.mark.sampled(1)
 def test_a_net_of_all_users_is_that_of_each(name: str, train: bool) -> None:
     """Forwards, backwards and in its running statistics; a batch that fills no vector."""
     agree(named(name), draw(USERS, 5, 3, 32, 32), train=train, exact={"rtol": 1e-9, "atol": 1e-9})

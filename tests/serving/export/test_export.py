@@ -72,6 +72,7 @@ def with_peft(person: PersonalModel, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("method", "family"), FAMILY_SUBSET)
+@pytest.mark.sampled(1)
 def test_stock_libraries_open_the_same_model(federate: Any, tmp_path: Path, method: Any, family: str) -> None:
     round_trip(trained(federate, method, base=f"random:{family}").user("bob"), family, tmp_path)
 
@@ -86,6 +87,7 @@ def test_every_method_on_every_family(federate: Any, tmp_path: Path, method: str
 
 
 @pytest.mark.parametrize("method", ["hetlora", "flexlora"])
+@pytest.mark.slow
 def test_a_users_own_rank_is_the_adapters(federate: Any, tmp_path: Path, method: str) -> None:
     run = trained(federate, method, RANKS)
     for name, rank in (("ann", 1), ("cem", 2)):
@@ -140,6 +142,7 @@ def own_base(folder: Path, family: str, **settings: Any) -> str:
         ("qwen3", {"attention_bias": True, "head_dim": 16}),
     ],
 )
+@pytest.mark.sampled(1)
 def test_settings_of_the_base_are_kept(federate: Any, tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     base = own_base(tmp_path / "base", family, **settings)
     person = trained(federate, "comigs-1g1s", base=base).user("bob")
@@ -158,6 +161,7 @@ def test_settings_of_the_base_are_kept(federate: Any, tmp_path: Path, family: st
         ("gemma2", {}, "no sparse mixture of gemma2 blocks"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_bases_without_a_sparse_form_are_refused(
     federate: Any, tmp_path: Path, family: str, settings: dict[str, Any], why: str
 ) -> None:

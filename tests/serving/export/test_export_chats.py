@@ -92,6 +92,7 @@ def fields(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<end_of_turn>", "<|end|>", "<|eot_id|>"])
 @pytest.mark.parametrize("ends", [None, (256, 65)])
+@pytest.mark.sampled(1)
 def test_every_end_token_is_exported(chat: Any, tmp_path: Path, end: str, ends: tuple[int, ...] | None) -> None:
     """The tokenizer's (256), the template's (260) and those of the base's own settings."""
     ada, wanted = chat(ends=ends, end=end), [256, *([65] if ends else []), 260]
@@ -218,6 +219,7 @@ def printed(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("format", ["transformers", "peft"])
 @pytest.mark.parametrize("end", ["<|im_end|>", None])
+@pytest.mark.sampled(1)
 def test_the_card_shows_how_to_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, end: str | None
 ) -> None:
@@ -249,6 +251,7 @@ def test_the_card_of_a_model_of_texts_continues_one(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("size", "eager"), [(96, False), (92, True)])
+@pytest.mark.slow
 def test_the_card_of_a_mixture_of_any_width_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, eager: bool
 ) -> None:

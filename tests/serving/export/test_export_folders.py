@@ -52,6 +52,7 @@ def test_a_folder_that_exists_is_replaced_only_when_asked_to(bob: Any, tmp_path:
     "name",
     ["notes.odt", "notes.txt", "data.json", "old.safetensors", "more/config.json", "folder", "link", "README.md"],
 )
+@pytest.mark.sampled(2)
 def test_what_no_export_has_written_is_left_alone(bob: Any, tmp_path: Path, name: str, listed: bool) -> None:
     """A stranger's file or folder, and a card that is somebody else's; also where an older version has exported."""
     bob.export(tmp_path / "bob")
@@ -78,6 +79,7 @@ def test_a_folder_without_a_card_is_no_export(bob: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["transformers", "peft", "gguf", "merged-approximately"])
+@pytest.mark.sampled(1)
 def test_an_export_lists_its_files_and_is_replaced(federate: Any, tmp_path: Path, format: str) -> None:
     ann = trained(federate, "fedit", base="random:llama?layers=1").user("ann")
     ann.export(tmp_path / "ann", format=format)

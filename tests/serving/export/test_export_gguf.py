@@ -72,6 +72,7 @@ def as_ours(tensors: dict[str, torch.Tensor], like: dict[str, torch.Tensor], hea
 
 
 @pytest.mark.parametrize(("method", "family"), PLAIN)
+@pytest.mark.sampled(1)
 def test_transformers_loader_reads_plain_models(federate: Any, tmp_path: Path, method: Any, family: str) -> None:
     person = trained(federate, method, base=f"random:{family}").user("bob")
     person.export(tmp_path / "g", format="gguf")
@@ -79,6 +80,7 @@ def test_transformers_loader_reads_plain_models(federate: Any, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.slow
 def test_a_mixture_is_read_back_into_the_same_mixtral(federate: Any, tmp_path: Path, family: str) -> None:
     """transformers' loader knows no expert tensors in the architecture llama, so they are put back by hand."""
     method = {"name": "comigs", "specialists": [0, 2, 1]}
@@ -139,6 +141,7 @@ def test_what_llama_cpp_does_not_compute_is_refused(federate: Any, tmp_path: Pat
         ("qwen3", "attention_bias", True, " has biases"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_an_attention_that_llama_cpp_does_not_compute_is_refused(
     federate: Any, tmp_path: Path, family: str, setting: str, value: bool, why: str
 ) -> None:

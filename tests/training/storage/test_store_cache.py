@@ -99,6 +99,7 @@ def test_a_run_opens_without_its_users_data(
         len(api.load(tmp_path / "run").federation.clients.users[0].train)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_text_alone(files: dict[str, str], tmp_path: Path) -> None:
     recipe = recipe_of({"users": files}, training={"rounds": 4, "local_steps": 1, "batch_size": 2, "context": 16})
     api.run(recipe, out=tmp_path / "whole")
@@ -161,6 +162,7 @@ def test_users_who_change_places_are_read_anew(files: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("name", ["about.json", "names.text", "names.index", "names.hashes", "skipped.jsonl"])
 @pytest.mark.parametrize("keeps", [None, 0.5])
+@pytest.mark.sampled(2)
 def test_a_file_of_the_cache_that_is_torn_or_gone_has_all_read_anew(
     files: dict[str, str], tmp_path: Path, written: list[Path], own_cache: Path, name: str, keeps: float | None
 ) -> None:
@@ -182,6 +184,7 @@ def test_a_file_of_the_cache_that_is_torn_or_gone_has_all_read_anew(
 
 
 @pytest.mark.parametrize("name", ["users.ends", "users.sizes", *FILES, "skipped.jsonl"])
+@pytest.mark.sampled(1)
 def test_zeros_in_place_of_a_file_of_the_cache_have_all_read_anew(
     files: dict[str, str], tmp_path: Path, written: list[Path], own_cache: Path, name: str
 ) -> None:

@@ -111,6 +111,7 @@ def test_streams_are_read_as_they_were_written(crowd: Crowd, make_user: Callable
             assert torch.equal(getattr(user, split), getattr(make_user(user.name), split))
 
 
+@pytest.mark.slow
 def test_a_run_of_a_crowd_is_one_of_its_users(
     crowd: Crowd, make_user: Callable[..., UserData], tmp_path: Path, write_recipe: Callable[[Path], Path]
 ) -> None:

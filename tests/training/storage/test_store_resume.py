@@ -88,6 +88,7 @@ def test_a_run_on_disk_is_one_in_memory(recipe: Path, whole: Path, stage: Path) 
     [{"name": "fedalt"}, {"name": "momentum-clustering", "clusters": 2, "quantile": 0.5}],
     ids=lambda m: m["name"],
 )
+@pytest.mark.slow
 def test_servers_that_lay_tensors_side_by_side_go_on_with_them_in_order(
     recipe: Path, tmp_path: Path, method: dict[str, Any]
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_checkpoint_names_nobody_and_holds_no_rows(whole: Path) -> None:
     assert sum(path.stat().st_size for path in newest.iterdir()) < (whole / "store" / "params.bin").stat().st_size
 
 
+@pytest.mark.slow
 def test_places_are_used_again(recipe: Path, tmp_path: Path) -> None:
     """The file holds what two checkpoints and the round between them have, however many rounds there are."""
     sizes = []
@@ -201,6 +203,7 @@ def test_a_store_of_another_run_is_refused(recipe: Path, stopped: Path, whole: P
 
 
 @pytest.mark.parametrize("looked_at", [1, 1024], ids=["when it is read", "at the beginning"])
+@pytest.mark.slow
 def test_a_checkpoint_beside_a_store_that_has_gone_on_is_refused(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: int
 ) -> None:
@@ -219,6 +222,7 @@ def test_a_checkpoint_beside_a_store_that_has_gone_on_is_refused(
 
 
 @pytest.mark.parametrize("name", ["params.bin", "moments.bin"])
+@pytest.mark.slow
 def test_records_of_another_run_are_refused(recipe: Path, tmp_path: Path, name: str) -> None:
     """One file of its store, in which each record is whole and of the row that is looked for."""
     everybody = load_recipe(recipe).with_changes({"training.participation": 1.0})
@@ -289,6 +293,7 @@ def test_the_best_round_goes_on_too(recipe: Path, tmp_path: Path) -> None:
     assert sizes[1] <= sizes[0] * 1.25
 
 
+@pytest.mark.slow
 def test_moments_may_be_rounded(recipe: Path, whole: Path, tmp_path: Path) -> None:
     """Half as large; the model is near, and goes on where it stopped as if nothing had happened."""
     rounded = load_recipe(recipe).with_changes({"runtime.store": "disk-bf16"})

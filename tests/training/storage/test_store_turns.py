@@ -81,6 +81,7 @@ def test_a_mixture_trains_as_in_memory(files: dict[str, str], tmp_path: Path) ->
     assert not [*tmp_path.rglob("*.pieces"), *tmp_path.rglob("rows.bin")]  # no text is left in the cache
 
 
+@pytest.mark.slow
 def test_conversations_and_samples_train_as_in_memory(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "all.jsonl", {name: talks(name, 6) for name in ("ann", "bob", "cem")}, "messages")
     draw = np.random.default_rng(0)
@@ -144,6 +145,7 @@ def test_names_are_found_in_files(tmp_path: Path) -> None:
         twice.finish()
 
 
+@pytest.mark.slow
 def test_a_mixture_is_made_without_a_list_of_all(tmp_path: Path) -> None:
     """Of 40,000 bytes of held-out text each, and of what is trained on, one user's are in memory at a time."""
 

@@ -85,7 +85,9 @@ class SampleFeed(PassFeed):
         """By parameters: copies of the net are large beside the activations of a small batch."""
         sequences = min(self.training.micro_batch or self.batch_size, self.batch_size)
         privacy = self.training.privacy
-        copies = sequences if privacy is not None and privacy.of_examples else 1  # one of a net for each sample
+        copies = (
+            sequences if privacy is not None and privacy.protects == "example" else 1
+        )  # one of a net for each sample
         users = self.training.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns * copies))
         return Portions(users=users, sequences=sequences)
 

@@ -82,7 +82,7 @@ class Records(Stored):
         """Tensors without what optimisers remember."""
         return self._taken(list(users), ["params"]).rows
 
-    def prefetch(self, users: Sequence[int]) -> None:
+    def ahead(self, users: Sequence[int]) -> None:
         """Begin to read."""
         rows = list(users)
         self._next = (rows, {name: self._reading(name, rows) for name in self._groups}) if rows else None

@@ -1,0 +1,340 @@
+"""Privacy mechanisms: the hooks that client and server call in a round.
+
+A run has a list of mechanisms, on its clients and on its server. In a round
+
+1. a mechanism that protects single examples makes the gradients of what is shared (``client_gradients``),
+2. each may clip, noise or mask what users upload (``client_update``),
+3. the server passes the uploads through ``server_sum`` of each, and its method aggregates what comes out,
+4. ``account`` counts what was revealed, and ``admit`` decides on the next round's participants.
+
+Before a run, ``supports`` refuses methods and settings that a mechanism does not cover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.config.settings import AggregationSection, Privacy
+from comingle.methods.base import Cohort, Method
+from comingle.methods.server import Received, Server
+from comingle.privacy.accounting import Account, Work
+from comingle.utils.trees import Layout, Tree
+
+REFERENCE = "reference/"
+"""Prefix of a user's copies of the tensors that it downloaded, against which its change is measured."""
+CLIP_NORM = "clip_norm"
+"""Name of the clip norm in downloads, where it is adaptive, and in a user's state."""
+WITHIN = "within"
+"""Name of the report whether a user's change was within an adaptive clip norm: 1 or 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of a recipe that decide whether a mechanism can be used with a method."""
+
+    privacy: Privacy | None = None
+    aggregation: AggregationSection | None = None
+    weighting: str = "uniform"
+    select: str = "last"
+    uploads: str = "float32"
+    clip_norm: float | None = None
+    """``training.experts.clip_norm``."""
+    train_on_valid: bool = False
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """Uploads of a cohort before they leave: float64 changes against the last download.
+
+    Args:
+        changes: Tensors ``(users, *shape)``.
+        bounds: Clip norm of each user.
+        names: The users.
+        ranks: Their LoRA ranks.
+        counts: Their amounts of training data.
+        round_number: Of the round that the uploads end, from 1.
+        reports: Numbers that leave beside the tensors.
+        masked: The upload in place of download plus change, where it is not made of tensors of the model.
+    """
+
+    changes: Tree
+    bounds: Float[Tensor, " users"]
+    names: Sequence[str]
+    ranks: Int[Tensor, " users"]
+    counts: Sequence[int]
+    round_number: int
+    reports: Tree = field(default_factory=dict)
+    masked: Tree | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateStep:
+    """One optimiser step of a cohort on what it shares.
+
+    Args:
+        works: Each user's amount of work, from which sampling rates follow.
+        streams: Each user's key of the random streams of this step.
+        batch: Examples of a user in one pass.
+        clipped_sums: From numbers of examples ``(users, n)``, ``PAD`` for none, and a clip norm to the float64 sums of
+            clipped gradients and of losses over them.
+    """
+
+    works: Sequence[Work]
+    streams: Sequence[tuple[str | int, ...]]
+    batch: int
+    clipped_sums: Callable[[Int[Tensor, "users n"], float], tuple[Tree, Float[Tensor, " users"]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRound:
+    """A round at the server: its number (from 0), the users whose uploads arrived, and the method's server."""
+
+    number: int
+    names: Sequence[str]
+    server: Server
+    kept: Tree
+
+    @property
+    def model(self) -> Tree:
+        """The model that all users download, for servers that have one."""
+        return one_model(self.server, self.kept)
+
+
+def one_model(server: Server, kept: Tree) -> Tree:
+    """Return the model that all users download, for servers that have one."""
+    return {name: t[0, 0] for name, t in server.download(kept, [0]).items()}
+
+
+def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]]) -> Received:
+    """Return the model plus a float64 mean change as the only upload of a round, which belongs to no user."""
+    return Received(
+        users=[],
+        tensors={name: (t.double() + change[name].to(t.device)).to(t.dtype).unsqueeze(0) for name, t in model.items()},
+        weights=torch.ones(1, dtype=torch.float64),
+        ranks=torch.zeros(1, dtype=torch.int64),
+        scales=torch.ones(1),
+        roles=roles,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What a robust rule has made of a round's uploads, for the events of a run.
+
+    ``counted`` is how much of each user's upload counts, from 0 to 1: :class:`comingle.privacy.robust.Combined`, and
+    with norm-bound by what its change was shortened. Empty where the uploads were too few, as ``reason`` says.
+    """
+
+    rule: str
+    counted: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Users whose uploads changed nothing."""
+        return [name for name, share in self.counted.items() if share == 0]
+
+    def as_event(self, done: int) -> dict[str, Any]:
+        """Return the event of round ``done`` (from 1)."""
+        said = {"left_out": self.left_out, "counted": self.counted} if self.counted else {"reason": self.reason}
+        return {"event": "aggregation", "round": done, "rule": self.rule, **said}
+
+
+@dataclass(kw_only=True)
+class PrivacyMechanism:
+    """Hooks of a privacy mechanism, on a client or on the server; each does nothing unless it is overridden.
+
+    Args:
+        key: Secret from which noise and sampling are drawn. A client's is never the server's.
+        works: From names to what each user does in a run, for mechanisms that protect examples; on the server.
+    """
+
+    key: str = ""
+    works: Callable[[], Mapping[str, Work]] = dict
+    account: Account | None = field(init=False, default=None)
+    """What has been revealed so far, for mechanisms with noise; of the server."""
+    judged: Judged | None = field(init=False, default=None)
+    """What the mechanism made of the last round's uploads, for its event."""
+
+    adaptive: ClassVar[bool] = False
+    """Whether users download a clip norm and report whether they were within it."""
+    charges_uploads: ClassVar[bool] = True
+    """Whether uploads are charged when they arrive; else :meth:`admit` has charged the steps behind them."""
+
+    # ---------------------------------------------------------------- before a run
+
+    def supports(self, method: Method, settings: RunSettings) -> None:
+        """Check that the mechanism covers a method and the settings of a recipe.
+
+        Raises:
+            RecipeError: It does not; gives the reason.
+        """
+
+    def check_server(self, method: Method, layout: Layout, users: int) -> None:
+        """Check that the mechanism covers the tensors and the number of users of a run.
+
+        Raises:
+            RecipeError: It does not; gives the reason.
+        """
+
+    def check_rounds(self, sizes: Collection[int], *, same_ranks: bool) -> None:
+        """Check that rounds of ``sizes`` users are large enough.
+
+        Raises:
+            RecipeError: They are not.
+        """
+
+    # ---------------------------------------------------------------- on a client
+
+    @property
+    def noise_at(self) -> str:
+        """Who adds noise to what, see :class:`comingle.config.settings.Mechanism`."""
+        return "none"
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether the key must outlive the process, as a repeated round must draw the same noise."""
+        return False
+
+    def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
+        """Return mean losses and gradients ``(users, *shape)``, float64, of what users share in one optimiser step."""
+        raise NotImplementedError
+
+    def client_update(self, update: Update) -> Update:
+        """Return uploads clipped, with noise, or behind masks."""
+        return update
+
+    def own_epsilon(self, count: int, work: Work | None = None) -> float:
+        """Return what ``count`` uploads, or rounds of ``work``, of this client's user reveal with its own noise."""
+        return 0.0
+
+    # ---------------------------------------------------------------- on the server
+
+    def admit(self, members: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
+        """Return the participants of round ``number`` (from 0), of those who were drawn; None ends the run.
+
+        Args:
+            members: Users, by number.
+            number: Of the round.
+            releases: Whether anything is uploaded in the round.
+        """
+        return list(members)
+
+    def download(self, users: int) -> Tree:
+        """Return tensors ``(users, 1)`` that users download beside their models."""
+        return {}
+
+    def server_sum(self, received: Received, about: ServerRound) -> Received | None:
+        """Return what the method's server aggregates in place of the uploads; None leaves its state as it is."""
+        return received
+
+    def charge(self, users: Sequence[int]) -> None:
+        """Count that something of these users, by number, was revealed."""
+
+    def skip_round(self, received: Sequence[int]) -> None:
+        """End a round without aggregation, in which uploads of these users were received."""
+        self.judged = None
+
+    def warn(self, numbers: int, rounds: int) -> str | None:
+        """Return a warning for a run that cannot work, else None.
+
+        Args:
+            numbers: How many numbers a user shares.
+            rounds: Of the whole run.
+        """
+        return None
+
+    # ---------------------------------------------------------------- state and results
+
+    @property
+    def state(self) -> Tree:
+        """Tensors of the server's checkpoint."""
+        return {}
+
+    @property
+    def by_user(self) -> frozenset[str]:
+        """Keys of the state whose tensors have the users on the leading dimension."""
+        return frozenset()
+
+    def restore(self, state: Tree) -> None:
+        """Set the state to that of a checkpoint, which has the tensors of others too."""
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Metrics of a run: what was spent, and with which settings."""
+        return {}
+
+    def forecast(self, planned: int) -> dict[str, Any]:
+        """Return what a whole run will have spent, for its cost; with ``planned`` rounds in which a user uploads."""
+        return {}
+
+
+def overrides(mechanism: PrivacyMechanism, hook: str) -> bool:
+    """Return whether a mechanism has a hook of its own."""
+    return getattr(type(mechanism), hook) is not getattr(PrivacyMechanism, hook)
+
+
+def change_updates(mechanisms: Sequence[PrivacyMechanism]) -> bool:
+    """Return whether any of the mechanisms changes what users upload."""
+    return any(overrides(mechanism, "client_update") for mechanism in mechanisms)
+
+
+def start_references(shared: Tree, bound: float) -> Tree:
+    """Return a user's state before the first download: the shared tensors ``(users, *shape)`` and the clip norm."""
+    first = next(iter(shared.values()))
+    bounds = torch.full((len(first),), bound, dtype=torch.float64, device=first.device)
+    return {REFERENCE + name: t.clone() for name, t in shared.items()} | {CLIP_NORM: bounds}
+
+
+def keep_references(kept: Tree, shared: Tree, bounds: Float[Tensor, " users"] | None) -> None:
+    """Keep what was downloaded, in place: shared tensors, and the clip norm where there is a new one."""
+    for name, t in shared.items():
+        kept[REFERENCE + name].copy_(t)
+    if bounds is not None:
+        kept[CLIP_NORM].copy_(bounds)
+
+
+def without_bound(tensors: Tree) -> tuple[Tensor | None, Tree]:
+    """Return the clip norms ``(users,)`` of a download, or None, and its other tensors."""
+    if CLIP_NORM not in tensors:
+        return None, tensors
+    return tensors[CLIP_NORM][:, 0], {name: t for name, t in tensors.items() if name != CLIP_NORM}
+
+
+def protect_uploads(
+    mechanisms: Sequence[PrivacyMechanism], tensors: Tree, cohort: Cohort, counts: Sequence[int], round_number: int
+) -> tuple[Tree, Tree]:
+    """Pass a cohort's uploads through all mechanisms.
+
+    Args:
+        mechanisms: Of the run, in order.
+        tensors: Shared tensors ``(users, *shape)`` after the local steps.
+        cohort: Its state has the last download.
+        counts: Users' amounts of training data.
+        round_number: Of the upload.
+
+    Returns:
+        What users send (download plus change, in the dtype of ``tensors``, or masked numbers), and what they report.
+    """
+    references = {name: cohort.kept[REFERENCE + name] for name in tensors}
+    update = Update(
+        changes={name: t.double() - references[name].double() for name, t in tensors.items()},
+        bounds=cohort.kept[CLIP_NORM],
+        names=cohort.names,
+        ranks=cohort.ranks,
+        counts=counts,
+        round_number=round_number,
+    )
+    for mechanism in mechanisms:
+        update = mechanism.client_update(update)
+    if update.masked is not None:
+        return update.masked, update.reports
+    sent = {name: (references[name].double() + t).to(tensors[name].dtype) for name, t in update.changes.items()}
+    return sent, update.reports

@@ -1,0 +1,720 @@
+"""Differential privacy: noise of the server, of each user, or in each local step; and the list of a run's mechanisms.
+
+A further mechanism is a subclass of :class:`DifferentialPrivacy` that is registered by name::
+
+    MECHANISMS.register("mine", Mechanism(implementation=Mine, noise_at="upload"))
+
+Recipes then have ``privacy: {mechanism: mine}``, and costs, audits and reports read the rest from the class.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
+
+from comingle.config.settings import MECHANISMS, AggregationSection, Privacy
+from comingle.methods.base import Method, Part, Phase
+from comingle.methods.server import Received
+from comingle.models.windows import PAD
+from comingle.privacy.accounting import (
+    Account,
+    Participation,
+    Release,
+    Work,
+    accountant_of,
+    affordable_releases,
+    epsilon,
+    expected,
+    least_noise,
+    multiplier_of,
+    sample_size,
+    spent_by,
+)
+from comingle.privacy.base import (
+    CLIP_NORM,
+    WITHIN,
+    PrivacyMechanism,
+    PrivateStep,
+    RunSettings,
+    ServerRound,
+    Update,
+    mean_as_upload,
+)
+from comingle.privacy.noise import (
+    add_noise,
+    capped_weights,
+    clipped,
+    gaussian,
+    norms,
+    scaled,
+    uniform,
+    without_padding,
+)
+from comingle.privacy.robust import RobustRule
+from comingle.privacy.secure_sum import SecureSum, Sums
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import STATISTICS, Layout, Tree
+
+COUNTS, BOUND = "privacy/releases", "privacy/clip_norm"
+"""Checkpoint keys of the releases of each user, and of the clip norm."""
+
+
+@dataclass(kw_only=True)
+class DifferentialPrivacy(PrivacyMechanism):
+    """A mechanism that a recipe names, with an account of Gaussian releases of whole users.
+
+    Args:
+        privacy: Settings, with the noise multiplier once it is known.
+        participation: As in ``Training``.
+        users: All users of the run; of no use on a client.
+        bound: Clip norm of the next round.
+    """
+
+    privacy: Privacy
+    participation: Participation = 1.0
+    users: tuple[str, ...] = ()
+    bound: float = 0.0
+
+    replaces: ClassVar[bool] = False
+    """Whether the account takes neighbours to replace a user's data, rather than to add or remove it."""
+
+    def __post_init__(self) -> None:
+        self.bound = self.bound or self.privacy.first_bound
+        if self.privacy.noisy:
+            self.account = Account(privacy=self.privacy, users=self.users, epsilon_of=self._epsilon)
+
+    @property
+    def noise_at(self) -> str:
+        """Who adds noise to what, see :class:`comingle.config.settings.Mechanism`."""
+        return self.privacy.noise_at
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether the noise is secret."""
+        return self.privacy.noisy and self.privacy.noise == "secret"
+
+    # ---------------------------------------------------------------- before a run
+
+    def supports(self, method: Method, settings: RunSettings) -> None:
+        """Check that noise, or a sum, covers all that the method's users send."""
+        self.check_noise()
+        if method.placement.pooled:
+            raise RecipeError(f"privacy: method {method.name} pools everybody's data, which no noise on uploads covers")
+        if not method.shared:
+            return
+        if why := _uncovered(method) or self.unsupported(method):
+            raise RecipeError(f"privacy: method {method.name}: {why}")
+        if settings.select == "best":
+            raise RecipeError(
+                "privacy: evaluation.select: best has users report validation losses, which have no noise"
+            )
+        self.check_weights(settings)
+        if self.privacy.adaptive and not self.adapts:
+            raise RecipeError(
+                "privacy.clip_norm: adaptive needs a server that counts; allowed with "
+                f"{self.privacy.mechanism}: a number"
+            )
+
+    adapts: ClassVar[bool] = False
+    """Whether the clip norm may be adaptive."""
+
+    def check_noise(self) -> None:
+        """Check that the settings say how much noise there is.
+
+        Raises:
+            RecipeError: They do not.
+        """
+        if self.privacy.noise_multiplier is None and self.privacy.epsilon is None:
+            raise RecipeError("privacy: says nothing of the noise; give noise_multiplier, or epsilon for the whole run")
+
+    def unsupported(self, method: Method) -> str:
+        """Return why the mechanism does not cover a method that shares something; empty where it does."""
+        if method.server.clipped_mean:
+            return ""
+        return (
+            f"what its server ({type(method.server).__name__}) publishes is no mean whose weights no upload decides "
+            "on, so clipping bounds nobody's influence; allowed: mechanism: local"
+        )
+
+    def check_weights(self, settings: RunSettings) -> None:
+        """Check that users' weights do not depend on the data of others.
+
+        Raises:
+            RecipeError: They do.
+        """
+        if settings.weighting != "uniform" and self.privacy.weight_cap is None:
+            raise RecipeError(
+                f"privacy.weight_cap: missing; with training.weighting: {settings.weighting} it says from how much "
+                "data on a user has the full weight, as no weight may depend on other users' amounts"
+            )
+        if settings.weighting == "uniform" and self.privacy.weight_cap is not None:
+            raise RecipeError("privacy.weight_cap: is not read where training.weighting is uniform")
+
+    def check_server(self, method: Method, layout: Layout, users: int) -> None:
+        """Check that delta means something for so many users, and that noise can be added to what is shared."""
+        if not self.privacy.noisy:
+            return
+        if self.privacy.protects == "user" and self.privacy.delta * users >= 1:
+            raise RecipeError(
+                f"privacy.delta: got {self.privacy.delta:g} for {users} users; allowed: below 1/{users}, as with that "
+                "chance a user may be revealed whole"
+            )
+        shared = [slot.name for slot in layout.slots if STATISTICS in slot.roles and any(slot.chosen(method.shared))]
+        if shared:
+            raise RecipeError(
+                f"privacy: method {method.name} shares running statistics of batch norm ({shared[0]}, ...), which "
+                "noise would make negative; allowed: a net with group norm, as net:resnet9-group"
+            )
+
+    def warn(self, numbers: int, rounds: int) -> str | None:
+        """Return a warning where the noise drowns what users can change, else None.
+
+        In a round the mean change is at most the clip norm C, and the noise on it has norm ``z C sqrt(d) / n``, or
+        ``z C sqrt(d / n)`` with noise at each user. Over R rounds changes add up to ``R C``, noise to ``sqrt(R)`` times
+        its norm.
+
+        Args:
+            numbers: d, how many numbers a user shares.
+            rounds: R, of the whole run, each of which releases something.
+        """
+        if not self.privacy.noisy:
+            return None
+        users, z, local = self.expected(0), self.privacy.multiplier, self.noise_at == "upload"
+        ratio = z * math.sqrt(numbers / users) / (1.0 if local else math.sqrt(users))
+        whole = ratio / math.sqrt(max(1, rounds))
+        if whole <= 1:
+            return None
+        needed = users * whole**2 if local else users * whole
+        return (
+            f"privacy: this plan cannot work: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, "
+            f"{users:,.4g} users a round and {numbers:,} shared parameters the noise of a round is {ratio:,.3g} times, "
+            f"and that of all {rounds} rounds {whole:,.3g} times as long as all that users can change. Allowed: about "
+            f"{needed:,.0f} users or more, fewer shared parameters (adapters.rank), a larger epsilon; or mechanism: "
+            "example, which protects each example of a user instead of the user"
+        )
+
+    # ---------------------------------------------------------------- who takes part
+
+    def admit(self, members: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
+        """Draw participants in secret where the account relies on that; leave out users whose budget is spent."""
+        if self.account is None:
+            return list(members)
+        if self.release.sampled:
+            return self.draw(number) if not releases or self.account.affordable([0]) else None
+        return (self.account.affordable(members) or None) if releases else list(members)
+
+    def draw(self, number: int) -> list[int]:
+        """Draw the participants of round ``number`` (from 0), which only the key determines."""
+        assert isinstance(self.participation, float | int)
+        lots = [float(uniform(1, self.key, name, number, "participation")[0]) for name in self.users]
+        everyone = range(len(lots))
+        if self.privacy.sampling == "poisson":
+            return [user for user in everyone if lots[user] < self.participation]
+        return sorted(sorted(everyone, key=lots.__getitem__)[: sample_size(self.participation, len(lots))])
+
+    def expected(self, number: int) -> float:
+        """Return the number of users by which the sum of round ``number`` (from 0) is divided."""
+        return expected(self.privacy, self.participation, len(self.users), number)
+
+    # ---------------------------------------------------------------- the account
+
+    @classmethod
+    def release_of(cls, privacy: Privacy, participation: Participation, users: int) -> Release:
+        """Return what a round reveals of a user; the noise multiplier must be known."""
+        z = privacy.multiplier
+        # The server of a secure sum knows who is in it, and so do they: nobody is hidden by not having been drawn.
+        if isinstance(participation, tuple) or participation >= 1 or privacy.secure_aggregation is not None:
+            return Release(noise=z)
+        if privacy.sampling == "poisson":
+            return Release(noise=z, rate=participation)
+        return Release(noise=z / 2, sample=sample_size(participation, users), users=users)
+
+    @property
+    def release(self) -> Release:
+        """What a round of this run reveals of a user."""
+        return self.release_of(self.privacy, self.participation, len(self.users))
+
+    def charge(self, users: Sequence[int]) -> None:
+        """Count a release; where users are drawn in secret it is one of all, whoever was drawn."""
+        if self.account is not None:
+            self.account.charge(range(len(self.users)) if self.release.sampled else users)
+
+    def _epsilon(self, user: int, count: int) -> float:
+        release = self.release
+        return epsilon(release, count, self.privacy.delta, accountant_of(self.privacy, release))
+
+    def own_epsilon(self, count: int, work: Work | None = None) -> float:
+        """Return what ``count`` uploads, or rounds of ``work``, of this client's user reveal with its own noise."""
+        release = self.release_of(self.privacy, 1.0, 1)
+        return epsilon(release, count, self.privacy.delta, self.privacy.accountant)
+
+    @property
+    def state(self) -> Tree:
+        """Releases and clip norm, if there is noise."""
+        if self.account is None:
+            return {}
+        return {COUNTS: self.account.counts.clone(), BOUND: torch.tensor(self.bound, dtype=torch.float64)}
+
+    @property
+    def by_user(self) -> frozenset[str]:
+        """The key of the releases."""
+        return frozenset() if self.account is None else frozenset({COUNTS})
+
+    def restore(self, state: Tree) -> None:
+        """Set releases and clip norm to those of a checkpoint."""
+        if self.account is not None:
+            self.account.counts, self.bound = state[COUNTS].cpu().clone(), float(state[BOUND])
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Epsilon so far, with the settings behind it."""
+        if self.account is None:
+            return {}
+        return {
+            **self.account.spent,
+            "mechanism": self.privacy.mechanism,
+            "noise_multiplier": self.privacy.multiplier,
+            "clip_norm": self.bound,
+            "accountant": accountant_of(self.privacy, self.release),
+            "releases": int(self.account.counts.max()) if len(self.account.counts) else 0,
+        }
+
+    def forecast(self, planned: int) -> dict[str, Any]:
+        """Return what a whole run will have revealed of the user of whom most is; empty without noise.
+
+        Where the noise is given and a budget too, a run of fewer rounds than planned stays within it.
+
+        Args:
+            planned: Rounds of the run in which something of that user is released.
+        """
+        if self.account is None:
+            return {}
+        count = affordable_releases(self.privacy, planned, lambda count: self._epsilon(0, count))
+        return {
+            "mechanism": self.privacy.mechanism,
+            "epsilon": self._epsilon(0, count),
+            "delta": self.privacy.delta,
+            "noise_multiplier": self.privacy.multiplier,
+            "clip_norm": self.privacy.clip_norm,
+            "accountant": accountant_of(self.privacy, self.release),
+            "releases": count,
+            "planned_releases": planned,
+        }
+
+
+class Central(DifferentialPrivacy):
+    """Users clip their changes; the server clips them again, and adds noise to the sum.
+
+    The clip norm may follow a quantile of the users' norms (Andrew et al. 2021, arXiv:1905.03871). With secure sums
+    each user adds a part of the noise, see :class:`comingle.privacy.secure_sum.SecureSum`.
+    """
+
+    adapts = True
+
+    @property
+    def adaptive(self) -> bool:  # type: ignore[override]
+        """Whether the clip norm follows the users' norms."""
+        return self.privacy.adaptive
+
+    def client_update(self, update: Update) -> Update:
+        """Clip changes and weigh them; report whether they were within an adaptive clip norm."""
+        if self.privacy.secure_aggregation is not None:
+            return update  # which clips them to a norm that rounding leaves
+        clipped_update = clip_update(update, self.privacy)
+        if not self.privacy.adaptive:
+            return clipped_update
+        within = (norms(update.changes) <= update.bounds).long().cpu()
+        return replace(clipped_update, reports={**update.reports, WITHIN: within})
+
+    def download(self, users: int) -> Tree:
+        """Return the clip norm, if it is adaptive."""
+        return {CLIP_NORM: torch.full((users, 1), self.bound, dtype=torch.float64)} if self.adaptive else {}
+
+    def server_sum(self, received: Received, about: ServerRound) -> Received | None:
+        """Return the model moved by the mean change with noise, as one upload.
+
+        Uploads are clipped here once more, whatever users have sent. Where nobody was drawn there is noise alone.
+        """
+        model, uploads, users = about.model, received.tensors, len(about.names)
+        told = {n: t.unsqueeze(0).expand(users, *t.shape) for n, t in model.items()} if uploads else {}
+        known = without_padding(told, received.ranks)
+        changes = {name: t.double() - known[name].double() for name, t in uploads.items()}
+        mean = self.mean(changes, model, about.number, received.reports.get(WITHIN))
+        return mean_as_upload(model, mean, received.roles)
+
+    def mean(self, changes: Tree, like: Tree, number: int, within: Tensor | None) -> Tree:
+        """Return the mean change with noise, float64: ``(sum_u clip(change_u) + noise) / expected``.
+
+        Args:
+            changes: ``(users, *shape)``, empty where nobody was drawn.
+            like: The model, for its shapes.
+            number: Of the round, from 0.
+            within: Who was within an adaptive clip norm, which then changes.
+        """
+        users = self.expected(number)
+        sums = self.sums(changes, like)
+        multiplier = self._multiplier(users) if self.privacy.adaptive else self.privacy.multiplier
+        noised = add_noise(sums, multiplier * self.bound, self.key, number, "central noise")
+        if self.privacy.adaptive:
+            self._adapt(within, users, number)
+        return {name: t / users for name, t in noised.items()}
+
+    def sums(self, changes: Tree, like: Tree) -> Tree:
+        """Return ``sum_u clip(change_u)``: no user moves it by more than the bound, whatever it sends."""
+        if not changes:
+            return {name: torch.zeros_like(t, dtype=torch.float64) for name, t in like.items()}
+        return {name: t.sum(0) for name, t in clipped(changes, self.bound).items()}
+
+    def _count_noise(self, users: float) -> float:
+        """Deviation of the noise on the count of those within the bound: a twentieth of the users."""
+        return max(users / 20, self.privacy.multiplier)
+
+    def _multiplier(self, users: float) -> float:
+        """The model's part of the noise, so that with the count's it is as much as it says (Andrew et al., Thm. 1)."""
+        return (self.privacy.multiplier**-2 - (2 * self._count_noise(users)) ** -2) ** -0.5
+
+    def _adapt(self, within: Tensor | None, users: float, number: int) -> None:
+        """``bound *= exp(-rate (share - quantile))``; each user counts as +-1/2, which half a clip's noise hides.
+
+        What noise has made of a share that none can be is cut off, so no step is longer than ``exp(rate)``.
+        """
+        centred = float((within.double() - 0.5).sum()) if within is not None else 0.0
+        noise = self._count_noise(users) * float(gaussian((1,), self.key, number, "count noise", repr(centred))[0])
+        share = min(1.0, max(0.0, (centred + noise) / users + 0.5))
+        self.bound *= math.exp(-self.privacy.clip_rate * (share - self.privacy.clip_quantile))
+
+
+class Local(DifferentialPrivacy):
+    """Users clip their changes and add noise to them, whatever the server does."""
+
+    replaces = True
+
+    @classmethod
+    def release_of(cls, privacy: Privacy, participation: Participation, users: int) -> Release:
+        """Return what an upload reveals: replacing a user's data moves it by twice the clip norm."""
+        return Release(noise=privacy.multiplier / 2)
+
+    def unsupported(self, method: Method) -> str:
+        """Return nothing: each upload is covered by itself."""
+        return ""
+
+    def client_update(self, update: Update) -> Update:
+        """Clip changes, weigh them and add noise, each user's from a stream of its own."""
+        changes = clip_update(update, self.privacy).changes
+        rows = [
+            add_noise(
+                {key: t[i] for key, t in changes.items()},
+                self.privacy.multiplier * float(update.bounds[i]),
+                self.key, name, update.round_number, "local noise",
+            )
+            for i, name in enumerate(update.names)
+        ]  # fmt: skip
+        noised = {key: torch.stack([row[key] for row in rows]) for key in changes}
+        return replace(update, changes=without_padding(noised, update.ranks))
+
+    def skip_round(self, received: Sequence[int]) -> None:
+        """Charge uploads that were sent, though they change nothing."""
+        super().skip_round(received)
+        self.charge(received)
+
+
+class Unnoised(DifferentialPrivacy):
+    """No noise: secure sums alone, which :class:`comingle.privacy.secure_sum.SecureSum` makes."""
+
+    def check_noise(self) -> None:
+        """Check that there is a secure sum, and that nothing is said of noise."""
+        if self.privacy.secure_aggregation is None:
+            raise RecipeError("privacy.mechanism: none needs secure_aggregation; by itself it hides nothing")
+        if self.privacy.noise_multiplier is not None or self.privacy.epsilon is not None:
+            raise RecipeError("privacy.mechanism: none has no noise; noise_multiplier and epsilon are not read")
+
+
+class Example(DifferentialPrivacy):
+    """Each local step on what is shared is taken on a sum of clipped gradients of single examples, with noise.
+
+    Source: Abadi et al. 2016, "Deep Learning with Differential Privacy", arXiv:1607.00133, Algorithm 1. An example is
+    drawn by itself with a chance of its own (Poisson sampling), and the sum of clipped gradients is divided by the
+    number that is expected. Neighbours are data sets of which one example is there, or adds nothing; how many there are
+    is public.
+
+    Draws and noise depend on the user's key and on what the step begins with. So whoever asks for a round again with
+    other tensors gets another batch and other noise, and whoever asks with the same ones gets the same answer.
+
+    The account counts rounds in which a user was asked to take steps, whether or not their outcome was sent.
+    """
+
+    charges_uploads = False
+
+    def supports(self, method: Method, settings: RunSettings) -> None:
+        """Check that what is sent is a function of noised gradients, and that these are all clipped."""
+        super().supports(method, settings)
+        if settings.clip_norm is not None:
+            raise RecipeError(
+                f"training.experts.clip_norm: got {settings.clip_norm:g}; with privacy.mechanism: example one norm of "
+                "noised and plain gradients would let the plain ones into what is sent; allowed: null "
+                "(privacy.clip_norm clips)"
+            )
+        if settings.train_on_valid:
+            raise RecipeError(
+                "data.train_on_valid: with privacy.mechanism: example validation text is for routers, which have no "
+                "noise; allowed: false"
+            )
+        if settings.dtype == "float16":
+            raise RecipeError(
+                "runtime.dtype: got 'float16'; with privacy.mechanism: example gradients of single examples would "
+                "overflow or vanish before they are clipped; allowed: auto, bfloat16, float32, float64"
+            )
+
+    def unsupported(self, method: Method) -> str:
+        """Return why what is sent would be more than a function of noised gradients."""
+        return _entangled(method)
+
+    def check_weights(self, settings: RunSettings) -> None:
+        """Check that all users weigh the same."""
+        if settings.weighting != "uniform" or self.privacy.weight_cap is not None:
+            raise RecipeError(
+                "training.weighting: with privacy.mechanism: example all users weigh the same, and no amounts of data "
+                "are sent; allowed: uniform, without privacy.weight_cap"
+            )
+
+    def warn(self, numbers: int, rounds: int) -> str | None:
+        """Return None: the noise is that of users' steps, not of uploads."""
+        return None
+
+    # ---------------------------------------------------------------- on a client
+
+    def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
+        """Return the mean losses of a batch, and the sums of clipped gradients with noise over its expected size."""
+        drawn = [self.draw_examples(work, *stream) for work, stream in zip(step.works, step.streams, strict=True)]
+        sums: Tree = {}
+        losses = torch.zeros(len(drawn), dtype=torch.float64)
+        for part in padded(drawn, step.batch).split(step.batch, 1):
+            found, lost = step.clipped_sums(part, self.privacy.first_bound)
+            sums = {name: sums.get(name, torch.zeros_like(t)) + t for name, t in found.items()}
+            losses += lost
+        rows = [
+            self.noised({name: t[i] for name, t in sums.items()}, work, *stream)
+            for i, (work, stream) in enumerate(zip(step.works, step.streams, strict=True))
+        ]
+        means = losses / torch.tensor([work.expected for work in step.works], dtype=torch.float64)
+        return means, {name: torch.stack([row[name] for row in rows]) for name in sums}
+
+    def draw_examples(self, work: Work, *stream: str | int) -> Int64[Tensor, " drawn"]:
+        """Draw the numbers of those examples of a user that are in a batch."""
+        return torch.from_numpy(np.flatnonzero(uniform(work.examples, self.key, *stream, "examples") < work.rate))
+
+    def noised(self, sums: Tree, work: Work, *stream: str | int) -> Tree:
+        """Return ``(sum of clipped gradients + N(0, (z C)^2)) / expected``, float64, of one user."""
+        deviation = multiplier_of(self.privacy, work) * self.privacy.first_bound
+        found = add_noise(sums, deviation, self.key, *stream, "example noise")
+        return {name: t / work.expected for name, t in found.items()}
+
+    # ---------------------------------------------------------------- the account
+
+    def admit(self, members: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
+        """Return the users whose budget allows a round's steps, which are counted."""
+        assert self.account is not None
+        found = self.account.affordable(members)
+        self.charge(found)
+        return found or None
+
+    def charge(self, users: Sequence[int]) -> None:
+        """Count a round of these users: who takes part is no secret here."""
+        assert self.account is not None
+        self.account.charge(users)
+
+    def _epsilon(self, user: int, count: int) -> float:
+        work = self.works().get(self.users[user])
+        return 0.0 if work is None else spent_by(self.privacy, work, count * work.steps)
+
+    def own_epsilon(self, count: int, work: Work | None = None) -> float:
+        """Return what so many rounds reveal of an example of the user of this client."""
+        assert work is not None
+        return spent_by(self.privacy, work, count * work.steps)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Epsilon so far, with noise multipliers of each user where they differ."""
+        assert self.account is not None
+        works, counts = self.works(), dict(zip(self.users, self.account.counts.tolist(), strict=True))
+        multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
+        differ = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
+        return {
+            **self.account.spent,
+            "mechanism": self.privacy.mechanism,
+            "noise_multiplier": max(multipliers.values(), default=self.privacy.noise_multiplier or 0.0),
+            **differ,
+            "clip_norm": self.bound,
+            "accountant": self.privacy.accountant,
+            "releases": max((work.steps * counts[name] for name, work in works.items()), default=0),
+        }
+
+    def forecast(self, planned: int) -> dict[str, Any]:
+        """Return what a whole run will have revealed of the user of whom most is; rounds follow from :attr:`works`."""
+
+        def ends(work: Work) -> tuple[float, Work, int]:
+            rounds = affordable_releases(self.privacy, work.rounds, lambda rounds: self.own_epsilon(rounds, work))
+            return self.own_epsilon(rounds, work), work, rounds * work.steps
+
+        most, work, steps = max((ends(work) for work in self.works().values()), key=lambda found: found[0])
+        return {
+            "mechanism": self.privacy.mechanism,
+            "epsilon": most,
+            "delta": self.privacy.delta,
+            "noise_multiplier": multiplier_of(self.privacy, work),
+            "clip_norm": self.privacy.clip_norm,
+            "accountant": self.privacy.accountant,
+            "releases": steps,
+            "planned_releases": work.planned,
+        }
+
+
+# -------------------------------------------------------------------- a run's mechanisms
+
+
+def make_mechanisms(
+    privacy: Privacy | None,
+    aggregation: AggregationSection | None = None,
+    *,
+    sums: Sums | None = None,
+    participation: Participation = 1.0,
+    users: Sequence[str] = (),
+    key: str = "",
+) -> tuple[PrivacyMechanism, ...]:
+    """Return the mechanisms of a run in the order in which they see uploads: noise, a secure sum, a robust rule.
+
+    Args:
+        privacy: The recipe's section.
+        aggregation: Its rule, unless it is the mean.
+        sums: How uploads are summed, once users and rounds are known.
+        participation: As in ``Training``.
+        users: All users, on the server.
+        key: Of the noise.
+    """
+    found: list[PrivacyMechanism] = []
+    if privacy is not None:
+        implementation = MECHANISMS[privacy.mechanism].load()
+        found.append(implementation(privacy=privacy, participation=participation, users=tuple(users), key=key))
+        if privacy.secure_aggregation is not None:
+            found.append(SecureSum(privacy=privacy, sums=sums, key=key))
+    if aggregation is not None:
+        found.append(RobustRule(aggregation=aggregation))
+    return tuple(found)
+
+
+def check_supported(method: Method, settings: RunSettings) -> None:
+    """Check that all mechanisms of a recipe cover the method and the other settings.
+
+    Raises:
+        RecipeError: One does not; gives the reason.
+    """
+    found = make_mechanisms(settings.privacy, settings.aggregation)
+    for mechanism in sorted(found, key=lambda one: not isinstance(one, SecureSum)):  # which needs most of a method
+        mechanism.supports(method, settings)
+
+
+def release_of(privacy: Privacy, participation: Participation, users: int) -> Release:
+    """Return what a round of a recipe reveals of a user; the noise multiplier must be known."""
+    return MECHANISMS[privacy.mechanism].load().release_of(privacy, participation, users)
+
+
+def calibrate(privacy: Privacy, participation: Participation, users: int, count: int) -> float:
+    """Return the least noise multiplier, to a few parts in ten thousand, with which ``count`` releases spend epsilon.
+
+    Raises:
+        RecipeError: No noise is enough, or the package that computes it is not installed.
+    """
+    return least_noise(privacy, count, lambda z: release_of(replace(privacy, noise_multiplier=z), participation, users))
+
+
+def clip_update(update: Update, privacy: Privacy) -> Update:
+    """Return changes ``change_u min(1, bound_u / norm_u)``, times each user's weight."""
+    weights = capped_weights(update.counts, privacy.weight_cap)
+    return replace(update, changes=scaled(clipped(update.changes, update.bounds), weights))
+
+
+def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users most"]:
+    """Return the numbers of all users, filled with ``PAD`` to a multiple of ``size`` of which there is at least one."""
+    most = max(1, -(-max(len(numbers) for numbers in drawn) // size)) * size
+    whole = torch.full((len(drawn), most), PAD, dtype=torch.int64)
+    for row, numbers in zip(whole, drawn, strict=True):
+        row[: len(numbers)] = numbers
+    return whole
+
+
+def check_delta(privacy: Privacy, name: str, examples: int) -> None:
+    """Check that delta means something for so many examples of a user.
+
+    Raises:
+        RecipeError: It would allow one of them to be published.
+    """
+    if privacy.delta * examples >= 1:
+        raise RecipeError(
+            f"privacy.delta: got {privacy.delta:g} for {examples:,} examples of user {name!r}; allowed: below "
+            f"1/{examples}, as with that chance an example may be revealed whole"
+        )
+
+
+# -------------------------------------------------------------------- what methods must not do
+
+
+def _uncovered(method: Method) -> str:
+    """What of a user's data would leave besides clipped tensors, with any mechanism."""
+    parts = method.client.parts
+    if reported := sorted(name for part in parts for name in part.reports):
+        return f"its users report {', '.join(reported)} with each upload, which clipping and noise do not cover"
+    if method.server.peer_to_peer or any(type(part).receive is not Part.receive for part in parts):
+        return "its users make a model of what they download with data of their own, against which no change is bounded"
+    if method.shared - method.received:
+        return "its users go on from what they have, not from what they download, and so no change of it is bounded"
+    if any(part.resizes for part in parts):
+        return "ranks change with users' data and are seen by all; allowed: prune: false"
+    return ""
+
+
+def sharing(method: Method) -> list[Phase]:
+    """Return the phases that train something that is sent."""
+    shared = {role.partition(".")[0] for role in method.shared}
+    return [phase for phase in method.client.phases if shared & {role.partition(".")[0] for role in phase.roles}]
+
+
+_HOOKS = ("received", "begin", "stepped", "end", "penalty")
+"""What a part may do in a round besides its phases, and may read data for."""
+
+
+def _entangled(method: Method) -> str:
+    """Why what is sent would be more than a function of noised gradients."""
+    client, trained = method.client, method.client.trained
+    if method.placement.mixture is not None:
+        return "the shares by which users mix components are trained without noise, and weigh every gradient"
+    if split := sorted(r for r in method.shared if (role := r.partition(".")[0]) != r and role in trained):
+        return (
+            f"it shares {', '.join(split)} alone, whose gradients follow from the other factor, which stays with its "
+            "user and has no noise"
+        )
+    for phase in sharing(method):
+        if phase.stream != "train":
+            return (
+                f"it trains {', '.join(sorted(phase.roles & method.shared))} on validation data, which is not counted"
+            )
+    if method.placement.residual is not None:
+        return "its server changes frozen weights, which are no part of the model whose noised gradients are sent"
+    if any(phase.turns > 1 for phase in client.phases):
+        return "its phases take turns of rounds, and the account counts the same steps in every round"
+    if client.accumulates:
+        return (
+            "gradients that routers' steps leave to shared experts have no noise; allowed: accumulate_gradients: false"
+        )
+    for part in client.parts:
+        looks = part.sweeps or bool(part.before) or (part.validates and not part.finishes)
+        hooks = [hook for hook in _HOOKS if not (hook == "begin" and part.forgets)]
+        if looks or any(getattr(type(part), hook) is not getattr(Part, hook) for hook in hooks):
+            return f"{type(part).__name__} changes what users have by more than steps on noised gradients"
+    return ""
