@@ -39,7 +39,8 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from comingle.config import parse_recipe
-from comingle.data.populations import Crowd
+from comingle.data.population_files import read_population, write_population
+from comingle.data.populations import LazyPopulation, Numbered
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import Samples, UserSamples
 from comingle.data.text.streams import UserData
@@ -49,7 +50,6 @@ from comingle.runs import api
 from comingle.training.kinds.base import Materials
 from comingle.training.kinds.samples import KIND as SAMPLES
 from comingle.training.kinds.text import KIND as TEXT
-from comingle.training.storage.population import Numbered, read_population, write_population
 from comingle.utils.seeds import generator
 
 INPUTS, CLASSES, SAMPLES_EACH, TOKENS_EACH = 32, 10, 24, 400
@@ -87,7 +87,7 @@ def net_user(number: int) -> UserSamples:
 
 def net_materials(users: int) -> Materials:
     # Kept are those of one step, so that users are made anew in each round however many there are.
-    crowd = Crowd(Numbered("user-", users), net_user, digest="population", at_hand=NETS_AT_ONCE)
+    crowd = LazyPopulation(Numbered("user-", users), net_user, digest="population", at_hand=NETS_AT_ONCE)
     common = Population(users=crowd, loss=CROSS_ENTROPY, classes=CLASSES, input_shape=(INPUTS,), net="mlp")
     return Materials(kind=SAMPLES, base=None, users=crowd, common=common, unread=True)
 

@@ -15,11 +15,11 @@ from comingle.config import Recipe, parse_recipe
 from comingle.cost import planning
 from comingle.cost.memory import memory
 from comingle.cost.planning import data_bytes, fit, loads_of, plan, rehearse_nets
-from comingle.data.populations import Crowd
+from comingle.data import population_files
+from comingle.data.populations import LazyPopulation
 from comingle.data.text import reading
 from comingle.runs.session import prepare
 from comingle.training.kinds.conversations import ConversationsKind
-from comingle.training.storage import language, readers
 from comingle.utils.errors import ComingleError
 
 
@@ -35,8 +35,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Populations that were written; nobody reads users all at once."""
     found: list[Any] = []
-    original: Callable[..., None] = readers.write_in_turn
-    monkeypatch.setattr(readers, "write_in_turn", lambda turns, folder: (found.append(turns), original(turns, folder)))
+    original: Callable[..., None] = population_files.write_users
+    monkeypatch.setattr(
+        population_files, "write_users", lambda reader, folder: (found.append(reader), original(reader, folder))
+    )
 
     def at_once(*_: Any, **__: Any) -> Any:
         raise AssertionError("read at once")
@@ -88,14 +90,14 @@ def test_one_users_text_is_in_memory_at_a_time(
     tmp_path: Path, reads: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive, most = weakref.WeakSet[Any](), list[int]()
-    original = language.TextTurns.encode
+    original = reading.TextReader.encode
 
     def encode(turns: Any, read: Any) -> Any:
         alive.add(read)
         most.append(len(alive))
         return original(turns, read)
 
-    monkeypatch.setattr(language.TextTurns, "encode", encode)
+    monkeypatch.setattr(reading.TextReader, "encode", encode)
     plan(recipe_of({"users": texts(tmp_path, **{f"user{i}": 3 for i in range(6)})}))
     assert (len(most), max(most)) == (6, 1)
 
@@ -134,7 +136,7 @@ def test_samples_cost_what_they_do_in_memory_but_those_of_a_cohort_are_held(tmp_
     for store in ("memory", "disk"):
         recipe = recipe_of(data, store, runtime={"device": "cpu", "store": store, "users_per_step": 1})
         population = prepare(recipe).common
-        assert isinstance(population.users, Crowd) == (store == "disk")
+        assert isinstance(population.users, LazyPopulation) == (store == "disk")
         stage = rehearse_nets(recipe, population)
         loads.append(loads_of(stage.federation.clients, population))
         sizes.append(memory(stage).data_bytes)

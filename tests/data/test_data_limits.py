@@ -8,7 +8,8 @@ import pytest
 
 from comingle.config import parse_recipe
 from comingle.data.splits import UserText
-from comingle.data.text.reading import token_limits, tokenise_users
+from comingle.data.text.reading import token_limits, tokenise_user
+from comingle.models.base import tokenizer_of
 from comingle.models.loading import load_base
 from comingle.utils.errors import RecipeError
 
@@ -41,7 +42,8 @@ def test_a_users_own_number_comes_first() -> None:
 def test_tokens_are_really_cut() -> None:
     recipe = parse_recipe({"data": {"users": {"ada": "a", "ben": "b"}, "max_train_tokens": {"ada": 20, "ben": 40}}})
     texts = [UserText(name=n, train=("word " * 50,), test=("end " * 10,)) for n in NAMES]
-    found = tokenise_users(recipe.data, texts, load_base("random:llama", dtype="float32", device="cpu"))
+    tokenizer = tokenizer_of(load_base("random:llama", dtype="float32", device="cpu"))
+    found = [tokenise_user(recipe.data, text, tokenizer) for text in texts]
     assert [len(user.train) for user in found] == [20, 40]
     assert len(found[0].test) == len(found[1].test) > 30
 

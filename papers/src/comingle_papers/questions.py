@@ -15,9 +15,8 @@ import json
 import logging
 import os
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -38,15 +37,13 @@ from comingle.config.data import (
     steps_of,
 )
 from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, check_answers, encode
-from comingle.data.populations import Crowd
 from comingle.data.row_files import BadRows, Row, read_json
-from comingle.models.base import Base, tokenizer_of
+from comingle.data.streaming import ListedRows, Rows
+from comingle.data.text.reading import LanguageReader
+from comingle.models.base import Base
 from comingle.models.chat_templates import Encoded
-from comingle.models.folders import digest_tokenizer
-from comingle.training.kinds.base import Kind, LoadBase, Materials, require_rows, rows_key
+from comingle.training.kinds.base import LoadBase
 from comingle.training.kinds.conversations import AnswersKind, as_steps
-from comingle.training.storage.population import PopulationWriter, Spool
-from comingle.training.storage.readers import Some, Turns, in_turn
 from comingle.utils.errors import DataError, RecipeError, did_you_mean
 from comingle.utils.names import FOLDER_VARIABLE, HUB_PREFIX
 from comingle.utils.records import expand_home
@@ -125,9 +122,6 @@ logger = logging.getLogger("comingle")
 MEASURES = ("accuracy", "rouge1", "loss")
 """What is reported of answers; accuracy where they are labels."""
 
-Found = dict[str, dict[str, Question]]
-"""Every language's questions by their names, which are the same in all languages."""
-
 Parts = tuple[Sequence[int], Sequence[int], Sequence[int]]
 """The numbers of questions to train on, to validate on and to test on."""
 
@@ -200,16 +194,18 @@ def make_questions(
         DataError: unreadable rows, a question without text or answer, or too few that are short enough.
     """
     wanted = choose_languages(name, languages)
-    by_language: Found = {language: {} for language in wanted}
-    for language, key, question in iterate_questions(name, path, wanted):
-        by_language[language][key] = question
-    keys = shared_keys(by_language)
-    encoded = {who: encode([questions[key] for key in keys], tokenizer) for who, questions in by_language.items()}
-    short = [all(len(questions[i]) <= context for questions in encoded.values()) for i in range(len(keys))]
-    parts = draw_parts(name, wanted, short, context=context, seed=seed, train=train, valid=valid, test=test)
+    more: dict[str, Any] = {
+        "context": context,
+        "seed": seed,
+        "path": path,
+        "train": train,
+        "valid": valid,
+        "test": test,
+    }
+    asked = stream_questions(name, wanted, ListedRows(), lambda: tokenizer, **more)
     return tuple(
-        user_of(name, who, questions, parts, tokenizer, train_on_prompts=train_on_prompts)
-        for who, questions in encoded.items()
+        user_of(name, who, encoded, parts, tokenizer, train_on_prompts=train_on_prompts)
+        for who, encoded, parts in asked
     )
 
 
@@ -423,89 +419,96 @@ class QuestionsDataSection(DataSection):
 
 
 Asked = tuple[str, Mapping[int, Encoded], Parts]
-"""A language, those of its questions that are used, and for what."""
+"""A language, those of its questions that are used, and the split of each."""
 
 
-class QuestionTurns(Turns[Asked]):
-    """Questions, sorted by their languages in a file."""
+def stream_questions(
+    name: str,
+    languages: Sequence[str],
+    rows: Rows,
+    tokenizer_of_base: Callable[[], PreTrainedTokenizerBase],
+    *,
+    context: int,
+    seed: int,
+    path: str | Path | None,
+    train: int | None,
+    valid: int,
+    test: int | None,
+) -> Generator[Asked, None, None]:
+    """Yield the questions of one language after another, encoded; the arguments are those of :func:`make_questions`.
 
-    nothing, too_little, skips = "questions", "too few questions", False
+    Languages are read twice: which questions are short enough in all of them, and then those that are used.
 
-    def __init__(self, kind: Kind, recipe: Recipe, asked: QuestionsSection, base: Base, validates: bool):
-        self.kind, self.recipe, self.asked, self.base, self.validates = kind, recipe, asked, base, validates
-        self.languages, self.tokenizer = choose_languages(asked.name, asked.languages), tokenizer_of(base)
+    Raises:
+        DataError: unreadable rows, or too few questions that are short enough.
+    """
+    by_language: dict[str, dict[str, None]] = {language: {} for language in languages}
+
+    def found() -> Iterator[tuple[str, str, tuple[str, Question]]]:
+        for language, key, question in iterate_questions(name, path, languages):
+            by_language[language][key] = None
+            yield language, "", (key, question)
+
+    rows.fill(found(), pack=_pack, unpack=_unpack)
+    keys, tokenizer = shared_keys(by_language), tokenizer_of_base()
+    short = [True] * len(keys)
+    for _, groups in rows.groups(languages):
+        encoded = encode(_questions(groups, keys), tokenizer)
+        short = [fits and len(one) <= context for fits, one in zip(short, encoded, strict=True)]
+    parts = draw_parts(name, languages, short, context=context, seed=seed, train=train, valid=valid, test=test)
+    numbers = sorted(number for part in parts for number in part)
+    used = [keys[number] for number in numbers]
+    for who, groups in rows.groups(languages):
+        yield who, dict(zip(numbers, encode(_questions(groups, used), tokenizer), strict=True)), parts
+
+
+def _pack(content: tuple[str, Question]) -> bytes:
+    key, question = content
+    return json.dumps([key, question.prompt, question.answer]).encode()
+
+
+def _unpack(content: bytes) -> tuple[str, Question]:
+    key, prompt, answer = json.loads(content)
+    return key, Question(prompt=prompt, answer=answer)
+
+
+def _questions(groups: Mapping[str, Sequence[tuple[str, Question]]], keys: Sequence[str]) -> list[Question]:
+    """Return the questions of a language that have these keys, in their order."""
+    found = dict(groups[""])
+    return [found[key] for key in keys]
+
+
+class QuestionReader(LanguageReader[Asked]):
+    """Reads one language after another."""
+
+    def __init__(
+        self, data: DataSection, seed: int, load_base: Callable[[], Base], *, context: int, validates: bool
+    ) -> None:
+        super().__init__(data, seed, load_base, context=context, validates=validates)
+        self.asked = cast(QuestionsDataSection, data).questions
+        self.languages = choose_languages(self.asked.name, self.asked.languages)
 
     def sources(self) -> list[str]:
-        """A file, or a name of the hub."""
+        """Return a file, or a name of the hub."""
         return [str(source_of(self.asked.name, self.asked.path))]
 
-    def key(self) -> list[Any]:
-        """The tokenizer, the context, and whether there must be questions to validate on."""
-        asked = [digest_tokenizer(self.tokenizer), self.recipe.training.context, self.validates]
-        return [*asked, *rows_key(self.base)]
-
-    def keep(self, writer: PopulationWriter, read: Asked, user: UserAnswers) -> None:
-        """Write down a user whose tokens the base has rows for."""
-        require_rows(self.base, user)
-        writer.add(user)
-
-    def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], Asked]]]:
-        """One language after another, twice: which questions are short enough in all, and then those that are used."""
-        by_language: dict[str, dict[str, None]] = {language: {} for language in self.languages}
-        spool.fill(self._rows(by_language))
-        keys, context = shared_keys(by_language), self.recipe.training.context
-        short = [True] * len(keys)
-        for _, groups in spool.groups(self.languages):
-            encoded = encode(_questions(groups, keys), self.tokenizer)
-            short = [fits and len(one) <= context for fits, one in zip(short, encoded, strict=True)]
-        asked, seed = self.asked, self.recipe.data_seed
-        counts: Any = {"train": asked.train, "valid": asked.valid, "test": asked.test}
-        parts = draw_parts(asked.name, self.languages, short, context=context, seed=seed, **counts)
-        numbers = sorted(number for part in parts for number in part)
-        used = [keys[number] for number in numbers]
-        for who, groups in spool.groups(self.languages):
-            yield who, partial(self._read, who, _questions(groups, used), numbers, parts)
-
-    def _rows(self, by_language: Mapping[str, dict[str, None]]) -> Iterator[tuple[str, str, bytes]]:
-        for language, key, question in iterate_questions(self.asked.name, self.asked.path, self.languages):
-            by_language[language][key] = None
-            yield language, "", json.dumps([key, question.prompt, question.answer]).encode()
-
-    def _read(self, who: str, questions: Sequence[Question], numbers: Sequence[int], parts: Parts) -> Asked:
-        return who, dict(zip(numbers, encode(questions, self.tokenizer), strict=True)), parts
-
-    def nobody(self, name: str) -> Asked:
-        """All have the same questions."""
-        raise AssertionError(name)
+    def read(self, rows: Rows) -> Generator[Asked, None, None]:
+        """Yield the questions that are used, encoded."""
+        asked = self.asked
+        counts: dict[str, Any] = {"train": asked.train, "valid": asked.valid, "test": asked.test, "path": asked.path}
+        more = {"context": self.context, "seed": self.seed, **counts}
+        return stream_questions(asked.name, self.languages, rows, lambda: self.tokenizer, **more)
 
     def encode(self, read: Asked) -> UserAnswers:
-        """As windows."""
+        """Return the questions as windows."""
         who, encoded, parts = read
         prompts = self.asked.train_on_prompts
         return user_of(self.asked.name, who, encoded, parts, self.tokenizer, train_on_prompts=prompts)
 
-    def lack(self, user: UserAnswers) -> None:
-        """Nobody has less than others.
-
-        Raises:
-            DataError: there are none to validate on, where they are needed.
-        """
+    def inspect(self, read: Asked, user: UserAnswers) -> None:
+        """Refuse users without questions to validate on, where they are needed, and tokens without rows."""
         check_answers(user, needs_validation=self.validates)
-
-    def refused(self, small: Some, users: int) -> DataError:
-        """Nobody has less than others."""
-        raise AssertionError(small.told)
-
-    def materials(self, users: Crowd, about: dict[str, Any]) -> Materials:
-        """The base, and users who are read when they are asked for."""
-        return Materials(kind=self.kind, base=self.base, users=users, unread=True)
-
-
-def _questions(groups: Mapping[str, Sequence[bytes]], keys: Sequence[str]) -> list[Question]:
-    """Those of a language that are called so, in this order."""
-    rows = (json.loads(row) for row in groups[""])
-    found = {key: Question(prompt=prompt, answer=answer) for key, prompt, answer in rows}
-    return [found[key] for key in keys]
+        super().inspect(read, user)
 
 
 NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
@@ -516,14 +519,21 @@ class QuestionsKind(AnswersKind):
 
     name = "questions"
 
-    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
-        """Everybody's questions as tokens of the base."""
-        asked = section(recipe)
-        choose_languages(asked.name, asked.languages)  # before the base is loaded
-        base, settings = load_base(), asked.model_dump(exclude={"name"})
-        context, tokenizer = recipe.training.context, tokenizer_of(base)
-        users = make_questions(asked.name, tokenizer, context=context, seed=recipe.data_seed, **settings)
-        return Materials(kind=self, base=base, users=users)
+    def reader(
+        self,
+        recipe: Recipe,
+        load_base: LoadBase,
+        *,
+        validates: bool,
+        given: Mapping[str, Any] | None = None,
+        net: Any = None,
+        loss: Any = None,
+    ) -> QuestionReader | None:
+        """Return a reader of one language after another; questions cannot be handed over."""
+        if given is not None:
+            return None
+        context, data = recipe.training.context, recipe.data
+        return QuestionReader(data, recipe.data_seed, load_base, context=context, validates=validates)
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """One user a language."""
@@ -544,11 +554,6 @@ class QuestionsKind(AnswersKind):
 def section(recipe: Recipe) -> QuestionsSection:
     """The recipe's questions."""
     return cast(QuestionsDataSection, recipe.data).questions
-
-
-@in_turn.register
-def _in_turn(kind: QuestionsKind, recipe: Recipe, base: Base | None, validates: bool) -> Turns[Any] | None:
-    return None if base is None else QuestionTurns(kind, recipe, section(recipe), base, validates)
 
 
 KIND = QuestionsKind()

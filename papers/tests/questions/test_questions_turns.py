@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from comingle.config import Recipe, parse_recipe
-from comingle.data.populations import Crowd
+from comingle.data.population_files import write_users
+from comingle.data.populations import LazyPopulation
 from comingle.data.samples.samples import SPLITS
 from comingle.models.loading import load_base
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.training.kinds.base import kind_of
-from comingle.training.storage.readers import in_turn, write_in_turn
 from comingle.utils.errors import ComingleError
 from comingle_papers.questions import LABELS, QUESTIONS
 
@@ -67,7 +67,7 @@ def test_languages_in_turn_are_those_that_are_read_at_once(tmp_path: Path, more:
     questions = {"name": "xnli", "path": str(path), "train": 5, "test": 3, **more}
     # Of 15 questions that all have 6 are too long.
     memory, disk = (prepare(recipe_of(questions, store, context=190)).users for store in ("memory", "disk"))
-    assert isinstance(disk, Crowd)
+    assert isinstance(disk, LazyPopulation)
     assert list(disk.names) == [user.name for user in memory] == more.get("languages", list(LANGUAGES))
     for one, other in zip(memory, disk, strict=True):
         for split in SPLITS:
@@ -111,12 +111,12 @@ def test_one_language_is_in_memory_at_a_time(tmp_path: Path) -> None:
         recipe = recipe_of({"name": "xnli", "path": str(path), "languages": [*languages], "train": 9}, "disk")
         recipe = recipe.with_changes({"training.context": 2000, "data.questions.test": 5})
         base = load_base(recipe.base)
-        turns = in_turn(kind_of(recipe), recipe, base, False)
-        assert turns is not None
+        reader = kind_of(recipe).reader(recipe, lambda: base, validates=False)
+        assert reader is not None
         folder = tmp_path / str(len(languages))
         folder.mkdir()
         tracemalloc.start()
-        write_in_turn(turns, folder)
+        write_users(reader, folder)
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return most

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from comingle.config import Recipe
 from comingle.data.conversations.encoding import Answers, UserAnswers
-from comingle.data.populations import Crowd
+from comingle.data.populations import LazyPopulation
 from comingle.data.samples.samples import SPLITS, UserSamples
 from comingle.data.splits import UserText
 from comingle.data.text.streams import UserData
@@ -58,7 +58,7 @@ def choose_rows(
 
 def preview(recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
     """Tables and lines about the users; of a kind that holds something else how much everybody has of it."""
-    if isinstance(materials.users, Crowd) and materials.users.sizes is not None:
+    if isinstance(materials.users, LazyPopulation) and materials.users.sizes is not None:
         return _of_crowd(f"{recipe.base}: {materials.kind.name}", materials, materials.users, everybody)
     for holds, show in _SHOWN.items():
         if issubclass(materials.kind.user, holds):
@@ -67,7 +67,7 @@ def preview(recipe: Recipe, materials: Materials, *, everybody: bool) -> list[Re
     return [_counts(title, materials, everybody)]
 
 
-def _of_crowd(title: str, materials: Materials, users: Crowd, everybody: bool) -> list[RenderableType]:
+def _of_crowd(title: str, materials: Materials, users: LazyPopulation, everybody: bool) -> list[RenderableType]:
     """How much users have who lie in a file, of many those with least and most; the beginnings of what these have."""
     sizes = users.sizes
     assert sizes is not None

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from comingle.cli.options import default_folder, read_recipe
 from comingle.data.splits import REPEATED
-from comingle.data.text.streams import LISTED
+from comingle.data.streaming import LISTED
 from comingle.runs.distributed import build_sharded, read_shared
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import Given

@@ -27,7 +27,7 @@ from comingle.cost.summaries import (
     with_method,
     with_privacy,
 )
-from comingle.data.populations import Crowd, names_of
+from comingle.data.populations import LazyPopulation, names_of
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import SPLITS
 from comingle.data.text.streams import UserData
@@ -109,7 +109,7 @@ def rehearse_nets(
         present=largest_round(participation, len(population.users if everybody is None else everybody)),
         store=recipe.runtime.store,
         data_bytes=data_bytes(population, clients.model.dtype),
-        reads_cohorts=isinstance(population.users, Crowd),
+        reads_cohorts=isinstance(population.users, LazyPopulation),
         process_bytes=process_size,
     )
 
@@ -133,7 +133,7 @@ def data_bytes(population: Population, dtype: torch.dtype) -> int:
     Of those who lie in a file sizes are known: all splits have the shapes of the first user's.
     """
     users, total = population.users, 0
-    if isinstance(users, Crowd) and users.sizes is not None:
+    if isinstance(users, LazyPopulation) and users.sizes is not None:
         one = data_bytes(replace(population, users=[users[0]]), dtype)
         return int(one * users.sizes.sum() / users.sizes[0].sum())
     for part in (user.split(split) for user in users for split in SPLITS):
@@ -365,6 +365,8 @@ def _rehearsed(recipe: Recipe, materials: Materials, participation: Any) -> Rehe
     kind, users, everybody = kind_of(recipe), materials.present, names_of(materials.users)
     if kind.read_for_costs:
         return rehearse_nets(recipe, replace(materials.common, users=users), participation, everybody)
-    (as_text,) = as_long(kind, [recipe], users) if isinstance(users, Crowd) else kind.as_text([recipe], len(users))[0]
+    (as_text,) = (
+        as_long(kind, [recipe], users) if isinstance(users, LazyPopulation) else kind.as_text([recipe], len(users))[0]
+    )
     assert materials.base is not None
     return rehearse_text(as_text, materials.base, tuple(everybody), participation, materials.here)

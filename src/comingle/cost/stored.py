@@ -10,7 +10,7 @@ from typing import Any
 
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY
-from comingle.data.populations import Crowd
+from comingle.data.populations import LazyPopulation
 from comingle.data.text.reading import found_here, tokenizer_here
 from comingle.models.base import Base
 from comingle.training.client import STORES
@@ -18,8 +18,8 @@ from comingle.training.kinds.base import Kind, Materials
 from comingle.training.kinds.conversations import NOTE, ConversationsKind, as_steps
 from comingle.training.kinds.text import TextKind, anybody_validates, section
 from comingle.training.state import MOMENTS, State
+from comingle.training.storage.disk import BEHIND
 from comingle.training.storage.files import Form, forms_of
-from comingle.training.storage.rows import BEHIND
 
 
 def as_text(
@@ -34,7 +34,7 @@ def as_text(
     """
     reads = users is None and is_read(kind, recipes[0])
     found = _read(kind, recipes, load_base) if reads else None
-    if found is None or not isinstance(found.users, Crowd):
+    if found is None or not isinstance(found.users, LazyPopulation):
         return kind.as_text(recipes, users)
     return as_long(kind, recipes, found.users), set(found.skipped), NOTE if isinstance(kind, ConversationsKind) else ""
 
@@ -66,7 +66,7 @@ def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) 
     return store.read(kind, recipe, lambda: base, validates=anybody_validates(recipes))
 
 
-def as_long(kind: Kind, recipes: Sequence[Recipe], users: Crowd) -> list[Recipe]:
+def as_long(kind: Kind, recipes: Sequence[Recipe], users: LazyPopulation) -> list[Recipe]:
     """Recipes with text that costs as much as what these users have: as
     :meth:`comingle.training.kinds.base.Kind.as_text`.
     """

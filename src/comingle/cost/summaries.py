@@ -19,7 +19,7 @@ from comingle.runs.session import build, prepare, training_settings
 from comingle.training.kinds.base import kind_of
 from comingle.training.privacy import planned_releases, server_mechanisms
 from comingle.training.settings import Portions, round_sizes
-from comingle.training.storage.opening import check_storable
+from comingle.training.storage.disk import check_storable
 from comingle.utils.errors import RecipeError
 
 NONE_FITS = "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"

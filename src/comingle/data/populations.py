@@ -1,18 +1,30 @@
-"""Populations of users made on demand."""
+"""Populations of users made on demand, and their names.
+
+A folder of names has ``names.text`` (all names one after another), ``names.ends`` (where each ends), ``names.index``
+(the numbers of the users in the order of their names' hashes), ``names.hashes`` (these hashes), and ``names.sha256``
+(the digest of them all, :func:`digest_names`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
+import shutil
+import warnings
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property, lru_cache
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from jaxtyping import Int64
 
+from comingle.utils.errors import DataError
+from comingle.utils.names import name_problem
 from comingle.utils.seeds import derive
 
 LOTS = 10_000
@@ -20,12 +32,12 @@ LOTS = 10_000
 
 
 class Known(Sequence[str]):
-    """Names whose ``index`` is looked up and not searched for."""
+    """Names whose ``index`` takes no search."""
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """By which the same names in the same order are known again."""
+        """A digest of the names in their order."""
 
     def __contains__(self, value: object) -> bool:
         try:
@@ -34,12 +46,174 @@ class Known(Sequence[str]):
             return False
 
 
-class Crowd(Sequence[Any]):
-    """Users by number, made when they are asked for; the last ``at_hand`` of them are kept.
+class Numbered(Known):
+    """Names that are numbers behind a prefix: ``user-0``, ``user-1`` and so on."""
 
-    ``digest`` says whether their data is the same; ``largest`` is the number of one of those who have most, unless
-    ``sizes`` say how much everybody has to train on, to validate and to test. ``about`` is what is known of all of
-    them together.
+    def __init__(self, prefix: str, count: int):
+        self.prefix, self.size = prefix, count
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[str]: ...
+    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
+        if isinstance(at, slice):
+            return [f"{self.prefix}{i}" for i in range(self.size)[at]]
+        return f"{self.prefix}{range(self.size)[at]}"
+
+    def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
+        """Return the number in a name.
+
+        Raises:
+            ValueError: no user has the name.
+        """
+        number = value.removeprefix(self.prefix)
+        if number.isdecimal() and value == f"{self.prefix}{int(number)}" and int(number) < self.size:
+            return int(number)
+        raise ValueError(f"no user {value!r}")
+
+    @property
+    def digest(self) -> str:
+        """A digest of the prefix and the number of names."""
+        return digest_names([self.prefix, str(len(self))])
+
+
+FILES = ("names.text", "names.ends", "names.index", "names.hashes", "names.sha256")
+NAMES, _ENDS, _INDEX, _HASHES, _SUM = FILES
+
+
+class NamesWriter:
+    """Writes names into a folder as they come."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._end = folder, 0
+        self._open = ExitStack()
+        self._text, self._ends = (self._open.enter_context(open(folder / name, "wb")) for name in (NAMES, _ENDS))  # noqa: SIM115 (closed with it)
+        self._digest, self._hashes = hashlib.sha256(), array("Q")
+
+    def add(self, name: str) -> None:
+        """Write a name.
+
+        Raises:
+            DataError: it cannot be one.
+        """
+        if problem := name_problem([name]):
+            raise DataError(problem)
+        content = name.encode()
+        self._digest.update((b"\0" if len(self._hashes) else b"") + content)
+        self._hashes.append(_hash(content))
+        self._text.write(content)
+        self._end += len(content)
+        self._ends.write(self._end.to_bytes(8, "little"))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.close()
+
+    def finish(self) -> Names:
+        """Write the index; return all names.
+
+        Raises:
+            DataError: a name occurs twice.
+        """
+        self.close()
+        hashes = np.frombuffer(self._hashes, dtype=np.uint64)
+        order = hashes.argsort(kind="stable")
+        order.astype("<i8").tofile(self.folder / _INDEX)
+        hashes[order].astype("<u8").tofile(self.folder / _HASHES)
+        (self.folder / _SUM).write_text(self._digest.hexdigest(), encoding="utf-8")
+        names = Names(self.folder)
+        ranked = hashes[order]
+        for at in np.flatnonzero(ranked[1:] == ranked[:-1]).tolist():
+            if (name := names[int(order[at])]) == names[int(order[at + 1])]:
+                raise DataError(f"user {name!r} twice; names must differ")
+        return names
+
+
+class Names(Known):
+    """The names of a folder, or a span of them.
+
+    Raises:
+        DataError: its files do not fit each other.
+    """
+
+    def __init__(self, folder: Path, span: range | None = None):
+        self.folder = folder
+        self._text, self._ends = _map(folder / NAMES, "u1"), _map(folder / _ENDS, "<i8")
+        self._index, self._hashes = _map(folder / _INDEX, "<i8"), _map(folder / _HASHES, "<u8")
+        self.span = range(len(self._ends)) if span is None else span
+        self._sum = (folder / _SUM).read_text(encoding="utf-8")
+        end = int(self._ends[-1]) if len(self._ends) else 0
+        if end != len(self._text) or not len(self._ends) == len(self._index) == len(self._hashes):
+            raise DataError(f"{folder}: names of users, in files that do not fit each other")
+
+    def __len__(self) -> int:
+        return len(self.span)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[str]: ...
+    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
+        if isinstance(at, slice):
+            return Names(self.folder, self.span[at])
+        return self._name(self.span[at])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self._name, self.span)
+
+    def _name(self, number: int) -> str:
+        start = int(self._ends[number - 1]) if number else 0
+        return self._text[start : int(self._ends[number])].tobytes().decode()
+
+    def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
+        """Return the number of a name.
+
+        Raises:
+            ValueError: no user has it.
+        """
+        key = np.uint64(_hash(value.encode()))
+        for at in range(int(np.searchsorted(self._hashes, key)), len(self._hashes)):
+            if self._hashes[at] != key:
+                break
+            if (number := int(self._index[at])) in self.span and self._name(number) == value:
+                return self.span.index(number)
+        raise ValueError(f"no user {value!r}")
+
+    @property
+    def digest(self) -> str:
+        """A digest of the names in their order."""
+        whole = len(self) == len(self._ends)
+        return self._sum if whole else hashlib.sha256("\0".join(self).encode()).hexdigest()
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the files of all names, not only of a span, to another folder."""
+        for name in FILES:
+            shutil.copyfile(self.folder / name, folder / name)
+
+
+def _map(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+class LazyPopulation(Sequence[Any]):
+    """Users by number, made when they are asked for.
+
+    Args:
+        names: all users' names.
+        make: makes the user of a number.
+        digest: identifies the users' data.
+        largest: the number of a user with most train data; not needed where ``sizes`` are given.
+        at_hand: number of users that are kept, those used last.
+        sizes: how much each user has to train, to validate and to test on.
+        about: what is known of all users together.
     """
 
     def __init__(
@@ -57,10 +231,10 @@ class Crowd(Sequence[Any]):
         self.largest = largest if sizes is None else int(sizes[:, 0].argmax())
         self.make = lru_cache(at_hand)(make)
 
-    def part(self, numbers: range) -> Crowd:
-        """Some who follow one another, as a crowd of their own."""
+    def part(self, numbers: range) -> LazyPopulation:
+        """Return a population of consecutive users."""
         span = slice(numbers.start, numbers.stop)
-        return Crowd(
+        return LazyPopulation(
             self.names[span],
             lambda number: self[numbers[number]],
             digest=self.digest,
@@ -82,13 +256,22 @@ class Crowd(Sequence[Any]):
 
 
 def listed(users: Sequence[Any]) -> Sequence[Any]:
-    """The same as a list, but for a crowd."""
-    return users if isinstance(users, Crowd) else list(users)
+    """Return a list of the users, but a lazy population as it is."""
+    return users if isinstance(users, LazyPopulation) else list(users)
+
+
+def part_of(users: Sequence[Any], numbers: Sequence[int] | None) -> Sequence[Any]:
+    """Return the users of these numbers (None: all), without reading them where the population is lazy."""
+    if numbers is None:
+        return users
+    if isinstance(users, LazyPopulation) and isinstance(numbers, range):
+        return users.part(numbers)
+    return [users[number] for number in numbers]
 
 
 def names_of(users: Sequence[Any]) -> Sequence[str]:
-    """Everybody's name, in order."""
-    return users.names if isinstance(users, Crowd) else tuple(user.name for user in users)
+    """Return all users' names, in order."""
+    return users.names if isinstance(users, LazyPopulation) else tuple(user.name for user in users)
 
 
 class Numbers:
@@ -126,5 +309,12 @@ def drawn(names: Sequence[str], count: int, *purpose: str | int) -> list[int]:
 
 
 def digest_names(names: Sequence[str]) -> str:
-    """By which the same names in the same order are known again."""
+    """Return a digest of names in their order."""
     return names.digest if isinstance(names, Known) else hashlib.sha256("\0".join(names).encode()).hexdigest()
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Crowd":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("comingle.data.populations.Crowd is now LazyPopulation", DeprecationWarning, stacklevel=2)
+    return LazyPopulation

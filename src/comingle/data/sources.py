@@ -14,6 +14,7 @@ from typing import Any
 
 from comingle.data.files import check_regular, has_rows, is_saved, read_text_file, read_text_folder, warn_longer
 from comingle.data.row_files import BadRows
+from comingle.data.streaming import ListedRows, Rows
 from comingle.data.tables import choose_users, iterate_texts, read_tables
 from comingle.utils.errors import DataError, NoTextError
 from comingle.utils.names import HUB_PREFIX, is_named, name_problem, parse_hub_name
@@ -62,32 +63,47 @@ def read_documents(
     return documents
 
 
-def read_dataset(
+def read_dataset(source: str | Path | Sequence[str | Path], **options: Any) -> Groups:
+    """Return the documents of a data set by user and split; ``options`` as in :func:`group_documents`.
+
+    Raises:
+        DataError: as :func:`group_documents`.
+    """
+    rows = ListedRows()
+    return dict(rows.groups(group_documents(source, rows, **options)))
+
+
+def group_documents(
     source: str | Path | Sequence[str | Path],
+    rows: Rows,
     *,
     user: str,
     text: str = "text",
     users: Sequence[str] | int | None = None,
     **options: Any,
-) -> Groups:
-    """Rows of a data set grouped by a column, as :func:`iterate_documents` reads them: documents by user and split.
+) -> Iterable[str]:
+    """Group the rows of a data set by user in ``rows``, as :func:`iterate_documents` reads them.
 
-    Users are in the order in which they are wanted, or in that of their first rows.
+    Returns:
+        The users, in the order in which they are wanted, or in that of their first rows.
 
     Raises:
         DataError: an unknown source, column or user, a name that cannot be one, unreadable rows, or no rows at all.
     """
-    where, groups = where_of(source), Groups()
-    for owner, split, document in iterate_documents(source, user=user, text=text, users=users, **options):
-        groups.setdefault(owner, {}).setdefault(split, []).append(document)
-    if not groups:
+    where, found = where_of(source), iterate_documents(source, user=user, text=text, users=users, **options)
+    rows.fill(
+        found,
+        pack=lambda document: document.encode("utf-8", "surrogatepass"),
+        unpack=lambda content: content.decode("utf-8", "surrogatepass"),
+    )
+    if not rows.owners:
         if (bad := options.get("bad")) is not None:
             bad.settle()
         raise no_texts(source, text, user, name=options.get("name"), data_files=options.get("data_files"))
-    groups = choose_users(groups, users, where)
-    if problem := name_problem(groups):
+    wanted = choose_users(rows.owners, users, where)
+    if problem := name_problem(wanted):
         raise DataError(f"{where}: column {user!r}: {problem}")
-    return groups
+    return wanted
 
 
 def no_texts(source: str | Path | Sequence[str | Path], text: str, user: str, **options: Any) -> DataError:

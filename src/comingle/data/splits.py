@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import UInt64
 
 from comingle.data.duplicates import SHINGLE_WORDS, hash_shingles, split_words
+from comingle.data.streaming import DocumentLists, ListedDocuments
 from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
 from comingle.utils.seeds import derive
 
@@ -127,9 +128,63 @@ def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
     twice = [name for name, count in Counter(user.name for user in users).items() if count > 1]
     if twice:
         raise DataError(f"users to mix: two are named {twice[0]!r}, names must differ")
-    valid = _mix({user.name: user.valid for user in users}, split="valid", seed=seed)
-    test = _mix({user.name: user.test for user in users}, split="test", seed=seed)
-    return [replace(user, valid=valid[user.name], test=test[user.name]) for user in users]
+    mixture = Mixture(lambda name: ListedDocuments(), seed)
+    for user in users:
+        mixture.add(user)
+    return list(mixture.texts())
+
+
+HELD_OUT = ("valid", "test")
+
+
+class Mixture:
+    """Mixtures of the held-out text of users who are added one after another: see :func:`mix_held_out`.
+
+    There are as many shares as pairs of users. ``lists`` makes what keeps them.
+    """
+
+    def __init__(self, lists: Callable[[str], DocumentLists], seed: int):
+        self.lists, self.seed, self.names = lists, seed, list[str]()
+        self._own = lists("own")
+        self._sizes: dict[str, list[int]] = {split: [] for split in HELD_OUT}
+        self._dealt: dict[str, DocumentLists] = {}
+
+    def add(self, text: UserText) -> None:
+        """Add a user with its own text."""
+        self.names.append(text.name)
+        for documents in (text.train, text.valid, text.test):
+            self._own.add(documents)
+        for split, sizes in self._sizes.items():
+            sizes.append(sum(map(len, getattr(text, split))))
+
+    def texts(self) -> Iterator[UserText]:
+        """Yield the users in the order in which they were added, each with mixtures to validate and test on.
+
+        Raises:
+            DataError: a user has nothing to give to a split that others have.
+        """
+        self._own.finish()
+        order = sorted(range(len(self.names)), key=self.names.__getitem__)
+        for at, split in enumerate(HELD_OUT, start=1):
+            if quota := quota_of(dict(zip(self.names, self._sizes[split], strict=True)), split):
+                self._dealt[split] = shares = self.lists(split)
+                for giver in order:
+                    own, name = self._own[3 * giver + at], self.names[giver]
+                    for share in deal(own, quota, len(order), split, self.seed, name):
+                        shares.add(share)
+                shares.finish()
+        places = {user: place for place, user in enumerate(order)}
+        for user, name in enumerate(self.names):
+            mixed = {split: self._mixed(shares, places[user], order) for split, shares in self._dealt.items()}
+            yield UserText(name=name, train=tuple(self._own[3 * user]), **mixed)
+
+    def _mixed(self, shares: DocumentLists, place: int, order: Sequence[int]) -> tuple[str, ...]:
+        return take_turns({self.names[giver]: shares[at * len(order) + place] for at, giver in enumerate(order)})
+
+    def remove(self) -> None:
+        """Delete what was written."""
+        for lists in (self._own, *self._dealt.values()):
+            lists.remove()
 
 
 def find_overlap(user: UserText) -> Overlap:
@@ -163,16 +218,6 @@ def _repeated(documents: Sequence[str], texts: set[str], shingles: UInt64[np.nda
         for document, words, mostly in zip(documents, split, 2 * known > every, strict=True)
         if mostly or " ".join(words) in texts
     ]
-
-
-def _mix(parts: Mapping[str, Sequence[str]], *, split: str, seed: int) -> dict[str, tuple[str, ...]]:
-    """The mixture of every user, out of equal shares of what each user gives."""
-    quota = quota_of({name: sum(map(len, documents)) for name, documents in parts.items()}, split)
-    if not quota:
-        return dict.fromkeys(parts, ())
-    names = sorted(parts)
-    shares = {name: deal(parts[name], quota, len(names), split, seed, name) for name in names}
-    return {name: take_turns({giver: shares[giver][index] for giver in names}) for index, name in enumerate(names)}
 
 
 def quota_of(sizes: Mapping[str, int], split: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY, protects_examples
-from comingle.data.populations import Crowd
+from comingle.data.populations import LazyPopulation
 from comingle.methods import make
 from comingle.methods.user_errors import own_errors
 from comingle.methods.user_files import check_origin
@@ -109,7 +109,7 @@ def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> Materials:
     return kind.reopened(base, users, inputs.settings, net=given.net)
 
 
-def _in_files(folder: Path, recipe: Recipe, kind: Kind, read: Callable[[], Sequence[Any]]) -> Crowd:
+def _in_files(folder: Path, recipe: Recipe, kind: Kind, read: Callable[[], Sequence[Any]]) -> LazyPopulation:
     """Users who are too many to be listed; ``read`` yields them by number, when somebody's data is asked for."""
     store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
     names = store.names(folder) if hasattr(store, "names") else None
@@ -119,7 +119,7 @@ def _in_files(folder: Path, recipe: Recipe, kind: Kind, read: Callable[[], Seque
     def make(number: int) -> Any:
         return later(kind.user, names[number], lambda: read()[number])
 
-    return Crowd(names, make, digest="")
+    return LazyPopulation(names, make, digest="")
 
 
 @torch_defaults()

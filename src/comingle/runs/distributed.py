@@ -16,7 +16,7 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import Training
-from comingle.data.populations import Crowd, names_of
+from comingle.data.populations import LazyPopulation, names_of
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.hardware import torch_defaults
@@ -97,7 +97,7 @@ def spans(users: int, processes: int, at_once: int) -> list[range]:
 def share_out(materials: Materials, here: range) -> Materials:
     """The same with the data of those who are here alone; others have names."""
 
-    if isinstance(materials.users, Crowd):  # of whom nobody is read before somebody asks
+    if isinstance(materials.users, LazyPopulation):  # of whom nobody is read before somebody asks
         return replace(materials, here=here, shared_out=True)
 
     def left(user: Any) -> Any:

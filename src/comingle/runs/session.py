@@ -16,7 +16,7 @@ import torch
 from comingle.config import Recipe
 from comingle.config.files import changed, check_used
 from comingle.config.settings import AUTO, MEMORY, AggregationSection, Privacy, Secure, Training
-from comingle.data.populations import Crowd, digest_names, names_of
+from comingle.data.populations import LazyPopulation, digest_names, names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make
 from comingle.methods.user_errors import own_errors
@@ -268,7 +268,7 @@ def with_clusters(recipe: Recipe, materials: Materials) -> Materials:
     if not (clusters := recipe.data.cluster_numbers):
         return materials
     where = "data.clusters"
-    if isinstance(materials.users, Crowd):
+    if isinstance(materials.users, LazyPopulation):
         raise RecipeError(f"{where}: not with runtime.store: {recipe.runtime.store}; allowed: memory")
     names = [user.name for user in materials.users]
     for name in clusters:
@@ -333,7 +333,7 @@ def warn_unread(recipe: Recipe) -> None:
 def describe(materials: Materials, recipe: Recipe) -> Inputs:
     """What a run of the recipe has read, base and data, as digests that are taken once."""
     kind, base, settings = materials.kind.name, digests_of(materials.base), materials.kind.settings(materials)
-    if isinstance(materials.users, Crowd):
+    if isinstance(materials.users, LazyPopulation):
         names = digest_names(materials.users.names)
         crowd = {"users": len(materials.users), "names": names, "data": materials.users.digest}
         return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: crowd})

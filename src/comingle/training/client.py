@@ -65,8 +65,8 @@ Population = Sequence[Any]
 STORES: Registry[Any] = Registry(
     "comingle.stores",
     {
-        "disk": "comingle.training.storage.opening:on_disk",
-        "disk-bf16": "comingle.training.storage.opening:on_disk_bf16",
+        "disk": "comingle.training.storage.disk:on_disk",
+        "disk-bf16": "comingle.training.storage.disk:on_disk_bf16",
     },
 )
 """Classes that keep users' tensors outside of memory, by the value of ``runtime.store``."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from comingle.config.settings import Training
-from comingle.data.populations import Crowd
+from comingle.data.populations import LazyPopulation
 from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
 from comingle.training.batch_sources import Feed
@@ -174,7 +174,7 @@ class Steps:
     @cached_property
     def _steps_here(self) -> int:
         everybody = self.feed.trainers
-        some = [everybody.largest] if isinstance(everybody, Crowd) else range(self.trainers)
+        some = [everybody.largest] if isinstance(everybody, LazyPopulation) else range(self.trainers)
         return max(self.feed.steps(i) for i in some)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from populations import said
 
-from comingle.training.storage import readers
+from comingle.data import population_files
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +42,11 @@ def files(tmp_path: Path) -> dict[str, str]:
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Folders into which users were read."""
     folders: list[Path] = []
-    original: Callable[..., None] = readers.write_in_turn
+    original: Callable[..., None] = population_files.write_users
 
-    def write(turns: Any, folder: Path) -> None:
+    def write(reader: Any, folder: Path) -> None:
         folders.append(folder)
-        original(turns, folder)
+        original(reader, folder)
 
-    monkeypatch.setattr(readers, "write_in_turn", write)
+    monkeypatch.setattr(population_files, "write_users", write)
     return folders

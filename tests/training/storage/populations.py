@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from comingle.config import Recipe, parse_recipe
-from comingle.data.populations import Crowd
+from comingle.data.populations import LazyPopulation
 from comingle.data.samples.samples import SPLITS
 from comingle.runs.session import prepare
 from comingle.training.kinds.base import Materials
@@ -64,7 +64,7 @@ def both(data: Mapping[str, Any]) -> tuple[Materials, Materials]:
 
 def require_same(data: Mapping[str, Any]) -> Materials:
     memory, disk = both(data)
-    assert isinstance(disk.users, Crowd)
+    assert isinstance(disk.users, LazyPopulation)
     assert list(disk.users.names) == [user.name for user in memory.users]
     for one, other in zip(memory.users, disk.users, strict=True):
         assert type(one) is type(other)

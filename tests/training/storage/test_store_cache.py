@@ -11,11 +11,10 @@ import pytest
 from filelock import FileLock
 from populations import contents, paint, recipe_of, require_same, said
 
-from comingle.data.populations import Crowd, names_of
+from comingle.data import population_files
+from comingle.data.populations import FILES, LazyPopulation, names_of
 from comingle.runs import api
 from comingle.runs.session import prepare
-from comingle.training.storage import readers
-from comingle.training.storage.population import FILES
 from comingle.utils.errors import ComingleError, DataError, RunError
 from resuming import StoppedError, final, stop_in_round_3
 
@@ -24,13 +23,13 @@ def test_users_are_read_once_until_a_file_changes(files: dict[str, str], written
     recipe = recipe_of({"users": files})
     first = prepare(recipe).users
     again = prepare(recipe.with_changes({"method": "local", "training.rounds": 1})).users
-    assert isinstance(first, Crowd)
-    assert isinstance(again, Crowd)
+    assert isinstance(first, LazyPopulation)
+    assert isinstance(again, LazyPopulation)
     assert len(written) == 1
     assert again.digest == first.digest
     Path(files["ann"]).write_text("\n\n".join(said("other", 9, 200)))
     changed = prepare(recipe).users
-    assert isinstance(changed, Crowd)
+    assert isinstance(changed, LazyPopulation)
     assert len(written) == 2
     assert changed.digest != first.digest
     prepare(recipe.with_changes({"seed": 1}))
@@ -44,8 +43,8 @@ def test_what_is_torn_is_written_anew(files: dict[str, str], written: list[Path]
     (place,) = [path for path in (own_cache / "populations").glob("*/users.bin") if path.stat().st_size]
     place.write_bytes(place.read_bytes()[:-16])
     again = prepare(recipe).users
-    assert isinstance(first, Crowd)
-    assert isinstance(again, Crowd)
+    assert isinstance(first, LazyPopulation)
+    assert isinstance(again, LazyPopulation)
     assert len(written) == 2
     assert again.digest == first.digest
 
@@ -227,7 +226,7 @@ def test_what_reading_warns_of_is_said_again_without_reading(
     assert len(written) == 1
     assert len(said_each_time[0]) == 1
     assert said_each_time[0] == said_each_time[1] == said_each_time[2]
-    monkeypatch.setattr(readers, "HEARD", 2)
+    monkeypatch.setattr(population_files, "HEARD", 2)
     users = {f"user {number}": files["dag"] for number in range(4)}
     counts = []
     for _ in range(2):

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from comingle.config import load_recipe
-from comingle.data.populations import LOTS, Crowd, Numbers, digest_names, drawn
+from comingle.data.population_files import read_population, write_population
+from comingle.data.populations import LOTS, LazyPopulation, Numbered, Numbers, digest_names, drawn
 from comingle.data.text.streams import UserData
 from comingle.runs import api
 from comingle.runs.session import prepare
@@ -22,7 +23,6 @@ from comingle.training.evaluation import sampled
 from comingle.training.kinds.base import Materials
 from comingle.training.kinds.text import KIND as TEXT
 from comingle.training.rounds import run_rounds
-from comingle.training.storage.population import Numbered, read_population, write_population
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.records import sample_told
 from comingle.utils.seeds import derive
@@ -99,12 +99,12 @@ def test_an_interval_holds_the_mean_of_all_as_often_as_it_says(federate: Callabl
 
 
 @pytest.fixture
-def crowd(tmp_path: Path, make_user: Callable[..., UserData]) -> Crowd:
+def crowd(tmp_path: Path, make_user: Callable[..., UserData]) -> LazyPopulation:
     assert write_population(tmp_path / "tokens", (make_user(name) for name in NAMES)) == 6
     return read_population(tmp_path / "tokens")
 
 
-def test_streams_are_read_as_they_were_written(crowd: Crowd, make_user: Callable[..., UserData]) -> None:
+def test_streams_are_read_as_they_were_written(crowd: LazyPopulation, make_user: Callable[..., UserData]) -> None:
     assert list(crowd.names) == NAMES
     for user in crowd:
         for split in ("train", "valid", "test"):
@@ -113,7 +113,7 @@ def test_streams_are_read_as_they_were_written(crowd: Crowd, make_user: Callable
 
 @pytest.mark.slow
 def test_a_run_of_a_crowd_is_one_of_its_users(
-    crowd: Crowd, make_user: Callable[..., UserData], tmp_path: Path, write_recipe: Callable[[Path], Path]
+    crowd: LazyPopulation, make_user: Callable[..., UserData], tmp_path: Path, write_recipe: Callable[[Path], Path]
 ) -> None:
     """On disk, stopped and resumed, with users that are read when they take part; nothing lists them."""
     recipe = load_recipe(write_recipe(tmp_path / "project")).with_changes(
@@ -128,7 +128,7 @@ def test_a_run_of_a_crowd_is_one_of_its_users(
     api.run(recipe, materials=lazy, out=tmp_path / "crowd", resume=True)
     assert final(tmp_path / "crowd") == final(tmp_path / "people")
     assert not any(name in (tmp_path / "crowd" / "inputs.json").read_text() for name in NAMES)
-    other = Materials(kind=TEXT, base=base, users=Crowd(crowd.names, crowd.make, digest="other"), unread=True)
+    other = Materials(kind=TEXT, base=base, users=LazyPopulation(crowd.names, crowd.make, digest="other"), unread=True)
     with pytest.raises(RunError, match="the users or their data changed since the run began"):
         api.run(recipe, materials=other, out=tmp_path / "crowd", resume=True)
 

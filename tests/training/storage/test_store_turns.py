@@ -10,12 +10,11 @@ import pytest
 from populations import recipe_of, require_same, said, talks, write_rows
 
 from comingle.data.conversations.encoding import Answers
-from comingle.data.populations import names_of
+from comingle.data.populations import Names, NamesWriter, names_of
 from comingle.data.samples.samples import SPLITS
-from comingle.data.splits import UserText
+from comingle.data.splits import Mixture, UserText
+from comingle.data.streaming import StoredRows
 from comingle.runs import api
-from comingle.training.storage.language import Mixture
-from comingle.training.storage.population import Names, NamesWriter, Spool
 from comingle.utils.errors import ComingleError, require_user
 from resuming import final
 
@@ -113,7 +112,7 @@ def test_a_line_about_a_name_has_an_end() -> None:
 def test_rows_are_grouped_without_holding_them(tmp_path: Path) -> None:
     def peak(users: int) -> int:
         tracemalloc.start()
-        spool = Spool(tmp_path)
+        spool = StoredRows(tmp_path)
         spool.fill((f"user-{i % users}", "train", bytes(1000)) for i in range(3 * users))
         for name, groups in spool.groups(spool.owners):
             assert len(groups["train"]) == 3, name
@@ -150,12 +149,12 @@ def test_a_mixture_is_made_without_a_list_of_all(tmp_path: Path) -> None:
     """Of 40,000 bytes of held-out text each, and of what is trained on, one user's are in memory at a time."""
 
     def peak(users: int) -> int:
-        mixture = Mixture(tmp_path, seed=0)
+        mixture = Mixture(StoredRows(tmp_path).documents, seed=0)
         tracemalloc.start()
         for i in range(users):
             train, *held_out = (tuple(f"{i} {split} {n:05d}" * 100 for n in range(20)) for split in SPLITS)
             mixture.add(UserText(name=f"user {i}", train=train, valid=held_out[0], test=held_out[1]))
-        assert sum(len(text().test) > users // 2 for _, text in mixture.texts()) == users
+        assert sum(len(text.test) > users // 2 for text in mixture.texts()) == users
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         mixture.remove()

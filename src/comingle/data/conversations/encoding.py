@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, compress
 from typing import Any, Literal
 
@@ -18,12 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comingle.config import Recipe
-from comingle.data.conversations.reading import Placed, UserConversations, read_users
+from comingle.data.conversations.reading import Placed, UserConversations, iterate_users
 from comingle.data.conversations.section import ConversationsSection
 from comingle.data.row_files import BadRows
 from comingle.data.samples.samples import SPLITS
-from comingle.data.text.reading import tokenizer_here
-from comingle.data.text.streams import list_small
+from comingle.data.splits import UserText
+from comingle.data.streaming import FirstUsers, ListedRows, Rows, list_small
+from comingle.data.text.reading import DocumentsReader, tokenizer_here
+from comingle.models.base import Base
 from comingle.models.chat_templates import ChatTemplate, Encoded, begin_of
 from comingle.models.windows import PAD, hide
 from comingle.utils.errors import DataError
@@ -209,34 +212,6 @@ def widen(parts: Sequence[Int64[Tensor, "_ _"]]) -> list[Int64[Tensor, "_ window
 logger = logging.getLogger("comingle")
 
 
-def encode_users(
-    data: ConversationsSection,
-    users: Sequence[UserConversations],
-    template: ChatTemplate,
-    context: int,
-    bad: BadRows | None = None,
-) -> list[UserAnswers]:
-    """Encode the conversations of all users as windows; warn of those longer than ``context`` tokens.
-
-    Args:
-        data: The recipe's section.
-        users: Users with messages.
-        template: Template of the base.
-        context: Length of a window in tokens.
-        bad: Collects conversations that the template refuses; None for a collection of its own.
-
-    Raises:
-        DataError: The base's template refuses messages.
-    """
-    bad = bad or BadRows(data.on_bad_row)
-    encoder = Encoder(data, template, context, bad)
-    encoded = [encoder.encode(user) for user in users]
-    bad.settle()
-    for note in encoder.notes:
-        logger.warning("%s", note)
-    return encoded
-
-
 class Encoder:
     """Users' conversations as windows, one user after another."""
 
@@ -335,37 +310,94 @@ def too_few(told: str, small: int, users: int) -> DataError:
     return DataError(f"{count}{told}; give more of them, other fractions, or a longer training.context{skip}")
 
 
-def enough(data: ConversationsSection, users: Sequence[Any], validates: bool) -> tuple[list[Any], Mapping[str, str]]:
-    """All users; or those with enough conversations where others are left out, which a warning says, and their lack.
+class ConversationReader(DocumentsReader[UserConversations]):
+    """Reads users with messages, written in the chat template of a base."""
 
-    Raises:
-        DataError: nobody would be left.
-    """
-    if data.on_small_user != "skip":
-        return list(users), {}
-    small = find_small(users, needs_validation=validates)
-    if len(small) == len(users):
-        raise DataError(f"all {len(users)} users have too few conversations: {list_small(small)}")
-    if small:
-        told = f"{len(small)} of {len(users)} users are left out, as they have too few conversations"
-        logger.warning("%s: %s", told, list_small(small))
-    return [user for user in users if user.name not in small], small
+    too_little, documents = "too few conversations", "conversations"
+    data: ConversationsSection
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The encoder of all users; rows that the template refuses are bad rows too."""
+        return Encoder(self.data, ChatTemplate(self.tokenizer, self.base.date), self.context, self.bad)
+
+    def key(self) -> list[Any]:
+        """Return also the template, and the date in it."""
+        template = str(getattr(self.base.tokenizer, "chat_template", None))
+        return [*super().key(), template, *([] if self.base.date is None else [self.base.date.isoformat()])]
+
+    def read(self, rows: Rows) -> Generator[UserConversations, None, None]:
+        """Yield users' messages."""
+        return iterate_users(self.data, self.seed, rows, self.bad, self.repeated, self.given)
+
+    def encode(self, read: UserConversations) -> UserAnswers:
+        """Return windows, none longer than the context."""
+        return self.encoder.encode(read)
+
+    def shortage(self, user: Any) -> str | None:
+        """Return the splits without conversations."""
+        return find_small([user], needs_validation=self.validates).get(user.name)
+
+    def refuse(self, small: FirstUsers) -> DataError:
+        """Return the error that names the first of them."""
+        return too_few(small.listed, small.count, self.users)
+
+    def settle(self) -> None:
+        """Refuse or report rows that the template refuses."""
+        self.bad.settle()
+
+    def summary(self) -> tuple[dict[str, Any], list[str]]:
+        """Return also warnings about conversations that were too long."""
+        about, lines = super().summary()
+        return about, [*self.encoder.notes, *lines]
+
+    def text(self, read: UserConversations) -> UserText:
+        """Join the messages of each conversation, to find what is there twice.
+
+        System messages are left out: a user's conversations often share one.
+        """
+        parts = {
+            split: tuple(
+                " ".join(m["content"] for m in messages if m["role"] != "system")
+                for _, messages in getattr(read, split)
+            )
+            for split in SPLITS
+        }
+        return UserText(name=read.name, **parts)
+
+
+class _UnencodedReader(ConversationReader):
+    """Counts conversations without a tokenizer, so that none is too long."""
+
+    def encode(self, read: UserConversations) -> Any:
+        """Return the user as it was read."""
+        return read
+
+    def summary(self) -> tuple[dict[str, Any], list[str]]:
+        """Return warnings about users who are left out."""
+        return {}, self.left_out_lines
+
+
+def _no_base() -> Base:
+    raise AssertionError("counts need no base")
 
 
 def count_here(recipe: Recipe, data: ConversationsSection, validates: bool) -> tuple[dict[str, int], set[str]]:
-    """How many conversations each user trains on, and who would be left out, who is not among them.
+    """Return how many conversations each user trains on, and who would be left out, who is not among them.
 
     Where the base's tokenizer is not here, none counts as too long.
 
     Raises:
         DataError: they cannot be read, or a run would refuse them.
     """
-    read, tokenizer = read_users(data, recipe.data_seed), tokenizer_here(recipe.base)
-    users = (
-        list[Any](read)
-        if tokenizer is None
-        else encode_users(data, read, ChatTemplate(tokenizer), recipe.training.context)
-    )
-    users, small = enough(data, users, validates)
+    tokenizer, context, small = tokenizer_here(recipe.base), recipe.training.context, set[str]()
+    made = _UnencodedReader if tokenizer is None else ConversationReader
+    reader = made(data, recipe.data_seed, _no_base, context=context, validates=validates)
+    if tokenizer is not None:
+        reader.encoder = Encoder(data, ChatTemplate(tokenizer), context, reader.bad)
+    reader.on_skip = lambda name, what: small.add(name)
+    users = [user for _, user in reader.stream(list(reader.read(ListedRows())))]
+    for line in reader.summary()[1]:
+        logger.warning("%s", line)
     check_small(users, needs_validation=validates)
-    return {user.name: len(user.train) for user in users}, set(small)
+    return {user.name: len(user.train) for user in users}, small

@@ -6,7 +6,7 @@ import json
 import random
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,9 +20,9 @@ from comingle.data.conversations.section import ConversationRows, ConversationsS
 from comingle.data.duplicates import Repeated, warn_same_files
 from comingle.data.files import word_problem
 from comingle.data.row_files import BadRows, Row, name_in
+from comingle.data.streaming import ListedRows, Rows, read_each
 from comingle.data.tables import choose_users, field_of, has_column, read_tables, table_of
 from comingle.data.text.section import UserFiles
-from comingle.data.text.streams import list_small
 from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
 from comingle.utils.names import name_problem
 from comingle.utils.seeds import derive
@@ -77,35 +77,63 @@ def read_users(data: ConversationsSection, seed: int, bad: BadRows | None = None
     Raises:
         DataError: A source is missing or unreadable, a row is no conversation, or users without any are refused.
     """
-    if data.given:
-        raise DataError("data.given: users come from a program, as comingle.run(recipe, users=...)")
-    bad, repeated = bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)
-    if data.dataset is None:
-        readers = file_readers(data, bad, repeated)
-    else:
-        readers = {name: partial(parted, data, bad, repeated, parts) for name, parts in _grouped(data, bad).items()}
-    users = collect(data, readers, seed, bad)
-    repeated.settle()
-    return users
+    return list(iterate_users(data, seed, ListedRows(), bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)))
 
 
-def adopt_users(
-    data: ConversationsSection, given: Mapping[str, Any], seed: int, bad: BadRows | None = None
-) -> list[UserConversations]:
-    """Split rows that a program hands over: by user a list, a ``Dataset``, a mapping of these by split, or a path.
+def iterate_users(
+    data: ConversationsSection,
+    seed: int,
+    rows: Rows,
+    bad: BadRows,
+    repeated: Repeated,
+    given: Mapping[str, Any] | None = None,
+) -> Generator[UserConversations, None, None]:
+    """Read and split the conversations of one user after another.
 
     Args:
-        data: The recipe's section.
-        given: Rows by user.
-        seed: Seed of the splits.
-        bad: Collects rows that cannot be used; None for a collection of its own.
+        data: the recipe's section.
+        seed: seed of the splits.
+        rows: groups the rows of a data set.
+        bad: collects rows that cannot be used.
+        repeated: drops conversations that a user has twice, where the section asks for it.
+        given: the users' rows where a program hands them over: a list, a ``Dataset``, a mapping of these by split, or a
+            path.
 
     Raises:
-        DataError: As :func:`read_users`.
+        DataError: a source is missing or unreadable, a row is no conversation, or users without any are refused.
+    """
+    if given is not None:
+        readers: Iterable[tuple[str, Reader]] = given_readers(data, given, bad, repeated).items()
+    elif data.given:
+        raise DataError("data.given: users come from a program, as comingle.run(recipe, users=...)")
+    elif data.dataset is not None:
+        readers = _dataset_readers(data, rows, bad, repeated)
+    else:
+        readers = file_readers(data, bad, repeated).items()
+
+    def settle() -> None:
+        bad.settle()
+        repeated.settle()
+
+    return read_each(
+        ((name, partial(read, name, seed)) for name, read in readers),
+        lambda name: UserConversations(name=name),
+        skips=data.on_small_user == "skip",
+        data="conversations",
+        settle=settle,
+    )
+
+
+def given_readers(
+    data: ConversationsSection, given: Mapping[str, Any], bad: BadRows, repeated: Repeated
+) -> dict[str, Reader]:
+    """Return what reads the conversations of each user that a program hands over.
+
+    Raises:
+        DataError: a name cannot be one.
     """
     if problem := name_problem(given):
         raise DataError(f"users: {problem}")
-    bad, repeated = bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)
     readers: dict[str, Reader] = {}
     for name, rows in given.items():
         if isinstance(rows, str | Path):
@@ -118,9 +146,7 @@ def adopt_users(
             readers[name] = partial(parted, data, bad, repeated, parts, split=wanted)
         else:
             readers[name] = partial(parted, data, bad, repeated, {"train": list(rows_of(rows, "train", bad))})
-    users = collect(data, readers, seed, bad)
-    repeated.settle()
-    return users
+    return readers
 
 
 def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
@@ -137,29 +163,6 @@ def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
 
 Reader = Callable[[str, int], UserConversations]
 """Reads and splits the conversations of one user, given the name and the seed."""
-
-
-def collect(
-    data: ConversationsSection, readers: Mapping[str, Reader], seed: int, bad: BadRows
-) -> list[UserConversations]:
-    """Read all users.
-
-    Raises:
-        DataError: a reader raised it, or bad rows or users without conversations are refused.
-    """
-    users, empty = [], dict[str, str]()
-    for name, read in readers.items():
-        try:
-            users.append(read(name, seed))
-        except NoTextError as error:
-            empty[name] = str(error)
-            users.append(UserConversations(name=name))
-    bad.settle()
-    if empty and (data.on_small_user == "refuse" or len(empty) == len(users)):
-        named = next(iter(empty.values())) if len(empty) == 1 else list_small(empty)
-        count = "" if len(empty) == 1 else f"{len(empty)} of {len(users)} users have no conversations: "
-        raise DataError(f"{count}{named}")
-    return users
 
 
 # -------------------------------------------------------------------- one user
@@ -288,18 +291,27 @@ def _share(count: int, fraction: float) -> int:
 # -------------------------------------------------------------------- rows of all
 
 
-def _grouped(data: ConversationsSection, bad: BadRows) -> dict[str, dict[str, list[Record]]]:
-    """The rows of a data set by user and split.
+def _dataset_readers(
+    data: ConversationsSection, rows: Rows, bad: BadRows, repeated: Repeated
+) -> Iterator[tuple[str, Reader]]:
+    """Yield what reads each user of a data set, when all of its rows have been grouped.
 
     Raises:
-        DataError: no row names a user, or somebody who is wanted has none.
+        DataError: no row names a user, or a user who is wanted has none.
     """
-    source = data.dataset
-    assert source is not None
-    groups: dict[str, dict[str, list[Record]]] = {}
-    for owner, record in owned_records(data, bad):
-        groups.setdefault(owner, {}).setdefault(record[0], []).append(record)
-    return wanted_users(source, groups)
+    assert data.dataset is not None
+    rows.fill(
+        ((owner, record[0], record) for owner, record in owned_records(data, bad)),
+        pack=lambda record: json.dumps(record, default=_no_text).encode(),
+        unpack=lambda content: tuple(json.loads(content)),
+    )
+    for name, parts in rows.groups(wanted_users(data.dataset, rows.owners)):
+        yield name, partial(parted, data, bad, repeated, parts)
+
+
+def _no_text(value: Any) -> dict[str, str]:
+    """Return what stands for a date, for bytes and the like, in a column that is not read: neither message nor text."""
+    return {"": type(value).__name__}
 
 
 def owned_records(data: ConversationsSection, bad: BadRows) -> Iterator[tuple[str, Record]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,34 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from comingle.data.samples import samples
-from comingle.data.samples.images import SUFFIXES, Look, Pictures, find_splits, read_folder, split_named, visible
+from comingle.data.samples.images import (
+    SUFFIXES,
+    Look,
+    Pictures,
+    class_folders,
+    find_splits,
+    read_folder,
+    split_named,
+    visible,
+)
 from comingle.data.samples.samples import (
     SPLITS,
     Samples,
     UserSamples,
     as_samples,
+    check,
     hold_out,
     is_pair,
     read_arrays,
     read_samples,
     take,
+    told_unseen,
+    unseen_labels,
 )
 from comingle.data.samples.section import SampleSource, SamplesSection
-from comingle.models.scoring import Loss, find_loss
-from comingle.utils.errors import DataError, list_names
+from comingle.data.streaming import FirstUsers, Rows, StreamingReader
+from comingle.models.scoring import CROSS_ENTROPY, MSE, Loss, find_loss
+from comingle.utils.errors import DataError, RecipeError, list_names
 from comingle.utils.records import expand_home
 from comingle.utils.seeds import generator
 
@@ -137,27 +149,8 @@ def read_given(name: str, data: Any, *, valid: float, test: float, seed: int) ->
     return part(name, read, valid=valid, test=test, seed=seed)
 
 
-logger = logging.getLogger("comingle")
-
 _NAMES = (("inputs", "targets"), ("x", "y"), ("X", "y"))
 _SUFFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
-
-
-def read_users(section: SamplesSection, seed: int) -> tuple[tuple[UserSamples, ...], tuple[str, ...]]:
-    """Everybody, and the names of the classes where they are folders' names.
-
-    Raises:
-        DataError: a source is missing or unreadable, or they do not fit each other.
-    """
-    assert section.users is not None
-    look, remarks = look_of(section), Remarks()
-    found = {name: read_source(name, source, look, remarks) for name, source in section.users.items()}
-    labels, lacking = shared_classes(((name, _classes_of(splits)) for name, splits in found.items()), section.labels)
-    for line in [*remarks.lines, *([lacking] if lacking else [])]:
-        logger.warning("%s", line)
-    shares = {"valid": section.split.valid, "test": section.split.test, "seed": seed}
-    users = {name: numbered(section, name, splits, labels) for name, splits in found.items()}
-    return tuple(part(name, splits, **shares) for name, splits in users.items()), labels
 
 
 def look_of(section: SamplesSection) -> Look:
@@ -286,10 +279,6 @@ def shared_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str,
     return classes, f"{len(classes)} classes are those of all users together: {list_names(classes)}; {some}"
 
 
-def _classes_of(splits: Mapping[str, Samples | Pictures]) -> set[str]:
-    return {label for one in splits.values() if isinstance(one, Pictures) for label in one.classes}
-
-
 def numbered(
     section: SamplesSection, name: str, splits: Mapping[str, Samples | Pictures], labels: Sequence[str]
 ) -> dict[str, Samples]:
@@ -311,3 +300,186 @@ def _samples(one: Samples | Pictures, labels: Sequence[str]) -> Samples:
     number = {label: i for i, label in enumerate(labels)}
     targets = torch.from_numpy(np.array([number[label] for label in one.labels], dtype=np.int64))
     return Samples(inputs=one.pixels.permute(0, 3, 1, 2).contiguous().float() / 255, targets=targets)
+
+
+class SamplesReader(StreamingReader[UserSamples]):
+    """Reads users' samples; whether targets are classes or numbers follows from those of the first user.
+
+    Args:
+        data: the recipe's section.
+        seed: seed of the splits.
+        given: the samples of each user, where a program hands them over.
+        net: the net in place of the usual one.
+        loss: the loss in place of the recipe's.
+    """
+
+    def __init__(
+        self,
+        data: SamplesSection,
+        seed: int,
+        *,
+        given: Mapping[str, Any] | None = None,
+        net: MakeNet | None = None,
+        loss: str | Callable[..., Any] | None = None,
+    ):
+        super().__init__(data, seed)
+        self.section = data
+        if given is not None and (data.image_size is not None or data.grayscale):
+            raise RecipeError("data.image_size and grayscale are for folders of images; scale what is handed over")
+        self.given, self.net = given, net
+        self._loss, self._losses = loss or data.loss, dict[bool, Loss]()
+        self._shares = {"valid": data.split.valid, "test": data.split.test, "seed": seed}
+        self.labels, self._lacking, self._remarks = tuple[str, ...](), "", Remarks()
+        self._first: UserSamples | None = None
+        self._unchanged: UserSamples | None = None
+        """The first user as it was read, before class numbers become real numbers."""
+        self._whole, self._most = False, 0
+        self._seen, self._unseen = set[int](), FirstUsers()
+
+    def sources(self) -> list[str]:
+        """Return files and folders."""
+        return [path for source in (self.section.users or {}).values() for path in _paths(source)]
+
+    def read(self, rows: Rows) -> Generator[UserSamples, None, None]:
+        """Yield users' samples in splits; classes are those of all users' folders."""
+        if self.given is not None:
+            yield from (read_given(name, held, **self._shares) for name, held in self.given.items())
+            return
+        users, look = self.section.users or {}, look_of(self.section)
+        own = ((name, _classes_in(name, source)) for name, source in users.items())
+        self.labels, self._lacking = shared_classes(own, self.section.labels)
+        for name, source in users.items():
+            found = read_source(name, source, look, self._remarks)
+            yield part(name, numbered(self.section, name, found, self.labels), **self._shares)
+
+    def encode(self, read: UserSamples) -> UserSamples:
+        """Return the user, with real numbers for targets where the loss takes no classes.
+
+        Raises:
+            DataError: targets are real numbers, but those of the first user were classes.
+        """
+        user = read
+        if self._first is None:
+            self._whole, self._unchanged = _is_whole(user), user
+        if self._whole and not _is_whole(user):
+            self._whole = False
+            assert self._unchanged is not None
+            check([self._unchanged, user], classes=self._limit)
+        if self._whole and not self.loss.classes:
+            user = as_real(user)
+        self._first = self._first or user
+        if self.loss.classes and self._whole:
+            self._count_classes(user)
+        return user
+
+    def _count_classes(self, user: UserSamples) -> None:
+        parts = (one.targets for one in (user.train, user.valid, user.test) if len(one))
+        self._most = max(self._most, *(int(targets.max()) + 1 for targets in parts))
+        if len(self._seen) < 2:  # of which one alone would be refused
+            self._seen.update(user.train.targets.unique()[:2].tolist())
+        if labels := unseen_labels(user):
+            self._unseen.add(user.name, labels)
+
+    @property
+    def loss(self) -> Loss:
+        """The loss that was chosen, or the usual one of such targets."""
+        if self._whole not in self._losses:
+            usual = CROSS_ENTROPY if self._whole else MSE
+            self._losses[self._whole] = usual if self._loss is None else find_loss(self._loss, classes=self._whole)
+        return self._losses[self._whole]
+
+    @property
+    def _limit(self) -> int | None:
+        """The number of classes; a very large number where it is not known before all samples have been read."""
+        return (len(self.labels) or self.section.outputs or 2**62) if self.loss.classes else None
+
+    def inspect(self, read: UserSamples, user: UserSamples) -> None:
+        """Refuse samples that do not fit those of the first user."""
+        assert self._first is not None
+        check([user] if user is self._first else [self._first, user], classes=self._limit)
+
+    def summary(self) -> tuple[dict[str, Any], list[str]]:
+        """Return shapes, outputs and classes, and warnings about classes that users lack or do not train on.
+
+        Raises:
+            DataError: no users, or all samples are of one class.
+        """
+        if self._first is None:
+            raise DataError("no users; at least one is needed")
+        train, classes = self._first.train, self.loss.classes
+        named = max(len(self.labels), self.section.outputs or 0)
+        outputs = (named or max(1, self._most)) if classes else train.targets.shape[-1]
+        lines = [*self._remarks.lines, *([self._lacking] if self._lacking else [])]
+        if classes and self._whole:
+            lines += check_classes(self._seen, outputs, self.section.outputs, self.labels)
+        if self._unseen.count:
+            lines.append(told_unseen(self._unseen.first, self._unseen.count, self.users))
+        about = {"outputs": outputs, "whole": self._whole, "labels": list(self.labels)}
+        return {"shape": list(train.inputs.shape[1:]), **about}, lines
+
+    def common(self, users: Sequence[UserSamples], about: Mapping[str, Any]) -> Population:
+        """Return the task that users share."""
+        shape, self._whole = tuple(about["shape"]), about["whole"]
+        return Population(
+            users=users,
+            loss=self.loss,
+            classes=about["outputs"],
+            input_shape=shape,
+            net=usual_net(shape) if self.net is None else self.net,
+            labels=tuple(about["labels"]),
+        )
+
+
+def _is_whole(user: UserSamples) -> bool:
+    return not any(part.targets.is_floating_point() for part in (user.train, user.test))
+
+
+def _paths(source: SampleSource) -> list[str]:
+    return [path for path in (source.path, source.train, source.valid, source.test) if path is not None]
+
+
+def _classes_in(user: str, source: SampleSource) -> set[str]:
+    """Return the classes by the names of folders alone; none where a folder is missing, as reading it says so."""
+    folders = [folder for path in _paths(source) if (folder := expand_home(path)).is_dir()]
+    if source.path is not None:  # else these are splits themselves
+        folders = [split for folder in folders for split in find_splits(folder, f"data.users.{user}").values()]
+    return {one.name for folder in folders for one in class_folders(folder)}
+
+
+def usual_net(shape: Sequence[int]) -> str:
+    """Which net is trained on inputs of a shape where nobody names one."""
+    return "cnn" if len(shape) == 3 and min(shape[1:]) >= 4 else "mlp"
+
+
+def check_classes(seen: Collection[int], outputs: int, given: int | None, labels: Sequence[str]) -> list[str]:
+    """Refuse one class alone, as when the given folder is one level too high: any net would be right always.
+
+    Returns the warning where train samples are of one class of several.
+
+    Args:
+        seen: classes of train samples; where they are fewer than there are, this is said.
+        outputs: classes that there are.
+        given: their number, where the recipe has it, as one user of a federation may have one class of many.
+        labels: their names, if they have some.
+
+    Raises:
+        DataError: there is one.
+    """
+    name = f" ({labels[min(seen)]})" if labels else ""
+    if outputs == 1 and not any(seen):
+        raise DataError(
+            f"samples: one class alone{name}, so there is nothing to learn; give samples of two or more, or "
+            "data.classes where others have them"
+        )
+    if len(seen) == 1 and outputs > 1 and given is None:
+        return [f"all train samples are of class {min(seen)}{name}, so any net learns to predict only it"]
+    return []
+
+
+def as_real(user: UserSamples) -> UserSamples:
+    """Whole targets as real numbers, for a regression."""
+
+    def real(samples: Samples) -> Samples:
+        return Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
+
+    return replace(user, train=real(user.train), valid=real(user.valid), test=real(user.test))

@@ -2,68 +2,51 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
+import torch
+
 from comingle.config import Recipe, SplitSection
+from comingle.config.data import DataSection
 from comingle.data.duplicates import Repeated, warn_same_files
 from comingle.data.files import most_bytes
 from comingle.data.row_files import BadRows, BadRowsError
-from comingle.data.sources import read_dataset, read_documents
-from comingle.data.splits import UserText, mix_held_out, split_by_fractions, split_given
+from comingle.data.samples.samples import SPLITS
+from comingle.data.sources import group_documents, read_documents
+from comingle.data.splits import (
+    REPEATED,
+    Mixture,
+    UserText,
+    find_overlap,
+    mix_held_out,
+    split_by_fractions,
+    split_given,
+)
+from comingle.data.streaming import FirstUsers, ListedRows, Read, Rows, StreamingReader, read_each
 from comingle.data.tables import iterate_texts, table_of
 from comingle.data.text.section import DatasetSource, TextSection, UserSource
-from comingle.data.text.streams import UserData, check, find_shortage, list_small, pack, with_validation
+from comingle.data.text.streams import Shortage, UserData, check, find_shortage, pack, too_short, with_validation
 from comingle.models.base import Base, tokenizer_of
 from comingle.models.chat_templates import begin_of
-from comingle.models.folders import load_tokenizer
+from comingle.models.folders import digest_tokenizer, load_tokenizer
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.models.random_bases import PREFIX, byte_tokenizer
 from comingle.utils.errors import DataError, NoTextError, RecipeError, did_you_mean, list_names
 from comingle.utils.names import is_named
 from comingle.utils.records import expand_home
 
-logger = logging.getLogger("comingle")
 
-
-def leave_out(
-    data: TextSection, texts: Sequence[UserText], base: Base, *, context: int, validates: bool
-) -> tuple[list[UserText], dict[str, str]]:
-    """Users with enough text of their own, and what each of the others has too little of, which a warning says.
-
-    Raises:
-        DataError: nobody has enough.
-    """
-    users = tokenise_users(data, texts, base)
-    needed = {"context": context, "needs_validation": validates, "begins": base.begin is not None}
-    skipped = {user.name: shortage.what for user in users if (shortage := find_shortage(user, **needed))}
-    if len(skipped) == len(users):
-        raise DataError(f"all {len(users)} users have too little text: {list_small(skipped)}")
-    if skipped:
-        told = f"{len(skipped)} of {len(users)} users are left out, as they have too little text: {list_small(skipped)}"
-        logger.warning("%s", told)
-    return [text for text in texts if text.name not in skipped], skipped
-
-
-def tokenise_users(
-    data: TextSection, texts: Sequence[UserText], base: Base, *, known: Sequence[str] | None = None
-) -> list[UserData]:
-    """Everybody's text as token streams, cut to the recipe's limits, which may be for all who are ``known``.
+def tokenise_user(data: TextSection, text: UserText, tokenizer: PreTrainedTokenizerBase) -> UserData:
+    """Return a user's text as token streams, cut to the recipe's limits.
 
     With ``train_on_valid`` the validation text is part of the training text too.
-
-    Raises:
-        DataError: the base has no tokenizer.
-        RecipeError: a limit is for somebody who is not a user.
     """
-    tokenizer = tokenizer_of(base)
-    limits = token_limits(data, known or [text.name for text in texts])
-    users = [pack(text, tokenizer, **limits[text.name]) for text in texts]
-    return [with_validation(user) for user in users] if data.train_on_valid else users
+    user = pack(text, tokenizer, **limits_of(data, text.name))
+    return with_validation(user) if data.train_on_valid else user
 
 
 def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:
@@ -112,37 +95,44 @@ def read_users(data: TextSection, seed: int, bad: BadRows | None = None) -> list
     Raises:
         DataError: A source is missing or unreadable, or users without text are refused.
     """
-    bad, repeated = bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)
-    read = _dataset_readers if data.dataset is not None else user_readers
-    return collect(data, read(data, seed, bad, repeated), bad, repeated)
+    return list(iterate_users(data, seed, ListedRows(), bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)))
 
 
-def collect(data: TextSection, readers: Mapping[str, Reader], bad: BadRows, repeated: Repeated) -> list[UserText]:
-    """Read all users; one without text is refused, or returned without any.
+def iterate_users(
+    data: TextSection,
+    seed: int,
+    rows: Rows,
+    bad: BadRows,
+    repeated: Repeated,
+    given: Mapping[str, Any] | None = None,
+) -> Generator[UserText, None, None]:
+    """Read and split the documents of one user after another.
 
     Args:
         data: the recipe's section.
-        readers: by user.
-        bad: the rows that the readers cannot use.
-        repeated: the documents that the readers leave out.
+        seed: seed of the splits.
+        rows: groups the rows of a data set.
+        bad: collects rows that cannot be used.
+        repeated: drops documents that a user has twice, where the section asks for it.
+        given: the users' data where a program hands it over: documents, a table or a path, or a mapping of these by
+            split.
 
     Raises:
-        DataError: a reader raised it, or users without text or bad rows are refused.
+        DataError: a source is missing or unreadable, data is not text, or users without text or rows are refused.
     """
-    texts, empty = [], dict[str, str]()
-    for name, read in readers.items():
-        try:
-            texts.append(read())
-        except NoTextError as error:
-            empty[name] = str(error)
-            texts.append(UserText(name=name, train=()))
-    bad.settle()
-    repeated.settle()
-    if not empty or (data.on_small_user == "skip" and len(empty) < len(texts)):
-        return texts
-    if len(empty) == 1:
-        raise DataError(next(iter(empty.values())))
-    raise DataError(f"{len(empty)} of {len(texts)} users have no text: {list_small(empty)}")
+    if given is not None:
+        readers: Iterable[tuple[str, Reader]] = given_readers(data, given, seed, bad, repeated).items()
+    elif data.dataset is not None:
+        readers = _dataset_readers(data, seed, rows, bad, repeated)
+    else:
+        readers = user_readers(data, seed, bad, repeated).items()
+
+    def settle() -> None:
+        bad.settle()
+        repeated.settle()
+
+    skips = data.on_small_user == "skip"
+    return read_each(readers, lambda name: UserText(name=name, train=()), skips=skips, data="text", settle=settle)
 
 
 Reader = Callable[[], UserText]
@@ -152,10 +142,14 @@ ReadUpTo = Callable[[int | None], list[str]]
 """Reads documents, up to about so many bytes."""
 
 
-def _dataset_readers(data: TextSection, seed: int, bad: BadRows, repeated: Repeated) -> dict[str, Reader]:
+def _dataset_readers(
+    data: TextSection, seed: int, rows: Rows, bad: BadRows, repeated: Repeated
+) -> Iterator[tuple[str, Reader]]:
     assert data.dataset is not None
-    groups = read_dataset(data.dataset.path, **options_of(data.dataset), bad=bad)
-    return {name: partial(split_group, name, splits, data.split, seed, repeated) for name, splits in groups.items()}
+    wanted = group_documents(data.dataset.path, rows, **options_of(data.dataset), bad=bad)
+    check_limits(data, list(wanted))
+    for name, splits in rows.groups(wanted):
+        yield name, partial(split_group, name, splits, data.split, seed, repeated)
 
 
 def options_of(source: DatasetSource) -> dict[str, Any]:
@@ -283,21 +277,12 @@ def _column(data: Any) -> str | None:
     return columns[0] if holds in ("string", "large_string") else None
 
 
-def given_texts(data: TextSection, given: Mapping[str, Any], seed: int, bad: BadRows | None = None) -> list[UserText]:
-    """Split the documents of all users, as :func:`comingle.data.text.reading.read_users` does with files.
-
-    Args:
-        data: The recipe's section.
-        given: Documents, a table or a path by user, or a mapping of these by split.
-        seed: Seed of the splits.
-        bad: Collects rows that cannot be used; None for a collection of its own.
-
-    Raises:
-        DataError: A user's data is not text, or users without text are refused.
-    """
+def given_readers(
+    data: TextSection, given: Mapping[str, Any], seed: int, bad: BadRows, repeated: Repeated
+) -> dict[str, Reader]:
+    """Return what reads the text of each user that a program hands over."""
     limits = token_limits(data, list(given))
-    bad, repeated = bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)
-    readers: dict[str, Callable[[], UserText]] = {}
+    readers: dict[str, Reader] = {}
     for name, source in given.items():
         if isinstance(source, Mapping):
             sources = {_SPLITS[str(split)]: partial(_documents, bad, name, part) for split, part in source.items()}
@@ -305,7 +290,7 @@ def given_texts(data: TextSection, given: Mapping[str, Any], seed: int, bad: Bad
         else:
             read = partial(_documents, bad, name, source)
             readers[name] = partial(split_whole, name, read, data.split, seed, limits[name], repeated)
-    return collect(data, readers, bad, repeated)
+    return readers
 
 
 def _documents(bad: BadRows, name: str, source: Any, most: int | None) -> list[str]:
@@ -342,6 +327,162 @@ def _each(bad: BadRows, source: Any, where: str) -> Iterator[str]:
         elif document.strip():
             yield document
 
+
+# -------------------------------------------------------------------- encoded users
+
+
+class LanguageReader(StreamingReader[Read]):
+    """Reads users whose data is encoded in the tokens of a base, which is loaded when it is needed."""
+
+    def __init__(
+        self,
+        data: DataSection,
+        seed: int,
+        load_base: Callable[[], Base],
+        *,
+        context: int,
+        validates: bool,
+        skips: bool = False,
+    ):
+        super().__init__(data, seed, skips=skips)
+        self.load_base, self.context, self.validates = load_base, context, validates
+
+    @cached_property
+    def base(self) -> Base:  # type: ignore[override] (loaded once)
+        """The base, loaded at the first use."""
+        return self.load_base()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the base.
+
+        Raises:
+            DataError: it has none.
+        """
+        return tokenizer_of(self.base)
+
+    def key(self) -> list[Any]:
+        """Return the tokenizer, the context, whether validation data is needed, and rows if tokens may lack one."""
+        rows = [self.base.rows] if self.base.rows < len(tokenizer_of(self.base)) else []  # type: ignore[arg-type]
+        return [digest_tokenizer(self.base.tokenizer), self.context, self.validates, *rows]
+
+    def inspect(self, read: Read, user: Any) -> None:
+        """Refuse tokens that the base has no rows for."""
+        require_rows(self.base, user)
+
+
+def require_rows(base: Base, user: Any) -> None:
+    """Check that the base has a row for each token of a user.
+
+    Raises:
+        DataError: it lacks some.
+    """
+    parts = [getattr(user, split) for split in SPLITS]
+    begin = [] if base.begin is None else [base.begin]
+    for tokens in (begin, *(part if isinstance(part, torch.Tensor) else part.windows for part in parts)):
+        base.require_rows(tokens, f"user {user.name!r}")
+
+
+class DocumentsReader(LanguageReader[Read]):
+    """Reads users with documents of their own: in files, in rows of a data set, or handed over by a program."""
+
+    documents = "documents"
+    """Plural noun for what users have."""
+    data: Any
+
+    def __init__(
+        self,
+        data: Any,
+        seed: int,
+        load_base: Callable[[], Base],
+        *,
+        context: int,
+        validates: bool,
+        given: Mapping[str, Any] | None = None,
+    ):
+        skips = data.on_small_user == "skip"
+        super().__init__(data, seed, load_base, context=context, validates=validates, skips=skips)
+        self.given, self.overlaps = given, FirstUsers()
+        self.bad, self.repeated = BadRows(data.on_bad_row), Repeated(data.deduplicate)
+
+    def sources(self) -> list[str]:
+        """Return the paths of users' files, or of the data set."""
+        if self.data.dataset is not None:
+            path = self.data.dataset.path
+            return [path] if isinstance(path, str) else list(path)
+        return _sources(self.data)
+
+    def inspect(self, read: Read, user: Any) -> None:
+        """Refuse tokens without rows; note held-out documents that are trained on too, before they are forgotten."""
+        super().inspect(read, user)
+        text = self.text(read)
+        assert text is not None
+        if (overlap := find_overlap(text)).total:
+            valid = f"{overlap.valid} of {overlap.valid_documents} validation"
+            self.overlaps.add(
+                text.name, f"{valid} and {overlap.test} of {overlap.test_documents} test {self.documents}"
+            )
+
+    def summary(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the number of rows that were left out, and warnings about users left out and about overlaps."""
+        about = {"skipped_rows": self.bad.skipped} if self.bad.skipped else {}
+        overlaps = f"{self.overlaps.count} users have held-out {self.documents} {REPEATED}: {self.overlaps.listed}"
+        return about, [*self.left_out_lines, *([overlaps] if self.overlaps.count else [])]
+
+
+class TextReader(DocumentsReader[UserText]):
+    """Reads users with streams of tokens."""
+
+    too_little = "too little text"
+    data: TextSection
+
+    def key(self) -> list[Any]:
+        """Return also whether windows begin with a token that no stream holds, so that shorter streams are enough."""
+        return [*super().key(), *(["begins"] if self.base.begin is not None else [])]
+
+    def read(self, rows: Rows) -> Generator[UserText, None, None]:
+        """Yield users' documents; with ``data.held_out: mixture`` users are left out before the others are mixed."""
+        own = iterate_users(self.data, self.seed, rows, self.bad, self.repeated, self.given)
+        if self.data.held_out != "mixture":
+            yield from own
+            return
+        mixture = Mixture(rows.documents, self.seed)
+        try:
+            for text in own:
+                if not self.skips or self.has_enough(self.encode(text)):
+                    mixture.add(text)
+            self.require_some()
+            self.skips = False
+            yield from mixture.texts()
+        finally:
+            mixture.remove()
+
+    def encode(self, read: UserText) -> UserData:
+        """Return the three streams of tokens, cut to the recipe's limits."""
+        return tokenise_user(self.data, read, self.tokenizer)
+
+    def shortage(self, user: UserData) -> Shortage | None:
+        """Return the first stream that is too short."""
+        begins = self.base.begin is not None
+        return find_shortage(user, context=self.context, needs_validation=self.validates, begins=begins)
+
+    def refuse(self, small: FirstUsers) -> DataError:
+        """Return the error that names the first of them."""
+        return too_short(small.first, small.count, self.users)
+
+    def check(self, user: UserData) -> None:
+        """Refuse a user without validation text where that is trained on."""
+        if self.data.train_on_valid and not len(user.valid):
+            raise DataError(
+                f"data.train_on_valid: {user.name!r} has no validation text; give a valid split or fraction"
+            )
+
+    def text(self, read: UserText) -> UserText:
+        """Return the documents as they were read."""
+        return read
+
+
+# -------------------------------------------------------------------- checks without a run
 
 ABSENT_NOTE = "Some of the users' text is not here, so nobody's text is checked: a run may refuse it."
 
@@ -393,9 +534,9 @@ def _check_lengths(
     return small
 
 
-def _sources(data: TextSection) -> list[str]:
+def _sources(data: Any) -> list[str]:
     users = (data.users or {}).values()
-    return [source for user in users for source in (user.path, user.train, user.valid, user.test) if source]
+    return [path for user in users for path in (user.path, user.train, user.valid, user.test) if path is not None]
 
 
 def tokenizer_here(base: str) -> PreTrainedTokenizerBase | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comingle.data.splits import UserText
+from comingle.data.streaming import list_small
 from comingle.utils.errors import DataError
 
 # Fast tokenizers work on the documents of a batch in parallel; a stream that is limited stops after a batch.
@@ -142,17 +143,6 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool, begin
         if len(stream) < needed:
             return Shortage(what=f"{split} holds {len(stream)} tokens, needs at least {needed}", advice=advice)
     return None
-
-
-LISTED = 10
-"""So many users are named where something is wrong with more."""
-
-
-def list_small(shortages: Mapping[str, str], count: int | None = None) -> str:
-    """Users and what is wrong with each, the first ten of ``count``; None: of those who are there."""
-    count = len(shortages) if count is None else count
-    named = [f"{name!r} ({what})" for name, what in islice(shortages.items(), LISTED)]
-    return ", ".join(named) + (f" and {count - LISTED} more" if count > LISTED else "")
 
 
 def pool(users: Sequence[UserData]) -> UserData:

@@ -5,24 +5,24 @@ A kind is a folder: its section of the recipe, its :class:`Kind`, its feed. Noth
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from comingle.config import Recipe
 from comingle.config.data import KINDS
 from comingle.config.settings import Training
-from comingle.data.populations import Crowd, listed
+from comingle.data.populations import listed, part_of
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Overlap, UserText, find_overlap
+from comingle.data.streaming import ListedRows, StreamingReader
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
-from comingle.models.base import Base, tokenizer_of
+from comingle.models.base import Base
 from comingle.models.ensembles import EnsembleModel, ensemble
 from comingle.models.floral.wrapper import adaptor_size
 from comingle.models.floral_language import MixedLanguageModel, mix_language_model
@@ -38,6 +38,8 @@ from comingle.utils.errors import DataError, PluginError, RecipeError
 from comingle.utils.names import name_problem
 from comingle.utils.registry import load_object
 from comingle.utils.trees import BASE, Tree, digest_split
+
+logger = logging.getLogger("comingle")
 
 LoadBase = Callable[[], Base]
 """Loads the base, when something needs it."""
@@ -92,9 +94,7 @@ class Materials:
     @property
     def present(self) -> Sequence[Any]:
         """The users whose data is on this machine."""
-        if isinstance(self.users, Crowd) and isinstance(self.here, range):
-            return self.users.part(self.here)
-        return self.users if self.here is None else tuple(self.users[number] for number in self.numbers)
+        return part_of(self.users, self.here)
 
     @property
     def documents(self) -> str:
@@ -127,29 +127,103 @@ class Kind(ABC):
             RecipeError: it is not.
         """
 
-    @abstractmethod
-    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
-        """Everybody's data, and the base; ``validates`` says whether users need validation data to be large enough.
+    def reader(
+        self,
+        recipe: Recipe,
+        load_base: LoadBase,
+        *,
+        validates: bool,
+        given: Mapping[str, Any] | None = None,
+        net: Any = None,
+        loss: Any = None,
+    ) -> StreamingReader[Any] | None:
+        """Return what reads a recipe's users one after another; None where they are made all at once (:meth:`read`).
+
+        Args:
+            recipe: the recipe.
+            load_base: loads the base, if the reader needs it.
+            validates: whether users need validation data to have enough.
+            given: the users' data by their names, where a program hands it over.
+            net: makes a net, where a program hands that over.
+            loss: a loss, where a program hands that over.
 
         Raises:
             RecipeError: a setting is wrong.
-            DataError: somebody's data cannot be used.
-            BaseModelError: the base cannot.
         """
+        return None
+
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+        """Return all users' data in memory, and the base.
+
+        Args:
+            recipe: the recipe.
+            load_base: loads the base, if the kind needs it.
+            validates: whether users need validation data to have enough.
+
+        Raises:
+            RecipeError: a setting is wrong.
+            DataError: a user's data cannot be used.
+            BaseModelError: the base cannot be used.
+        """
+        reader = self.reader(recipe, load_base, validates=validates)
+        assert reader is not None, f"{self.name}: has neither a reader nor a method read of its own"
+        return self._in_memory(reader)
+
+    def _in_memory(self, reader: StreamingReader[Any]) -> Materials:
+        users, texts, skipped = list[Any](), list[UserText](), dict[str, str]()
+        reader.on_skip = skipped.__setitem__
+        read: Iterable[Any] = reader.read(ListedRows())
+        if self.needs_base:  # which is loaded when the data could be read, as more can be wrong with that
+            read = list(read)
+        for found, user in reader.stream(read):
+            users.append(user)
+            if (text := reader.text(found)) is not None:
+                texts.append(text)
+        about, lines = reader.summary()
+        for line in lines:
+            logger.warning("%s", line)
+        return Materials(
+            kind=self,
+            base=reader.base,
+            users=tuple(users),
+            texts=tuple(texts),
+            common=reader.common(tuple(users), about),
+            skipped=skipped,
+            skipped_rows=about.get("skipped_rows", 0),
+        )
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Whether this is what a program may hand over as one user's data of this kind, by its section's options."""
         return False
 
     def adopt(
-        self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
+        self,
+        recipe: Recipe,
+        given: Mapping[str, Any],
+        load_base: LoadBase,
+        *,
+        validates: bool,
+        net: Any = None,
+        loss: Any = None,
     ) -> Materials:
-        """As :meth:`read`, of data that a program hands over by users' names; ``net`` makes a net where there is one.
+        """Return data that a program hands over by users' names, as :meth:`read` returns that of files.
+
+        Args:
+            recipe: the recipe.
+            given: the users' data by their names.
+            load_base: loads the base, if the kind needs it.
+            validates: whether users need validation data to have enough.
+            net: makes a net, where there is one.
+            loss: the loss of each sample, where there is one.
 
         Raises:
-            DataError: somebody's data cannot be used.
+            DataError: a user's data cannot be used.
+            RecipeError: the net or the loss cannot.
         """
-        raise DataError(f"users: {self.name} is read where a recipe says, and not handed over")
+        reader = self.reader(recipe, load_base, validates=validates, given=given, net=net, loss=loss)
+        if reader is None:
+            raise DataError(f"users: {self.name} is read where a recipe says, and not handed over")
+        return self._in_memory(reader)
 
     @abstractmethod
     def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
@@ -345,23 +419,6 @@ NETS = "net:"
 ADAPTOR_SETS = "adaptor sets"
 
 _FOR_NETS = "nets are for users with samples (data.kind: samples)"
-
-
-def require_rows(base: Base, user: Any) -> None:
-    """Refuse a user's tokens that the base has no rows for.
-
-    Raises:
-        DataError: it has none for some.
-    """
-    parts = [getattr(user, split) for split in SPLITS]
-    begin = [] if base.begin is None else [base.begin]
-    for tokens in (begin, *(part if isinstance(part, torch.Tensor) else part.windows for part in parts)):
-        base.require_rows(tokens, f"user {user.name!r}")
-
-
-def rows_key(base: Base) -> list[int]:
-    """Return the rows of the base's embedding where its tokenizer has more tokens, as only then some are refused."""
-    return [base.rows] if base.rows < len(tokenizer_of(base)) else []  # type: ignore[arg-type]
 
 
 def check_on_language(recipe: Recipe, method: Method) -> None:

@@ -17,33 +17,30 @@ from comingle.config import Recipe
 from comingle.config.settings import Training
 from comingle.data.conversations.encoding import (
     Answers,
+    ConversationReader,
     UserAnswers,
     check_answers,
     check_small,
     count_here,
-    encode_users,
-    enough,
     pool_answers,
     widen,
 )
 from comingle.data.conversations.messages import Columns
-from comingle.data.conversations.reading import UserConversations, adopt_users, has_messages, owned_records, read_users
+from comingle.data.conversations.reading import has_messages, owned_records
 from comingle.data.conversations.scoring import JUDGES, AnswerScore, judge, score_answers
 from comingle.data.conversations.section import ConversationsSection
-from comingle.data.populations import Crowd
+from comingle.data.populations import LazyPopulation
 from comingle.data.row_files import BadRows
-from comingle.data.samples.samples import SPLITS
-from comingle.data.splits import UserText
+from comingle.data.text.reading import require_rows
 from comingle.methods import make
 from comingle.methods.base import Method, Phase, Stream
 from comingle.models.base import tokenizer_of
-from comingle.models.chat_templates import ChatTemplate
 from comingle.models.model import Model
 from comingle.models.scoring import Gates, score_windows
 from comingle.models.windows import PAD
 from comingle.training.batch_sources import SCORED_PER_SLOT, Generate, PassFeed, Predict
 from comingle.training.client import Clients, batch_size
-from comingle.training.kinds.base import LoadBase, Materials, always_there, count_trainers, language_model, require_rows
+from comingle.training.kinds.base import LoadBase, Materials, always_there, count_trainers, language_model
 from comingle.training.kinds.text import LanguageKind, anybody_validates
 from comingle.training.settings import Portions, portions
 from comingle.utils.errors import DataError
@@ -79,7 +76,7 @@ class AnswerFeed(PassFeed):
 
     def portions(self, device: torch.device, columns: int) -> Portions:
         """By tokens, as if all conversations were as long as the longest."""
-        if isinstance(self.trainers, Crowd):
+        if isinstance(self.trainers, LazyPopulation):
             longest = self.trainers.about["most_width"]
         else:
             longest = max(trainer.train.windows.shape[1] for trainer in self.trainers)
@@ -260,7 +257,7 @@ class AnswersKind(LanguageKind):
     def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
         """How much there is to train on is known of those who are here."""
         assert materials.base is not None
-        if isinstance(materials.users, Crowd):
+        if isinstance(materials.users, LazyPopulation):
             tokens = training.rounds * training.local_epochs * materials.users.about.get("tokens", 0)
         else:
             read = not materials.unread and materials.present
@@ -304,34 +301,23 @@ class ConversationsKind(AnswersKind):
 
     name, handed = "conversations", TAKEN
 
-    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
-        """Conversations are read before the base is loaded, as more can be wrong with them."""
-        bad = BadRows(section(recipe).on_bad_row)
-        return self._encoded(recipe, read_users(section(recipe), recipe.data_seed, bad), load_base, validates, bad)
+    def reader(
+        self,
+        recipe: Recipe,
+        load_base: LoadBase,
+        *,
+        validates: bool,
+        given: Mapping[str, Any] | None = None,
+        net: Any = None,
+        loss: Any = None,
+    ) -> ConversationReader:
+        """Return a reader of rows with messages: files, data sets, or what a program hands over."""
+        more: Any = {"context": recipe.training.context, "validates": validates, "given": given}
+        return ConversationReader(section(recipe), recipe.data_seed, load_base, **more)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Rows with messages, or with a prompt and a response, by the names that the section has for them."""
         return has_messages(data, Columns.read(options))
-
-    def adopt(
-        self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
-    ) -> Materials:
-        """Lists of rows, data sets of ``datasets``, either of them by split, or paths of files."""
-        bad = BadRows(section(recipe).on_bad_row)
-        read = adopt_users(section(recipe), given, recipe.data_seed, bad)
-        return self._encoded(recipe, read, load_base, validates, bad)
-
-    def _encoded(
-        self, recipe: Recipe, read: Sequence[UserConversations], load_base: LoadBase, validates: bool, bad: BadRows
-    ) -> Materials:
-        data, base = section(recipe), load_base()
-        template = ChatTemplate(tokenizer_of(base), base.date)
-        users = encode_users(data, read, template, recipe.training.context, bad)
-        users, skipped = enough(data, users, validates)
-        texts = tuple(as_text_of(user) for user in read if user.name not in skipped)
-        return Materials(
-            kind=self, base=base, users=tuple(users), texts=texts, skipped=skipped, skipped_rows=bad.skipped
-        )
 
     def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
         """All who have too few are named at once."""
@@ -380,20 +366,6 @@ def as_steps(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
 def section(recipe: Recipe) -> ConversationsSection:
     """The recipe's data, which is conversations."""
     return cast(ConversationsSection, recipe.data)
-
-
-def as_text_of(user: UserConversations) -> UserText:
-    """Join the messages of each of a user's conversations, to find what is there twice.
-
-    System messages are left out: a user's conversations often share one.
-    """
-    parts = {
-        split: tuple(
-            " ".join(m["content"] for m in messages if m["role"] != "system") for _, messages in getattr(user, split)
-        )
-        for split in SPLITS
-    }
-    return UserText(name=user.name, **parts)
 
 
 def training_tokens(trainers: Sequence[UserAnswers], training: Training) -> int:

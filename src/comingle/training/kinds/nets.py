@@ -17,7 +17,7 @@ from torch.func import vmap
 
 from comingle.config import Recipe
 from comingle.config.settings import Training
-from comingle.data.populations import Crowd, listed
+from comingle.data.populations import LazyPopulation, listed, part_of
 from comingle.data.samples.reading import Augment, MakeNet, Population
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank_of, check, pool_samples
 from comingle.data.samples.scoring import score_samples
@@ -65,7 +65,7 @@ class SampleFeed(PassFeed):
         self.loss, self.augment = loss, augment
         self.like = {"device": device, "dtype": dtype}
         self._scored: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
-        if isinstance(self.trainers, Crowd):
+        if isinstance(self.trainers, LazyPopulation):
             return
         for trainer in self.trainers:
             if len(trainer.train) < least:
@@ -117,7 +117,7 @@ class SampleFeed(PassFeed):
         self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs, targets and presence; train inputs are augmented, at random but the same for the same draw."""
-        if isinstance(self.trainers, Crowd):
+        if isinstance(self.trainers, LazyPopulation):
             bank = self._bank([self.trainers[trainer].split(stream) for trainer in trainers])
             inputs, targets, present = bank.take(range(len(trainers)), drawn)
         else:
@@ -348,9 +348,7 @@ def build_nets(
     training = always_there(method, training)
     everybody, numbers = population, range(len(population.users)) if here is None else here
     if here is not None:
-        some = population.users
-        some = some.part(here) if isinstance(some, Crowd) and isinstance(here, range) else [some[n] for n in numbers]
-        population = replace(population, users=some)
+        population = replace(population, users=part_of(population.users, here))
     users = listed(population.users)
     if not unread:
         _check_users(population)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 from comingle.config import Recipe
 from comingle.config.settings import Training
-from comingle.data.samples.reading import TAKEN, MakeNet, Population, read_given, read_users, takes
-from comingle.data.samples.samples import SampleBank, Samples, UserSamples, pool_samples, read_samples, warn_unseen
+from comingle.data.samples.reading import TAKEN, MakeNet, Population, SamplesReader, takes
+from comingle.data.samples.samples import SampleBank, Samples, UserSamples, pool_samples, read_samples
 from comingle.data.samples.scoring import score_samples
 from comingle.data.samples.section import SamplesSection
 from comingle.methods.base import Method
@@ -24,7 +23,7 @@ from comingle.models.hardware import torch_defaults
 from comingle.models.model import Model, own_copy
 from comingle.models.personal import Personal
 from comingle.models.routers import merge_models, mix_probabilities
-from comingle.models.scoring import CROSS_ENTROPY, MSE, Loss, SampleScore, find_loss
+from comingle.models.scoring import MSE, Loss, SampleScore, find_loss
 from comingle.models.stacked import StackedModel
 from comingle.training.client import Clients
 from comingle.training.kinds.base import Kind, LoadBase, Materials
@@ -130,8 +129,6 @@ def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
     return MixtureOfModels(models, shares, probabilities=model.mixes_probabilities)
 
 
-logger = logging.getLogger("comingle")
-
 OWN = ""
 """What a run folder has as the net or the loss that a program handed over."""
 
@@ -182,63 +179,38 @@ class SamplesKind(NetKind):
         if (loss := section(recipe).loss) is not None:
             find_loss(loss, classes=False)
 
-    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
-        """Files; no base is loaded."""
-        if section(recipe).users is None:
+    def reader(
+        self,
+        recipe: Recipe,
+        load_base: LoadBase,
+        *,
+        validates: bool,
+        given: Mapping[str, Any] | None = None,
+        net: MakeNet | None = None,
+        loss: Callable[..., Any] | None = None,
+    ) -> SamplesReader:
+        """Return a reader of files, or of what a program hands over; no base is loaded.
+
+        Args:
+            recipe: the recipe.
+            load_base: is not called.
+            validates: is not read.
+            given: the samples of each user, where a program hands them over.
+            net: makes a net, of nothing or of an input's shape and the number of outputs.
+            loss: the loss of each sample, in place of the recipe's.
+
+        Raises:
+            DataError: nothing is handed over, but the recipe says that users are.
+            RecipeError: the recipe scales images, but samples are handed over.
+        """
+        data = section(recipe)
+        if given is None and data.users is None:
             raise DataError("users: a program hands them over; do so again, as comingle.run(recipe, users={...})")
-        users, labels = read_users(section(recipe), recipe.data_seed)
-        return self._materials(recipe, users, section(recipe).loss, None, labels)
+        return SamplesReader(data, recipe.data_seed, given=given, net=net, loss=loss)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Data sets of PyTorch, pairs of arrays, splits of these."""
         return takes(data)
-
-    def adopt(
-        self,
-        recipe: Recipe,
-        given: Mapping[str, Any],
-        load_base: LoadBase,
-        *,
-        validates: bool,
-        net: Any = None,
-        loss: Callable[..., Any] | None = None,
-    ) -> Materials:
-        """``net`` makes a net, of nothing or of an input's shape and the number of outputs; ``loss`` is one a sample.
-
-        Raises:
-            DataError: somebody's samples cannot be used.
-            RecipeError: the net or the loss cannot.
-        """
-        data = section(recipe)
-        if data.image_size is not None or data.grayscale:
-            raise RecipeError("data.image_size and grayscale are for folders of images; scale what is handed over")
-        shares = {"valid": data.split.valid, "test": data.split.test, "seed": recipe.data_seed}
-        users = tuple(read_given(name, of_user, **shares) for name, of_user in given.items())
-        return self._materials(recipe, users, loss or data.loss, net, ())
-
-    def _materials(
-        self,
-        recipe: Recipe,
-        users: tuple[UserSamples, ...],
-        loss: str | Callable[..., Any] | None,
-        net: MakeNet | None,
-        labels: tuple[str, ...],
-    ) -> Materials:
-        if not users:
-            raise DataError("no users; at least one is needed")
-        whole = all(not part.targets.is_floating_point() for user in users for part in (user.train, user.test))
-        chosen = find_loss(loss, classes=whole) if loss is not None else CROSS_ENTROPY if whole else MSE
-        if whole and not chosen.classes:
-            users = tuple(as_real(user) for user in users)
-        shape = tuple(users[0].train.inputs.shape[1:])
-        classes = _outputs(users, chosen, section(recipe).outputs, labels)
-        if chosen.classes and whole:
-            seen = {int(target) for user in users for target in user.train.targets.unique()}
-            check_classes(seen, classes, section(recipe).outputs, labels)
-            warn_unseen(users)
-        own = net if net is not None else usual_net(shape)
-        common = Population(users=users, loss=chosen, classes=classes, input_shape=shape, net=own, labels=labels)
-        return Materials(kind=self, base=None, users=users, common=common)
 
     def settings(self, materials: Materials) -> dict[str, Any]:
         """Shapes, and the names of the net and of the loss, where they have some."""
@@ -278,52 +250,6 @@ class SamplesKind(NetKind):
 def section(recipe: Recipe) -> SamplesSection:
     """The recipe's data, which is samples."""
     return cast(SamplesSection, recipe.data)
-
-
-def usual_net(shape: Sequence[int]) -> str:
-    """Which net is trained on inputs of a shape where nobody names one."""
-    return "cnn" if len(shape) == 3 and min(shape[1:]) >= 4 else "mlp"
-
-
-def _outputs(users: Sequence[UserSamples], loss: Loss, given: int | None, labels: Sequence[str]) -> int:
-    """How many outputs a net has."""
-    if not loss.classes:
-        return users[0].train.targets.shape[-1]
-    if labels or given:
-        return max(len(labels), given or 0)
-    parts = (part.targets for user in users for part in (user.train, user.valid, user.test) if len(part))
-    return max(1, *(int(targets.max()) + 1 for targets in parts))
-
-
-def check_classes(seen: Collection[int], outputs: int, given: int | None, labels: Sequence[str]) -> None:
-    """Refuse one class alone, as when the given folder is one level too high: any net would be right always.
-
-    Args:
-        seen: classes of train samples; where they are fewer than there are, this is said.
-        outputs: classes that there are.
-        given: their number, where the recipe has it, as one user of a federation may have one class of many.
-        labels: their names, if they have some.
-
-    Raises:
-        DataError: there is one.
-    """
-    name = f" ({labels[min(seen)]})" if labels else ""
-    if outputs == 1 and not any(seen):
-        raise DataError(
-            f"samples: one class alone{name}, so there is nothing to learn; give samples of two or more, or "
-            "data.classes where others have them"
-        )
-    if len(seen) == 1 and outputs > 1 and given is None:
-        logger.warning("all train samples are of class %s%s, so any net learns to predict only it", min(seen), name)
-
-
-def as_real(user: UserSamples) -> UserSamples:
-    """Whole targets as real numbers, for a regression."""
-
-    def real(samples: Samples) -> Samples:
-        return Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
-
-    return replace(user, train=real(user.train), valid=real(user.valid), test=real(user.test))
 
 
 def _reopened_loss(name: str, classes: bool) -> Loss:

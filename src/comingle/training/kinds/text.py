@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,8 +14,7 @@ from comingle.config.settings import Training
 from comingle.data.populations import listed
 from comingle.data.row_files import BadRows
 from comingle.data.sources import iterate_documents
-from comingle.data.splits import UserText, mix_held_out
-from comingle.data.text.reading import HANDED, check_texts, given_texts, leave_out, read_users, takes, tokenise_users
+from comingle.data.text.reading import HANDED, TextReader, check_texts, require_rows, takes
 from comingle.data.text.section import TextSection, UsersRows
 from comingle.data.text.streams import UserData, check, pool
 from comingle.methods import make
@@ -36,7 +34,6 @@ from comingle.training.kinds.base import (
     check_on_language,
     count_trainers,
     language_model,
-    require_rows,
 )
 from comingle.training.settings import Portions, portions
 from comingle.utils.errors import DataError, RecipeError
@@ -173,36 +170,23 @@ class TextKind(LanguageKind):
             told = "chooses by validation text, which data.train_on_valid trains on; allowed: last"
             raise RecipeError(f"evaluation.select: best {told}")
 
-    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
-        """Text is read before the base is loaded, as more can be wrong with it."""
-        bad = BadRows(section(recipe).on_bad_row)
-        texts = read_users(section(recipe), recipe.data_seed, bad)
-        return replace(self._materials(recipe, texts, load_base, validates), skipped_rows=bad.skipped)
+    def reader(
+        self,
+        recipe: Recipe,
+        load_base: LoadBase,
+        *,
+        validates: bool,
+        given: Mapping[str, Any] | None = None,
+        net: Any = None,
+        loss: Any = None,
+    ) -> TextReader:
+        """Return a reader of documents: the same documents give the same run, be they in files or handed over."""
+        more: Any = {"context": recipe.training.context, "validates": validates, "given": given}
+        return TextReader(section(recipe), recipe.data_seed, load_base, **more)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Documents, a table with a column of them, a path, or splits of these."""
         return takes(data)
-
-    def adopt(
-        self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
-    ) -> Materials:
-        """As read from files: the same documents give the same run."""
-        bad = BadRows(section(recipe).on_bad_row)
-        texts = given_texts(section(recipe), given, recipe.data_seed, bad)
-        return replace(self._materials(recipe, texts, load_base, validates), skipped_rows=bad.skipped)
-
-    def _materials(self, recipe: Recipe, texts: Sequence[UserText], load_base: LoadBase, validates: bool) -> Materials:
-        data, base, skipped = section(recipe), load_base(), dict[str, str]()
-        if data.on_small_user == "skip":
-            texts, skipped = leave_out(data, texts, base, context=recipe.training.context, validates=validates)
-        if data.held_out == "mixture":
-            texts = mix_held_out(texts, seed=recipe.data_seed)
-        users = tokenise_users(data, texts, base, known=[text.name for text in texts] + list(skipped))
-        if data.train_on_valid and (without := [user.name for user in users if not len(user.valid)]):
-            raise DataError(
-                f"data.train_on_valid: {without[0]!r} has no validation text; give a valid split or fraction"
-            )
-        return Materials(kind=self, base=base, users=tuple(users), texts=tuple(texts), skipped=skipped)
 
     def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
         """Everybody trains on as many tokens."""

@@ -1,201 +1,52 @@
-"""A population's users in one file: names, tokens and samples.
+"""Populations in one file: users' tokens and samples, written user by user, and the cache of them.
 
-A folder has ``names.text`` (all names one after another), ``names.ends`` (where each ends), and ``names.index``: the
-numbers of the users in the order of their names' hashes, behind which ``names.hashes`` has these. ``names.sha256`` is
-the digest of them all (:func:`comingle.data.populations.digest_names`).
+A folder has ``users.bin`` (of each user its arrays, streams of tokens for example, behind a line with their shapes),
+``users.ends`` (where each user ends, with a checksum), ``users.sizes`` (how much each has to train, to validate and to
+test on), the names (:mod:`comingle.data.populations`) and ``about.json``, with checksums of all files but the first.
+Those are compared when the folder is opened, a user's whenever the user is read. Files are mapped into memory.
 
-A package with users of another type has a pair of functions for it registered: :data:`FORMS`.
+Users that a recipe says are kept in the user's cache (:func:`comingle.utils.files.cache_folder`), readable by nobody
+else, under a name that follows from what was read, by path, size and time of its files, and from all that determines
+how it was encoded. A population that was not used for 30 days is deleted. Sources that are no files (names of the hub,
+of plug-ins) are read anew each time.
 
-A folder has ``users.bin`` (of each user its arrays, streams of tokens for example, behind a line that says of what
-shape they are), ``users.ends`` (where each user ends, with a checksum of the user), ``users.sizes`` (how much each has
-to train, to validate and to test on), the names (:mod:`comingle.training.storage.population`) and ``about.json``, with
-checksums of all files but the first. Those are compared when the folder is opened, a user's whenever the user is read.
-Files are mapped into memory: what nobody works on takes none.
+A package with users of another type registers a pair of functions for it in :data:`FORMS`.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
+import logging
 import mmap
+import os
 import shutil
+import tempfile
+import time
 import zlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from comingle.data.conversations.encoding import Answers, UserAnswers
-from comingle.data.populations import Crowd, Known, digest_names
+from comingle.data.populations import LazyPopulation, Names, NamesWriter
 from comingle.data.samples.samples import SPLITS, Samples, UserSamples
+from comingle.data.streaming import FirstUsers, StoredRows, StreamingReader
 from comingle.data.text.streams import UserData
 from comingle.models.windows import PAD
 from comingle.utils.errors import DataError
-from comingle.utils.names import name_problem
-
-
-class Numbered(Known):
-    """Names that are numbers behind a prefix: ``user-0``, ``user-1`` and so on."""
-
-    def __init__(self, prefix: str, count: int):
-        self.prefix, self.size = prefix, count
-
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, at: int) -> str: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[str]: ...
-    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
-        if isinstance(at, slice):
-            return [f"{self.prefix}{i}" for i in range(self.size)[at]]
-        return f"{self.prefix}{range(self.size)[at]}"
-
-    def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
-        """The number in a name, which nobody looks for among the others.
-
-        Raises:
-            ValueError: nobody has it.
-        """
-        number = value.removeprefix(self.prefix)
-        if number.isdecimal() and value == f"{self.prefix}{int(number)}" and int(number) < self.size:
-            return int(number)
-        raise ValueError(f"no user {value!r}")
-
-    @property
-    def digest(self) -> str:
-        """Of the prefix and how many there are."""
-        return digest_names([self.prefix, str(len(self))])
-
-
-FILES = ("names.text", "names.ends", "names.index", "names.hashes", "names.sha256")
-NAMES, _ENDS, _INDEX, _HASHES, _SUM = FILES
-
-
-class NamesWriter:
-    """Names as they come."""
-
-    def __init__(self, folder: Path):
-        self.folder, self._end = folder, 0
-        self._open = ExitStack()
-        self._text, self._ends = (self._open.enter_context(open(folder / name, "wb")) for name in (NAMES, _ENDS))  # noqa: SIM115 (closed with it)
-        self._digest, self._hashes = hashlib.sha256(), array("Q")
-
-    def add(self, name: str) -> None:
-        """Write one down.
-
-        Raises:
-            DataError: no name.
-        """
-        if problem := name_problem([name]):
-            raise DataError(problem)
-        content = name.encode()
-        self._digest.update((b"\0" if len(self._hashes) else b"") + content)
-        self._hashes.append(_hash(content))
-        self._text.write(content)
-        self._end += len(content)
-        self._ends.write(self._end.to_bytes(8, "little"))
-
-    def close(self) -> None:
-        """Close the files."""
-        self._open.close()
-
-    def finish(self) -> Names:
-        """All of them.
-
-        Raises:
-            DataError: one is there twice.
-        """
-        self.close()
-        hashes = np.frombuffer(self._hashes, dtype=np.uint64)
-        order = hashes.argsort(kind="stable")
-        order.astype("<i8").tofile(self.folder / _INDEX)
-        hashes[order].astype("<u8").tofile(self.folder / _HASHES)
-        (self.folder / _SUM).write_text(self._digest.hexdigest(), encoding="utf-8")
-        names = Names(self.folder)
-        ranked = hashes[order]
-        for at in np.flatnonzero(ranked[1:] == ranked[:-1]).tolist():
-            if (name := names[int(order[at])]) == names[int(order[at + 1])]:
-                raise DataError(f"user {name!r} twice; names must differ")
-        return names
-
-
-class Names(Known):
-    """The names of a folder, or of some who follow one another.
-
-    Raises:
-        DataError: its files are torn.
-    """
-
-    def __init__(self, folder: Path, span: range | None = None):
-        self.folder = folder
-        self._text, self._ends = _map(folder / NAMES, "u1"), _map(folder / _ENDS, "<i8")
-        self._index, self._hashes = _map(folder / _INDEX, "<i8"), _map(folder / _HASHES, "<u8")
-        self.span = range(len(self._ends)) if span is None else span
-        self._sum = (folder / _SUM).read_text(encoding="utf-8")
-        end = int(self._ends[-1]) if len(self._ends) else 0
-        if end != len(self._text) or not len(self._ends) == len(self._index) == len(self._hashes):
-            raise DataError(f"{folder}: names of users, in files that do not fit each other")
-
-    def __len__(self) -> int:
-        return len(self.span)
-
-    @overload
-    def __getitem__(self, at: int) -> str: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[str]: ...
-    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
-        if isinstance(at, slice):
-            return Names(self.folder, self.span[at])
-        return self._name(self.span[at])
-
-    def __iter__(self) -> Iterator[str]:
-        return map(self._name, self.span)
-
-    def _name(self, number: int) -> str:
-        start = int(self._ends[number - 1]) if number else 0
-        return self._text[start : int(self._ends[number])].tobytes().decode()
-
-    def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
-        """The number of a name.
-
-        Raises:
-            ValueError: nobody has it.
-        """
-        key = np.uint64(_hash(value.encode()))
-        for at in range(int(np.searchsorted(self._hashes, key)), len(self._hashes)):
-            if self._hashes[at] != key:
-                break
-            if (number := int(self._index[at])) in self.span and self._name(number) == value:
-                return self.span.index(number)
-        raise ValueError(f"no user {value!r}")
-
-    @property
-    def digest(self) -> str:
-        """By which the same names in the same order are known again."""
-        whole = len(self) == len(self._ends)
-        return self._sum if whole else hashlib.sha256("\0".join(self).encode()).hexdigest()
-
-    def copy_to(self, folder: Path) -> None:
-        """Have all of them, not only some, in another folder too."""
-        for name in FILES:
-            shutil.copyfile(self.folder / name, folder / name)
-
-
-def _map(path: Path, dtype: str) -> np.ndarray:
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
-
-
-def _hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
+from comingle.utils.files import cache_folder, make_once
+from comingle.utils.records import expand_home
 
 Arrays = Mapping[str, Tensor]
 
@@ -263,53 +114,6 @@ FORMS: dict[type, UserForm] = {
     UserSamples: UserForm(parts=_samples_parts, user=_samples_user),
 }
 """By the type of a user."""
-
-
-_ROW = np.dtype([("owner", "<i4"), ("split", "<i4"), ("end", "<i8")])
-
-
-class Spool:
-    """Rows that are written down one after another, and read user by user."""
-
-    def __init__(self, folder: Path):
-        self._contents, self._rows = folder / "rows.bin", folder / "rows.index"
-        self.owners: dict[str, int] = {}
-        """The number of each user, by the first of its rows."""
-        self._splits: dict[str, int] = {}
-
-    def fill(self, rows: Iterable[tuple[str, str, bytes]]) -> None:
-        """Write down whose rows, of which split, have what in them."""
-        end = 0
-        with open(self._contents, "wb") as contents, open(self._rows, "wb") as index:
-            for owner, split, content in rows:
-                number = self.owners.setdefault(owner, len(self.owners))
-                part = self._splits.setdefault(split, len(self._splits))
-                end += len(content)
-                contents.write(content)
-                index.write(np.array((number, part, end), dtype=_ROW).tobytes())
-
-    def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[bytes]]]]:
-        """The rows of each of these users by split, in their order; no more than one user's are held at a time."""
-        if not self.owners:
-            return
-        rows = np.memmap(self._rows, dtype=_ROW, mode="r")
-        order = rows["owner"].argsort(kind="stable").astype(np.int32 if len(rows) < 2**31 else np.int64)
-        starts = np.concatenate([[0], np.bincount(rows["owner"], minlength=len(self.owners)).cumsum()])
-        splits = list(self._splits)
-        with open(self._contents, "rb") as contents:
-            for name in names:
-                number, found = self.owners[name], dict[str, list[bytes]]()
-                for at in order[starts[number] : starts[number + 1]].tolist():
-                    start = int(rows["end"][at - 1]) if at else 0
-                    contents.seek(start)
-                    content = contents.read(int(rows["end"][at]) - start)
-                    found.setdefault(splits[int(rows["split"][at])], []).append(content)
-                yield name, found
-
-    def remove(self) -> None:
-        """Delete what was written."""
-        for path in (self._contents, self._rows):
-            path.unlink(missing_ok=True)
 
 
 USERS, ENDS, SIZES, ABOUT = "users.bin", "users.ends", "users.sizes", "about.json"
@@ -423,7 +227,7 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder}: no population of users ({error}); write it again") from None
 
 
-def read_population(folder: Path) -> Crowd:
+def read_population(folder: Path) -> LazyPopulation:
     """The users of such a folder, each read when it is asked for.
 
     Raises:
@@ -455,7 +259,7 @@ def read_population(folder: Path) -> Crowd:
 
     valid = int((sizes[:, 1] > 0).sum())
     known = {**about["counts"], "valid": valid}
-    return Crowd(names, make, digest=about["digest"], sizes=sizes, about=known)
+    return LazyPopulation(names, make, digest=about["digest"], sizes=sizes, about=known)
 
 
 def _arrays(content: mmap.mmap, start: int) -> dict[str, Tensor]:
@@ -468,3 +272,203 @@ def _arrays(content: mmap.mmap, start: int) -> dict[str, Tensor]:
         size = count * dtype.itemsize
         at += size + -size % _LINE
     return arrays
+
+
+# -------------------------------------------------------------------- from a reader
+
+SKIPPED = "skipped.jsonl"
+"""In the folder of a population: a line for each user who was left out, and what the user had too little of."""
+
+HEARD = 100
+"""Number of warnings that are repeated."""
+
+logger = logging.getLogger("comingle")
+
+
+class _Heard(logging.Handler):
+    """Records the first warnings while users are read, so that they are repeated when the users come from the cache."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines, self.count = list[str](), 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Record a warning."""
+        self.count += 1
+        if self.count <= HEARD:
+            self.lines.append(record.getMessage())
+
+    def __enter__(self) -> _Heard:
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger.removeHandler(self)
+
+    @property
+    def repeated(self) -> list[str]:
+        """The recorded lines, and the number of the others."""
+        more = self.count - HEARD
+        return [*self.lines, *([f"{more} more such lines were said when the users were read"] if more > 0 else [])]
+
+
+def write_users(reader: StreamingReader[Any], folder: Path) -> None:
+    """Read all users and write those who have enough data.
+
+    Raises:
+        DataError: a source cannot be read, or a user has too little data and is not to be left out.
+    """
+    small = FirstUsers()
+    with PopulationWriter(folder) as writer, _Heard() as heard:
+        with open(folder / SKIPPED, "w", encoding="utf-8") as skipped:
+            reader.on_skip = lambda name, what: skipped.write(json.dumps([name, what]) + "\n")
+            rows = StoredRows(folder)
+            with closing(reader.read(rows)) as read:
+                for found, user in reader.stream(read):
+                    if not reader.skips and (shortage := reader.shortage(user)) is not None:
+                        small.add(user.name, shortage)
+                    elif not small.count:  # else there is no run, but all such users are named
+                        reader.inspect(found, user)
+                        writer.add(user)
+                    del found, user  # before the next user is read
+            rows.remove()
+        if small.count:
+            raise reader.refuse(small)
+        about, lines = reader.summary()
+        writer.finish({"told": lines, "heard": heard.repeated, "skipped": reader.left_out.count, **about})
+
+
+def read_cached(reader: StreamingReader[Any]) -> tuple[LazyPopulation, dict[str, Any], Mapping[str, str]]:
+    """Return the users of a reader, what is known of all of them, and who was left out.
+
+    They are read unless the cache has them. Warnings of reading them are logged, also where that was before.
+
+    Raises:
+        DataError: a user's data cannot be used, or the cache cannot be written to.
+    """
+    folder, was_there = cached_population(reader)
+    try:
+        users, about = read_population(folder), read_about(folder)
+    except DataError:  # torn, in a cache that anything may happen to
+        shutil.rmtree(folder, ignore_errors=True)
+        folder, was_there = cached_population(reader)
+        users, about = read_population(folder), read_about(folder)
+    for line in (*(about["heard"] if was_there else []), *about["told"]):
+        logger.warning("%s", line)
+    return users, about, Skipped(folder / SKIPPED, about["skipped"])
+
+
+class Skipped(Mapping[str, str]):
+    """Users who were left out, and what they have too little of, in a file that is read on demand."""
+
+    def __init__(self, path: Path, count: int):
+        self.path, self.count = path, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def items(self) -> Any:
+        """Yield the lines of the file."""
+        with open(self.path, encoding="utf-8") as lines:
+            yield from (tuple(json.loads(line)) for line in lines)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.items())
+
+    def __getitem__(self, name: str) -> str:
+        for one, what in self.items():
+            if one == name:
+                return what
+        raise KeyError(name)
+
+
+_FORM = 3
+"""Version of the files; those of older versions are written anew."""
+
+_DAYS_UNUSED = 30
+
+
+def cached_population(reader: StreamingReader[Any]) -> tuple[Path, bool]:
+    """Return the folder of a reader's population, and whether it was there; write it unless it was.
+
+    Of several processes on one machine one writes.
+
+    Raises:
+        DataError: a user's data cannot be used, or the cache cannot be written to.
+    """
+    states = _digest(_states(reader.sources()))
+    if states is None:
+        folder = Path(tempfile.mkdtemp(prefix="comingle-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        write_users(reader, folder)
+        return folder, False
+    decides = [_FORM, version("comingle"), reader.data.model_dump(mode="json"), reader.seed, reader.key(), states]
+    home = cache_folder() / "populations"
+    target = home / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with FileLock(home / f"{target.name}.lock"):
+            there = (target / ABOUT).is_file()
+            if not there:  # what tidies up may take single files
+                shutil.rmtree(target, ignore_errors=True)
+            make_once(target, partial(write_users, reader))
+            os.utime(target / ABOUT)
+        _sweep(home)
+    except OSError as error:
+        told = f"{home}: cannot be written to: {error.strerror}; COMINGLE_CACHE names another place for it"
+        raise DataError(told) from None
+    return target, there
+
+
+def _digest(states: Iterator[list[Any] | None]) -> str | None:
+    """Return a digest of the states of all sources; None where one is no file."""
+    digest = hashlib.sha256()
+    for state in states:
+        if state is None:
+            return None
+        digest.update(json.dumps(state).encode())
+    return digest.hexdigest()
+
+
+def _states(sources: list[str]) -> Iterator[list[Any] | None]:
+    """Yield what identifies the content of each source; None for what is no file or folder."""
+    for source in sources:
+        path = expand_home(source)
+        if not os.path.exists(path):  # which a name that is too long is not either
+            yield None
+        elif path.is_dir():
+            yield from _states_below(path)
+        else:
+            yield _state(path)
+
+
+def _states_below(top: Path) -> Iterator[list[Any]]:
+    """Follow links to folders, as a class may be one; each folder once, as links may form a cycle."""
+    seen = set[str]()
+    for place, folders, files in os.walk(top, followlinks=True):
+        real = os.path.realpath(place)
+        yield [place, real]  # an empty folder may be a class
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield from (_state(Path(place) / name) for name in sorted(files))
+
+
+def _state(path: Path) -> list[Any]:
+    """Size and times of a file; an archive may reset the modification time, but not the time of the last change."""
+    try:
+        found = path.stat()
+    except OSError:  # a link to nowhere, of which reading says what there is to say
+        return [str(path.absolute())]
+    return [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _sweep(home: Path) -> None:
+    """Delete populations that were not used for long."""
+    for about in home.glob(f"*/{ABOUT}"):
+        # Another process may have been quicker, or be about to use it.
+        with suppress(FileNotFoundError, Timeout), FileLock(home / f"{about.parent.name}.lock", blocking=False):
+            if time.time() - about.stat().st_mtime > _DAYS_UNUSED * 86400:
+                shutil.rmtree(about.parent, ignore_errors=True)
