@@ -14,7 +14,7 @@ import pytest
 from scipy.stats import chisquare
 
 from comingle.config.settings import Secure, Terms
-from comingle.privacy import secure_keys
+from comingle.privacy import secure_client
 from comingle.privacy.secure_client import Record, Session, pair_mask, read_masked
 from comingle.privacy.secure_server import Rehearsal
 from comingle.privacy.secure_sum import Grid, received_bytes, sent_bytes
@@ -118,7 +118,7 @@ def test_what_the_server_receives_is_uniform(word: int) -> None:
     total = rehearsal.total(LARGEST)
     assert bool((total == 28).all())
     masked, server = masked_of(rehearsal), rehearsal.server
-    own = {name: secure_keys.mask(server._secret_of(name), terms.entries, word) for name in terms.users}
+    own = {name: secure_client.mask(server._secret_of(name), terms.entries, word) for name in terms.users}
     for count in (1, 2, 3):
         for names in itertools.combinations(terms.users, count):
             for seen in (masked, {name: masked[name] - own[name] for name in names}):
@@ -143,11 +143,11 @@ def test_who_is_lost_after_masking_is_not_seen_either() -> None:
     left = late.mask(server.sealed_for("user 2"), rehearsal.uploads["user 2"])
     private = server._secret_of("user 2")
     for name in server.survivors:
-        pair = pair_mask(private, server.roster[name][secure_keys.KEY :], ("user 2", name), terms)
+        pair = pair_mask(private, server.roster[name][secure_client.KEY :], ("user 2", name), terms)
         left = left - pair if name > "user 2" else left + pair
     assert p_uniform(left.view(np.uint8)) > SURELY
     assert bool(
-        (left - secure_keys.mask(late._secret("own mask"), terms.entries, 32) == 7).all()
+        (left - secure_client.mask(late._secret("own mask"), terms.entries, 32) == 7).all()
     )  # that alone was missing
 
 
@@ -176,12 +176,12 @@ def test_fewer_than_the_threshold_with_the_server_learn_nothing(monkeypatch: pyt
     for which, purpose in ((0, "own mask"), (1, "masking")):
         secret = victim._secret(purpose)
         held = {points[user.name]: user._share_of(victim.name, which) for user in everyone}
-        assert secure_keys.join(held, terms.threshold) == secret
+        assert secure_client.join(held, terms.threshold) == secret
         theirs = {points[user.name]: held[points[user.name]] for user in colluders}
         with pytest.raises(MessageError, match="3 shares; needed: 4"):
-            secure_keys.join(theirs, terms.threshold)
+            secure_client.join(theirs, terms.threshold)
         for any_other in (bytes(32), secrets.token_bytes(32)):
-            assert secure_keys.join(theirs | {6: completed(theirs, any_other, 6)}, 4) == any_other
+            assert secure_client.join(theirs | {6: completed(theirs, any_other, 6)}, 4) == any_other
 
 
 def test_colluders_and_the_server_see_the_sum_of_the_honest_and_nothing_of_one() -> None:
@@ -194,10 +194,10 @@ def test_colluders_and_the_server_see_the_sum_of_the_honest_and_nothing_of_one()
     colluders, honest = terms.users[:3], terms.users[3:]
     left = {}
     for name in honest:
-        known = secure_keys.mask(server._secret_of(name), terms.entries, terms.word)
+        known = secure_client.mask(server._secret_of(name), terms.entries, terms.word)
         for other in colluders:
             private = rehearsal.users[other]._secret("masking")
-            pair = pair_mask(private, server.roster[name][secure_keys.KEY :], (other, name), terms)
+            pair = pair_mask(private, server.roster[name][secure_client.KEY :], (other, name), terms)
             known = known + pair if name < other else known - pair
         left[name] = masked[name] - known
     for count in (1, 2):
@@ -215,44 +215,46 @@ def completed(held: dict[int, bytes], secret: bytes, point: int) -> bytes:
         above = below = 1
         for other in known:
             if other != at:
-                above, below = above * (point - other) % secure_keys.PRIME, below * (at - other) % secure_keys.PRIME
-        value += y * above * pow(below, -1, secure_keys.PRIME)
-    return (value % secure_keys.PRIME).to_bytes(secure_keys.SHARE)
+                above, below = above * (point - other) % secure_client.PRIME, below * (at - other) % secure_client.PRIME
+        value += y * above * pow(below, -1, secure_client.PRIME)
+    return (value % secure_client.PRIME).to_bytes(secure_client.SHARE)
 
 
 def test_shares_of_one_secret_are_uniform() -> None:
     """The bytes below the topmost, of each share and of the difference of two, below a threshold of three."""
-    found = [secure_keys.split(bytes(32), [1, 2, 3], 3, secrets.token_bytes(32)) for _ in range(800)]
+    found = [secure_client.split(bytes(32), [1, 2, 3], 3, secrets.token_bytes(32)) for _ in range(800)]
     for values in (
         [int.from_bytes(one[1]) for one in found],
         [int.from_bytes(one[3]) for one in found],
         [int.from_bytes(one[2]) - int.from_bytes(one[1]) for one in found],
     ):
-        low = b"".join((value % secure_keys.PRIME).to_bytes(33)[1:] for value in values)
+        low = b"".join((value % secure_client.PRIME).to_bytes(33)[1:] for value in values)
         assert p_uniform(np.frombuffer(low, np.uint8)) > SURELY
-    two = [secure_keys.split(bytes(32), [1, 2, 3], 2, secrets.token_bytes(32)) for _ in range(800)]
-    line = {(int.from_bytes(one[2]) - 2 * int.from_bytes(one[1])) % secure_keys.PRIME for one in two}
+    two = [secure_client.split(bytes(32), [1, 2, 3], 2, secrets.token_bytes(32)) for _ in range(800)]
+    line = {(int.from_bytes(one[2]) - 2 * int.from_bytes(one[1])) % secure_client.PRIME for one in two}
     assert line == {0}  # with a threshold of two, two of them say what the secret is
 
 
 def test_any_threshold_of_shares_gives_the_secret() -> None:
     secret = secrets.token_bytes(32)
     for threshold in (1, 2, 4):
-        made = secure_keys.split(secret, range(1, 6), threshold, b"k" * 32)
+        made = secure_client.split(secret, range(1, 6), threshold, b"k" * 32)
         for held in itertools.combinations(made, threshold):
-            assert secure_keys.join({point: made[point] for point in held}, threshold) == secret
-    assert secure_keys.split(secret, range(1, 6), 3, b"k" * 32) == secure_keys.split(secret, range(1, 6), 3, b"k" * 32)
+            assert secure_client.join({point: made[point] for point in held}, threshold) == secret
+    assert secure_client.split(secret, range(1, 6), 3, b"k" * 32) == secure_client.split(
+        secret, range(1, 6), 3, b"k" * 32
+    )
 
 
 def test_the_prime_is_one() -> None:
     """Miller and Rabin, to many bases."""
-    odd, twos = secure_keys.PRIME - 1, 0
+    odd, twos = secure_client.PRIME - 1, 0
     while odd % 2 == 0:
         odd, twos = odd // 2, twos + 1
     for base in range(2, 60):
-        found = pow(base, odd, secure_keys.PRIME)
-        assert found in (1, secure_keys.PRIME - 1) or any(
-            (found := found * found % secure_keys.PRIME) == secure_keys.PRIME - 1 for _ in range(twos - 1)
+        found = pow(base, odd, secure_client.PRIME)
+        assert found in (1, secure_client.PRIME - 1) or any(
+            (found := found * found % secure_client.PRIME) == secure_client.PRIME - 1 for _ in range(twos - 1)
         )
 
 
@@ -344,17 +346,17 @@ def test_keys_of_another_round_or_run_mask_otherwise() -> None:
     terms = terms_for(3, 2)
     one, two = secrets.token_bytes(32), secrets.token_bytes(32)
     pair = "user 0", "user 1"
-    first = pair_mask(one, secure_keys.public_of(two), pair, terms)
-    assert np.array_equal(first, pair_mask(two, secure_keys.public_of(one), pair[::-1], terms))
+    first = pair_mask(one, secure_client.public_of(two), pair, terms)
+    assert np.array_equal(first, pair_mask(two, secure_client.public_of(one), pair[::-1], terms))
     for other in (replace(terms, round=4), replace(terms, run="s"), replace(terms, threshold=3)):
-        assert not np.array_equal(first, pair_mask(one, secure_keys.public_of(two), pair, other))
+        assert not np.array_equal(first, pair_mask(one, secure_client.public_of(two), pair, other))
 
 
 def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    secure_keys._part.cache_clear()
+    secure_client._part.cache_clear()
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.hashes", None)
     with pytest.raises(RecipeError, match=r"needs the package cryptography: pip install 'comingle\[flower\]'"):
-        secure_keys.derive(bytes(32), "anything")
+        secure_client.derive(bytes(32), "anything")
 
 
 # -------------------------------------------------------------------- settings

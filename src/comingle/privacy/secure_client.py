@@ -1,16 +1,26 @@
-"""The client's side of secure aggregation.
+"""The client's side of secure aggregation: messages, session, keys, pairwise masks and Shamir shares.
 
 A session goes forward only. Whatever it has been asked it answers again with the same bytes and never for others: two
 answers under the same masks would let the server take the masks off. So what it has been asked is written down, by
 ``save``, before the answer leaves, and stays written when everything else of a user is undone.
+
+Keys are X25519 (RFC 7748) and HKDF-SHA256 (RFC 5869) with a text that says what for. Masks are a stream of ChaCha20
+(RFC 8439), shares are sealed by ChaCha20-Poly1305; all of them are from the package ``cryptography``. Every key is for
+one purpose and one message, so nonces are zero.
+
+The secret is the value at 0 of a polynomial of degree ``threshold - 1`` over the integers modulo a prime, whose other
+coefficients are uniform; a share is its value at a user's point. For any ``threshold - 1`` shares and any secret there
+is exactly one such polynomial.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +28,6 @@ import torch
 from torch import Tensor
 
 from comingle.config.settings import Terms
-from comingle.privacy import secure_keys
 from comingle.privacy.secure_sum import (
     DTYPES,
     KEY,
@@ -34,7 +43,7 @@ from comingle.privacy.secure_sum import (
     upload,
 )
 from comingle.protocol.messages import Download, Upload
-from comingle.utils.errors import MessageError
+from comingle.utils.errors import MessageError, RecipeError
 from comingle.utils.trees import Tree
 
 # ---------------------------------------------------------------- from a user
@@ -205,7 +214,7 @@ class Session:
     def advertise(self) -> bytes:
         """The public keys."""
         self._once("advertise", "")
-        return secure_keys.public_of(self._secret("sealing")) + secure_keys.public_of(self._secret("masking"))
+        return public_of(self._secret("sealing")) + public_of(self._secret("masking"))
 
     def share(self, roster: Mapping[str, bytes]) -> dict[str, bytes]:
         """For each other user its shares of this one's secrets, sealed.
@@ -217,7 +226,7 @@ class Session:
         asked = {name: key.hex() for name, key in roster.items()}
         self._once("share", asked, after="advertise", roster=dict(roster))
         return {
-            name: secure_keys.seal(self._sealing(name, sends=True), text, self.terms.digest)
+            name: seal(self._sealing(name, sends=True), text, self.terms.digest)
             for name, text in self._shares().items()
             if name != self.name
         }
@@ -235,7 +244,7 @@ class Session:
             self._opened(name, one)  # before anything leaves
         asked = {name: one.hex() for name, one in sealed.items()}
         self._once("mask", asked, after="share", sealed=dict(sealed))
-        masked = upload + secure_keys.mask(self._secret("own mask"), self.terms.entries, self.terms.word)
+        masked = upload + mask(self._secret("own mask"), self.terms.entries, self.terms.word)
         for name in sealed:
             pair = pair_mask(self._secret("masking"), self.roster[name][KEY:], (self.name, name), self.terms)
             masked = masked + pair if self.name < name else masked - pair
@@ -263,14 +272,14 @@ class Session:
     # ---------------------------------------------------------------- secrets
 
     def _secret(self, purpose: str, *about: str) -> bytes:
-        return secure_keys.derive(self.seed, "secret", purpose, self.terms.digest, self.name, *about)
+        return derive(self.seed, "secret", purpose, self.terms.digest, self.name, *about)
 
     def _shares(self) -> dict[str, bytes]:
         """Everybody's: of the own mask's seed, and of the masking key."""
         points = {name: at for at, name in enumerate(self.roster, start=1)}
         every = json.dumps({name: key.hex() for name, key in self.roster.items()})
         parts = [
-            secure_keys.split(
+            split(
                 self._secret(what), list(points.values()), self.terms.threshold, self._secret("shares of", what, every)
             )
             for what in ("own mask", "masking")
@@ -279,19 +288,19 @@ class Session:
 
     def _share_of(self, name: str, which: int) -> bytes:
         both = self._shares()[name] if name == self.name else self._opened(name, self.sealed[name])
-        return both[which * secure_keys.SHARE :][: secure_keys.SHARE]
+        return both[which * SHARE :][:SHARE]
 
     def _opened(self, name: str, sealed: bytes) -> bytes:
-        text = secure_keys.unseal(self._sealing(name, sends=False), sealed, self.terms.digest)
-        if len(text) != 2 * secure_keys.SHARE:
+        text = unseal(self._sealing(name, sends=False), sealed, self.terms.digest)
+        if len(text) != 2 * SHARE:
             raise MessageError("secure aggregation: shares of another length")
         return text
 
     def _sealing(self, name: str, *, sends: bool) -> bytes:
         """The key of what is sent to somebody, or by it."""
-        common = secure_keys.agree(self._secret("sealing"), self.roster[name][:KEY])
+        common = agree(self._secret("sealing"), self.roster[name][:KEY])
         sender, receiver = (self.name, name) if sends else (name, self.name)
-        return secure_keys.derive(common, "seal", self.terms.digest, sender, receiver)
+        return derive(common, "seal", self.terms.digest, sender, receiver)
 
     # ---------------------------------------------------------------- each once
 
@@ -327,5 +336,129 @@ class Session:
 
 def pair_mask(private: bytes, public: bytes, pair: tuple[str, str], terms: Terms) -> np.ndarray:
     """The mask that two users have in common; who comes first by name adds it, the other takes it away."""
-    key = secure_keys.derive(secure_keys.agree(private, public), "mask", terms.digest, *sorted(pair))
-    return secure_keys.mask(key, terms.entries, terms.word)
+    key = derive(agree(private, public), "mask", terms.digest, *sorted(pair))
+    return mask(key, terms.entries, terms.word)
+
+
+# ---------------------------------------------------------------- keys, masks and shares
+
+_NO_NONCE, _NO_COUNTER = bytes(12), bytes(16)
+_TYPES = {32: np.dtype("<u4"), 64: np.dtype("<u8")}
+
+
+@cache
+def _part(name: str) -> Any:
+    """A module of ``cryptography``, which needs not be there where nothing is sent over a network.
+
+    Raises:
+        RecipeError: it is not installed.
+    """
+    try:
+        return importlib.import_module(f"cryptography.hazmat.primitives.{name}")
+    except ImportError:
+        raise RecipeError(
+            "privacy.secure_aggregation: needs the package cryptography: pip install 'comingle[flower]'"
+        ) from None
+
+
+def derive(secret: bytes, *purpose: str | int) -> bytes:
+    """A key for one purpose out of a secret."""
+    made = _part("kdf.hkdf").HKDF(_part("hashes").SHA256(), KEY, None, json.dumps(purpose).encode())
+    return made.derive(secret)
+
+
+def public_of(private: bytes) -> bytes:
+    """The public half of a key of 32 random bytes."""
+    return _part("asymmetric.x25519").X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def agree(private: bytes, public: bytes) -> bytes:
+    """What two users have in common, each of its own private and the other's public key.
+
+    Raises:
+        MessageError: the public key is none.
+    """
+    x25519 = _part("asymmetric.x25519")
+    try:
+        other = x25519.X25519PublicKey.from_public_bytes(public)
+        return x25519.X25519PrivateKey.from_private_bytes(private).exchange(other)
+    except ValueError:
+        raise MessageError("secure aggregation: a public key that is none") from None
+
+
+def mask(key: bytes, entries: int, word: int) -> np.ndarray:
+    """``entries`` numbers that are uniform modulo ``2^word`` for whoever has not the key."""
+    kind = _TYPES[word]
+    return np.frombuffer(stream(key, entries * kind.itemsize), dtype=kind)
+
+
+def stream(key: bytes, count: int) -> bytes:
+    """So many bytes of a key's stream."""
+    ciphers = _part("ciphers")
+    cipher = ciphers.Cipher(ciphers.algorithms.ChaCha20(key, _NO_COUNTER), None)
+    return cipher.encryptor().update(bytes(count))
+
+
+def seal(key: bytes, text: bytes, about: str) -> bytes:
+    """A text for who has the key: encrypted, and bound to what it is about. A key seals one text."""
+    return _part("ciphers.aead").ChaCha20Poly1305(key).encrypt(_NO_NONCE, text, about.encode())
+
+
+def unseal(key: bytes, sealed: bytes, about: str) -> bytes:
+    """The text.
+
+    Raises:
+        MessageError: it was sealed with another key, for something else, or has changed on the way.
+    """
+    invalid = importlib.import_module("cryptography.exceptions").InvalidTag
+    try:
+        return _part("ciphers.aead").ChaCha20Poly1305(key).decrypt(_NO_NONCE, sealed, about.encode())
+    except invalid:
+        raise MessageError("secure aggregation: a share that its sender has not sealed") from None
+
+
+PRIME = 2**256 + 297
+"""The smallest prime above all secrets of 32 bytes."""
+
+_WIDE = 48
+"""Bytes of which a coefficient is made: modulo the prime they are uniform to one part in 2^127."""
+
+
+def split(secret: bytes, points: Sequence[int], threshold: int, key: bytes) -> dict[int, bytes]:
+    """The shares of a secret of 32 bytes at some points from 1; the coefficients are those of a secret key's stream."""
+    assert len(secret) == KEY
+    assert all(0 < point < PRIME for point in points)
+    drawn = stream(key, _WIDE * (threshold - 1))
+    wide = [drawn[at : at + _WIDE] for at in range(0, len(drawn), _WIDE)]
+    coefficients = [int.from_bytes(secret), *(int.from_bytes(one) % PRIME for one in wide)]
+    return {point: _value(coefficients, point).to_bytes(SHARE) for point in points}
+
+
+def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
+    """The secret, out of at least ``threshold`` shares by their points.
+
+    Raises:
+        MessageError: they are fewer, or are shares of no secret.
+    """
+    if len(shares) < threshold:
+        raise MessageError(f"secure aggregation: {len(shares)} shares; needed: {threshold}")
+    points = sorted(shares)[:threshold]
+    values = {point: int.from_bytes(shares[point]) for point in points}
+    secret = 0
+    for point in points:  # Lagrange's polynomials at 0
+        above = below = 1
+        for other in points:
+            if other != point:
+                above, below = above * other % PRIME, below * (other - point) % PRIME
+        secret = (secret + values[point] * above * pow(below, -1, PRIME)) % PRIME
+    if any(value >= PRIME for value in values.values()) or secret >= 1 << 8 * KEY:
+        raise MessageError("secure aggregation: shares of no secret")
+    return secret.to_bytes(KEY)
+
+
+def _value(coefficients: Sequence[int], point: int) -> int:
+    """Horner's rule."""
+    value = 0
+    for coefficient in reversed(coefficients):
+        value = (value * point + coefficient) % PRIME
+    return value

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from comingle.config.settings import Terms, no_sum
-from comingle.privacy import secure_client, secure_keys
+from comingle.privacy import secure_client
 from comingle.privacy.secure_client import Session, pair_mask
 from comingle.privacy.secure_sum import KEY, PUBLIC
 from comingle.protocol.messages import Download, Upload
@@ -94,7 +94,7 @@ class SumCollector:
         assert self.masked is not None
         total = self.masked.copy()
         for name in self.survivors:
-            total -= secure_keys.mask(self._secret_of(name), self.terms.entries, self.terms.word)
+            total -= secure_client.mask(self._secret_of(name), self.terms.entries, self.terms.word)
         for name in (one for one in self.sharers if one not in self.survivors):
             self._take_off_pairs(total, name)
         signed = total.view(f"<i{total.itemsize}").astype(np.int64)
@@ -105,7 +105,7 @@ class SumCollector:
     def _take_off_pairs(self, total: np.ndarray, gone: str) -> None:
         """The masks that survivors have in common with who was lost after sharing."""
         private = self._secret_of(gone)
-        if secure_keys.public_of(private) != self.roster[gone][KEY:]:
+        if secure_client.public_of(private) != self.roster[gone][KEY:]:
             raise NoSumError(f"round {self.terms.round}: shares of {gone!r} give another key")
         for name in self.survivors:
             pair = pair_mask(private, self.roster[name][KEY:], (gone, name), self.terms)
@@ -118,7 +118,7 @@ class SumCollector:
         points = {user: at for at, user in enumerate(self.roster, start=1)}
         held = {points[user]: opened[name] for user, opened in self.opened.items()}
         try:
-            return secure_keys.join(held, self.terms.threshold)
+            return secure_client.join(held, self.terms.threshold)
         except MessageError as error:
             raise NoSumError(f"round {self.terms.round}: {error}") from None
 
