@@ -15,37 +15,17 @@ from comingle.methods import REGISTRY, make, settings_of
 
 USERS = ("ann", "bob", "cem", "dan")
 
-NETS_ONLY = ("floral-optimal", "ensemble", "ensemble-optimal", "fedem", "mfl", "fml", "fedbn")
-TEXT_ONLY = (
-    "pretrained",
-    "ffa-lora",
-    "fedsa-lora",
-    "pcl",
-    "fdlora",
-    "hetlora",
-    "flexlora",
-    "local-moe",
-    "fedavg-moe",
-    "fedalt",
-    "fedamole",
-    "feddpa",
-    "fedex-lora",
-    "flora-stacking",
-    "rolora",
-    "sdflora",
-)
-ROUTED = (
-    "local-moe-tr",
-    "fedavg-moe-tr",
-    "comigs-tr",
-    "comigs",
-    "comigs-1g1s",
-    "comigs-2g",
-    "comigs-2s",
-    "comigs-1gxs",
-)
-MIXTURES = ("floral", "floral-mfl", "local-adaptor")
-ONE_LORA = ("fedit", "fedlora", "stacking")
+METHODS = {name: make(name) for name in REGISTRY}
+ON_TEXT = [n for n, made in METHODS.items() if "language" in made.applies_to and not made.needs_clusters]
+ON_NETS = [n for n, made in METHODS.items() if "nets" in made.applies_to and made.trains]
+
+
+def takes_ranks(name: str) -> bool:
+    """Whether users may have different LoRA ranks."""
+    made, mixture = METHODS[name], METHODS[name].placement.mixture
+    one = made.server.one_rank or made.server.first_download or (mixture is not None and not mixture.trains_apart)
+    return made.trains and not made.placement.pooled and not one
+
 
 SMALL: dict[str, dict[str, Any]] = {
     "ifca": {"models": 2},
@@ -165,26 +145,21 @@ def question_recipe(folder: Path, own: dict[str, Any], **changes: Any) -> dict[s
 def cases(folder: Path) -> dict[str, dict[str, Any]]:
     """All recipes by name; what they read is written into ``folder``."""
     found: dict[str, dict[str, Any]] = {}
-    on_text = [name for name in REGISTRY if name not in NETS_ONLY]
-    on_nets = [n for n in REGISTRY if n not in (*TEXT_ONLY, *ROUTED, *ONE_LORA)]
-    for name in on_text:
+    for name in ON_TEXT:
         own = method(name)
         found[f"text/{name}"] = text_recipe(folder, own)
         part = {"training.participation": 0.5, "training.weighting": "tokens", "evaluation.model": "exchanged"}
-        best = {} if name == "pretrained" else {"evaluation.select": "best", "evaluation.every": 1}
+        best = {} if not METHODS[name].trains else {"evaluation.select": "best", "evaluation.every": 1}
         found[f"text/{name}/half, tokens, exchanged, best"] = text_recipe(folder, own, **part, **best)
-    for name in on_text:
-        if make(name).server.one_rank:
-            continue
-        if name not in (*MIXTURES, "fedmerge", "fedmerge-fixed", "ifca", "pretrained", "centralized"):
-            ranks = {"adapters.rank": [4, 1, 2, 3], "training.participation": 0.75}
-            found[f"text/{name}/ranks"] = text_recipe(folder, method(name), **ranks)
+    for name in filter(takes_ranks, ON_TEXT):
+        ranks = {"adapters.rank": [4, 1, 2, 3], "training.participation": 0.75}
+        found[f"text/{name}/ranks"] = text_recipe(folder, method(name), **ranks)
     for title, (name, settings) in VARIANTS.items():
         if "centre" not in settings:  # which moves the base, and a language model's is frozen
             found[f"text/{title}"] = text_recipe(folder, method(name, **settings), **{"training.participation": 0.75})
-        if name in on_nets:
+        if name in ON_NETS:
             found[f"net/{title}"] = net_recipe(method(name, **settings), **{"training.participation": 0.75})
-    for name in on_nets:
+    for name in ON_NETS:
         found[f"net/{name}"] = net_recipe(method(name))
         part = {"training.participation": 0.5, "evaluation.select": "best", "evaluation.every": 1}
         found[f"net/{name}/half, best"] = net_recipe(method(name), **part)

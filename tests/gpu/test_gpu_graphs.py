@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NETS_ONLY, method, text_recipe
+from cases import METHODS, ON_TEXT, method, text_recipe
 from on_device import Played, play, recipe_of
 from torch import Tensor
 
 from comingle.config.settings import AdaptersSection
-from comingle.methods import REGISTRY
 from comingle.models import cuda_graphs
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.injection import ExpertCounts
 from comingle.models.loading import load_base
 
 GRAPHS = {"runtime.gpu": ["graphs"]}
-REFUSED = ("floral", "floral-mfl")
+MIXED = {name: mixture for name in ON_TEXT if (mixture := METHODS[name].placement.mixture) is not None}
+REFUSED = [name for name, mixture in MIXED.items() if mixture.clusters > 1 and not mixture.trains_apart]
 """They wrap every linear by themselves on text."""
-ON_TEXT = [name for name in REGISTRY if name not in (*NETS_ONLY, *REFUSED)]
 SHORT = {"training.rounds": 1, "evaluation.first": False}
 
 # Client-level mixtures run a base's attention (sdpa, as nothing else is said on a GPU) under torch.vmap.
@@ -36,7 +35,7 @@ def recordings_of(played: Played) -> dict[Any, cuda_graphs.Recording | None]:
     return getattr(getattr(model, "inner", model), "recordings", {})
 
 
-@pytest.mark.parametrize("name", ON_TEXT)
+@pytest.mark.parametrize("name", [name for name in ON_TEXT if name not in REFUSED])
 def test_every_method_does_what_it_does_without(tmp_path: Path, device: str, rounding: float, name: str) -> None:
     """To the last bit where a replay is a plain call: a copy that was forgotten shows."""
     content = text_recipe(tmp_path, method(name))

@@ -7,16 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import NETS_ONLY, ONE_LORA, ROUTED, TEXT_ONLY, VARIANTS, method, net_recipe, question_recipe, text_recipe
+from cases import ON_NETS, ON_TEXT, VARIANTS, method, net_recipe, question_recipe, text_recipe
 from on_device import apart, play, recipe_of
-
-from comingle.methods import REGISTRY
 
 # Client-level mixtures run a base's attention (sdpa, as nothing else is said on a GPU) under torch.vmap.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
-ON_TEXT = [name for name in REGISTRY if name not in NETS_ONLY]
-ON_NETS = [name for name in REGISTRY if name not in (*TEXT_ONLY, *ROUTED, *ONE_LORA)]
 UNEQUAL = ("comigs-1g1s", "hetlora", "flexlora", "fedsa-lora")
 
 BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,7 +56,7 @@ def test_on_nets(device: str, rounding: float, name: str) -> None:
 def test_variants(tmp_path: Path, device: str, rounding: float, title: str) -> None:
     name, settings = VARIANTS[title]
     own = method(name, **settings)
-    if name not in (*TEXT_ONLY, *ROUTED):
+    if name in ON_NETS:
         check(net_recipe(own), device, rounding)
     if "centre" not in settings:  # which moves the base, and a language model's is frozen
         check(text_recipe(tmp_path, own), device, rounding)

@@ -23,11 +23,14 @@ def _with_short_period(name: str, **settings: Any) -> dict[str, Any]:
     return {"name": name, **{key: value for key, value in period.items() if key in settings_of(name)}, **settings}
 
 
-NETS_ONLY = {"floral-optimal", "ensemble", "ensemble-optimal", "mfl", "fml", "fedem", "fedbn"}
-"""What needs true clusters, mixes whole models, or is about norms."""
+METHODS = {name: make(name) for name in REGISTRY}
 
 CASES = {
-    **{name: _with_short_period(name) for name in REGISTRY if name not in NETS_ONLY},
+    **{
+        name: _with_short_period(name)
+        for name, made in METHODS.items()
+        if "language" in made.applies_to and not made.needs_clusters
+    },
     "ifca": {"name": "ifca", "models": 2},
     "fedamole": {"name": "fedamole", "experts": 3, "choices": 2, "most": 3},
     "comigs, specialists 0 1 2": _with_short_period("comigs", specialists=[0, 1, 2]),
@@ -37,10 +40,15 @@ CASES = {
     "comigs, 3 generalists": _with_short_period("comigs", generalists=3, specialists=0),
 }
 
+FEW = {"clusters": 2, "models": 2}
+"""In place of defaults that are more than a few users need."""
+
 NETS = {
-    **{name: {"name": name} for name in ("local", "fedavg", "local-adaptor")},
-    **{name: {"name": name, "clusters": 2} for name in ("floral", "floral-optimal", "floral-mfl")},
-    **{name: {"name": name, "clusters": 2} for name in ("ensemble", "ensemble-optimal", "mfl", "fml")},
+    **{
+        name: {"name": name, **{key: few for key, few in FEW.items() if key in settings_of(name)}}
+        for name, made in METHODS.items()
+        if "nets" in made.applies_to and made.trains and not made.placement.pooled
+    },
     "floral, stateless": {"name": "floral", "clusters": 2, "stateless": True, "warmup_steps": 2},
     "floral, with noise": {"name": "floral", "clusters": 2, "noise": 0.5},
     "floral, per layer": {"name": "floral", "clusters": 2, "per_layer": True, "noise": 0.2},
@@ -56,11 +64,6 @@ NETS = {
         "proximal": 0.01,
     },
     "fedmerge-fixed": {"name": "fedmerge-fixed", "models": 3, "chosen": 2},
-    "fedavg+": {"name": "fedavg+"},
-    "ifca": {"name": "ifca", "models": 2},
-    "fedem": {"name": "fedem", "models": 2},
-    "pfedmoe": {"name": "pfedmoe"},
-    **{name: {"name": name} for name in ("fedprox", "ditto", "fedper", "fedbn", "scaffold")},
     "momentum-clustering": {"name": "momentum-clustering", "clusters": 2, "quantile": 0.5},
     "floral, the public code's rates": {"name": "floral", "clusters": 2, "adaptor_server_rate": 0.1},
 }

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from comingle.training.backends.local import InProcess
 from comingle.utils.seeds import generator
+from comingle.utils.trees import SPECIALIST
 from federations import download_all, exchange, local_round
 
 USERS = ("ann", "bob", "cem")
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 SHORT = {"training.local_steps": 4}
-CHOSEN = {"fedamole"}
-"""Whose users begin with what others leave them: with experts that choose among all users."""
 
 
 def trained_rows(federation: InProcess, rounds: int = 1) -> Tensor:
@@ -52,7 +51,9 @@ def test_a_cohort_equals_its_users_trained_alone(federate: Any, federated: dict[
     trained_rows(together)
     for row, name in enumerate(USERS):
         alone = download_all(federate(settings_alone(federated, row), users=(name,), changes=SHORT))
-        if federated["name"] in CHOSEN:
+        server = together.clients.method.server
+        if server.first_download and server.by_user and SPECIALIST in together.clients.method.shared:
+            # Users begin with experts that have chosen them among all users.
             alone.clients.state.rows.copy_(begun[row])
         trained_rows(alone)
         expected, found = own_experts(alone, 0), own_experts(together, row)

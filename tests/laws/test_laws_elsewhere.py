@@ -20,19 +20,25 @@ from safetensors.torch import load_file
 from tests.quick import quick
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
-from cases import NETS_ONLY, ONE_LORA, ROUTED, SMALL, TEXT_ONLY, VARIANTS, method, text_recipe
+from cases import METHODS, ON_NETS, SMALL, VARIANTS, method, text_recipe
+from cases import ON_TEXT as ALL_ON_TEXT
 from tests.federation.direct import federated
 
 from comingle.config import parse_recipe
-from comingle.methods import REGISTRY
 from comingle.runs import api, given
 from comingle.utils.files import list_checkpoints
 
-POOLED = ("centralized",)
-ON_TEXT = [name for name in REGISTRY if name not in (*NETS_ONLY, *POOLED)]
-TRUE_CLUSTERS = ("floral-optimal", "ensemble-optimal")
-NOT_HERE = (*POOLED, *TRUE_CLUSTERS, "mfl", "fml", "fedbn")
-ON_SAMPLES = [n for n in REGISTRY if n not in (*TEXT_ONLY, *ROUTED, *ONE_LORA, *NOT_HERE)]
+ON_TEXT = [name for name in ALL_ON_TEXT if not METHODS[name].placement.pooled]
+
+
+def has_plain_net(name: str) -> bool:
+    """Whether the method needs neither true clusters nor norms, and does not mix losses."""
+    made, mixture = METHODS[name], METHODS[name].placement.mixture
+    needs = made.placement.pooled or made.needs_clusters or bool(made.placement.needs)
+    return not needs and (mixture is None or mixture.of == "adaptors" or mixture.at in ("outputs", "samples"))
+
+
+ON_SAMPLES = [name for name in ON_NETS if has_plain_net(name)]
 
 SHORT = {"training.rounds": 2, "training.local_steps": 2}
 PART = {**SHORT, "training.participation": 0.5, "training.weighting": "tokens", "evaluation.model": "exchanged"}
@@ -85,7 +91,7 @@ def test_text_on_flowers_grid(name: str, tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     from tests.federation.on_grid import federated_on_grid
 
-    best = {} if name == "pretrained" else BEST
+    best = BEST if METHODS[name].trains else {}
     grid = assert_equal(text_recipe(tmp_path, method(name), **PART, **best), tmp_path, federated_on_grid)
     assert len(grid.sent) > len(grid.nodes)
 

@@ -7,18 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comingle.methods.base import Method
+from comingle.methods.fedamole import Pairs
 from comingle.training.backends.local import InProcess
 from comingle.training.client import settle
-from comingle.utils.trees import ATTENTION
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from federations import download_all, exchange, local_round, take_phase
 
-FROZEN = ("pretrained", "ffa-lora", "fedalt", "fedex-lora", "flora-stacking")
-"""Methods that have something on a language model beside the base and do not train it."""
-
-KEYS = {"fedamole": (".up.a",)}
-"""Which LoRA's A routers read besides, so that what moves them moves these."""
+LORA = (ATTENTION, GENERALIST, SPECIALIST)
 
 PLAIN = {"training.experts.weight_decay": 0.0, "training.router.weight_decay": 0.0}
+
+
+def freezes(method: Method) -> bool:
+    """Whether the method has something on a language model beside the base and does not train it."""
+    trained = method.client.trained
+    one_factor = any((f"{role}.a" in trained) != (f"{role}.b" in trained) for role in LORA)
+    downloads_more = method.received & {*LORA, ROUTER} - {role.partition(".")[0] for role in trained}
+    return not trained or one_factor or bool(downloads_more) or method.placement.residual is not None
 
 
 def members(federation: InProcess) -> list[int]:
@@ -60,7 +66,7 @@ def test_the_base_is_bit_identical_after_a_round(federate: Any, method: dict[str
 def test_roles_that_no_phase_trains_are_bit_identical(federate: Any, method: dict[str, Any]) -> None:
     federation = federate(method, changes={"training.local_steps": 3})
     frozen = ~federation.clients.model.layout.mask(federation.clients.method.client.trained)
-    assert bool(frozen.any()) == (method["name"] in FROZEN)
+    assert bool(frozen.any()) == freezes(federation.clients.method)
     before = federation.clients.state.rows.clone()
     local_round(federation, members(federation), 0)
     assert torch.equal(federation.clients.state.rows[:, frozen], before[:, frozen])
@@ -92,7 +98,8 @@ def test_b_moves_first_and_a_after_it(federate: Any, trained: dict[str, Any]) ->
     federation = download_all(federate(trained, changes=PLAIN))
     layout, phase = federation.clients.model.layout, federation.clients.phases[0]
     real = filled(federation, per_expert(federation, trained_mask(federation) & layout.mask(phase.roles)))
-    routing = (".router", *KEYS.get(trained["name"], ()))
+    pairs = isinstance(federation.clients.method.placement.gating, Pairs)  # whose router reads experts' A, and moves it
+    routing = (".router", *((".up.a",) if pairs else ()))
     experts = [name for name in real if not name.endswith(routing)]
     for step in range(2):
         before = federation.clients.state.rows.clone()

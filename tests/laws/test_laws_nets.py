@@ -13,8 +13,6 @@ from comingle.data.samples.samples import Samples
 from comingle.methods.base import Method
 from comingle.methods.mixtures import Entropic
 from comingle.methods.momentum_clustering import Centres
-from comingle.methods.scaffold import RATES, Controlled
-from comingle.models.routers import ClientMixture
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.training.backends.local import InProcess
 from comingle.training.evaluation import mixtures_told, own_mixtures
@@ -93,12 +91,8 @@ def test_only_what_is_shared_leaves(federate_nets: Any, netted: dict[str, Any]) 
 def said(method: Method) -> dict[str, torch.Size]:
     """What each user says beside tensors: its loss, its amount of data, its mixture, the model it took, its rates."""
     numbers = {LOSS: torch.Size(), COUNT: torch.Size()}
-    mixture = method.placement.mixture
-    if isinstance(mixture, ClientMixture) and "adaptor" in method.shared and method.name != "fedem":
-        numbers["mixture"] = torch.Size((mixture.clusters,))
-    if any(isinstance(part, Controlled) for part in method.client.parts):
-        numbers[RATES] = torch.Size()
-    return numbers | ({"choice": torch.Size()} if method.name == "ifca" else {})
+    reports = [part.reports for part in method.client.parts]
+    return numbers | {name: torch.Size(said.shape) for some in reports for name, said in some.items()}
 
 
 def test_an_exchange_leaves_what_is_local(federate_nets: Any, netted: dict[str, Any]) -> None:

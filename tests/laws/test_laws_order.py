@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.methods import settings_of
 from comingle.training.backends.local import InProcess
 from comingle.training.rounds import run_rounds
 
@@ -29,7 +30,7 @@ def turned(method: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.sampled(7)
 def test_the_order_of_users_changes_rounding_only(federate: Any, federated: dict[str, Any]) -> None:
-    changes = PARTIAL | ({"method.exchange_from": 1} if federated["name"] == "pcl" else {})
+    changes = PARTIAL | ({"method.exchange_from": 1} if "exchange_from" in settings_of(federated["name"]) else {})
     expected = losses(federate(federated, users=USERS, changes=changes))
     found = losses(federate(turned(federated), users=[USERS[i] for i in TURNED], changes=changes))
     assert found == pytest.approx(expected, rel=1e-9)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from comingle.methods import make
+from comingle.methods.base import Method
 from comingle.methods.clustered import Choose
 from comingle.methods.mixtures import Entropic
 from comingle.methods.momentum_clustering import Momentum
-from comingle.methods.scaffold import RATES, Controlled
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.training.backends.local import InProcess
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, restrict
@@ -20,14 +20,19 @@ from federations import crossing, exchange, local_round, message_bytes
 
 EVERYONE = [0, 1, 2]
 SHORT = {"training.local_steps": 3}
-FACTORS = {"ffa-lora": (".b",), "fedsa-lora": (".a",)}
-"""What travels of each LoRA, where that is not both factors."""
 
-MEANT_FOR_OTHERS = {"fedalt": {SPECIALIST}, "fedamole": {SPECIALIST, ROUTER}}
-"""Roles that others keep to themselves and these methods' users send, for means that the others get."""
 
-AT_HOME = {"fedper": "layers.0.mlp"}
-"""Which tensors stay with their user although their role travels, by how their names begin."""
+def meant_for_others(method: Method) -> set[str]:
+    """Roles that users keep to themselves, but for those whose servers keep something of each user for the others."""
+    return {SPECIALIST, ROUTER} & method.shared if method.server.by_user else set()
+
+
+def travels(method: Method, name: str) -> bool:
+    """Whether a method's placement says that a tensor of a shared role travels, by the tensor's name."""
+    factors = {f".{part}" for role in method.shared if (part := role.partition(".")[2]) in ("a", "b")} or {".a", ".b"}
+    factors |= {".router"} if ROUTER in method.shared else set()
+    last_mlp_stays = f"{GENERALIST}.body" in method.shared  # of a base of one layer
+    return name.endswith(tuple(factors)) and not (last_mlp_stays and name.startswith("layers.0.mlp"))
 
 
 def sent_by(federation: InProcess) -> Upload:
@@ -43,10 +48,9 @@ def documented_bytes(federation: InProcess, row: int) -> int:
     reports = {LOSS: torch.zeros(())}
     if clients.training.weighting != "uniform":
         reports[COUNT] = torch.tensor(len(user.train))
-    if any(isinstance(part, Choose) for part in clients.method.client.parts):
-        reports["choice"] = torch.tensor(0)
-    if any(isinstance(part, Controlled) for part in clients.method.client.parts):
-        reports[RATES] = torch.zeros((), dtype=torch.float64)
+    for part in clients.method.client.parts:
+        for name, report in part.reports.items():
+            reports[name] = torch.zeros(report.shape, dtype=torch.int64 if report.whole else torch.float64)
     rank = int(clients.state.ranks[row])
     header = {"kind": "upload", "round": 1, "user": user.name, "rank": rank}
     return message_bytes({name: t[row] for name, t in tensors.items()}, header, reports)
@@ -102,13 +106,11 @@ def test_only_shared_roles_are_uploaded(federate: Any, method: dict[str, Any]) -
     uploads = sent_by(federation).tensors
     first_copy = federation.clients.state.rows[: len(federation.clients.trainers)]
     expected, roles = {}, {name.partition(".")[0] for name in federation.clients.method.shared}
-    sent = MEANT_FOR_OTHERS.get(method["name"], set())
+    sent = meant_for_others(federation.clients.method)
     assert roles <= {ATTENTION, GENERALIST, "base", "statistics"} | sent
     for slot in federation.clients.model.layout.slots:
-        name = federation.clients.method.name
-        factors = (*FACTORS.get(name, (".a", ".b")), *([".router"] if ROUTER in sent else []))
-        travels = slot.name.endswith(factors) and not slot.name.startswith(AT_HOME.get(name, "?"))
-        places = [i for i, role in enumerate(slot.roles) if travels and role in roles]
+        goes = travels(federation.clients.method, slot.name)
+        places = [i for i, role in enumerate(slot.roles) if goes and role in roles]
         if places:
             tensor = federation.clients.model.layout.views(first_copy)[slot.name]
             expected[slot.name] = tensor if slot.roles == (ATTENTION,) else tensor[:, places]
@@ -187,7 +189,7 @@ def test_a_method_shares_only_what_it_trains(federate: Any, method: dict[str, An
         for roles in (federation.clients.method.client.trained, federation.clients.method.shared)
     )
     assert not (shared & ~trained).any()
-    local = {SPECIALIST, ROUTER} - MEANT_FOR_OTHERS.get(method["name"], set())
+    local = {SPECIALIST, ROUTER} - meant_for_others(federation.clients.method)
     assert not (shared & federation.clients.model.layout.mask(local)).any()
 
 

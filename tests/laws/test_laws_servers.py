@@ -110,14 +110,14 @@ def test_a_sum_of_nets_depends_on_weighted_sums_alone(federate_nets: Any, netted
     check_sum(federate_nets(netted))
 
 
-def check_bound(federation: InProcess, rate: float) -> None:
+def check_bound(federation: InProcess) -> None:
     """A constant added to one user's upload moves the model by rate times the user's weight times that constant."""
     server, kept = federation.server.method.server, federation.server.kept
     if not server.clipped_mean:
         return
     assert server.kind == "sum"
     received = received_of(federation)
-    everyone = list(received.users)
+    everyone, rate = list(received.users), first_rate(federation)
     before = server.download(kept_after(server, kept, received), everyone)
     for user, weight in enumerate(received.weights.tolist()):
         for size in (1.0, 1e6):  # however large it is, its weight stays what it was
@@ -130,17 +130,18 @@ def check_bound(federation: InProcess, rate: float) -> None:
                 torch.testing.assert_close(t - before[name], expected, rtol=1e-7, atol=1e-8, msg=name)
 
 
-def first_rate(method: dict[str, Any]) -> float:
+def first_rate(federation: InProcess) -> float:
     """By how much of the mean a server moves in its first round: FDLoRA's v = g, theta -= rate (1 + momentum) g."""
-    return 0.7 * 1.9 if method["name"] == "fdlora" else 1.0
+    server = federation.server.method.server
+    return float(getattr(server, "rate", 1.0) * (1 + getattr(server, "momentum", 0.0)))
 
 
 def test_a_mean_has_weights_that_no_upload_decides_on(federate: Any, federated: dict[str, Any]) -> None:
-    check_bound(federate(federated), first_rate(federated))
+    check_bound(federate(federated))
 
 
 def test_a_mean_of_nets_has_weights_that_no_upload_decides_on(federate_nets: Any, netted: dict[str, Any]) -> None:
-    check_bound(federate_nets(netted), first_rate(netted))
+    check_bound(federate_nets(netted))
 
 
 @pytest.mark.parametrize("name", ["fedavg", "comigs-1g1s", "fdlora", "fedit", "fedavg+"])

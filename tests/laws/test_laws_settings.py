@@ -47,9 +47,6 @@ COMPANY: dict[tuple[str, str], dict[str, Any]] = {
 }
 """Settings that have to be there for another to matter."""
 
-ON_NETS = {"fedmerge", "fedmerge-fixed", "ifca"}
-"""Methods without a mixture whose settings are about whole models."""
-
 CASES = [(name, key) for name in REGISTRY for key in settings_of(name)]
 
 
@@ -82,8 +79,9 @@ def differ(one: list[Tensor], two: list[Tensor]) -> bool:
 
 def run(federate: Any, federate_nets: Any, name: str, **settings: Any) -> list[Tensor]:
     method = {"name": name, **settings}
-    mixture = make(name).placement.mixture
-    if (mixture is not None and not mixture.trains_apart) or name in ON_NETS:
+    made, mixture = make(name), make(name).placement.mixture
+    # Settings of a server with several models are about whole models.
+    if (mixture is not None and not mixture.trains_apart) or made.server.server_models > 1:
         return outcome(federate_nets(method, changes={"training.rounds": ROUNDS}))
     ranks = {"adapters.rank": [2, 3, 4]} if name == "hetlora" else {}
     return outcome(federate(method, changes={"training.rounds": ROUNDS, **ranks}))

@@ -18,11 +18,14 @@ from comingle.config.settings import Gating
 from comingle.methods.server import Reported, Server
 from comingle.models.routers import ClientMixture, Powers
 from comingle.utils.errors import RecipeError
-from comingle.utils.trees import ATTENTION, BASE, EXPERT_ROLES, GENERALIST, ROUTER, STATISTICS, Tree
+from comingle.utils.trees import ADAPTOR, ATTENTION, BASE, EXPERT_ROLES, GENERALIST, ROUTER, STATISTICS, Tree
 
 Stream = Literal["train", "valid"]
 
 ROUTERS = frozenset({ROUTER})
+
+NET_ROLES = frozenset({BASE, ADAPTOR})
+"""Roles of nets that can be trained and shared, besides routers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,6 +427,40 @@ class Method:
     def received(self) -> frozenset[str]:
         """The roles that a user takes from a download."""
         return self.shared if self.placement.received is None else self.placement.received
+
+    @property
+    def applies_to(self) -> frozenset[str]:
+        """The models that the method can train: ``language`` (adapters beside a frozen base), ``nets`` (as a whole)."""
+        refusals = {"language": self.unfit_for_language, "nets": self.unfit_for_nets}
+        return frozenset(model for model, why in refusals.items() if not why)
+
+    @property
+    def unfit_for_language(self) -> str:
+        """Why the method cannot train adapters of a language model; empty where it can."""
+        needs, mixture = self.placement.needs, self.placement.mixture
+        if BASE in {role.partition(".")[0] for role in needs}:
+            return f"is about {', '.join(sorted(needs))}, and a language model's base is frozen"
+        if mixture is not None and not mixture.trains_apart and mixture.of != "adaptors":
+            return "mixes whole models, which are small nets"
+        return ""
+
+    @property
+    def unfit_for_nets(self) -> str:
+        """Why the method cannot train whole nets; empty where it can."""
+        if self.placement.gated:  # its experts and its router are nets
+            return ""
+        if self.trains and not self.client.trained & NET_ROLES:
+            return "trains nothing of a net; it is for language models"
+        if self.shared and not {role.partition(".")[0] for role in self.shared} & NET_ROLES:
+            return "shares nothing of a net; it is for language models"
+        if any(part.language_only for part in self.client.parts):
+            return "needs a language model; users with samples have nets that are trained whole"
+        return ""
+
+    @property
+    def needs_clusters(self) -> bool:
+        """Whether users' true clusters must be known."""
+        return self.placement.mixture is not None and self.placement.mixture.optimal
 
     @property
     def trains(self) -> bool:

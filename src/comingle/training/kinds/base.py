@@ -37,7 +37,7 @@ from comingle.training.state import NEEDS_CLUSTERS
 from comingle.utils.errors import DataError, PluginError, RecipeError
 from comingle.utils.names import name_problem
 from comingle.utils.registry import load_object
-from comingle.utils.trees import BASE, Tree, digest_split
+from comingle.utils.trees import Tree, digest_split
 
 logger = logging.getLogger("comingle")
 
@@ -429,14 +429,10 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
     """
     if recipe.base.startswith(NETS):
         raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model; {_FOR_NETS}")
-    needs = method.placement.needs
-    if BASE in {role.partition(".")[0] for role in needs}:
-        what = ", ".join(sorted(needs))
-        raise RecipeError(f"method {method.name}: is about {what}, and a language model's base is frozen; {_FOR_NETS}")
+    if why := method.unfit_for_language:
+        raise RecipeError(f"method {method.name}: {why}; {_FOR_NETS}")
     if (mixture := method.placement.mixture) is None or mixture.trains_apart:
         return
-    if mixture.of != "adaptors":
-        raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; {_FOR_NETS}")
     if mixture.optimal and not recipe.data.cluster_numbers:
         raise RecipeError(f"method {method.name}: {NEEDS_CLUSTERS}")
     if mixture.optimal and mixture.clusters < (true := len(set(recipe.data.cluster_numbers.values()))):

@@ -35,7 +35,6 @@ from comingle.training.kinds.base import ADAPTOR_SETS, NETS, always_there, later
 from comingle.training.settings import Portions
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import derive, generator
-from comingle.utils.trees import ADAPTOR, BASE
 
 COLUMNS_PER_PASS = 2**26
 """How many parameters, over all users, are stepped at once by default: their gradients and copies need memory."""
@@ -414,9 +413,6 @@ COMPILE_FROM = 20
 machine. Users do not count: whoever is alone on a machine has the same code as all together in one process."""
 
 
-NET_ROLES = frozenset({BASE, ADAPTOR})
-"""What nets have to be trained and shared, besides routers."""
-
 SEED_STEP = 1_000_003
 """Between the seeds of an ensemble's nets, so that runs with other seeds share none."""
 
@@ -427,16 +423,8 @@ def check_on_nets(method: Method) -> None:
     Raises:
         RecipeError: it is for language models alone.
     """
-    if method.placement.gated:  # its experts and its router are nets
-        return
-    if method.trains and not method.client.trained & NET_ROLES:
-        raise RecipeError(f"method {method.name}: trains nothing of a net; it is for language models")
-    if method.shared and not {role.partition(".")[0] for role in method.shared} & NET_ROLES:
-        raise RecipeError(f"method {method.name}: shares nothing of a net; it is for language models")
-    if any(part.language_only for part in method.client.parts):
-        raise RecipeError(
-            f"method {method.name}: needs a language model; users with samples have nets that are trained whole"
-        )
+    if why := method.unfit_for_nets:
+        raise RecipeError(f"method {method.name}: {why}")
 
 
 def _check_users(population: Population) -> None:
