@@ -344,7 +344,7 @@ class Training:
     may be left to :mod:`comingle.training.rounds`. ``select`` says with which round's models a run
     ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
     ``evaluate_users`` are drawn once for all evaluations; None: everybody is evaluated. ``store`` says where the
-    tensors of users are whom nobody works on, see :class:`comingle.training.state.Stored`.
+    tensors of users are whom nobody works on, see :class:`comingle.training.state.State`.
     ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known, but for that on
     single examples, which follows from how many rounds each of all ``users`` takes part in. ``sums`` is there where the
     server sees sums of uploads alone. ``aggregation`` says what it makes of uploads some of which may be hostile; None

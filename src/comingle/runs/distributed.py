@@ -36,7 +36,6 @@ from comingle.training.events import Observer
 from comingle.training.kinds.base import Materials, later
 from comingle.training.server import start_server
 from comingle.training.settings import cohorts
-from comingle.training.state import Stored
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.inputs import recorded_date
 
@@ -154,8 +153,7 @@ def _built(recipe: Recipe, materials: Materials, method: Method, training: Train
     assert here is not None
     clients = materials.kind.clients(recipe, materials, method, training)
     clients.everybody = names
-    if isinstance(clients.state, Stored):
-        clients.state.share_out(ranks.rank, ranks.size, range(here[0], here[-1] + 1), len(names))
+    clients.state.share_out(ranks.rank, ranks.size, range(here[0], here[-1] + 1), len(names))
     return Sharded(
         clients=clients, server=server, ranks=ranks, first=here[0], ordered=recipe.runtime.shard_sums == "ordered"
     )

@@ -55,7 +55,7 @@ from comingle.training.kinds.base import Materials, as_settings, kind_of
 from comingle.training.privacy import keep_key, key_of, set_key, with_noise, with_sums
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
 from comingle.training.runtime import keep_buffers
-from comingle.training.state import Stored, check_names, reorder_kept
+from comingle.training.state import check_names, reorder_kept
 from comingle.utils.errors import DivergenceError, RecipeError, RunError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs
@@ -160,7 +160,7 @@ def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Even
             return
         if log is not None:
             log.to_disk()
-        stored = isinstance(clients.state, Stored)
+        stored = not clients.state.in_memory
         progress = progress_of(
             done,
             recipe.fingerprint,
@@ -185,7 +185,7 @@ def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
     newest, progress = federation.each(lambda: _newest(folder, recipe))
     clients, server = federation.clients, federation.server
     was, names = progress.trainers, clients.everybody
-    if progress.population or isinstance(clients.state, Stored):
+    if progress.population or not clients.state.in_memory:
         federation.each(lambda: _check_population(newest, progress, clients))
         was = names
     else:
@@ -201,7 +201,7 @@ def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
 
 def _check_population(newest: Path, progress: Progress, clients: Clients) -> None:
     """Whether a checkpoint whose tensors are elsewhere, or should be, is of these users in this order."""
-    if not (progress.population and isinstance(clients.state, Stored)):
+    if not progress.population or clients.state.in_memory:
         kept, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
         raise RunError(
             f"{newest}: written with runtime.store: {kept}; got {now}; a run goes on with what it began with"
@@ -427,7 +427,8 @@ def execute(
     _keep_key(federation, folder, resume=resume)
     if federation.leads:
         federation.server.warn_of_noise(clients.training)
-    if folder is not None and isinstance(store := clients.state, Stored):
+    if folder is not None:
+        store = clients.state
         anew = federation.share(lambda: not (resume and list_checkpoints(folder)))
         federation.share(lambda: store.open(folder, anew=anew))
         federation.each(lambda: None if federation.leads else store.open(folder, anew=anew))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from comingle.protocol.messages import LOWEST
 from comingle.training.evaluation import Clock, Federation
-from comingle.training.state import State, Stored
+from comingle.training.state import State
 from comingle.utils.errors import RunError
 from comingle.utils.files import SUMS, advise, list_checkpoints, seal, verify
 from comingle.utils.records import resume_command, to_disk, write_json
@@ -114,11 +114,13 @@ def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progres
     folder, draft = places(run, progress.round)
     with written(folder, draft):
         draft.mkdir(parents=True)
-        if isinstance(state, Stored):
-            state.save(draft, list_checkpoints(run))
-            write_tensors(draft / SERVER, {OF_SERVER + name: t for name, t in kept.items()})
-        else:
+
+        def write_all() -> list[str]:
             write_tensors(draft / STATE, named(layout, state, kept))
+            return [STATE]
+
+        if STATE not in state.save(draft, list_checkpoints(run), write_all):
+            write_tensors(draft / SERVER, {OF_SERVER + name: t for name, t in kept.items()})
         finish_checkpoint(draft, folder, progress)
     return folder
 
@@ -298,11 +300,10 @@ def load_parts(federation: Federation, checkpoint: Path, progress: Progress) -> 
         RunError: as :func:`comingle.training.checkpoints.load_checkpoint`.
     """
     clients, like = federation.clients, federation.server.state
-    if isinstance(store := clients.state, Stored):
-        federation.each(lambda: store.load(checkpoint))
-    else:
-        layout, names = clients.model.layout, clients.names
-        clients.state = federation.each(lambda: load_users(checkpoint, progress, layout, clients.state, names))
+    layout, names, state = clients.model.layout, clients.names, clients.state
+    clients.state = federation.each(
+        lambda: state.load(checkpoint, lambda: load_users(checkpoint, progress, layout, state, names))
+    )
     device = clients.state.rows.device
     return federation.each(lambda: load_server(checkpoint, progress, like, device) if federation.leads else {})
 

@@ -47,7 +47,7 @@ from comingle.training.batch_sources import Feed
 from comingle.training.cohort import AnyScore, Cohort, Models, Scorer
 from comingle.training.privacy import TUNING, client_mechanisms, private_steps
 from comingle.training.settings import Portions, cohorts
-from comingle.training.state import State, Stored, draw, initial_state, true_clusters
+from comingle.training.state import State, draw, initial_state, true_clusters
 from comingle.training.steps import Steps, diverged, find_broken, within_memory
 from comingle.utils.errors import DataError
 from comingle.utils.registry import Registry
@@ -203,7 +203,7 @@ class Users:
 
     def resized(self) -> None:
         """Take note of the users' ranks, which are part of the state."""
-        if isinstance(self.state, Stored):
+        if not self.state.in_memory:
             self.mask, ranks = self.model.only([0]).mask(), self.model.ranks
             alike = isinstance(self.method.placement.specialists, int) and bool((ranks == ranks[0]).all())
             self.padded = self._resizes or not (alike and bool(self.mask.all()))
@@ -220,12 +220,12 @@ class Users:
 
     def cut(self, cohort: Cohort) -> None:
         """Users whose ranks have changed have tensors as large as these; in memory :meth:`resized` does it for all."""
-        if self._resizes and isinstance(self.state, Stored):
+        if self._resizes and not self.state.in_memory:
             _cut(cohort.part, self.masks(cohort.rows, cohort.part))
 
     def masks(self, rows: Sequence[int], part: State) -> Bool[Tensor, "some columns"]:
         """True where users really have a parameter; ``part`` is their state."""
-        if isinstance(self.state, Stored):
+        if not self.state.in_memory:
             return self.model.only(self.owners(rows)).mask(part.ranks.cpu())
         return self.mask[list(rows)]
 
@@ -293,7 +293,7 @@ class Users:
         )
 
     def _began(self, rows: Sequence[int]) -> Float[Tensor, "some columns"]:
-        return self.begin(rows).rows if isinstance(self.state, Stored) else self.initial[list(rows)]
+        return self.initial[list(rows)] if self.state.in_memory else self.begin(rows).rows
 
 
 def _cut(state: State, mask: Bool[Tensor, "some columns"]) -> None:
@@ -308,7 +308,7 @@ class Clients(Users):
 
     def behind(self, version: int, members: Sequence[int]) -> list[int]:
         """Whoever of these has not received what the server has had since ``version``."""
-        versions = self.state.received(members)
+        versions = self.state.versions[list(members)].tolist()
         return [member for member, received in zip(members, versions, strict=True) if received < version]
 
     @torch.no_grad()

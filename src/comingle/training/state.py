@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,8 +33,15 @@ class State:
     the method keep of each user. Where a run selects its best round, ``best`` is what everybody had after it,
     with the number of the round. Updates happen in place on what :meth:`take` yields; :meth:`put` ends
     them.
+
+    This is the interface of all storage, and keeps users' tensors in memory. A package registers another one as an
+    entry point of the group ``comingle.stores``, under the value that ``runtime.store`` has in a recipe. The entry
+    point is called with a :class:`comingle.training.client.Clients` and returns a subclass. It may have ``read``, with
+    a kind and the arguments of the kind's ``read``, which reads a recipe's users, and ``names``, with a run folder.
     """
 
+    in_memory: ClassVar[bool] = True
+    """Whether the tensors have all users' rows; else they have none, and are reached by :meth:`take` alone."""
     rows: Float[Tensor, "users columns"]
     first: Float[Tensor, "users _"]
     second: Float[Tensor, "users _"]
@@ -63,10 +71,6 @@ class State:
     def without_moments(self) -> State:
         """The same tensors, to be changed in place, but for what optimisers remember: for all that takes no steps."""
         return replace(self, first=self.first[:, :0], second=self.second[:, :0])
-
-    def received(self, users: Sequence[int]) -> list[int]:
-        """After how many rounds the server had what each of these last downloaded."""
-        return self.versions[list(users)].tolist()
 
     def rows_of(self, users: Sequence[int]) -> Float[Tensor, "some columns"]:
         """A copy of these users' tensors alone, for a look; somebody may be there twice."""
@@ -99,37 +103,46 @@ class State:
         for name, t in self.tensors().items():
             t[index] = part.tensors()[name]
 
-
-class Stored(State):
-    """Users' tensors that are elsewhere than in memory: ``rows`` and its like have no rows, ask :meth:`take`.
-
-    A package offers what makes one of a :class:`comingle.training.client.Clients` under an entry point of the group
-    ``comingle.stores``, by the name that ``runtime.store`` has in a recipe. What it offers may have a function ``read``
-    of a kind and the arguments of its ``read``, which then reads a recipe's users, and ``names`` of a run folder, whose
-    users it has read.
-    """
+    # ---------------------------------------------------------------- the run folder
 
     def share_out(self, number: int, processes: int, users: range, everybody: int) -> None:
-        """Be the rows of some of all users, who follow one another, in one of several processes."""
-        raise NotImplementedError
+        """Hold the rows of consecutive users in one of several processes.
+
+        Args:
+            number: the process, from 0.
+            processes: how many there are.
+            users: numbers of its users among all.
+            everybody: number of users of all processes.
+        """
 
     def open(self, run: Path, *, anew: bool) -> None:
-        """Keep everything in a run's folder from now on, which is locked; ``anew`` forgets what lies there.
+        """Keep the tensors in a locked run folder from now on, where they are not in memory.
 
         Of several processes the first one does so before the others.
+
+        Args:
+            run: the folder.
+            anew: whether what lies there is deleted.
         """
-        raise NotImplementedError
 
-    def save(self, draft: Path, checkpoints: Sequence[Path]) -> list[str]:
-        """Have all that users have outlive this process, and name it in files of a checkpoint's draft, which it names.
+    def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
+        """Write the tensors for a checkpoint; return the names of its files.
 
-        What the older ``checkpoints`` name that are there stays as it is.
+        Args:
+            draft: folder of the new checkpoint.
+            checkpoints: the older ones, which stay readable.
+            write: writes tensors that are in memory, and returns the names of the files.
         """
-        raise NotImplementedError
+        return write()
 
-    def load(self, checkpoint: Path) -> None:
-        """Be as at a checkpoint."""
-        raise NotImplementedError
+    def load(self, checkpoint: Path, read: Callable[[], State]) -> State:
+        """Return the state at a checkpoint.
+
+        Args:
+            checkpoint: its folder.
+            read: reads tensors that are in memory.
+        """
+        return read()
 
 
 _USERS = ("rows", "first", "second", "iterations", "router_steps", "ranks", "versions")

@@ -49,7 +49,6 @@ from comingle.training.checkpoints import (
     written,
 )
 from comingle.training.evaluation import Federation
-from comingle.training.state import Stored
 from comingle.utils.errors import DivergenceError
 from comingle.utils.files import line_of, list_checkpoints
 from comingle.utils.trees import Tree, restrict
@@ -157,14 +156,14 @@ def save_shards(federation: Federation, run: Path, number: int, progress: Progre
     folder, draft = (Path(place) for place in federation.share(begin))
 
     def write() -> str:
-        if isinstance(store := clients.state, Stored):
-            with written(folder, None):
-                files = store.save(draft, list_checkpoints(run))
-                return "".join(line_of(draft / name).decode() for name in files)
-        file = draft / shard_file(number, len(progress.shards))
+        def write_rows() -> list[str]:
+            file = shard_file(number, len(progress.shards))
+            write_tensors(draft / file, named(layout, clients.state, {}))
+            return [file]
+
         with written(folder, None):
-            write_tensors(file, named(layout, clients.state, {}))
-            return line_of(file).decode()
+            files = clients.state.save(draft, list_checkpoints(run), write_rows)
+            return "".join(line_of(draft / name).decode() for name in files)
 
     try:
         lines = [line for text in federation.gather(write) for line in text.encode().splitlines(keepends=True)]

@@ -29,7 +29,7 @@ from comingle.training.evaluation import Federation
 from comingle.training.privacy import terms_of
 from comingle.training.server import ServerHalf, start_server
 from comingle.training.settings import cohorts
-from comingle.training.state import Stored, reorder
+from comingle.training.state import reorder
 from comingle.utils.errors import NoSumError
 from comingle.utils.trees import Tree
 
@@ -70,7 +70,7 @@ class InProcess(Federation):
             RunError: it was changed, or is not this recipe's.
         """
         clients = self.clients
-        if progress.shards or isinstance(clients.state, Stored):
+        if progress.shards or progress.population:
             return load_parts(self, checkpoint, progress)
         state, kept = load_checkpoint(checkpoint, clients.model.layout, clients.state, self.server.state)
         clients.state = reorder(state, progress.trainers, clients.everybody)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.config import Recipe
@@ -27,7 +27,7 @@ from comingle.data.population_files import read_cached
 from comingle.data.populations import NAMES, LazyPopulation, Names
 from comingle.training.client import Clients
 from comingle.training.kinds.base import Kind, LoadBase, Materials
-from comingle.training.state import MOMENTS, State, Stored
+from comingle.training.state import MOMENTS, State
 from comingle.training.storage.files import (
     ABOUT,
     BEST,
@@ -68,8 +68,10 @@ BEHIND = 2
 """Number of cohorts that may wait to be written."""
 
 
-class OnDisk(Stored):
+class OnDisk(State):
     """Rows of ``count`` users and copies; ``begin`` makes what some of them have before any training."""
+
+    in_memory = False
 
     def __init__(
         self,
@@ -117,9 +119,10 @@ class OnDisk(Stored):
             if at:  # of one class there is no gradient
                 self._write("moments", [rows[i] for i in at], some)
 
-    def received(self, users: Sequence[int]) -> list[int]:
-        """After how many rounds the server had what each of these last downloaded."""
-        return self._versions[list(users)].tolist()
+    @property
+    def versions(self) -> Int[Tensor, " users"]:  # type: ignore[override] (a view of what places are kept with)
+        """The rounds after which the server had what each user last downloaded."""
+        return torch.from_numpy(self._versions)
 
     def rows_of(self, users: Sequence[int]) -> Float[Tensor, "some columns"]:
         """Tensors without what optimisers remember."""
@@ -295,8 +298,8 @@ class OnDisk(Stored):
     def _about(self) -> dict[str, Any]:
         return {"rows": self._everybody, **{name: [f.told for f in self._forms[name].fields] for name in self._groups}}
 
-    def save(self, draft: Path, checkpoints: Sequence[Path]) -> list[str]:
-        """Records on disk, then a table of where they are; returns the names of the files."""
+    def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
+        """Write the records to disk, then a table of where they are; return the names of the files."""
         self._written(0)
         assert self._run is not None
         files = {name: file for name in self._groups if (file := self._files[name][0]) is not None}
@@ -314,8 +317,10 @@ class OnDisk(Stored):
             file.keep([within(places, 0, FILE) for places in (*self._tables(name), *places_of(older, name))])
         return [table.name, *([ABOUT] if self._part.number == 0 else [])]
 
-    def load(self, checkpoint: Path) -> None:
-        """Be as at a checkpoint, whichever processes have written it, and write where no checkpoint's records are.
+    def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
+        """Return this store as at a checkpoint, whichever processes have written it.
+
+        From now on it writes where no checkpoint's records are.
 
         Raises:
             RunError: the store is of another recipe, run or round, or lacks what the checkpoint names.
@@ -340,6 +345,7 @@ class OnDisk(Stored):
                 file.keep([within(places, 0, FILE) for places in (*self._tables(name), *places_of(tables, name))])
         if self._run is not None:
             self._adopt()
+        return self
 
     def _attached(self, run: Path, part: Part) -> dict[str, int]:
         """By which numbers places in the files of some process's users are known here."""
@@ -392,6 +398,8 @@ class OnDisk(Stored):
 
 class _WithoutMoments(State):
     """A store in which what optimisers remember is neither read nor written."""
+
+    in_memory = False
 
     def __init__(self, store: OnDisk):
         blank(self, replace(store._nobody, first=store.first[:, :0], second=store.second[:, :0]))
