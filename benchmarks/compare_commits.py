@@ -22,6 +22,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parents[1]
 SMALL = ("--layers", "4", "--dim", "256", "--heads", "4", "--vocab", "8192", "--users", "4", "--batch", "16")
@@ -31,11 +32,14 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "throughput": (("benchmarks/throughput.py", *SMALL, "--iters", "4"), ("tokens_per_s", "peak_rss_mb")),
     "throughput-124m": (("benchmarks/throughput.py", *LARGE, "--iters", "2"), ("tokens_per_s", "peak_rss_mb")),
     "many_users": (("benchmarks/many_users.py", "--grow", ""), ("stacked_s", "peak_rss_mb")),
+    "peers": (("benchmarks/peers.py", "--rows", "small", "--iters", "2"), ("small.seconds.comingle",)),
     "serving": (("benchmarks/serving.py", "--users", "4", "--new", "16", "--repeats", "1"), ("served_tokens_per_s",)),
     "import": (("-c", "import comingle"), ("seconds", "peak_rss_mb")),
     "help": (("-m", "comingle", "--help"), ("seconds", "peak_rss_mb")),
 }
-"""Arguments of Python for each benchmark, and the numbers that are compared; of ``import`` and ``help`` the process."""
+"""Arguments of Python for each benchmark, and the numbers that are compared; of ``import`` and ``help`` the process.
+
+A number inside a mapping has a dotted name."""
 
 
 @contextmanager
@@ -102,8 +106,16 @@ def run_benchmark(
     found = json.loads(process)
     if found["status"]:
         raise SystemExit(f"{' '.join(arguments)} in {tree}: exit status {found['status']}")
-    told = json.loads(printed[-1]) if printed else {}
-    return {key: float(value) for key in keys if isinstance(value := told.get(key, found.get(key)), (int, float))}
+    numbers = {**found, **flatten(json.loads(printed[-1]) if printed else {})}
+    return {key: float(numbers[key]) for key in keys if isinstance(numbers.get(key), int | float)}
+
+
+def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings under dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def main() -> None:
