@@ -14,14 +14,14 @@ import time
 
 import numpy as np
 
-from comingle.config.settings import Secure, Terms
+from comingle.config.settings import SecureSection, Terms
 from comingle.privacy.secure_server import Rehearsal
 from comingle.privacy.secure_sum import received_bytes, sent_bytes
 
 
 def measure(users: int, entries: int, lost: int) -> dict[str, float]:
     """One sum."""
-    names, secure = tuple(f"user {at}" for at in range(users)), Secure()
+    names, secure = tuple(f"user {at}" for at in range(users)), SecureSection()
     terms = Terms(
         run="", round=1, users=names, expected=users, threshold=secure.least(users), word=secure.word(users),
         entries=entries,

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 
 from comingle.config import sections
 from comingle.config.settings import (
-    Privacy,
     Training,
 )
 
@@ -18,7 +17,6 @@ EVALUATION = {"every": "evaluate_every", "first": "evaluate_first", "model": "ev
 PAIRS: dict[str, tuple[type[BaseModel], type, dict[str, str]]] = {
     "training": (sections.TrainingSection, Training, {}),
     "evaluation": (sections.EvaluationSection, Training, EVALUATION),
-    "privacy": (sections.PrivacySection, Privacy, {}),
     "checkpoints": (sections.CheckpointSection, Training, {"every": "checkpoint_every"}),
     "runtime": (sections.RuntimeSection, Training, {}),
 }

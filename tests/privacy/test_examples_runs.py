@@ -22,7 +22,7 @@ from tests.golden import cases
 from tests.privacy.examples import HIDDEN, TRAINED
 
 from comingle.config import parse_recipe
-from comingle.config.settings import KEY, Privacy
+from comingle.config.settings import KEY, PrivacySection
 from comingle.federation.client import Node
 from comingle.methods import REGISTRY, make
 from comingle.privacy import noise
@@ -102,7 +102,7 @@ def test_a_batch_of_everything_is_the_gaussian_mechanism(accountant: Any) -> Non
         low, high = -1 / (2 * sigma) - eps * sigma, 1 / (2 * sigma) - eps * sigma
         return float(norm.cdf(high) - math.exp(eps + float(norm.logcdf(low)))) - DELTA
 
-    privacy = Privacy(mechanism="example", noise_multiplier=4.0, accountant=accountant)
+    privacy = PrivacySection(mechanism="example", noise_multiplier=4.0, accountant=accountant)
     for steps in (1, 9, 50):
         exact = float(brentq(excess, 1e-6, 1e3, args=(4.0 / math.sqrt(steps),)))  # type: ignore[arg-type]
         ours = spent_by(privacy, Work(examples=5, batch=8, steps=1, rounds=1), steps)
@@ -277,7 +277,7 @@ def test_a_server_that_asks_twice_with_other_models_gets_other_noise_and_both_ar
     assert abs(float(torch.corrcoef(torch.stack(moved))[0, 1])) < 0.9
     known = ledger(tmp_path / "again")
     assert len(known["releases"]) == 3  # one of the first round, and two of this
-    privacy = Privacy(mechanism="example", noise_multiplier=1.0, accountant="rdp")
+    privacy = PrivacySection(mechanism="example", noise_multiplier=1.0, accountant="rdp")
     home = node._home
     assert home is not None
     private = home.clients.steps.private
@@ -349,7 +349,7 @@ def test_conversations_and_nets(tmp_path: Path) -> None:
 def reason(method: str, **settings: Any) -> str:
     clustered = {"clusters": 2} if method in ("floral", "ensemble") else {}
     own = {key: settings.pop(key) for key in list(settings) if key in ("prune", "accumulate_gradients")}
-    privacy = Privacy(mechanism="example", noise_multiplier=1.0)
+    privacy = PrivacySection(mechanism="example", noise_multiplier=1.0)
     try:
         check_supported(make(method, **clustered, **own), RunSettings(privacy=privacy))
     except RecipeError as error:
@@ -435,7 +435,7 @@ def test_without_it_nothing_is_different(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_noise_is_calibrated_once_for_the_same_work() -> None:
-    privacy = Privacy(mechanism="example", epsilon=2.0, accountant="rdp")
+    privacy = PrivacySection(mechanism="example", epsilon=2.0, accountant="rdp")
     work = Work(examples=100, batch=10, steps=5, rounds=4)
     found = multiplier_of(privacy, work)
     assert by_hand(0.1, found, 20) <= 2.0 < by_hand(0.1, found * 0.998, 20)

@@ -14,7 +14,7 @@ from tests.privacy.examples import SGD, TRAINED, hidden, noised_of, shared_part,
 from torch import Tensor
 from torch.func import functional_call
 
-from comingle.config.settings import Privacy
+from comingle.config.settings import PrivacySection
 from comingle.data.text.streams import UserData
 from comingle.methods import make
 from comingle.models.windows import PAD, fixed_windows
@@ -255,7 +255,7 @@ def test_the_noise_on_what_arrives_is_as_large_as_it_says(federate: Any) -> None
 
 
 def test_batches_are_drawn_example_by_example() -> None:
-    examples = Example(privacy=Privacy(mechanism="example", noise_multiplier=1.0), key="k")
+    examples = Example(privacy=PrivacySection(mechanism="example", noise_multiplier=1.0), key="k")
     work = Work(examples=20, batch=5, steps=1, rounds=1)
     drawn = [examples.draw_examples(work, "ann", number) for number in range(4000)]
     sizes = torch.tensor([float(len(one)) for one in drawn])
@@ -269,7 +269,10 @@ def test_batches_are_drawn_example_by_example() -> None:
 
 def test_no_stream_serves_twice() -> None:
     """Neither another key, user, round, step nor beginning has the same batch or noise; the same ones have."""
-    work, privacy = Work(examples=400, batch=200, steps=1, rounds=1), Privacy(mechanism="example", noise_multiplier=1.0)
+    work, privacy = (
+        Work(examples=400, batch=200, steps=1, rounds=1),
+        PrivacySection(mechanism="example", noise_multiplier=1.0),
+    )
     parts = [("ann", 0, "s", 0), ("bob", 0, "s", 0), ("ann", 1, "s", 0), ("ann", 0, "t", 0), ("ann", 0, "s", 1)]
     sums = {"w": torch.zeros(500, dtype=torch.float64)}
     made = [(Example(privacy=privacy, key=key), part) for key in ("k", "l") for part in parts]

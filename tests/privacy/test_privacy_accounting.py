@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from comingle.config.settings import Privacy
+from comingle.config.settings import PrivacySection
 from comingle.privacy.accounting import Release, epsilon, expected, most_releases
 from comingle.privacy.base import RunSettings
 from comingle.privacy.mechanisms import Central, calibrate, check_supported, release_of
@@ -94,7 +94,7 @@ def wang_bound(rate: float, noise: float, count: int) -> float:
 
 def test_so_many_users_have_their_own_analysis() -> None:
     """At most what the naive bound says, and never what the chance of each user by itself would allow."""
-    privacy = Privacy(noise_multiplier=4.0, sampling="fixed")
+    privacy = PrivacySection(noise_multiplier=4.0, sampling="fixed")
     release = release_of(privacy, 0.1, 100)
     assert release == Release(noise=2.0, sample=10, users=100)  # another user instead of one moves the sum twice as far
     ours = epsilon(release, 20, DELTA, "pld")
@@ -112,7 +112,7 @@ def test_without_a_release_nothing_is_spent_and_more_of_them_cost_more() -> None
 
 
 def test_local_users_are_alone_with_twice_the_bound() -> None:
-    privacy = Privacy(mechanism="local", noise_multiplier=3.0)
+    privacy = PrivacySection(mechanism="local", noise_multiplier=3.0)
     for participation in (1.0, 0.1, FOUR):
         assert release_of(privacy, participation, 9) == Release(noise=1.5)
 
@@ -123,18 +123,18 @@ def test_local_users_are_alone_with_twice_the_bound() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("participation", [1.0, 0.25])
 def test_the_noise_for_a_budget_is_the_least(settings: dict[str, Any], participation: float) -> None:
-    privacy = Privacy(epsilon=3.0, **settings)
+    privacy = PrivacySection(epsilon=3.0, **settings)
     noise = calibrate(privacy, participation, 40, 12)
 
     def spends(factor: float) -> float:
-        known = Privacy(epsilon=3.0, **settings, noise_multiplier=noise * factor)
+        known = PrivacySection(epsilon=3.0, **settings, noise_multiplier=noise * factor)
         return epsilon(release_of(known, participation, 40), 12, DELTA, known.accountant)
 
     assert spends(1.0) <= 3.0 < spends(0.998)
 
 
 def test_by_how_much_sums_are_divided_does_not_depend_on_who_is_there() -> None:
-    poisson, fixed = Privacy(), Privacy(sampling="fixed")
+    poisson, fixed = PrivacySection(), PrivacySection(sampling="fixed")
     assert [expected(poisson, 0.3, 7, number) for number in range(2)] == [pytest.approx(2.1)] * 2
     assert expected(fixed, 0.3, 7, 0) == 3
     assert [expected(poisson, FOUR, 4, number) for number in range(4)] == [2, 1, 3, 2]
@@ -145,6 +145,6 @@ def test_a_delta_of_one_user_and_no_noise_at_all_are_refused() -> None:
     from comingle.methods import make
 
     with pytest.raises(RecipeError, match=r"^privacy\.delta: got 0\.01 for 100 users; allowed: below 1/100"):
-        Central(privacy=Privacy(delta=0.01)).check_server(make("fedavg"), Layout(slots=()), 100)
+        Central(privacy=PrivacySection(delta=0.01)).check_server(make("fedavg"), Layout(slots=()), 100)
     with pytest.raises(RecipeError, match=r"^privacy: says nothing of the noise"):
-        check_supported(make("fedavg"), RunSettings(privacy=Privacy()))
+        check_supported(make("fedavg"), RunSettings(privacy=PrivacySection()))

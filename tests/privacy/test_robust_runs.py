@@ -14,7 +14,7 @@ from tests.federation.direct import federated
 from tests.federation.tiny import one_base, tiny
 
 from comingle.config import Recipe, parse_recipe
-from comingle.config.settings import AggregationSection, Privacy, Rule, Secure
+from comingle.config.settings import AggregationSection, PrivacySection, Rule, SecureSection
 from comingle.cost.planning import plan
 from comingle.federation.checks import check_upload
 from comingle.methods import REGISTRY, make
@@ -241,14 +241,18 @@ def test_every_method_says_what_applies_to_it(method: str, rule: Rule) -> None:
     [
         ("median", {"weighting": "tokens"}, "gives all users the same weight"),
         ("krum", {"select": "best"}, "validation losses"),
-        ("median", {"privacy": Privacy(noise_multiplier=1.0)}, "mechanism: central"),
-        ("norm-bound", {"privacy": Privacy(noise_multiplier=1.0)}, "mechanism: central"),
-        ("krum", {"privacy": Privacy(mechanism="none", secure_aggregation=Secure())}, "no upload that it could judge"),
+        ("median", {"privacy": PrivacySection(noise_multiplier=1.0)}, "mechanism: central"),
+        ("norm-bound", {"privacy": PrivacySection(noise_multiplier=1.0)}, "mechanism: central"),
+        (
+            "krum",
+            {"privacy": PrivacySection(mechanism="none", secure_aggregation=SecureSection())},
+            "no upload that it could judge",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(rule: Rule, settings: dict[str, Any], why: str) -> None:
     fine: dict[str, Any] = {"weighting": "uniform", "select": "last", "privacy": None}
-    local = Privacy(mechanism="local", noise_multiplier=1.0)
+    local = PrivacySection(mechanism="local", noise_multiplier=1.0)
     check_supported(
         make("fedavg"), RunSettings(aggregation=AggregationSection(rule=rule), **{**fine, "privacy": local})
     )

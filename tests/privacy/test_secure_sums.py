@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from scipy.stats import kstest
 from tests.federation.tiny import tiny
 
 from comingle.config import parse_recipe
-from comingle.config.settings import Privacy, Secure
+from comingle.config.settings import PrivacySection, SecureSection
 from comingle.cost.planning import plan
 from comingle.methods import REGISTRY, make
 from comingle.privacy.accounting import Release
@@ -189,10 +188,10 @@ def test_noise_is_another_for_another_upload_and_the_same_for_the_same(federate:
 
 def test_the_account_takes_nobody_for_hidden_who_was_not_drawn() -> None:
     """The server and the other users of a round know who takes part in it."""
-    privacy = Privacy(noise_multiplier=2.0, secure_aggregation=Secure())
+    privacy = PrivacySection(noise_multiplier=2.0, secure_aggregation=SecureSection())
     assert release_of(privacy, 0.1, 100) == Release(noise=2.0)
-    assert release_of(replace(privacy, sampling="fixed"), 0.1, 100) == Release(noise=2.0)
-    assert release_of(replace(privacy, secure_aggregation=None), 0.1, 100) == Release(noise=2.0, rate=0.1)
+    assert release_of(privacy.model_copy(update={"sampling": "fixed"}), 0.1, 100) == Release(noise=2.0)
+    assert release_of(privacy.model_copy(update={"secure_aggregation": None}), 0.1, 100) == Release(noise=2.0, rate=0.1)
 
 
 # -------------------------------------------------------------------- refused, and off
@@ -200,7 +199,7 @@ def test_the_account_takes_nobody_for_hidden_who_was_not_drawn() -> None:
 
 def why(method: str, **privacy: Any) -> str:
     clustered = {"clusters": 2} if method in ("floral", "ensemble") else {}
-    settings = Privacy(**{"mechanism": "none", "secure_aggregation": Secure(), **privacy})
+    settings = PrivacySection(**{"mechanism": "none", "secure_aggregation": SecureSection(), **privacy})
     try:
         check_supported(make(method, **clustered), RunSettings(privacy=settings))
     except RecipeError as error:
@@ -276,7 +275,7 @@ def test_settings_that_do_not_go_with_sums_are_refused(changes: dict[str, Any], 
 
 
 def sums(users: int, participation: Any = 1.0, **secure: Any) -> Sums:
-    privacy = Privacy(mechanism="central", noise_multiplier=1.0, secure_aggregation=Secure(**secure))
+    privacy = PrivacySection(mechanism="central", noise_multiplier=1.0, secure_aggregation=SecureSection(**secure))
     names = tuple(f"user {at}" for at in range(users))
     return Sums(privacy=privacy, participation=participation, users=names, weighted=False)
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import comingle
-from comingle.config.settings import Privacy
+from comingle.config.settings import PrivacySection
 from comingle.methods import make
 from comingle.privacy.mechanisms import Central, Local
 from comingle.reports.comparisons import compare_runs
@@ -102,7 +102,7 @@ def test_privacy_is_shown_and_blamed(tmp_path: Path, caplog: pytest.LogCaptureFi
 )
 def test_a_plan_is_judged_by_noise_users_and_parameters(mechanism: Any, users: int, numbers: int, works: bool) -> None:
     names = tuple(f"user-{i}" for i in range(users))
-    privacy = Privacy(mechanism=mechanism, noise_multiplier=1.0)
+    privacy = PrivacySection(mechanism=mechanism, noise_multiplier=1.0)
     mechanism_class = {"central": Central, "local": Local}[mechanism]
     made = mechanism_class(privacy=privacy, participation=1.0, users=names, key="seed 0")
     told = made.warn(numbers, rounds=20)

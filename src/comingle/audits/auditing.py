@@ -31,7 +31,7 @@ from comingle.runs.api import load
 from comingle.runs.given import NOTHING, AnyBase, Given, given_of
 from comingle.runs.progress import LOADING, Reporter, about, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import prepare, privacy_of, training_settings
+from comingle.runs.session import prepare, training_settings
 from comingle.training.backends.launched import require_alone
 from comingle.training.client import Clients
 from comingle.training.events import Observer
@@ -291,7 +291,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         Epsilon; None where nothing is guaranteed: without privacy, with noise that the seed determines, and for the
         server's view with ``mechanism: central``, which trusts the server.
     """
-    privacy = privacy_of(recipe)
+    privacy = recipe.privacy
     if privacy is None or privacy.noise == "reproducible" or (privacy.noise_at == "server" and view == SERVER):
         return None
     training = training_settings(recipe, names)

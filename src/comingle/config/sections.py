@@ -28,52 +28,15 @@ from comingle.config.hints import first_problem
 from comingle.config.settings import (
     EVERYBODY,
     EXPERTS_OPTIMIZER,
-    MECHANISMS,
     ROUTER_OPTIMIZER,
     AdaptersSection,
     AggregationSection,
     OptimizerSection,
-    Privacy,
-    Secure,
+    PrivacySection,
     Training,
 )
 from comingle.protocol import Format
 from comingle.utils.errors import RecipeError
-
-
-class SecureSection(Section):
-    """How uploads are summed behind masks; see ``comingle.config.settings``."""
-
-    threshold: Annotated[float, Field(gt=0.5, le=1)] = Secure.threshold
-    bits: Annotated[int, Field(ge=16, le=32, strict=True)] = Secure.bits
-    range: Positive | None = Secure.range
-    colluders: Annotated[int, Field(ge=0, le=10**6, strict=True)] = Secure.colluders
-
-
-class PrivacySection(Section):
-    """What is done to uploads so that they reveal little of a user; see ``comingle.config.settings``."""
-
-    mechanism: str = Privacy.mechanism
-    clip_norm: Positive | Literal["adaptive"] = Privacy.clip_norm
-    noise_multiplier: Positive | None = Privacy.noise_multiplier
-    epsilon: Positive | None = Privacy.epsilon
-    delta: Annotated[float, Field(gt=0, lt=1)] = Privacy.delta
-    sampling: Literal["poisson", "fixed"] = Privacy.sampling
-    accountant: Literal["pld", "rdp"] = Privacy.accountant
-    weight_cap: Count | None = Privacy.weight_cap
-    noise: Literal["secret", "reproducible"] = Privacy.noise
-    first_clip_norm: Positive = Privacy.first_clip_norm
-    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = Privacy.clip_quantile
-    clip_rate: Positive = Privacy.clip_rate
-    secure_aggregation: SecureSection | None = None
-
-    @field_validator("mechanism", mode="before")
-    @classmethod
-    def _registered(cls, mechanism: Any) -> Any:
-        if isinstance(mechanism, str) and mechanism in MECHANISMS:
-            return mechanism
-        *others, last = map(repr, MECHANISMS)
-        raise ValueError(f"Input should be {', '.join(others)} or {last}")
 
 
 class MethodSection(Section):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol, runtime_checkable
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from comingle.config.data import Count, Fraction, NotNegative, Positive, Section
 from comingle.protocol import Format
@@ -93,9 +93,8 @@ LEAST = 2
 """A sum of one user's upload is that upload."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Secure:
-    """Uploads are summed so that the server sees their sum alone.
+class SecureSection(Section):
+    """How uploads are summed so that the server sees their sum alone.
 
     ``threshold`` is the part of a round's users without whom there is no sum; it is above one half, so that no two sums
     are made of one round. ``bits`` is the size of an entry of an upload, sign included. ``range`` is the largest
@@ -103,10 +102,10 @@ class Secure:
     ``colluders`` is how many users may tell the server all they know before noise becomes less than it is counted as.
     """
 
-    threshold: float = 0.66
-    bits: int = 24
-    range: float | None = None
-    colluders: int = 0
+    threshold: Annotated[float, Field(gt=0.5, le=1)] = 0.66
+    bits: Annotated[int, Field(ge=16, le=32, strict=True)] = 24
+    range: Positive | None = None
+    colluders: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
 
     def least(self, users: int) -> int:
         """How many of a round's users it takes."""
@@ -187,8 +186,7 @@ def protects_examples(mechanism: str) -> bool:
     return mechanism in MECHANISMS and MECHANISMS[mechanism].protects == "example"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Privacy:
+class PrivacySection(Section):
     """Differential privacy: whatever one user's data is changes what others see by at most epsilon, delta.
 
     ``mechanism`` says where the noise is added: at the server, to the mean ("central"), or at each user ("local"); with
@@ -207,18 +205,30 @@ class Privacy:
     """
 
     mechanism: str = "central"
-    clip_norm: float | Literal["adaptive"] = 1.0
-    noise_multiplier: float | None = None
-    epsilon: float | None = None
-    delta: float = 1e-5
+    clip_norm: Positive | Literal["adaptive"] = 1.0
+    noise_multiplier: Positive | None = None
+    epsilon: Positive | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     sampling: Literal["poisson", "fixed"] = "poisson"
     accountant: Literal["pld", "rdp"] = "pld"
-    weight_cap: int | None = None
+    weight_cap: Count | None = None
     noise: Literal["secret", "reproducible"] = "secret"
-    first_clip_norm: float = 0.1
-    clip_quantile: float = 0.5
-    clip_rate: float = 0.2
-    secure_aggregation: Secure | None = None
+    first_clip_norm: Positive = 0.1
+    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    clip_rate: Positive = 0.2
+    secure_aggregation: SecureSection | None = None
+
+    def __hash__(self) -> int:
+        """Return a hash of all values, by which accountants cache results."""
+        return hash(tuple(self.__dict__.values()))
+
+    @field_validator("mechanism", mode="before")
+    @classmethod
+    def _registered(cls, mechanism: Any) -> Any:
+        if isinstance(mechanism, str) and mechanism in MECHANISMS:
+            return mechanism
+        *others, last = map(repr, MECHANISMS)
+        raise ValueError(f"Input should be {', '.join(others)} or {last}")
 
     @property
     def noisy(self) -> bool:
@@ -372,7 +382,7 @@ class Training:
     evaluate_users: int | None = None
     store: Literal["memory", "disk", "disk-bf16"] = MEMORY
     seed: int = 0
-    privacy: Privacy | None = None
+    privacy: PrivacySection | None = None
     users: tuple[str, ...] = ()
     sums: Sums | None = None
     aggregation: AggregationSection | None = None

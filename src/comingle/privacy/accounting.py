@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from comingle.config.settings import Privacy
+from comingle.config.settings import PrivacySection
 from comingle.utils.errors import RecipeError, list_names
 
 _log = logging.getLogger("comingle")
@@ -56,7 +56,7 @@ def sample_size(participation: float, users: int) -> int:
     return max(1, math.ceil(participation * users - 1e-9))
 
 
-def expected(privacy: Privacy, participation: Participation, users: int, number: int) -> float:
+def expected(privacy: PrivacySection, participation: Participation, users: int, number: int) -> float:
     """Over how many users a round's sum is divided, whoever takes part: public, so that it reveals nothing."""
     if isinstance(participation, tuple):
         return float(len(set(participation[number % len(participation)])))
@@ -107,7 +107,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def accountant_of(privacy: Privacy, release: Release) -> str:
+def accountant_of(privacy: PrivacySection, release: Release) -> str:
     """By which account epsilon is computed."""
     return "rdp" if release.sample else privacy.accountant
 
@@ -116,7 +116,7 @@ _STEPS = 14
 _MOST = 2.0**20
 
 
-def least_noise(privacy: Privacy, count: int, release: Callable[[float], Release]) -> float:
+def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], Release]) -> float:
     """Return the least noise multiplier, to a few parts in ten thousand, with which ``count`` releases spend epsilon.
 
     Args:
@@ -175,7 +175,7 @@ class Work:
 
 
 @lru_cache(maxsize=1 << 12)
-def multiplier_of(privacy: Privacy, work: Work) -> float:
+def multiplier_of(privacy: PrivacySection, work: Work) -> float:
     """A user's noise multiplier: as given, or the least with which all that is planned spends epsilon.
 
     Raises:
@@ -186,7 +186,7 @@ def multiplier_of(privacy: Privacy, work: Work) -> float:
     return least_noise(privacy, work.planned, lambda z: Release(noise=z, rate=work.rate))
 
 
-def spent_by(privacy: Privacy, work: Work, steps: int) -> float:
+def spent_by(privacy: PrivacySection, work: Work, steps: int) -> float:
     """Epsilon of a user's examples after so many steps with noise."""
     if steps == 0:
         return 0.0
@@ -206,7 +206,7 @@ class Account:
         warned: Users of whom the log has said that their budget is spent.
     """
 
-    privacy: Privacy
+    privacy: PrivacySection
     users: tuple[str, ...]
     epsilon_of: Callable[[int, int], float]
     counts: Int[Tensor, " users"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -237,7 +237,7 @@ class Account:
         return {"epsilon": max(each, default=0.0), "delta": self.privacy.delta, **differ}
 
 
-def affordable_releases(privacy: Privacy, planned: int, spends: Callable[[int], float]) -> int:
+def affordable_releases(privacy: PrivacySection, planned: int, spends: Callable[[int], float]) -> int:
     """Return how many of the planned releases stay within the budget; ``spends`` is the epsilon of so many."""
     budget = math.inf if privacy.epsilon is None else privacy.epsilon
     return bisect_right(range(1, planned + 1), budget, key=spends)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import AggregationSection, Privacy
+from comingle.config.settings import AggregationSection, PrivacySection
 from comingle.methods.base import Cohort, Method
 from comingle.methods.server import Received, Server
 from comingle.privacy.accounting import Account, Work
@@ -38,7 +38,7 @@ WITHIN = "within"
 class RunSettings:
     """Settings of a recipe that decide whether a mechanism can be used with a method."""
 
-    privacy: Privacy | None = None
+    privacy: PrivacySection | None = None
     aggregation: AggregationSection | None = None
     weighting: str = "uniform"
     select: str = "last"

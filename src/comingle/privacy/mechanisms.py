@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from comingle.config.settings import MECHANISMS, AggregationSection, Privacy
+from comingle.config.settings import MECHANISMS, AggregationSection, PrivacySection
 from comingle.methods.base import Method, Part, Phase
 from comingle.methods.server import Received
 from comingle.models.windows import PAD
@@ -77,7 +77,7 @@ class DifferentialPrivacy(PrivacyMechanism):
         bound: Clip norm of the next round.
     """
 
-    privacy: Privacy
+    privacy: PrivacySection
     participation: Participation = 1.0
     users: tuple[str, ...] = ()
     bound: float = 0.0
@@ -226,7 +226,7 @@ class DifferentialPrivacy(PrivacyMechanism):
     # ---------------------------------------------------------------- the account
 
     @classmethod
-    def release_of(cls, privacy: Privacy, participation: Participation, users: int) -> Release:
+    def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
         """Return what a round reveals of a user; the noise multiplier must be known."""
         z = privacy.multiplier
         # The server of a secure sum knows who is in it, and so do they: nobody is hidden by not having been drawn.
@@ -397,7 +397,7 @@ class Local(DifferentialPrivacy):
     replaces = True
 
     @classmethod
-    def release_of(cls, privacy: Privacy, participation: Participation, users: int) -> Release:
+    def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
         """Return what an upload reveals: replacing a user's data moves it by twice the clip norm."""
         return Release(noise=privacy.multiplier / 2)
 
@@ -580,7 +580,7 @@ class Example(DifferentialPrivacy):
 
 
 def make_mechanisms(
-    privacy: Privacy | None,
+    privacy: PrivacySection | None,
     aggregation: AggregationSection | None = None,
     *,
     sums: Sums | None = None,
@@ -620,21 +620,23 @@ def check_supported(method: Method, settings: RunSettings) -> None:
         mechanism.supports(method, settings)
 
 
-def release_of(privacy: Privacy, participation: Participation, users: int) -> Release:
+def release_of(privacy: PrivacySection, participation: Participation, users: int) -> Release:
     """Return what a round of a recipe reveals of a user; the noise multiplier must be known."""
     return MECHANISMS[privacy.mechanism].load().release_of(privacy, participation, users)
 
 
-def calibrate(privacy: Privacy, participation: Participation, users: int, count: int) -> float:
+def calibrate(privacy: PrivacySection, participation: Participation, users: int, count: int) -> float:
     """Return the least noise multiplier, to a few parts in ten thousand, with which ``count`` releases spend epsilon.
 
     Raises:
         RecipeError: No noise is enough, or the package that computes it is not installed.
     """
-    return least_noise(privacy, count, lambda z: release_of(replace(privacy, noise_multiplier=z), participation, users))
+    return least_noise(
+        privacy, count, lambda z: release_of(privacy.model_copy(update={"noise_multiplier": z}), participation, users)
+    )
 
 
-def clip_update(update: Update, privacy: Privacy) -> Update:
+def clip_update(update: Update, privacy: PrivacySection) -> Update:
     """Return changes ``change_u min(1, bound_u / norm_u)``, times each user's weight."""
     weights = capped_weights(update.counts, privacy.weight_cap)
     return replace(update, changes=scaled(clipped(update.changes, update.bounds), weights))
@@ -649,7 +651,7 @@ def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users 
     return whole
 
 
-def check_delta(privacy: Privacy, name: str, examples: int) -> None:
+def check_delta(privacy: PrivacySection, name: str, examples: int) -> None:
     """Check that delta means something for so many examples of a user.
 
     Raises:

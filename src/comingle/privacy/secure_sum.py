@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import LEAST, Privacy, Secure, Terms, no_sum
+from comingle.config.settings import LEAST, PrivacySection, SecureSection, Terms, no_sum
 from comingle.methods.base import Method
 from comingle.privacy.accounting import Participation, expected
 from comingle.privacy.base import PrivacyMechanism, RunSettings, Update
@@ -172,13 +172,13 @@ class Sums:
     With ``weighted`` the sum of the users' weights is the last entry, masked as all are.
     """
 
-    privacy: Privacy
+    privacy: PrivacySection
     participation: Participation
     users: tuple[str, ...]
     weighted: bool
 
     @property
-    def secure(self) -> Secure:
+    def secure(self) -> SecureSection:
         """The settings."""
         assert self.privacy.secure_aggregation is not None
         return self.privacy.secure_aggregation
@@ -349,7 +349,7 @@ class SecureSum(PrivacyMechanism):
         sums: How uploads are summed; None before users and rounds are known.
     """
 
-    privacy: Privacy
+    privacy: PrivacySection
     sums: Sums | None = None
 
     def supports(self, method: Method, settings: RunSettings) -> None:

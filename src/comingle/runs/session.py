@@ -15,7 +15,7 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.files import changed, check_used
-from comingle.config.settings import AUTO, MEMORY, AggregationSection, Privacy, Secure, Training
+from comingle.config.settings import AUTO, MEMORY, AggregationSection, Training
 from comingle.data.populations import LazyPopulation, digest_names, names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make
@@ -51,7 +51,7 @@ from comingle.training.events import (
     check_trackers,
     tensorboard,
 )
-from comingle.training.kinds.base import Materials, as_settings, kind_of
+from comingle.training.kinds.base import Materials, kind_of
 from comingle.training.privacy import keep_key, key_of, set_key, with_noise, with_sums
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
 from comingle.training.runtime import keep_buffers
@@ -115,7 +115,7 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
         checkpoint_every=recipe.checkpoints.every,
         evaluate_users=recipe.evaluation.users,
         test_limit=test_limit_of(recipe),
-        privacy=privacy_of(recipe),
+        privacy=recipe.privacy,
         aggregation=aggregation_of(recipe),
     )
     return with_sums(with_noise(training, make(recipe.method.name, **recipe.method.settings), names), names)
@@ -124,15 +124,6 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
 def test_limit_of(recipe: Recipe) -> str:
     """Return the recipe key that limits each user's test data; empty where the kind of data has none."""
     return "data.max_test_tokens" if hasattr(recipe.data, "max_test_tokens") else ""
-
-
-def privacy_of(recipe: Recipe) -> Privacy | None:
-    """The recipe's section, if it has one."""
-    if recipe.privacy is None:
-        return None
-    secure = recipe.privacy.secure_aggregation
-    inner = None if secure is None else Secure(**as_settings(secure, Secure))
-    return Privacy(**{**as_settings(recipe.privacy, Privacy), "secure_aggregation": inner})
 
 
 def boards(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
@@ -303,7 +294,7 @@ def check_method(recipe: Recipe) -> None:
     check_supported(
         method,
         RunSettings(
-            privacy=privacy_of(recipe),
+            privacy=recipe.privacy,
             aggregation=aggregation_of(recipe),
             weighting=recipe.training.weighting,
             select=recipe.evaluation.select,

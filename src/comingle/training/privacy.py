@@ -146,7 +146,7 @@ def with_noise(training: Training, method: Method, users: Sequence[str]) -> Trai
         return training
     count = planned_releases(training, method, users)
     multiplier = calibrate(privacy, training.participation, len(users), count)
-    return replace(training, privacy=replace(privacy, noise_multiplier=multiplier))
+    return replace(training, privacy=privacy.model_copy(update={"noise_multiplier": multiplier}))
 
 
 def planned_releases(training: Training, method: Method, users: Sequence[str]) -> int:
@@ -155,7 +155,7 @@ def planned_releases(training: Training, method: Method, users: Sequence[str]) -
     assert privacy is not None
     rounds = training.rounds if method.trains else 0
     exchanging = [n for n in range(rounds) if exchanged_after(method, training, bool(method.shared), n + 1)]
-    known = replace(privacy, noise_multiplier=privacy.noise_multiplier or 1.0)
+    known = privacy.model_copy(update={"noise_multiplier": privacy.noise_multiplier or 1.0})
     if release_of(known, training.participation, len(users)).sampled:
         return len(exchanging)
     return most_releases([participants(training, number, users) for number in exchanging])

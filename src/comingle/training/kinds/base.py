@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -514,9 +514,3 @@ def _check_plain(recipe: Recipe, method: Method) -> None:
     }.items():
         if found:
             raise RecipeError(f"{key}: method {method.name} wraps every linear by itself; allowed: methods of LoRAs")
-
-
-def as_settings(section: Any, kind: type) -> dict[str, Any]:
-    """The fields of a pydantic section that a frozen dataclass of the inside has too, lists as tuples."""
-    values = {f.name: getattr(section, f.name) for f in fields(kind)}
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
