@@ -56,10 +56,10 @@ def download_all(federation: InProcess) -> InProcess:
 
 def crossing(federation: InProcess, members: Sequence[int]) -> tuple[int, int]:
     """Bytes that these users send, and then receive, in one more exchange."""
-    up, down = federation.upload_bytes, federation.download_bytes
+    up, down = federation.clock.upload_bytes, federation.clock.download_bytes
     exchange(federation, members, download=False)
     federation.download(members)
-    return federation.upload_bytes - up, federation.download_bytes - down
+    return federation.clock.upload_bytes - up, federation.clock.download_bytes - down
 
 
 def read_anew(clients: Clients) -> None:

@@ -109,7 +109,7 @@ def test_no_reason_for_an_empty_error(
     def full(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("comingle.cli.training.build", full)
+    monkeypatch.setattr("comingle.cli.training.run_in", full)
     answer = comingle("run", recipe_file, "--out", tmp_path / "run")
     assert "out of memory (no more is said); " in answer.err
 

@@ -14,8 +14,8 @@ def exchanged(federation: InProcess, members: Sequence[int] | None = None) -> tu
         return 0, 0
     members = range(len(clients.trainers)) if members is None else members
     federation.download(members)  # what users of some methods have before the first round
-    federation.upload_bytes = federation.download_bytes = 0
+    federation.clock.upload_bytes = federation.clock.download_bytes = 0
     federation.upload(members, 1, dict.fromkeys(members, 1.0))
     federation.aggregate()
     federation.download(members)
-    return federation.upload_bytes, federation.download_bytes
+    return federation.clock.upload_bytes, federation.clock.download_bytes

@@ -19,7 +19,7 @@ from tests.federation.direct import Direct, nodes_of
 from tests.federation.tiny import answer_of, one_base, own_of, refusal, tiny
 
 from comingle.config import parse_recipe
-from comingle.federation import rounds
+from comingle.federation import backend
 from comingle.federation.client import Node
 from comingle.federation.files import split_recipe
 from comingle.federation.messages import Task, unpack_answer
@@ -97,7 +97,7 @@ class TestUsers:
     ) -> None:
         plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, method, training__rounds=2)), tmp_path)
         with monkeypatch.context() as patched:
-            patched.setattr(rounds, "check_upload", lambda *_, **__: None)
+            patched.setattr(backend, "check_upload", lambda *_, **__: None)
             liar: Any = Liar(nodes["bob"], 3e38)
             told = r"round 1: what the server makes of uploads cannot be used: .*largest number, 3e\+38, is of 'bob'"
             with pytest.raises(RunError, match=told):

@@ -43,7 +43,7 @@ def equal(one: InProcess, two: InProcess) -> None:
     assert found.keys() == wanted.keys()
     for name, t in wanted.items():
         assert torch.equal(found[name], t), name
-    assert (one.upload_bytes, one.download_bytes) == (two.upload_bytes, two.download_bytes)
+    assert (one.clock.upload_bytes, one.clock.download_bytes) == (two.clock.upload_bytes, two.clock.download_bytes)
 
 
 def soon(method: dict[str, Any]) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def count_messages(federation: InProcess, monkeypatch: pytest.MonkeyPatch) -> No
         assert [packed_bytes(message) for message in crossed] == [[length] for length in lengths]
         upwards += sum(n for n, m in zip(lengths, crossed, strict=True) if isinstance(m, Upload))
         downwards += sum(n for n, m in zip(lengths, crossed, strict=True) if isinstance(m, Download))
-    assert (federation.upload_bytes, federation.download_bytes) == (upwards, downwards)
+    assert (federation.clock.upload_bytes, federation.clock.download_bytes) == (upwards, downwards)
     assert bool(upwards) == federation.clients.shares
 
 

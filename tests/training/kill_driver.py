@@ -18,8 +18,9 @@ from typing import Any
 
 import transformers.models.llama.modeling_llama  # noqa: F401 (the tests' language model: it is imported at first use)
 
-from comingle.runs import api, session
+from comingle.runs import api
 from comingle.training import checkpoints
+from comingle.training.backends import local
 from comingle.training.events import Observer
 
 
@@ -101,7 +102,7 @@ def in_pruning() -> None:
 
 
 def before_metrics() -> None:
-    on_call(session, "write_json", 1)
+    on_call(local, "write_json", 1)
 
 
 MOMENTS: dict[str, Callable[[], Any]] = {

@@ -23,15 +23,14 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 (imported at first use otherwise)
 
 from comingle.cli.training import train_here
-from comingle.training import rounds
-from comingle.training.backends import distributed
+from comingle.training.backends import distributed, local
 from comingle.training.backends.launched import Place
 from comingle.utils.errors import ComingleError
 
 
 def kill_in(number: int) -> None:
     """Have this process die in a round (from 1), after a local step."""
-    original = rounds.train
+    original = local.train
 
     def train(clients: Any, members: Any, round_number: int, tick: Any = lambda: None) -> Any:
         def die() -> None:
@@ -40,7 +39,7 @@ def kill_in(number: int) -> None:
 
         return original(clients, members, round_number, die if round_number + 1 == number else tick)
 
-    rounds.train = train
+    local.train = train
 
 
 def fill_disk_in(name: str) -> None:

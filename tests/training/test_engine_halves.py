@@ -53,7 +53,7 @@ def test_each_half_goes_on_from_its_own_state_alone(federate: Any, method: Any) 
     whole = federate(method, dtype="float32", changes=HALF)
     play(whole, 0, 2)
     users, server = whole.clients.state.copy(), {name: t.clone() for name, t in whole.server.state.items()}
-    sent = whole.upload_bytes, whole.download_bytes
+    sent = whole.clock.upload_bytes, whole.clock.download_bytes
     rest = federate(method, dtype="float32", changes=HALF)
     rest.clients.state = users
     rest.clients.resized()
@@ -66,9 +66,12 @@ def test_each_half_goes_on_from_its_own_state_alone(federate: Any, method: Any) 
     assert rest.server.state.keys() == whole.server.state.keys()
     for name, t in whole.server.state.items():
         assert torch.equal(rest.server.state[name], t), name
-    assert (whole.upload_bytes - sent[0], whole.download_bytes - sent[1]) == (rest.upload_bytes, rest.download_bytes)
-    assert rest.upload_bytes > 0
-    assert rest.download_bytes > 0
+    assert (whole.clock.upload_bytes - sent[0], whole.clock.download_bytes - sent[1]) == (
+        rest.clock.upload_bytes,
+        rest.clock.download_bytes,
+    )
+    assert rest.clock.upload_bytes > 0
+    assert rest.clock.download_bytes > 0
 
 
 def validated(*losses: float) -> Upload:
@@ -159,12 +162,12 @@ def test_the_absent_download_when_they_take_part_or_are_evaluated_and_once_a_ver
     received = []
     for number in range(3):
         play_round(federation, number, [number])
-        received.append(federation.download_bytes)
+        received.append(federation.clock.download_bytes)
         assert federation.clients.state.versions.tolist() == [0, 1, 2][: number + 1] + [0] * (2 - number)
     assert received == [0, sum(packed_bytes(message)), 2 * sum(packed_bytes(message))]
     for _ in range(2):
         federation.download(everyone(federation))
-        assert federation.download_bytes == 5 * sum(packed_bytes(message))
+        assert federation.clock.download_bytes == 5 * sum(packed_bytes(message))
     assert federation.clients.state.versions.tolist() == [3, 3, 3]
 
 

@@ -18,7 +18,7 @@ from comingle.config import parse_recipe
 from comingle.config.settings import SHORTEST, Training
 from comingle.federation import run_folder
 from comingle.runs import api
-from comingle.training import rounds
+from comingle.training import evaluation
 from comingle.training.backends.local import InProcess
 from comingle.training.rounds import run_rounds
 from comingle.utils.errors import RecipeError
@@ -89,7 +89,7 @@ def test_a_number_is_kept_to(federate: Any) -> None:
 
 
 def test_more_than_a_tenth_is_said_once_with_what_to_set(federate: Any, caplog: pytest.LogCaptureFixture) -> None:
-    rounds._say.cache_clear()
+    evaluation._say.cache_clear()
     with caplog.at_level(logging.WARNING, logger="comingle"):
         for method in ("local", "fedavg"):
             was, trained, scored = passes(federate(method, changes=LONG))
@@ -123,7 +123,7 @@ CHAT = [{"prompt": "One?", "response": f"Two {n}."} for n in range(30)]
 def test_advice_names_no_key_that_other_kinds_of_data_refuse(
     caplog: pytest.LogCaptureFixture, sets: Any, options: Mapping[str, Any]
 ) -> None:
-    rounds._say.cache_clear()
+    evaluation._say.cache_clear()
     recipe = {**options["recipe"], "training": {"rounds": 1, "batch_size": 2}}
     with caplog.at_level(logging.WARNING, logger="comingle"):
         comingle.run(recipe, base=options["base"], users={"ada": sets, "ben": sets}, method="fedavg")
@@ -134,12 +134,12 @@ def test_advice_names_no_key_that_other_kinds_of_data_refuse(
 def test_a_period_is_the_smallest_that_keeps_to_it() -> None:
     """A tenth of ten rounds of 100 has room for 230 that are read once: two evaluations of 115."""
     training = Training(rounds=10, evaluate_first=False)
-    assert rounds.period(training, [1, 100, 115], 1) == SHORTEST
-    assert rounds.period(training, [1, 100, 116], 1) == 10
+    assert evaluation.period(training, [1, 100, 115], 1) == SHORTEST
+    assert evaluation.period(training, [1, 100, 116], 1) == 10
 
 
 def test_nothing_is_known_of_nobody() -> None:
-    assert rounds.period(Training(), [0, 0, 0], 4) == SHORTEST
+    assert evaluation.period(Training(), [0, 0, 0], 4) == SHORTEST
 
 
 def test_a_word_that_is_none_is_refused() -> None:

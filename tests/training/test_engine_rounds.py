@@ -112,7 +112,7 @@ def test_without_rounds_there_is_one_evaluation_and_nothing_is_sent(federate: An
     assert [(e["event"], e["round"]) for e in events] == [("evaluation", 0)]
     assert saved == []
     assert sim.clients.upload_bytes() == sim.clients.trainable_parameters() == [0, 0, 0]
-    assert (sim.upload_bytes, sim.download_bytes) == (0, 0)
+    assert (sim.clock.upload_bytes, sim.clock.download_bytes) == (0, 0)
     untrained = federate("comigs-2g")
     assert [s.loss_nats for s in scores] == pytest.approx([s.loss_nats for s in untrained.clients.evaluate()], rel=1e-9)
 

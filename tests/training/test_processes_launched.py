@@ -94,7 +94,7 @@ def test_a_gpu_beside_none_is_refused() -> None:
     def federation(*others: list[str]) -> Sharded:
         made: Any = object.__new__(Sharded)
         made.clients = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32))
-        made.gather, made.share = (lambda own: [own(), *others]), (lambda work: work())
+        made.ranks = SimpleNamespace(gather=lambda own: [own(), *others], share=lambda work: work())
         return made
 
     told = "runtime: process 0 has cpu in float32, process 2 cuda in float32; set runtime.device and runtime.dtype"

@@ -27,7 +27,7 @@ def damaged(message: Download | Upload) -> bytes:
 STEPS: dict[str, Callable[[InProcess], None]] = {
     "download": lambda federation: federation.download(everyone(federation)),
     "upload": lambda federation: federation.upload(MEMBERS, 1, dict.fromkeys(MEMBERS, 1.0)),
-    "select": lambda federation: federation.select(1, {"ann": 1.0, "cem": 2.0}),
+    "select": lambda federation: federation.report_losses(1, {"ann": 1.0, "cem": 2.0}),
 }
 
 
@@ -55,17 +55,17 @@ def test_an_upload_carries_each_users_own_loss(federate: Any, monkeypatch: pytes
 def test_validation_losses_are_counted_and_the_best_round_alone_is_remembered(federate: Any) -> None:
     federation = federate("fedavg", changes=BEST)
     for done, (loss, best) in enumerate([(2.0, 1), (2.5, 1), (1.5, 3)], start=1):
-        before, received = federation.upload_bytes, federation.download_bytes
+        before, received = federation.clock.upload_bytes, federation.clock.download_bytes
         federation.clients.state.rows.fill_(float(done))
-        federation.select(done, {"ann": loss, "cem": loss})
+        federation.report_losses(done, {"ann": loss, "cem": loss})
         header = {"kind": "upload", "round": done, "rank": 0}
         reports = {VALIDATION: torch.tensor(loss, dtype=torch.float64)}
         wanted = sum(message_bytes({}, header | {"user": name}, reports) for name in ("ann", "cem"))
-        assert federation.upload_bytes - before == wanted
+        assert federation.clock.upload_bytes - before == wanted
         answer = {"lowest_loss": torch.tensor([int(best == done)])}
         header = {"kind": "download", "version": done, "rank": 0}
         wanted = sum(message_bytes(answer, header | {"user": name}, {}) for name in ("ann", "cem"))
-        assert federation.download_bytes - received == wanted
+        assert federation.clock.download_bytes - received == wanted
         assert federation.clients.chosen_round == best
         assert bool((federation.clients.state.best["rows"] == best).all())
 
@@ -76,7 +76,7 @@ def test_peers_hear_at_once_of_all_who_took_part_and_the_relay_forgets(federate:
     exchange(federation, MEMBERS, 1, download=False)
     assert federation.clients.state.versions.tolist() == [1, 0, 1]
     assert not federation.server.kept
-    received = federation.download_bytes
+    received = federation.clock.download_bytes
     download_all(federation)  # nothing is left for who was absent
-    assert federation.download_bytes == received
+    assert federation.clock.download_bytes == received
     assert torch.equal(federation.clients.state.rows[1], absent)

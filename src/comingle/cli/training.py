@@ -19,11 +19,11 @@ from rich.text import Text
 from comingle.cli.options import default_folder, read_recipe
 from comingle.data.splits import REPEATED
 from comingle.data.streaming import LISTED
-from comingle.runs.distributed import build_sharded, read_shared
+from comingle.runs.distributed import read_shared, run_sharded
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import Given
 from comingle.runs.progress import LOADING, reporting
-from comingle.runs.session import build, prepare, run_in, warn_unread
+from comingle.runs.session import prepare, run_in, warn_unread
 from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
 from comingle.training.backends.ranks import joined
 from comingle.training.kinds.base import Materials
@@ -178,10 +178,8 @@ def train_here(
                     warn_overlaps(materials)
                 if leads:
                     warn_unread(recipe)
-                building = build if ranks is None else partial(build_sharded, ranks=ranks)
-                opened = (lambda folder: None) if ranks is None else ranks.opened
-                how = {"resume": resume, "force": force, "building": building, "opened": opened}
-                done = run_in(folder, recipe, materials, observers=watch, **how)
+                run = run_in if ranks is None else partial(run_sharded, ranks=ranks)
+                done = run(folder, recipe, materials, resume=resume, force=force, observers=watch)
         return (folder, done) if leads else None
     except RankLostError:
         if PARENT in os.environ:

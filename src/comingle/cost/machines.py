@@ -24,8 +24,8 @@ from comingle.cost.timing import Cluster, Load, Parts, Round, Steps, cores_of_pr
 from comingle.runs.distributed import cores
 from comingle.runs.session import test_limit_of
 from comingle.training.backends.launched import MEETING
+from comingle.training.evaluation import period
 from comingle.training.kinds.base import kind_of
-from comingle.training.rounds import period
 from comingle.utils.errors import RecipeError
 
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})

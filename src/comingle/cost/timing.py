@@ -40,15 +40,16 @@ from comingle.cost.stored import user_bytes
 from comingle.protocol.messages import LOSS
 from comingle.runs.distributed import build_sharded, check_device, share_out, spans
 from comingle.runs.session import build, prepare
-from comingle.training import rounds
+from comingle.training.backends import local
 from comingle.training.backends.distributed import largest_terms, shifts_of, whole_sums
 from comingle.training.backends.launched import find_place
+from comingle.training.backends.local import InProcess
 from comingle.training.backends.ranks import Ranks, joined
 from comingle.training.checkpoints import write_tensors
 from comingle.training.client import Clients, LocalRound
-from comingle.training.evaluation import Clock, Federation
+from comingle.training.evaluation import Clock, amounts_of
 from comingle.training.kinds.base import Materials
-from comingle.training.rounds import amounts_of, run_rounds
+from comingle.training.rounds import run_rounds
 from comingle.utils.errors import ComingleError
 
 WHOLE = 8
@@ -314,7 +315,7 @@ def measured(recipe: Recipe, own: int, ranks: Ranks | None) -> dict[str, Any]:
     return found | (wires(ranks) if ranks is not None else {})
 
 
-def _federation(recipe: Recipe, materials: Materials, ranks: Ranks | None) -> Federation:
+def _federation(recipe: Recipe, materials: Materials, ranks: Ranks | None) -> InProcess:
     if ranks is None:
         return build(recipe, materials)
     check_device(recipe, ranks.place)
@@ -332,7 +333,7 @@ def several(materials: Materials, count: int) -> Materials:
     return materials.with_users(users)
 
 
-def rounds_of(federation: Federation, each: int, size: int) -> tuple[float, float]:
+def rounds_of(federation: InProcess, each: int, size: int) -> tuple[float, float]:
     """Seconds of local steps, and of all else, of a round in which ``each`` users of every process take part."""
     clients = federation.clients
     here, first = len(clients.trainers), federation.server.version
@@ -368,14 +369,14 @@ def untrained() -> Iterator[None]:
     def idle(clients: Clients, members: Sequence[int], *_: Any) -> LocalRound:
         return LocalRound(losses=dict.fromkeys(members, 1.0), rejected={}, tokens=0, seconds=0.0)
 
-    trains, rounds.train = rounds.train, idle
+    trains, local.train = local.train, idle
     try:
         yield
     finally:
-        rounds.train = trains
+        local.train = trains
 
 
-def about(federation: Federation) -> dict[str, Any]:
+def about(federation: InProcess) -> dict[str, Any]:
     """What messages and users are as large as, and whether the server needs sums alone."""
     clients, server = federation.clients, federation.server
     found: dict[str, Any] = {"adds": bool(server.adds and not getattr(federation, "ordered", False))}
@@ -383,7 +384,7 @@ def about(federation: Federation) -> dict[str, Any]:
     return found | {"shared": server.size, "state_bytes": user.record, "columns": clients.model.layout.columns}
 
 
-def exchange_of(federation: Federation) -> dict[str, Any]:
+def exchange_of(federation: InProcess) -> dict[str, Any]:
     """Seconds that a user's messages take where it is, and its upload at a server that looks at it."""
     clients, server = federation.clients, federation.server
     if not clients.shares:

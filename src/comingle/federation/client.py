@@ -55,10 +55,9 @@ from comingle.protocol.wire import pack, unpack
 from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
 from comingle.training.client import finetuned, finish, settle, train
-from comingle.training.evaluation import amounts, measure_of, measured, users_metrics, users_routing
+from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import Materials
 from comingle.training.privacy import keep_key, terms_of
-from comingle.training.rounds import amounts_of
 from comingle.utils.errors import (
     BaseModelError,
     ComingleError,

@@ -21,7 +21,7 @@ from comingle.models.model import Model
 from comingle.protocol.messages import Download
 from comingle.protocol.wire import pack
 from comingle.training.evaluation import Clock
-from comingle.training.events import Observer
+from comingle.training.events import AN_EVENT, Observer
 from comingle.training.server import ServerHalf, start_server
 from comingle.utils.errors import MessageError, RunError
 
@@ -43,10 +43,9 @@ class Patience:
 
 logger = logging.getLogger("comingle")
 
-AN_EVENT = {"is_an_event": True}
-"""Marks a warning in the log of which an event tells as well."""
-
 _JOIN = ("join",)
+END_SECONDS = 60.0
+"""How long the server waits for users to hear that all is over."""
 AGAIN_SECONDS = 1.0
 """Pause before a user who failed, or is absent, is asked again."""
 _REFUSED_SECONDS = 5.0
@@ -127,6 +126,10 @@ class Coordinator:
             waits = f"network.join_timeout is {self.patience.join_timeout:g} s"
             reasons = "".join(f"; {why}" for why in list(self.refusing.values())[:_REASONS])
             raise RunError(f"{there}; needed: {self.patience.min_participants}; {waits}{reasons}")
+
+    def end(self, rounds: int) -> None:
+        """Tell all users that the federation is over, once the server has written down what came of it."""
+        self.ask(dict.fromkeys(self.public.users, ("end",)), rounds, seconds=END_SECONDS)
 
     def welcome(self, name: str, answer: Answer) -> None:
         """Note a user who has joined, and where it is in the run."""

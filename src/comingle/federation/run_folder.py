@@ -14,10 +14,10 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import AUTO
+from comingle.federation.backend import NetworkBackend
 from comingle.federation.coordinator import Coordinator, Patience, new_coordinator
 from comingle.federation.flower.channel import Channel
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
-from comingle.federation.rounds import run_tasks, tell_end
 from comingle.methods.user_errors import own_errors
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.runs.folders import as_begun, open_folder
@@ -30,11 +30,11 @@ from comingle.training.checkpoints import (
     read_progress,
     save_checkpoint,
 )
-from comingle.training.evaluation import end_event, start_event
+from comingle.training.evaluation import Clock, end_event, period, start_event
 from comingle.training.events import EventLog, Observer
 from comingle.training.kinds.base import kind_of
 from comingle.training.privacy import keep_key
-from comingle.training.rounds import Evaluations, outcome_warnings, period
+from comingle.training.rounds import Evaluations, outcome_warnings, run_rounds
 from comingle.training.state import State, initial_state
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
@@ -201,13 +201,17 @@ def _run(
             started = start_event(house.method, house.training, coordinator.model.name, _amounts(coordinator))
             observe(started | _skipped_rows(coordinator))
 
-        def save(done: int, stopped: bool) -> None:
-            log.to_disk()
-            _save(coordinator, folder, done, log.size_bytes, stopped)
+        start = progress.round if progress else 0
+        backend = NetworkBackend(coordinator, stopped_after=start if progress and progress.stopped else None)
 
-        start, stopped = (progress.round, progress.stopped) if progress else (0, False)
+        def save(done: int, clock: Clock) -> None:
+            log.to_disk()
+            _save(coordinator, folder, done, log.size_bytes, stopped=backend.stopped_after is not None)
+
         if not ending:
-            metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
+            clock = coordinator.clock
+            told = run_rounds(backend, observe=observe, checkpoint=save, first_round=start, clock=clock)
+            metrics = backend.summarise(told).as_dict()
             metrics |= _skipped_rows(coordinator) | coordinator.server.metrics
             metrics |= outcome_warnings(house.method, evaluations, metrics)
             if untold := [name for name in plan.users if name not in metrics["users"]]:
@@ -217,7 +221,7 @@ def _run(
             _write_down(folder, run, public, ending=True)
             write_json(folder / "metrics.json", metrics)
         metrics = read_metrics(folder)
-        tell_end(coordinator, metrics["rounds"])
+        coordinator.end(metrics["rounds"])
         _write_down(folder, run, public)
     finally:
         log.close()
@@ -285,7 +289,7 @@ def _skipped_rows(coordinator: Coordinator) -> dict[str, int]:
 # ---------------------------------------------------------------- the server's own state
 
 
-def _save(coordinator: Coordinator, folder: Path, done: int, events_bytes: int, stopped: bool) -> None:
+def _save(coordinator: Coordinator, folder: Path, done: int, events_bytes: int, *, stopped: bool) -> None:
     public, counted = coordinator.public, {"clock": coordinator.clock, "events_bytes": events_bytes}
     progress = progress_of(done, public.digest, public.users, stopped=stopped, **counted)
     kept = coordinator.server.state | _own_tensors(coordinator)

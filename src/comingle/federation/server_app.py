@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from comingle.federation.coordinator import AN_EVENT
 from comingle.federation.files import load_plan
 from comingle.federation.flower.channel import Channel
 from comingle.federation.run_folder import coordinate
 from comingle.methods.user_files import load_files_of_command
+from comingle.training.events import AN_EVENT
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import expand_home
 

@@ -20,7 +20,7 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import build, describe, get_ready, prepare, restore, run_in, warn_unread
+from comingle.runs.session import build, describe, get_ready, prepare, run_in, warn_unread
 from comingle.training.checkpoints import Progress
 from comingle.training.client import STORES, Clients
 from comingle.training.events import Observer
@@ -224,7 +224,7 @@ def load(
         with own_errors(make(recipe.method.name, **recipe.method.settings)):
             federation = build(recipe, materials)
             if federation.clients.method.trains:
-                _check_round(folder, metrics, restore(federation, folder, recipe))
+                _check_round(folder, metrics, federation.restore(folder, recipe.fingerprint))
                 federation.clients.choose()
     settings = materials.kind.settings(materials)
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
@@ -125,21 +126,46 @@ def build_sharded(recipe: Recipe, materials: Materials, ranks: Ranks) -> Sharded
     federation = ranks.each(lambda: _built(recipe, materials, method, training, ranks))
     clients = federation.clients
     _check_alike(federation)
-    most = federation.gather(lambda: clients.steps.local_steps)
-    clients.steps.most_steps = federation.share(lambda: max(most))
-    counts = federation.gather(lambda: len(clients.trainers))
-    federation.shards = federation.share(lambda: counts)
+    most = ranks.gather(lambda: clients.steps.local_steps)
+    clients.steps.most_steps = ranks.share(lambda: max(most))
+    counts = ranks.gather(lambda: len(clients.trainers))
+    federation.shards = ranks.share(lambda: counts)
     if (private := clients.steps.private) is not None:
-        parts = federation.gather(lambda: {name: asdict(work) for name, work in private.works(clients.feed).items()})
-        shared = federation.share(lambda: {name: work for part in parts for name, work in part.items()})
+        parts = ranks.gather(lambda: {name: asdict(work) for name, work in private.works(clients.feed).items()})
+        shared = ranks.share(lambda: {name: work for part in parts for name, work in part.items()})
         works = {name: Work(**work) for name, work in shared.items()}
         federation.server.set_works(lambda: works)
     if training.select == "best":
-        valid = federation.gather(lambda: any(len(user.valid) for user in clients.users))
-        federation.share(lambda: clients.require_validation(any(valid)))
+        valid = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
+        ranks.share(lambda: clients.require_validation(any(valid)))
     if not federation.leads:
         federation.server.kept = {}
     return federation
+
+
+def run_sharded(
+    folder: Path,
+    recipe: Recipe,
+    materials: Materials,
+    *,
+    resume: bool,
+    force: bool,
+    observers: Callable[[Clients], Sequence[Observer]],
+    ranks: Ranks,
+) -> Run:
+    """Run a recipe's federation in its folder, as one of several processes; the one that leads writes the folder.
+
+    Raises:
+        ComingleError: as :func:`build_sharded` and :func:`comingle.runs.session.run_in`.
+    """
+
+    def enter(entered: ExitStack, entering: AbstractContextManager[None]) -> None:
+        ranks.share(lambda: entered.enter_context(entering))
+        ranks.opened(folder)
+
+    building = partial(build_sharded, ranks=ranks)
+    how = {"resume": resume, "force": force, "observers": observers}
+    return run_in(folder, recipe, materials, **how, building=building, entering=enter)
 
 
 def _built(recipe: Recipe, materials: Materials, method: Method, training: Training, ranks: Ranks) -> Sharded:
@@ -165,8 +191,8 @@ def _check_alike(federation: Sharded) -> None:
     Raises:
         RecipeError: they do not.
     """
-    model = federation.clients.model
-    found = federation.gather(lambda: [model.device.type, str(model.dtype).removeprefix("torch.")])
+    model, ranks = federation.clients.model, federation.ranks
+    found = ranks.gather(lambda: [model.device.type, str(model.dtype).removeprefix("torch.")])
 
     def check() -> None:
         for rank, other in enumerate(found):
@@ -174,7 +200,7 @@ def _check_alike(federation: Sharded) -> None:
                 told = f"process 0 has {' in '.join(found[0])}, process {rank} {' in '.join(other)}"
                 raise RecipeError(f"runtime: {told}; set runtime.device and runtime.dtype, so that all are alike")
 
-    federation.share(check)
+    ranks.share(check)
 
 
 def check_device(recipe: Recipe, place: Place) -> None:
@@ -255,9 +281,7 @@ def run(
                 warn_unread(read)
                 return [*observers, reporter.watch(clients)]
 
-            building = partial(build_sharded, ranks=ranks)
-            how = {"resume": resume, "force": force}
-            run_in(folder, read, here, **how, observers=watch, building=building, opened=ranks.opened)
+            run_sharded(folder, read, here, resume=resume, force=force, observers=watch, ranks=ranks)
     return api.load(folder, users=users, base=_handed(base), method=method, loss=loss)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,12 @@ from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.training.backends.local import InProcess, federate
-from comingle.training.checkpoints import Progress, progress_of, prune_checkpoints, read_progress
+from comingle.training.checkpoints import progress_of
 from comingle.training.client import STORES, Clients
 from comingle.training.evaluation import (
     Clock,
     amounts,
     end_event,
-    merged,
     sampled,
     start_event,
     summarise,
@@ -52,14 +51,13 @@ from comingle.training.events import (
     tensorboard,
 )
 from comingle.training.kinds.base import Materials, kind_of
-from comingle.training.privacy import keep_key, key_of, set_key, with_noise, with_sums
+from comingle.training.privacy import with_noise, with_sums
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
 from comingle.training.runtime import keep_buffers
-from comingle.training.state import check_names, reorder_kept
-from comingle.utils.errors import DivergenceError, RecipeError, RunError, did_you_mean, list_names
+from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs
-from comingle.utils.records import finite, read_evaluations, write_json, write_text
+from comingle.utils.records import finite, read_evaluations, write_text
 from comingle.utils.registry import load_object
 
 
@@ -161,56 +159,9 @@ def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Even
             population=digest_names(clients.everybody) if stored else "",
             stopped=clients.stopped_after is not None,
         )
-        federation.save(folder, progress)
-        federation.share(partial(prune_checkpoints, folder, recipe.checkpoints.keep))
+        federation.save(folder, progress, keep=recipe.checkpoints.keep)
 
     return checkpoint
-
-
-def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
-    """Both halves as they were at the newest checkpoint of a run.
-
-    Raises:
-        RunError: there is none, or it is damaged or belongs to another recipe.
-    """
-    newest, progress = federation.each(lambda: _newest(folder, recipe))
-    clients, server = federation.clients, federation.server
-    was, names = progress.trainers, clients.everybody
-    if progress.population or not clients.state.in_memory:
-        federation.each(lambda: _check_population(newest, progress, clients))
-        was = names
-    else:
-        federation.each(lambda: check_names(newest, was, names))
-    clients.stopped_after = progress.round if progress.stopped else None
-    kept = federation.load(newest, progress)
-    clients.resized()
-    if federation.leads:
-        server.restore(reorder_kept(kept, was, names, server.by_user))
-    server.version = federation.share(lambda: server.version)
-    return progress
-
-
-def _check_population(newest: Path, progress: Progress, clients: Clients) -> None:
-    """Whether a checkpoint whose tensors are elsewhere, or should be, is of these users in this order."""
-    if not progress.population or clients.state.in_memory:
-        kept, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
-        raise RunError(
-            f"{newest}: written with runtime.store: {kept}; got {now}; a run goes on with what it began with"
-        )
-    if progress.population != digest_names(clients.everybody):
-        raise RunError(f"{newest}: of other users, or in another order; with runtime.store: disk both stay as they are")
-
-
-def _newest(folder: Path, recipe: Recipe) -> tuple[Path, Progress]:
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
-        raise RunError(f"{folder}: no checkpoint in it")
-    progress = read_progress(checkpoints[-1])
-    if progress.fingerprint != recipe.fingerprint:
-        raise RunError(
-            f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})"
-        )
-    return checkpoints[-1], progress
 
 
 logger = logging.getLogger("comingle")
@@ -368,12 +319,19 @@ def run_in(
     force: bool,
     observers: Callable[[Clients], Sequence[Observer]] = lambda clients: (),
     building: Callable[[Recipe, Materials], InProcess] = build,
-    opened: Callable[[Path], None] = lambda folder: None,
+    entering: Callable[[ExitStack, AbstractContextManager[None]], object] = ExitStack.enter_context,
 ) -> Run:
-    """Build a recipe's federation and run it in its folder; ``observers`` of its users' events are made for it.
+    """Build a recipe's federation and run it in its folder.
 
-    Without a folder nothing is written. ``building`` makes the federation; where it is one of several processes, the
-    process that leads observes and writes. ``opened`` is told of the folder once the run has it.
+    Args:
+        folder: The run folder; without one nothing is written.
+        recipe: The recipe.
+        materials: The base model and the users' data.
+        resume: Whether to resume from the newest checkpoint in the folder.
+        force: Whether to replace what is in the folder.
+        observers: Makes observers of the events of these users.
+        building: Makes the federation; of several processes the one that leads observes and writes.
+        entering: Enters the context that opens the folder, in the process that leads.
 
     Raises:
         ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
@@ -386,18 +344,16 @@ def run_in(
         if folder is None:
             return replace(execute(federation, recipe, None, observers=watching), settings=settings)
         inputs = _described(federation, materials, recipe)
-        entering = open_folder(folder, recipe, inputs, resume=resume, force=force)
-        federation.share(lambda: entered.enter_context(entering))
-        opened(folder)
+        entering(entered, open_folder(folder, recipe, inputs, resume=resume, force=force))
         done = execute(federation, recipe, folder, resume=resume, observers=watching)
     return replace(done, settings=settings)
 
 
 def _described(federation: InProcess, materials: Materials, recipe: Recipe) -> Inputs:
-    """What the run has read, at the process that leads: of all users, wherever they are."""
-    here = federation.each(lambda: describe(materials, recipe))
-    users = merged(federation.gather(lambda: {name: asdict(of_user) for name, of_user in here.users.items()}))
-    return replace(here, users={name: UserInputs(**of_user) for name, of_user in users.items()})
+    """Return what the run has read; at the process that leads, of the users of all processes."""
+    found = federation.merge_users(lambda: asdict(describe(materials, recipe)))
+    users = {name: UserInputs(**of_user) for name, of_user in found.pop("users").items()}
+    return Inputs(users=users, **found)
 
 
 def execute(
@@ -415,16 +371,11 @@ def execute(
         DivergenceError: a user's loss is not finite.
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
-    _keep_key(federation, folder, resume=resume)
+    federation.keep_key(folder, resume=resume)
     if federation.leads:
         federation.server.warn_of_noise(clients.training)
-    if folder is not None:
-        store = clients.state
-        anew = federation.share(lambda: not (resume and list_checkpoints(folder)))
-        federation.share(lambda: store.open(folder, anew=anew))
-        federation.each(lambda: None if federation.leads else store.open(folder, anew=anew))
-    if folder is not None and resume and federation.share(lambda: bool(list_checkpoints(folder))):
-        progress = restore(federation, folder, recipe)
+    if folder is not None and federation.open_folder(folder, resume=resume):
+        progress = federation.restore(folder, recipe.fingerprint)
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
     writes = folder is not None and federation.leads
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder is not None and writes else None
@@ -443,15 +394,13 @@ def execute(
     if folder is not None and clients.skipped and federation.leads:
         lines = (f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in clients.skipped.items())
         write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
-    has = merged(
-        federation.gather(lambda: {user.name: amounts(user, clients.feed.unit) for user in clients.scored_users})
-    )
+    has = federation.merge_users(lambda: {one.name: amounts(one, clients.feed.unit) for one in clients.scored_users})
     if (log is not None and log.size_bytes == 0) or not kept:  # a log that was lost begins anew
         observe(start_event(clients.method, clients.training, clients.model.name, has) | clients.left_out)
     try:
         writing = saving(federation, recipe, folder, log)
-        scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock)
-        found = merged(federation.gather(lambda: users_metrics(clients, scores)))
+        scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock) or []
+        found = federation.merge_users(lambda: users_metrics(clients, scores))
         metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.metrics
         metrics |= sampled(clients, found, metrics["measure"]) if federation.leads else {}
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
@@ -465,18 +414,5 @@ def execute(
             if sink is not None:
                 sink.close()
     if folder is not None:
-        federation.share(lambda: write_json(folder / "metrics.json", metrics))
+        federation.write_record(folder / "metrics.json", metrics)
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(told))
-
-
-def _keep_key(federation: InProcess, folder: Path | None, *, resume: bool) -> None:
-    """Have noise be drawn with the key that is kept in the folder; without one, with the key that all halves share."""
-    clients = federation.clients
-    halves = (*clients.mechanisms, *federation.server.mechanisms)
-
-    def keep() -> str:
-        if folder is not None:
-            keep_key(folder, *halves, anew=not resume, begun=resume and (folder / "events.jsonl").exists())
-        return key_of(*halves)
-
-    set_key(federation.share(keep), *halves)

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comingle.protocol.messages import LOWEST
-from comingle.training.evaluation import Clock, Federation
+from comingle.training.evaluation import Clock
 from comingle.training.state import State
 from comingle.utils.errors import RunError
 from comingle.utils.files import SUMS, advise, list_checkpoints, seal, verify
@@ -103,6 +103,21 @@ def progress_of(
         stopped=stopped,
         **counted,
     )
+
+
+def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress]:
+    """Return the newest checkpoint of a run folder, and how far the run had come.
+
+    Raises:
+        RunError: there is none, or it is of a recipe with another fingerprint.
+    """
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise RunError(f"{folder}: no checkpoint in it")
+    progress = read_progress(checkpoints[-1])
+    if progress.fingerprint != fingerprint:
+        raise RunError(f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {fingerprint})")
+    return checkpoints[-1], progress
 
 
 def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progress: Progress) -> Path:
@@ -291,21 +306,6 @@ _BEST_ROUND = "best/round"
 def shard_file(number: int, count: int) -> str:
     """Name of the file with the users of process ``number`` (from 0)."""
     return f"users-{number}-of-{count}.safetensors"
-
-
-def load_parts(federation: Federation, checkpoint: Path, progress: Progress) -> Tree:
-    """Have those who are here be as they were at a checkpoint; what the server kept, where the server is.
-
-    Raises:
-        RunError: as :func:`comingle.training.checkpoints.load_checkpoint`.
-    """
-    clients, like = federation.clients, federation.server.state
-    layout, names, state = clients.model.layout, clients.names, clients.state
-    clients.state = federation.each(
-        lambda: state.load(checkpoint, lambda: load_users(checkpoint, progress, layout, state, names))
-    )
-    device = clients.state.rows.device
-    return federation.each(lambda: load_server(checkpoint, progress, like, device) if federation.leads else {})
 
 
 def load_users(folder: Path, progress: Progress, layout: Layout, like: State, names: Sequence[str]) -> State:

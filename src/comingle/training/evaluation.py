@@ -1,85 +1,40 @@
-"""Evaluation of users' models: cost so far, events and metrics."""
+"""Evaluation of users' models: how often, cost so far, events and metrics.
+
+Models are evaluated every 5 rounds, or less often so that evaluation takes at most 10% of training time. Times are
+estimated from counts and never measured, so that all methods of a comparison, a resumed run, and clients in other
+processes or on other machines get the same interval.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from fractions import Fraction
+from functools import cache
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.config.settings import Training
+from comingle.config.settings import SHORTEST, Training
 from comingle.methods.base import Method
 from comingle.methods.server import aggregation_weights
 from comingle.models.model import Model
-from comingle.training.client import Clients, finetuned, settle
+from comingle.privacy.accounting import sample_size
+from comingle.training.client import Clients
 from comingle.training.cohort import AnyScore
-from comingle.training.events import Observer
 from comingle.training.runtime import peak_memory_bytes
 from comingle.training.server import ServerHalf, averaging_weights
 from comingle.training.steps import diverged
 from comingle.utils.records import GEOMETRIC, Metrics, geometric
 from comingle.utils.trees import CLIENT_ROUTER
 
-T = TypeVar("T")
-
-
-class Federation(ABC):
-    """Two halves, and what moves messages between them; users are numbers here.
-
-    Where users are shared out over processes, each runs the same rounds with the users that are here. The one that
-    :attr:`leads` has the server and tells of the run. What is gathered and shared is what JSON can say.
-    """
-
-    clients: Clients
-    server: ServerHalf
-    leads: bool = True
-    """Whether this process has the server."""
-    upload_bytes: int
-    """Length of all that users have sent."""
-    download_bytes: int
-    """Length of all that they have received."""
-
-    def each(self, work: Callable[[], T]) -> T:
-        """Do something in every process; its result here. What fails anywhere ends it everywhere."""
-        return work()
-
-    def gather(self, work: Callable[[], Any]) -> list[Any]:
-        """The same; every process's result at the one that leads, in the order of the users, elsewhere one's own."""
-        return [self.each(work)]
-
-    def share(self, work: Callable[[], T]) -> T:
-        """Do something in the process that leads; its result everywhere."""
-        return work()
-
-    def invite(self, number: int, *, releases: bool) -> list[int] | None:
-        """Who of those here takes part in round ``number`` (from 0); None where privacy allows no more rounds."""
-        return self.server.invite(self.clients.training, number, releases=releases)
-
-    @abstractmethod
-    def download(self, members: Sequence[int]) -> None:
-        """Those of these users who are behind receive what the server has."""
-
-    @abstractmethod
-    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """These users send what they share after round ``done`` (from 1)."""
-
-    @abstractmethod
-    def aggregate(self) -> str:
-        """The server takes in what has been sent; if it cannot, why the round has no sum."""
-
-    @abstractmethod
-    def select(self, done: int, losses: dict[str, float]) -> float:
-        """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have.
-
-        Returns the mean.
-        """
+logger = logging.getLogger("comingle")
 
 
 @dataclass(kw_only=True)
@@ -105,9 +60,48 @@ class Clock:
         """Seconds since the run began, without the time in which no process worked on it."""
         return self.earlier_seconds + time.perf_counter() - self.started
 
-    def count(self, federation: Federation) -> None:
-        """Take over what has been sent and received so far."""
-        self.upload_bytes, self.download_bytes = federation.upload_bytes, federation.download_bytes
+
+EVALUATION_SHARE = Fraction(1, 10)
+"""Largest share of evaluation in the time of local steps."""
+TRAIN_COST = Fraction(23, 10)
+"""Time of training on a token, in units of the time of scoring one."""
+
+
+def amounts_of(clients: Clients) -> list[int]:
+    """Return how many evaluated users train, on how many tokens or samples a round, and how many are scored at once."""
+    trainers, splits = clients.scored_trainers, ("test", "valid") if clients.training.select == "best" else ("test",)
+    scored = [clients.feed.scoring(getattr(user, split)) for user in clients.scored_users for split in splits]
+    return [len(trainers), sum(map(clients.feed.seen, trainers)), sum(scored)]
+
+
+def period(training: Training, amounts: Sequence[int], users: int) -> int:
+    """Return the number of rounds from one evaluation to the next.
+
+    Warns if the evaluations that every run has take more than :data:`EVALUATION_SHARE`.
+
+    Args:
+        training: The settings of the run.
+        amounts: As :func:`amounts_of`, of trainers that stand for all users.
+        users: Number of all users.
+    """
+    (trainers, trained, scored), part = amounts, training.participation
+    if not trained or not scored:
+        return SHORTEST
+    present = sample_size(part, users) if isinstance(part, float | int) else Fraction(sum(map(len, part)), len(part))
+    room = EVALUATION_SHARE * TRAIN_COST * training.rounds * present * Fraction(trained, trainers) / scored
+    others = training.evaluate_first + (training.select == "best")  # whose models are scored once more
+    every = max(SHORTEST, math.ceil(training.rounds / max(1, math.floor(room) - others)))
+    if (count := others + math.ceil(training.rounds / every)) > room:
+        less = f"lower {training.test_limit}" if training.test_limit else "give less test data"
+        first = " or set evaluation.first: false" if training.evaluate_first else ""
+        _say(float(100 * count * EVALUATION_SHARE / room), less + first)
+    return every
+
+
+@cache
+def _say(percent: float, advice: str) -> None:
+    """Log the share of evaluation once, however many methods of a comparison have it."""
+    logger.warning("evaluation takes %.0f%% of the time of training; %s", percent, advice)
 
 
 PRECISION = 6
@@ -198,38 +192,8 @@ def mismatch(
     return distances.min(1).values
 
 
-def evaluate(federation: Federation, done: int, observe: Observer) -> Sequence[AnyScore]:
-    """Score everybody's models after so many rounds, and tell of it.
-
-    Where the best round is selected, everything is remembered if the mean validation loss is the lowest so far.
-
-    Raises:
-        DivergenceError: a user's loss is not finite.
-    """
-    clients = federation.clients
-    observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
-    scores, losses = federation.each(lambda: _look(clients, done))
-    mean_loss = {"mean_valid_loss": federation.select(done, losses)} if clients.state.best else {}
-    told = merged(federation.gather(lambda: _told_of(clients, scores)))
-    if federation.leads:
-        measure = measure_among(told["users"])
-        event = evaluation_event(told["users"], measure, done=done, iterations=done * clients.steps.local_steps)
-        mixed = mixtures_told(clients, federation.server, told["mixtures"])
-        observe(event | sampled(clients, told["users"], measure) | mean_loss | told["routing"] | mixed)
-    return scores
-
-
-def _look(clients: Clients, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
-    """Scores of those who are here, and where the best round is selected their validation losses."""
-    settle(clients, ends=done >= clients.training.rounds or len(clients.scored) == len(clients.users))
-    with finetuned(clients, done):  # once for both
-        scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
-    _check_finite(clients, scores, done)
-    return scores, losses
-
-
-def _told_of(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
-    """What an event tells of those who are here."""
+def users_report(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
+    """Return what an evaluation event says of the users of this process: scores, routing, mixtures."""
     users = {user.name: measured(score) for user, score in zip(clients.scored_users, scores, strict=True)}
     return {"users": users, "routing": experts_event(clients, scores), "mixtures": own_mixtures(clients)}
 
@@ -271,7 +235,12 @@ def sampled(clients: Clients, users: Mapping[str, Mapping[str, Any]], measure: s
     return {"sample": {"users": count, "of": population, "interval": interval}}
 
 
-def _check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> None:
+def check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> None:
+    """Check that every user's test loss is finite after ``done`` rounds.
+
+    Raises:
+        DivergenceError: one is not.
+    """
     for user, row, score in zip(clients.scored_users, clients.scored_rows, scores, strict=True):
         if not math.isfinite(score.mean_loss):
             suspects = clients.steps.suspects(row, clients.state.rows_of([row])[0]) if done else ()

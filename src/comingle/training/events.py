@@ -23,6 +23,9 @@ from comingle.utils.errors import RecipeError
 from comingle.utils.records import GEOMETRIC, finite, logger, measure_of
 from comingle.utils.registry import Registry
 
+AN_EVENT = {"is_an_event": True}
+"""Extra fields of a log record whose warning is an event as well."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:

@@ -1,9 +1,5 @@
 """The round loop: select participants, download, train, upload, aggregate, evaluate.
 
-Models are evaluated every 5 rounds, or less often so that evaluation takes at most a tenth of the time of local steps.
-Times are estimated from counts and never measured, so that all methods of a comparison, a resumed run, and clients in
-other processes or on other machines get the same interval.
-
 One round, as messages:
 
 1. The server names the participants and sends each a download, unless it has what the server has.
@@ -11,6 +7,8 @@ One round, as messages:
 3. They train, and upload copies of what is shared.
 4. The server aggregates what arrived.
 5. Who was absent downloads when it next takes part, or when it is evaluated.
+
+The loop is the same wherever users train; what differs is in :class:`comingle.training.backends.base.Backend`.
 """
 
 from __future__ import annotations
@@ -19,70 +17,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
-from functools import cache
-from typing import Any, Literal
+from typing import Any
 
-from comingle.config.settings import AUTO, SHORTEST, Training, protects_examples
+from comingle.config.settings import Training, protects_examples
 from comingle.methods.base import ROUTERS, Method
-from comingle.privacy.accounting import sample_size
-from comingle.training.client import NOBODY, Clients, LocalRound, finetuned, finish, train
-from comingle.training.cohort import AnyScore
-from comingle.training.evaluation import Clock, Federation, evaluate
+from comingle.training.backends.base import Backend, RoundPlan, RoundResult, S
+from comingle.training.evaluation import Clock
 from comingle.training.events import Observer
 from comingle.training.settings import counts_exchanged, exchanged_after
-from comingle.training.steps import diverged
 from comingle.utils.records import MEASURES, number
 
 logger = logging.getLogger("comingle")
-
-SHARE, TRAINED = Fraction(1, 10), Fraction(23, 10)
-"""Of the time of the local steps; and so many times as long as to be scored a token takes to be trained on."""
-
-
-def amounts_of(clients: Clients) -> list[int]:
-    """Of those who are evaluated here: how many train, on how much in a round, and how much is scored at once."""
-    trainers, splits = clients.scored_trainers, ("test", "valid") if clients.training.select == "best" else ("test",)
-    scored = [clients.feed.scoring(getattr(user, split)) for user in clients.scored_users for split in splits]
-    return [len(trainers), sum(map(clients.feed.seen, trainers)), sum(scored)]
-
-
-def settle(federation: Federation) -> None:
-    """Find out how often this federation evaluates."""
-    clients, training = federation.clients, federation.clients.training
-    if training.evaluate_every == AUTO and clients.method.trains:
-        parts = federation.gather(lambda: amounts_of(clients))
-        every = federation.share(
-            lambda: period(training, [*map(sum, zip(*parts, strict=True))], len(clients.everybody))
-        )
-        clients.training = replace(training, evaluate_every=every)
-
-
-def period(training: Training, amounts: Sequence[int], users: int) -> int:
-    """Rounds from one evaluation to the next; says so where those that there are always take more than a tenth.
-
-    Trainers of whom the ``amounts`` are stand for all of the ``users``.
-    """
-    (trainers, trained, scored), part = amounts, training.participation
-    if not trained or not scored:
-        return SHORTEST
-    present = sample_size(part, users) if isinstance(part, float | int) else Fraction(sum(map(len, part)), len(part))
-    room = SHARE * TRAINED * training.rounds * present * Fraction(trained, trainers) / scored
-    others = training.evaluate_first + (training.select == "best")  # whose models are scored once more
-    every = max(SHORTEST, math.ceil(training.rounds / max(1, math.floor(room) - others)))
-    if (count := others + math.ceil(training.rounds / every)) > room:
-        less = f"lower {training.test_limit}" if training.test_limit else "give less test data"
-        first = " or set evaluation.first: false" if training.evaluate_first else ""
-        _say(float(100 * count * SHARE / room), less + first)
-    return every
-
-
-@cache
-def _say(percent: float, advice: str) -> None:
-    """Log the share of evaluation once, however many methods of a comparison have it."""
-    logger.warning("evaluation takes %.0f%% of the time of training; %s", percent, advice)
-
 
 Event = Mapping[str, Any]
 
@@ -182,121 +127,105 @@ def _uniform(method: Method, evaluations: Evaluations) -> Sequence[str]:
 
 
 Checkpoint = Callable[[int, Clock], None]
-"""Saves the state after a round (number of rounds done)."""
+"""Saves the state after a number of rounds."""
 
 
 def run_rounds(
-    federation: Federation,
+    backend: Backend[S],
     *,
     observe: Observer,
     checkpoint: Checkpoint = lambda done, clock: None,
     first_round: int = 0,
     clock: Clock | None = None,
-) -> Sequence[AnyScore]:
-    """Train from ``first_round`` (from 0) to the end and return the last evaluation.
+) -> S | None:
+    """Train from ``first_round`` (from 0) to the end and return the scores of the models with which the run ends.
 
-    Where the model that counts is the local one (``training.evaluate``), the last exchange is left out, so a run ends
-    with the models that were evaluated. Whatever the setting, a method that finetunes starts from the exchanged model,
-    and one that makes final models makes them after the last exchange. With ``training.select`` "best" the run ends
-    with the models of the evaluated round whose validation loss was lowest, and the last evaluation is theirs.
+    Where the local models count (``training.evaluate``), the last exchange is left out, so that a run ends with the
+    models that were evaluated. Whatever the setting, a method that finetunes starts from the exchanged model, and one
+    that makes final models makes them after the last exchange. With ``training.select`` "best" the run ends with the
+    models of the evaluated round whose validation loss was lowest.
+
+    Args:
+        backend: The users and their server.
+        observe: Gets every event of the rounds.
+        checkpoint: Called with the number of rounds done and the clock, after each round whose state is saved.
+        first_round: Number of rounds that an earlier attempt has done.
+        clock: Time, tokens and bytes of the earlier attempt.
+
+    Returns:
+        The scores, as the backend knows them; None if no user's model was scored.
 
     Raises:
         DivergenceError: a user's loss or tensors are not finite.
+        RunError: too few users answered.
     """
     clock = clock or Clock()
     clock.started = time.perf_counter()
-    federation.upload_bytes, federation.download_bytes = clock.upload_bytes, clock.download_bytes
-    clients = federation.clients
-    scores: Sequence[AnyScore] | None = None
-    settle(federation)
-    training, account = clients.training, federation.server.account
-    everyone, rounds = clients.scored_trainers, clients.rounds_done
+    training, rounds = backend.start(observe, clock)
+    method, account, shares = backend.server.method, backend.server.account, backend.server.shares
+    exchanged = counts_exchanged(method, training)
+    stopped = rounds < training.rounds * method.trains  # by the privacy budget, before the run was resumed
+    scores: S | None = None
+
+    def evaluate(done: int, *, receives: bool = True, finishes: bool = False, silent: bool = False) -> S | None:
+        found, event = backend.evaluate(done, receives=receives, finishes=finishes, silent=silent)
+        if event and not silent:
+            observe(event)
+        return scores if found is None else found
+
     if rounds and first_round == 0 and training.evaluate_first:
-        federation.download(everyone)
-        scores = evaluate(federation, 0, observe)  # where every curve starts: the pretrained model
+        scores = evaluate(0)  # where every curve starts: the pretrained model
     for round_number in range(first_round, rounds):
-        due = due_in(clients.method, training, clients.shares, round_number)
-        members = federation.invite(round_number, releases=due.exchanges)
-        if members is None:  # one more would exceed the privacy budget
-            scores, rounds = _stop(federation, scores, round_number, observe), round_number
-            clock.count(federation)
+        plan = plan_round(method, training, shares, round_number)
+        participants = backend.select_participants(plan)
+        if participants is None:
+            told = method.name, round_number, training.rounds
+            logger.warning("%s: the privacy budget is spent after round %d of %d", *told)
+            finishes = exchanged and any(part.finishes for part in method.client.parts)
+            if backend.remote or finishes or round_number % training.period:
+                scores = None
+                scores = evaluate(round_number, receives=exchanged, finishes=exchanged)
+            rounds = round_number
             checkpoint(round_number, clock)
             break
-        federation.download(members)  # 1 and 2
-        work, everybodys = _train(federation, members, round_number, observe)  # 3
-        if due.exchanges:
-            federation.upload(list(work.losses), round_number + 1, work.losses)
-        _tell(federation, everybodys, round_number + 1, observe, clock)
-        if due.evaluates == "local":
-            federation.download([user for user in everyone if user not in work.losses])
-            scores = evaluate(federation, round_number + 1, observe)
-        if due.exchanges and (why := federation.aggregate()):  # 4
-            observe({"event": "no_sum", "round": round_number + 1, "reason": why})
-        if due.exchanges and (judged := federation.server.judged) is not None:
-            observe(judged.as_event(round_number + 1))
-        if account is not None:
-            observe({"event": "privacy", "round": round_number + 1, **account.spent})
-        if due.evaluates == "exchanged":
-            federation.download(everyone)  # 5
-            if due.ends:
-                federation.each(lambda: finish(clients))
-            scores = evaluate(federation, round_number + 1, observe)
-        if due.saves:
-            clock.count(federation)
-            checkpoint(round_number + 1, clock)
-    clock.count(federation)
-    scores = _chosen(federation, scores, rounds)
-    # Without rounds there is nothing but this; a run resumed after its last round has these events already.
+        log_round(backend.train(plan, participants), plan.done, observe, clock)  # 1, 2 and 3
+        if plan.evaluates == "local":
+            scores = evaluate(plan.done)
+        if plan.exchanges:
+            if reason := backend.aggregate():  # 4
+                observe({"event": "no_sum", "round": plan.done, "reason": reason})
+            if (judged := backend.server.judged) is not None:
+                observe(judged.as_event(plan.done))
+        if account is not None and (plan.exchanges or not backend.remote):
+            observe({"event": "privacy", "round": plan.done, **account.spent})
+        if plan.evaluates == "exchanged":
+            scores = evaluate(plan.done, finishes=plan.ends)  # 5
+        if plan.saves:
+            checkpoint(plan.done, clock)
+    scores = backend.choose(rounds, scores)
     if scores is not None:
         return scores
-    return evaluate(federation, rounds, observe if first_round == 0 else lambda event: None)
+    # Without rounds there is nothing but this; a run resumed after its last round has its event already.
+    counted = clock.upload_bytes, clock.download_bytes
+    scores = evaluate(rounds, receives=exchanged or not stopped, silent=first_round > 0)
+    if first_round or not backend.remote:  # bytes of the first attempt, or of messages that nobody sends
+        clock.upload_bytes, clock.download_bytes = counted
+    return scores
 
 
-def _chosen(federation: Federation, scores: Sequence[AnyScore] | None, rounds: int) -> Sequence[AnyScore] | None:
-    """End with the models of the round that counts, and their scores."""
-    clients = federation.clients
-    clients.choose()
-    if clients.chosen_round == rounds:
-        return scores
-    return federation.each(lambda: _scores(clients))  # an event tells of them already
+def plan_round(method: Method, training: Training, shares: bool, round_number: int) -> RoundPlan:
+    """Return the plan of a round.
 
-
-def _scores(clients: Clients) -> Sequence[AnyScore]:
-    with finetuned(clients):
-        return clients.evaluate()
-
-
-def _stop(
-    federation: Federation, scores: Sequence[AnyScore] | None, done: int, observe: Observer
-) -> Sequence[AnyScore] | None:
-    """End a run before round ``done + 1``, as it would have ended had it been planned so."""
-    clients = federation.clients
-    told = clients.method.name, done, clients.training.rounds
-    logger.warning("%s: the privacy budget is spent after round %d of %d", *told)
-    clients.stopped_after, finishes = done, False
-    if counts_exchanged(clients.method, clients.training):
-        federation.download(clients.scored_trainers)
-        federation.each(lambda: finish(clients))
-        finishes = any(part.finishes for part in clients.method.client.parts)
-    known = done % clients.training.period == 0 and not finishes
-    return scores if known else evaluate(federation, done, observe)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Due:
-    """What there is to do in a round besides local steps; where local models are evaluated, before the exchange."""
-
-    ends: bool
-    exchanges: bool
-    evaluates: Literal["local", "exchanged"] | None
-    saves: bool
-
-
-def due_in(method: Method, training: Training, shares: bool, number: int) -> Due:
-    """What is due in round ``number`` (from 0); ``shares`` says whether users have anything to send."""
-    done = number + 1
+    Args:
+        method: The method of the run.
+        training: The settings of the run.
+        shares: Whether users have anything to upload.
+        round_number: The round, counted from 0.
+    """
+    done = round_number + 1
     ends, counts = done == training.rounds, "exchanged" if counts_exchanged(method, training) else "local"
-    return Due(
+    return RoundPlan(
+        number=round_number,
         ends=ends,
         exchanges=exchanged_after(method, training, shares, done),
         evaluates=counts if ends or done % training.period == 0 else None,
@@ -304,81 +233,21 @@ def due_in(method: Method, training: Training, shares: bool, number: int) -> Due
     )
 
 
-def _train(federation: Federation, members: list[int], number: int, observe: Observer) -> tuple[LocalRound, Worked]:
-    """Local work of a round: that of those who are here, and as far as it is known here everybody's."""
-
-    def step(advance: int) -> None:
-        observe({"event": "step", "advance": advance, "round": number + 1})
-
-    def work() -> LocalRound:
-        if not members:
-            return NOBODY
-        step(0)
-        return train(federation.clients, members, number, lambda: step(1))
-
-    own = federation.each(work)
-    return own, _gathered(federation, own, number, observe)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Worked:
-    """What one round of everybody's local work yielded, by names; ``suspects`` are of the first who was rejected."""
-
-    losses: dict[str, float]
-    rejected: dict[str, str]
-    suspects: list[str]
-    tokens: int
-    seconds: float
-
-
-def _gathered(federation: Federation, work: LocalRound, number: int, observe: Observer) -> Worked:
-    """Everybody's local work, as far as it is known here.
-
-    Raises:
-        DivergenceError: nobody's can be used.
-    """
-    parts = [Worked(**part) for part in federation.gather(lambda: _by_name(federation.clients, work))]
-    rejected = {name: what for part in parts for name, what in part.rejected.items()}
-    losses = {name: loss for part in parts for name, loss in part.losses.items()}
-    suspects = next((part.suspects for part in parts if part.rejected), [])
-    for name, what in rejected.items():
-        logger.warning("user %r is left out of round %d: %s", name, number + 1, what)
-        observe({"event": "rejected", "round": number + 1, "user": name, "reason": what})
-
-    def require_somebody() -> None:
-        if rejected and not losses:
-            raise diverged(*next(iter(rejected.items())), suspects)
-
-    federation.share(require_somebody)
-    tokens, seconds = sum(part.tokens for part in parts), max(part.seconds for part in parts)
-    return Worked(losses=losses, rejected=rejected, suspects=suspects, tokens=tokens, seconds=seconds)
-
-
-def _by_name(clients: Clients, work: LocalRound) -> dict[str, Any]:
-    def named(values: dict[int, Any]) -> dict[str, Any]:
-        return {clients.names[member]: value for member, value in values.items()}
-
-    first = next(iter(work.rejected), None)
-    suspects = [] if first is None else list(clients.steps.suspects(first, clients.state.rows_of([first])[0]))
-    return {**asdict(work), "losses": named(work.losses), "rejected": named(work.rejected), "suspects": suspects}
-
-
-def _tell(federation: Federation, work: Worked, done: int, observe: Observer, clock: Clock) -> None:
-    """Count the round, and its event."""
-    clock.count(federation)
+def log_round(result: RoundResult, done: int, observe: Observer, clock: Clock) -> None:
+    """Add a round to the clock, and log its event with the bytes since the event before."""
     sent, received = clock.upload_bytes - clock.told_upload_bytes, clock.download_bytes - clock.told_download_bytes
     clock.told_upload_bytes, clock.told_download_bytes = clock.upload_bytes, clock.download_bytes
-    clock.train_seconds += work.seconds
-    clock.tokens += work.tokens
-    clock.user_rounds += len(work.losses)
+    clock.train_seconds += result.seconds
+    clock.tokens += result.tokens
+    clock.user_rounds += result.users
     observe(
         {
             "event": "round",
             "round": done,
-            "train_loss_nats": work.losses,
+            "train_loss_nats": result.losses,
             "upload_bytes": sent,
             "download_bytes": received,
-            "tokens": work.tokens,
-            "seconds": work.seconds,
+            "tokens": result.tokens,
+            "seconds": result.seconds,
         }
     )

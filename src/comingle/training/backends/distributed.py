@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -34,21 +35,24 @@ from comingle.protocol.messages import (
     verdict,
 )
 from comingle.protocol.wire import packed_bytes
-from comingle.training.backends.local import InProcess
+from comingle.training.backends.base import RoundPlan
+from comingle.training.backends.local import InProcess, RoundReport
 from comingle.training.backends.ranks import Ranks
 from comingle.training.checkpoints import (
     OF_SERVER,
     SERVER,
     Progress,
     finish_checkpoint,
-    load_parts,
     named,
     places,
+    prune_checkpoints,
     shard_file,
     write_tensors,
     written,
 )
-from comingle.training.evaluation import Federation
+from comingle.training.client import LocalRound
+from comingle.training.cohort import AnyScore
+from comingle.training.evaluation import amounts_of, merged, period
 from comingle.utils.errors import DivergenceError
 from comingle.utils.files import line_of, list_checkpoints
 from comingle.utils.trees import Tree, restrict
@@ -139,104 +143,165 @@ def _portions(t: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(t.split(size), weights.split(size), strict=True))
 
 
-def save_shards(federation: Federation, run: Path, number: int, progress: Progress) -> None:
-    """Write the checkpoint of a round: each process the part of its users, process ``number`` of as many as there are.
-
-    Raises:
-        RunError: the disk of one of them does not take it; the older checkpoints stay.
-    """
-    clients, layout = federation.clients, federation.clients.model.layout
-
-    def begin() -> tuple[str, str]:
-        folder, draft = places(run, progress.round)
-        with written(folder, draft):
-            draft.mkdir(parents=True)
-        return str(folder), str(draft)
-
-    folder, draft = (Path(place) for place in federation.share(begin))
-
-    def write() -> str:
-        def write_rows() -> list[str]:
-            file = shard_file(number, len(progress.shards))
-            write_tensors(draft / file, named(layout, clients.state, {}))
-            return [file]
-
-        with written(folder, None):
-            files = clients.state.save(draft, list_checkpoints(run), write_rows)
-            return "".join(line_of(draft / name).decode() for name in files)
-
-    try:
-        lines = [line for text in federation.gather(write) for line in text.encode().splitlines(keepends=True)]
-    except BaseException:
-        if federation.leads:  # when all know of it: who still writes would else say that the folder is gone
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-    def finish() -> None:
-        with written(folder, draft):
-            kept = {OF_SERVER + name: t for name, t in federation.server.state.items()}
-            write_tensors(draft / SERVER, kept)
-            finish_checkpoint(draft, folder, progress, lines)
-
-    federation.share(finish)
-
-
-T = TypeVar("T")
 _REPORT = "report/"
 
 
 @dataclass(kw_only=True)
 class Sharded(InProcess):
-    """``first`` is the number of the first trainer who is here; with ``ordered`` no sums are made on the way.
+    """The users of one of several processes, and at the process that leads the server.
 
-    What the server of a process that does not lead keeps is not kept up: only after how many rounds it last aggregated.
+    Each method is called by every process, in the same order. Elsewhere the server's state is not kept up to date,
+    apart from its version.
+
+    Attributes:
+        ranks: The processes of the run.
+        first: Number of the first trainer of this process among all.
+        ordered: Whether processes send uploads, which the server sums in the order of the users, instead of sums.
+        shards: Number of trainers of each process.
     """
 
     ranks: Ranks
     first: int
     ordered: bool = False
     shards: list[int] = field(default_factory=list)
-    """How many trainers each process has."""
 
     def __post_init__(self) -> None:
         self.leads = self.ranks.leads
 
-    def each(self, work: Callable[[], T]) -> T:
-        """As :meth:`comingle.training.backends.ranks.Ranks.each`."""
-        return self.ranks.each(work)
+    def merge_users(self, work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Merge what every process returns of its users where one leads; elsewhere return what this one does."""
+        return merged(self.ranks.gather(work))
 
-    def gather(self, work: Callable[[], Any]) -> list[Any]:
-        """As :meth:`comingle.training.backends.ranks.Ranks.gather`."""
-        return self.ranks.gather(work)
+    # ---------------------------------------------------------------- rounds
 
-    def share(self, work: Callable[[], T]) -> T:
-        """As :meth:`comingle.training.backends.ranks.Ranks.share`."""
-        return self.ranks.share(work)
+    def _resolve_eval_interval(self) -> int:
+        clients = self.clients
+        parts = self.ranks.gather(lambda: amounts_of(clients))
 
-    def invite(self, number: int, *, releases: bool) -> list[int] | None:
-        """The server draws, and everybody hears who takes part."""
-        members = self.share(lambda: self.server.invite(self.clients.training, number, releases=releases))
+        def resolve() -> int:
+            return period(clients.training, [*map(sum, zip(*parts, strict=True))], len(clients.everybody))
+
+        return self.ranks.share(resolve)
+
+    def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
+        """Return the participants of a round among the users of this process."""
+        participants = self.ranks.share(partial(super().select_participants, plan))
+        if participants is None:
+            self.clients.stopped_after = plan.number
+            return None
         here = range(len(self.clients.trainers))
-        return None if members is None else [m - self.first for m in members if m - self.first in here]
+        return [number - self.first for number in participants if number - self.first in here]
 
-    # ---------------------------------------------------------------- checkpoints
+    def _train(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
+        return self.ranks.each(partial(super()._train, plan, participants))
 
-    def save(self, folder: Path, progress: Progress) -> None:
-        """Write the checkpoint of a round, each process its users' part."""
-        save_shards(self, folder, self.ranks.rank, replace(progress, shards=self.shards))
+    def _report_round(self, work: LocalRound) -> RoundReport:
+        """Return the work of all users at the process that leads, elsewhere that of its own."""
+        own = super()._report_round
+        parts = [RoundReport(**part) for part in self.ranks.gather(lambda: asdict(own(work)))]
+        return RoundReport(
+            losses={name: loss for part in parts for name, loss in part.losses.items()},
+            rejected={name: reason for part in parts for name, reason in part.rejected.items()},
+            suspects=next((part.suspects for part in parts if part.rejected), []),
+            tokens=sum(part.tokens for part in parts),
+            seconds=max(part.seconds for part in parts),
+        )
 
-    def load(self, checkpoint: Path, progress: Progress) -> Tree:
-        """Have those who are here be as they were at a checkpoint; what the server kept, at the process that leads."""
-        return load_parts(self, checkpoint, progress)
+    def _require_losses(self, report: RoundReport) -> None:
+        self.ranks.share(partial(super()._require_losses, report))
+
+    def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
+        return self.ranks.each(partial(super()._score, done))
+
+    def _finish(self) -> None:
+        self.ranks.each(super()._finish)
+
+    def _score_chosen(self) -> Sequence[AnyScore]:
+        return self.ranks.each(super()._score_chosen)
+
+    # ---------------------------------------------------------------- the run folder
+
+    def open_folder(self, folder: Path, *, resume: bool) -> bool:
+        """Open the users' store in a run folder, first at the process that leads; return whether to restore from it."""
+        found = self.ranks.share(lambda: resume and bool(list_checkpoints(folder)))
+        store = self.clients.state
+        self.ranks.share(lambda: store.open(folder, anew=not found))
+        self.ranks.each(lambda: None if self.leads else store.open(folder, anew=not found))
+        return found
+
+    def _read_key(self, folder: Path | None, *, resume: bool) -> str:
+        return self.ranks.share(partial(super()._read_key, folder, resume=resume))
+
+    def write_record(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Write a JSON file at the process that leads."""
+        self.ranks.share(partial(super().write_record, path, content))
+
+    def save(self, folder: Path, progress: Progress, *, keep: int) -> None:
+        """Write the checkpoint of a round, each process the part of its users, and delete old ones.
+
+        Raises:
+            RunError: the disk of one of them does not take it; the older checkpoints stay.
+        """
+        clients, server, ranks = self.clients, self.server, self.ranks
+        progress = replace(progress, shards=self.shards)
+
+        def begin() -> tuple[str, str]:
+            final, draft = places(folder, progress.round)
+            with written(final, draft):
+                draft.mkdir(parents=True)
+            return str(final), str(draft)
+
+        final, draft = (Path(place) for place in ranks.share(begin))
+
+        def write() -> str:
+            def write_rows() -> list[str]:
+                file = shard_file(ranks.rank, len(progress.shards))
+                write_tensors(draft / file, named(clients.model.layout, clients.state, {}))
+                return [file]
+
+            with written(final, None):
+                files = clients.state.save(draft, list_checkpoints(folder), write_rows)
+                return "".join(line_of(draft / name).decode() for name in files)
+
+        try:
+            lines = [line for text in ranks.gather(write) for line in text.encode().splitlines(keepends=True)]
+        except BaseException:
+            if self.leads:  # when all know of it: who still writes would else say that the folder is gone
+                shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+        def end() -> None:
+            with written(final, draft):
+                kept = {OF_SERVER + name: t for name, t in server.state.items()}
+                write_tensors(draft / SERVER, kept)
+                finish_checkpoint(draft, final, progress, lines)
+
+        ranks.share(end)
+        ranks.share(partial(prune_checkpoints, folder, keep))
+
+    def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
+        return self.ranks.each(partial(super()._find_checkpoint, folder, fingerprint))
+
+    def _load(self, checkpoint: Path, progress: Progress) -> Tree:
+        self.ranks.each(partial(self._load_users, checkpoint, progress))
+        return self.ranks.each(lambda: self._load_server(checkpoint, progress) if self.leads else {})
+
+    def _restore_server(self, kept: Tree, trainers: Sequence[str]) -> None:
+        if self.leads:
+            super()._restore_server(kept, trainers)
+        self._share_version()
+
+    def _share_version(self) -> None:
+        self.server.version = self.ranks.share(lambda: self.server.version)
 
     # ---------------------------------------------------------------- downloads
 
     def download(self, members: Sequence[int]) -> None:
-        """Those of these users who are behind receive what the server has."""
+        """Send stale users what the server has."""
         if not self.clients.shares:
             return
         behind = self.clients.behind(self.server.version, members)
-        asked = self.gather(lambda: [self.clients.names[member] for member in behind])
+        asked = self.ranks.gather(lambda: [self.clients.names[member] for member in behind])
         common: Tree = {}
         told, own = self.ranks.hand_out(lambda: self._answers(asked, common))
         if not told["answered"]:
@@ -250,9 +315,9 @@ class Sharded(InProcess):
                 ranks=torch.tensor(told["ranks"], dtype=torch.int64),
                 senders=tuple(told["senders"]),
             )
-            self.each(lambda: self.clients.receive(message))
+            self.ranks.each(lambda: self.clients.receive(message))
         else:
-            self.each(lambda: None)
+            self.ranks.each(lambda: None)
 
     def _answers(self, asked: Sequence[Sequence[str]], common: Tree) -> list[tuple[dict[str, Any], Tree]]:
         """What each process hears of its users' downloads; ``common`` gets the tensors that all have in common."""
@@ -261,7 +326,7 @@ class Sharded(InProcess):
         if not flat:
             return [({"answered": False}, {})] * len(asked)
         message = self.server.download(flat)
-        self.download_bytes += sum(packed_bytes(message))
+        self.clock.download_bytes += sum(packed_bytes(message))
         common.update({name: t[:1] for name, t in message.tensors.items() if t.stride(0) == 0})
         about = {"answered": True, "version": message.version, "senders": list(message.senders)}
         about["order"] = list(message.tensors)
@@ -275,15 +340,15 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- uploads
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """These users send what they share, and how well they did, after round ``done``."""
-        self._sent = self.each(lambda: self._made(members, done, losses))
+        """Upload what these users share and their training losses after round ``done`` (from 1)."""
+        self._sent = self.ranks.each(lambda: self._made(members, done, losses))
         sent, summed = self._sent, self.server.sums is not None
-        told = self.gather(lambda: list(sent.users) if summed else sum(packed_bytes(sent)) if sent.users else 0)
+        told = self.ranks.gather(lambda: list(sent.users) if summed else sum(packed_bytes(sent)) if sent.users else 0)
         if summed and self.leads:
             names = [name for some in told for name in some]
             self._count_sum(names, done) if names else None
         elif self.leads:
-            self.upload_bytes += sum(told)
+            self.clock.upload_bytes += sum(told)
 
     def _made(self, members: Sequence[int], done: int, losses: dict[int, float]) -> Upload:
         if not members:
@@ -292,17 +357,17 @@ class Sharded(InProcess):
         return self.clients.upload(members, done, said)
 
     def aggregate(self) -> str:
-        """The server takes in what has been sent; between peers everybody who took part hears of it at once."""
+        """Aggregate the uploads of the round; return why there is no sum, if there is none."""
         assert self._sent is not None
         sent, self._sent = self._sent, None
         adds = self.server.adds and not self.ordered
         whole = self._collected(replace(sent, tensors={}) if adds else sent)
-        if adds and (users := self.share(lambda: [] if whole is None else list(whole.users))):
+        if adds and (users := self.ranks.share(lambda: [] if whole is None else list(whole.users))):
             sums = self._sums(sent, whole, users)
-            why = self.share(lambda: self._step(sums, whole))
+            why = self.ranks.share(lambda: self._step(sums, whole))
         else:
-            why = self.share(lambda: self._take(whole))
-        self.server.version = self.share(lambda: self.server.version)
+            why = self.ranks.share(lambda: self._take(whole))
+        self._share_version()
         if self.clients.method.server.peer_to_peer:
             self.download(self.clients.numbers(sent.users))
             self.server.forget()
@@ -324,7 +389,7 @@ class Sharded(InProcess):
         """Everybody's uploads as one, at the process that leads."""
         tensors = sent.tensors | {_REPORT + n: t for n, t in sent.reports.items()} | {"ranks": sent.ranks}
         found = self.ranks.collect(tensors if sent.users else {})
-        users = self.gather(lambda: list(sent.users))
+        users = self.ranks.gather(lambda: list(sent.users))
         if not self.leads:
             return None
         uploads = [_upload(sent.round, names, tree) for names, tree in zip(users, found, strict=True) if names]
@@ -335,7 +400,7 @@ class Sharded(InProcess):
         layout = self.clients.model.layout
         like = restrict(layout.views(self.clients.state.rows[:0]), layout, self.server.method.shared)
         own = expand(sent.tensors, self.server.uploads) if sent.users else like
-        counts = self.gather(lambda: len(sent.users))
+        counts = self.ranks.gather(lambda: len(sent.users))
         of_tensor, weights = self.ranks.hand_out(lambda: self._weights(list(like), whole, counts))
         of_each = {name: weights[of_tensor[name]] for name in like}
         own = {name: own[name] for name in like}
@@ -351,18 +416,18 @@ class Sharded(InProcess):
 
     # ---------------------------------------------------------------- the best round
 
-    def select(self, done: int, losses: dict[str, float]) -> float:
-        """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""
-        parts = self.gather(lambda: losses)
-        mean, lowest = self.share(lambda: self._judged(parts, done))
+    def report_losses(self, done: int, losses: dict[str, float]) -> float:
+        """Report validation losses after round ``done`` and return their mean; remember all models if it is lowest."""
+        parts = self.ranks.gather(lambda: losses)
+        mean, lowest = self.ranks.share(lambda: self._judged(parts, done))
         self.clients.hear(verdict(list(losses) or [self.clients.names[0]], done, lowest=lowest))
         return mean
 
     def _judged(self, parts: Sequence[dict[str, float]], done: int) -> tuple[float, bool]:
         losses = {name: loss for part in parts for name, loss in part.items()}
         before, message = self.server.lowest_loss, validation_report(losses, done)
-        self.upload_bytes += sum(packed_bytes(message))
-        self.download_bytes += sum(packed_bytes(self.server.judge(message)))
+        self.clock.upload_bytes += sum(packed_bytes(message))
+        self.clock.download_bytes += sum(packed_bytes(self.server.judge(message)))
         return fmean(losses.values()), self.server.lowest_loss < before
 
 

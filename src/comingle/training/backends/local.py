@@ -1,17 +1,23 @@
-"""Both halves in one process: a cohort's messages stay stacked, and are counted as if each were sent by itself."""
+"""All users and their server in one process.
+
+Messages of a cohort stay stacked, and are counted as if each were sent by itself.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
 
-from comingle.config.settings import Terms
+from comingle.config.settings import AUTO, MEMORY, Terms, Training
+from comingle.data.populations import digest_names
 from comingle.privacy.secure_sum import VECTOR, Sums, as_words, keys_bytes, received_bytes, sent_bytes
 from comingle.protocol.messages import (
     LOSS,
@@ -23,14 +29,38 @@ from comingle.protocol.messages import (
     validation_report,
 )
 from comingle.protocol.wire import pack, packed_bytes, unpack
-from comingle.training.checkpoints import Progress, load_checkpoint, load_parts, save_checkpoint
-from comingle.training.client import Clients
-from comingle.training.evaluation import Federation
-from comingle.training.privacy import terms_of
+from comingle.training.backends.base import Backend, RoundPlan, RoundResult, log_rejection
+from comingle.training.checkpoints import (
+    Progress,
+    load_checkpoint,
+    load_server,
+    load_users,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from comingle.training.client import NOBODY, Clients, LocalRound, finetuned, finish, settle, train
+from comingle.training.cohort import AnyScore
+from comingle.training.evaluation import (
+    Clock,
+    amounts_of,
+    check_finite,
+    evaluation_event,
+    measure_among,
+    mixtures_told,
+    period,
+    sampled,
+    users_report,
+)
+from comingle.training.events import Observer
+from comingle.training.privacy import keep_key, key_of, set_key, terms_of
 from comingle.training.server import ServerHalf, start_server
 from comingle.training.settings import cohorts
-from comingle.training.state import reorder
-from comingle.utils.errors import NoSumError
+from comingle.training.state import check_names, reorder, reorder_kept
+from comingle.training.steps import diverged
+from comingle.utils.errors import NoSumError, RunError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import write_json
 from comingle.utils.trees import Tree
 
 logger = logging.getLogger("comingle")
@@ -39,45 +69,231 @@ Masked = Callable[[Terms, Mapping[str, np.ndarray], int], np.ndarray]
 """The sum of uploads by name, of so large an entry at most, with masks put on and taken off on the way."""
 
 
-@dataclass(kw_only=True)
-class InProcess(Federation):
-    """Moves messages and counts their bytes; with ``serialise`` every one of them is packed and unpacked.
+@dataclass(frozen=True, kw_only=True)
+class RoundReport:
+    """A round's local work by user name; ``suspects`` are the settings to suspect for the first rejected user."""
 
-    A secure sum adds the numbers, or is what ``masked`` makes of them
-    (:func:`comingle.privacy.secure_server.rehearsed`).
+    losses: dict[str, float]
+    rejected: dict[str, str]
+    suspects: list[str]
+    tokens: int
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class InProcess(Backend[Sequence[AnyScore]]):
+    """All users and their server in one process: messages stay stacked tensors, and their bytes are counted.
+
+    Attributes:
+        serialise: Whether every message is packed and unpacked.
+        masked: Sums masked uploads where the server sees sums alone
+            (:func:`comingle.privacy.secure_server.rehearsed`); without it the numbers are added.
+        leads: Whether this process has the server and logs the run.
     """
 
     clients: Clients
     server: ServerHalf
     serialise: bool = False
     masked: Masked | None = None
-    upload_bytes: int = 0
-    download_bytes: int = 0
+    clock: Clock = field(default_factory=Clock)
+    observe: Observer = lambda event: None
+    leads: bool = field(default=True, init=False)
     _sent: Upload | None = None
 
-    def save(self, folder: Path, progress: Progress) -> None:
-        """Write the checkpoint of a round to a run's folder.
+    def merge_users(self, work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what ``work`` returns of the users, by name or below; of several processes, merged where one leads."""
+        return dict(work())
+
+    # ---------------------------------------------------------------- rounds
+
+    def start(self, observe: Observer, clock: Clock) -> tuple[Training, int]:
+        """Send events to ``observe``, count on ``clock``, and resolve how often the run evaluates."""
+        self.observe, self.clock, clients = observe, clock, self.clients
+        if clients.training.evaluate_every == AUTO and clients.method.trains:
+            clients.training = replace(clients.training, evaluate_every=self._resolve_eval_interval())
+        return clients.training, clients.rounds_done
+
+    def _resolve_eval_interval(self) -> int:
+        return period(self.clients.training, amounts_of(self.clients), len(self.clients.everybody))
+
+    def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
+        """Return the participants of a round, or None and end the run where the privacy budget allows no more."""
+        participants = self.server.invite(self.clients.training, plan.number, releases=plan.exchanges)
+        if participants is None:
+            self.clients.stopped_after = plan.number
+        return participants
+
+    def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
+        """Have participants download, take their local steps, and upload if the round exchanges.
+
+        Raises:
+            DivergenceError: a user's loss or tensors are not finite, and the method does not leave such users out.
+        """
+        self.download(participants)
+        work = self._train(plan, participants)
+        report = self._report_round(work)
+        for name, reason in report.rejected.items():
+            log_rejection(self.observe, plan.done, name, reason)
+        self._require_losses(report)
+        if plan.exchanges:
+            self.upload(list(work.losses), plan.done, work.losses)
+        count = len(report.losses)
+        return RoundResult(losses=report.losses, users=count, tokens=report.tokens, seconds=report.seconds)
+
+    def _train(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
+        if not participants:
+            return NOBODY
+
+        def step(advance: int) -> None:
+            self.observe({"event": "step", "advance": advance, "round": plan.done})
+
+        step(0)
+        return train(self.clients, participants, plan.number, lambda: step(1))
+
+    def _report_round(self, work: LocalRound) -> RoundReport:
+        clients, first = self.clients, next(iter(work.rejected), None)
+        suspects = () if first is None else clients.steps.suspects(first, clients.state.rows_of([first])[0])
+        return RoundReport(
+            losses={clients.names[member]: loss for member, loss in work.losses.items()},
+            rejected={clients.names[member]: reason for member, reason in work.rejected.items()},
+            suspects=list(suspects),
+            tokens=work.tokens,
+            seconds=work.seconds,
+        )
+
+    def _require_losses(self, report: RoundReport) -> None:
+        if report.rejected and not report.losses:
+            raise diverged(*next(iter(report.rejected.items())), report.suspects)
+
+    def evaluate(
+        self, done: int, *, receives: bool, finishes: bool, silent: bool
+    ) -> tuple[Sequence[AnyScore], dict[str, Any]]:
+        """Score the models of the users who are evaluated; if their validation loss is the lowest, remember all models.
+
+        Raises:
+            DivergenceError: a user's loss is not finite.
+        """
+        clients, server = self.clients, self.server
+        if receives:
+            self.download(clients.scored_trainers)
+        if finishes:
+            self._finish()
+        if not silent:
+            self.observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
+        scores, losses = self._score(done)
+        mean_loss = {"mean_valid_loss": self.report_losses(done, losses)} if clients.state.best else {}
+        report = self.merge_users(lambda: users_report(clients, scores))
+        if not self.leads:
+            return scores, {}
+        measure = measure_among(report["users"])
+        event = evaluation_event(report["users"], measure, done=done, iterations=done * clients.steps.local_steps)
+        event |= sampled(clients, report["users"], measure) | mean_loss | report["routing"]
+        return scores, event | mixtures_told(clients, server, report["mixtures"])
+
+    def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
+        """Return test scores and, where the best round is selected, validation losses."""
+        clients = self.clients
+        settle(clients, ends=done >= clients.training.rounds or len(clients.scored) == len(clients.users))
+        with finetuned(clients, done):  # once for both
+            scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
+        check_finite(clients, scores, done)
+        return scores, losses
+
+    def _finish(self) -> None:
+        finish(self.clients)
+
+    def choose(self, rounds: int, scores: Sequence[AnyScore] | None) -> Sequence[AnyScore] | None:
+        """End with the models of the best round, where that is selected, and return their scores."""
+        self.clients.choose()
+        return scores if self.clients.chosen_round == rounds else self._score_chosen()
+
+    def _score_chosen(self) -> Sequence[AnyScore]:
+        with finetuned(self.clients):
+            return self.clients.evaluate()
+
+    # ---------------------------------------------------------------- the run folder
+
+    def open_folder(self, folder: Path, *, resume: bool) -> bool:
+        """Open the users' store in a run folder; return whether there is a checkpoint to restore."""
+        found = resume and bool(list_checkpoints(folder))
+        self.clients.state.open(folder, anew=not found)
+        return found
+
+    def keep_key(self, folder: Path | None, *, resume: bool) -> None:
+        """Draw the noise of privacy with the key in the run folder; without a folder, with one key for all."""
+        set_key(self._read_key(folder, resume=resume), *self._noised)
+
+    @property
+    def _noised(self) -> tuple[Any, ...]:
+        return *self.clients.mechanisms, *self.server.mechanisms
+
+    def _read_key(self, folder: Path | None, *, resume: bool) -> str:
+        if folder is not None:
+            keep_key(folder, *self._noised, anew=not resume, begun=resume and (folder / "events.jsonl").exists())
+        return key_of(*self._noised)
+
+    def write_record(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Write a JSON file."""
+        write_json(path, content)
+
+    def save(self, folder: Path, progress: Progress, *, keep: int) -> None:
+        """Write the checkpoint of a round to a run folder, and delete all but the newest ``keep``.
 
         Raises:
             RunError: the disk does not take it; the older checkpoints stay.
         """
         save_checkpoint(folder, self.clients.model.layout, self.clients.state, self.server.state, progress)
+        prune_checkpoints(folder, keep)
 
-    def load(self, checkpoint: Path, progress: Progress) -> Tree:
-        """Have the users be as they were at a checkpoint, also one of several processes; what the server kept.
+    def restore(self, folder: Path, fingerprint: str) -> Progress:
+        """Restore users and server from the newest checkpoint in a run folder.
 
         Raises:
-            RunError: it was changed, or is not this recipe's.
+            RunError: there is none, or it is damaged or of a recipe with another fingerprint.
         """
+        newest, progress = self._find_checkpoint(folder, fingerprint)
+        clients = self.clients
+        apart = progress.population or not clients.state.in_memory
+        clients.stopped_after = progress.round if progress.stopped else None
+        kept = self._load(newest, progress)
+        clients.resized()
+        self._restore_server(kept, clients.everybody if apart else progress.trainers)
+        return progress
+
+    def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
+        newest, progress = newest_checkpoint(folder, fingerprint)
+        names = self.clients.everybody
+        if progress.population or not self.clients.state.in_memory:
+            _check_population(newest, progress, names, in_memory=self.clients.state.in_memory)
+        else:
+            check_names(newest, progress.trainers, names)
+        return newest, progress
+
+    def _load(self, checkpoint: Path, progress: Progress) -> Tree:
+        """Restore the users of this process, and return the server's state."""
         clients = self.clients
         if progress.shards or progress.population:
-            return load_parts(self, checkpoint, progress)
+            self._load_users(checkpoint, progress)
+            return self._load_server(checkpoint, progress)
         state, kept = load_checkpoint(checkpoint, clients.model.layout, clients.state, self.server.state)
         clients.state = reorder(state, progress.trainers, clients.everybody)
         return kept
 
+    def _load_users(self, checkpoint: Path, progress: Progress) -> None:
+        clients, state = self.clients, self.clients.state
+        read = partial(load_users, checkpoint, progress, clients.model.layout, state, clients.names)
+        clients.state = state.load(checkpoint, read)
+
+    def _load_server(self, checkpoint: Path, progress: Progress) -> Tree:
+        return load_server(checkpoint, progress, self.server.state, self.clients.state.rows.device)
+
+    def _restore_server(self, kept: Tree, trainers: Sequence[str]) -> None:
+        self.server.restore(reorder_kept(kept, trainers, self.clients.everybody, self.server.by_user))
+
+    # ---------------------------------------------------------------- messages
+
     def download(self, members: Sequence[int]) -> None:
-        """Those of these users who are behind receive what the server has."""
+        """Send stale users what the server has."""
         behind = self.clients.behind(self.server.version, members) if self.clients.shares else []
         names = self.server.answers([self.clients.names[member] for member in behind])
         for some in cohorts(names, self.clients.at_once):
@@ -85,11 +301,11 @@ class InProcess(Federation):
 
     def _answer(self, names: Sequence[str]) -> None:
         message = self.server.download(names)
-        self.download_bytes += sum(packed_bytes(message))
+        self.clock.download_bytes += sum(packed_bytes(message))
         self.clients.receive(_downloaded(message.split()) if self.serialise else message)
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """These users send what they share, and how well they did, after round ``done``."""
+        """Upload what these users share and their training losses after round ``done`` (from 1)."""
         if not members:
             self._sent = no_uploads(done)
             return
@@ -99,13 +315,14 @@ class InProcess(Federation):
             self._sent = message
             self._count_sum(message.users, done)
             return
-        self.upload_bytes += sum(packed_bytes(message))
+        self.clock.upload_bytes += sum(packed_bytes(message))
         self._sent = _uploaded(message.split()) if self.serialise else message
 
     def aggregate(self) -> str:
-        """The server takes in what has been sent; between peers everybody who took part hears of it at once.
+        """Aggregate the uploads of the round; between peers, participants download at once.
 
-        Why there was no sum, where there can be none and was none.
+        Returns:
+            Why there is no sum; empty if there is one.
         """
         assert self._sent is not None
         if self.server.sums is not None:
@@ -118,7 +335,7 @@ class InProcess(Federation):
         return ""
 
     def _sum(self, sums: Sums, sent: Upload) -> str:
-        """What the server has of uploads once all masks are off; with ``masked`` they are put on and taken off."""
+        """Aggregate the sum of uploads, with :attr:`masked` through masks."""
         try:
             if self.masked is not None:
                 whole = sent.tensors.get(VECTOR, torch.zeros(0, 0))
@@ -136,25 +353,25 @@ class InProcess(Federation):
         return ""
 
     def _count_sum(self, users: Sequence[str], done: int) -> None:
-        """The bytes of a sum's messages; where there are too few users, no more than their keys are sent."""
+        """Count the bytes of a sum's messages; too few users send no more than their keys."""
         terms, names = terms_of(self.clients.training, "", done, self.server.size), list(users)
         enough = len(names) >= terms.threshold
         for name in names:
-            self.upload_bytes += sent_bytes(terms, name, len(names)) if enough else keys_bytes(terms, name)
-            self.download_bytes += received_bytes(terms, name, names) if enough else 0
+            self.clock.upload_bytes += sent_bytes(terms, name, len(names)) if enough else keys_bytes(terms, name)
+            self.clock.download_bytes += received_bytes(terms, name, names) if enough else 0
 
-    def select(self, done: int, losses: dict[str, float]) -> float:
-        """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""
+    def report_losses(self, done: int, losses: dict[str, float]) -> float:
+        """Report validation losses after round ``done`` and return their mean; remember all models if it is lowest."""
         message = validation_report(losses, done)
-        self.upload_bytes += sum(packed_bytes(message))
+        self.clock.upload_bytes += sum(packed_bytes(message))
         verdict = self.server.judge(_uploaded(message.split()) if self.serialise else message)
-        self.download_bytes += sum(packed_bytes(verdict))
+        self.clock.download_bytes += sum(packed_bytes(verdict))
         self.clients.hear(_downloaded(verdict.split()) if self.serialise else verdict)
         return fmean(losses.values())
 
 
 def federate(clients: Clients) -> InProcess:
-    """These users with a server of their own.
+    """Return a backend of these users with a server of their own.
 
     Raises:
         RecipeError: the method's server cannot serve such users.
@@ -166,13 +383,24 @@ def federate(clients: Clients) -> InProcess:
     return InProcess(clients=clients, server=server)
 
 
+def _check_population(newest: Path, progress: Progress, names: Sequence[str], *, in_memory: bool) -> None:
+    """Check that a checkpoint whose tensors are elsewhere, or should be, is of these users in this order."""
+    if not progress.population or in_memory:
+        kept, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
+        raise RunError(
+            f"{newest}: written with runtime.store: {kept}; got {now}; a run goes on with what it began with"
+        )
+    if progress.population != digest_names(names):
+        raise RunError(f"{newest}: of other users, or in another order; with runtime.store: disk both stay as they are")
+
+
 def _downloaded(parts: Sequence[Download]) -> Download:
-    """What arrives where each user's message goes over a wire."""
+    """Pack and unpack each user's message."""
     messages = [unpack(pack(part)) for part in parts]
     return join_downloads([part for part in messages if isinstance(part, Download)])
 
 
 def _uploaded(parts: Sequence[Upload]) -> Upload:
-    """The same."""
+    """Pack and unpack each user's message."""
     messages = [unpack(pack(part)) for part in parts]
     return join_uploads([part for part in messages if isinstance(part, Upload)])

@@ -1,12 +1,12 @@
-"""The rounds of a federation over the network, with secure sums.
+"""The backend of a federation over the network, with secure sums.
 
-A user tells its own numbers; by which names they go the server knows itself, and how many there must be.
+Users are asked for the steps of a round in tasks (:mod:`comingle.federation.client` says which). A user reports its own
+numbers; the server knows by which names they go, and how many there must be.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,54 +16,65 @@ from typing import Any
 import numpy as np
 import torch
 
+from comingle.config.settings import Training
 from comingle.federation.checks import check_upload, validation_loss
-from comingle.federation.coordinator import AN_EVENT, Coordinator
+from comingle.federation.coordinator import Coordinator
 from comingle.federation.messages import Answer, counts_samples
 from comingle.privacy import secure_client
 from comingle.privacy.secure_server import SumCollector
 from comingle.protocol.messages import LOSS, Download, Upload, expand, join_uploads, no_uploads, validation_report
 from comingle.protocol.wire import pack, unpack
-from comingle.training.evaluation import evaluation_event, metrics_of, mixtures_event
+from comingle.training.backends.base import Backend, RoundPlan, RoundResult, log_rejection
+from comingle.training.evaluation import Clock, evaluation_event, metrics_of, mixtures_event
+from comingle.training.events import AN_EVENT, Observer
 from comingle.training.privacy import terms_of
-from comingle.training.rounds import Due, due_in
-from comingle.training.settings import counts_exchanged
 from comingle.utils.errors import MessageError, NoSumError, RunError
 from comingle.utils.records import Metrics
 
 logger = logging.getLogger("comingle")
 
 
-def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int) -> list[str]:
-    """Aggregate the uploads of a round (from 1) that are as they must be; whose they are.
+def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int) -> tuple[list[str], str]:
+    """Aggregate the valid uploads of a round (from 1).
 
-    Where they are fewer than ``network.min_participants`` nobody gets to see what would be made of them.
+    Returns:
+        Whose uploads were aggregated, and why none were, if they are fewer than ``network.min_participants``.
 
     Raises:
-        RunError: none is.
+        RunError: none is valid.
     """
     found = {name: _upload(coordinator, name, answer, number) for name, answer in answers.items()}
     uploads = {name: upload for name in coordinator.public.users if (upload := found.get(name)) is not None}
     if answers and not uploads:
         raise RunError(f"round {number}: nobody's upload can be used")
-    if not is_enough(coordinator, list(uploads), answers, number):
-        return []
+    if why := pass_over_if_few(coordinator, list(uploads), answers, number):
+        return [], why
     _aggregate(coordinator, join_uploads(list(uploads.values())) if uploads else no_uploads(number))
-    return list(uploads)
+    return list(uploads), ""
 
 
-def is_enough(coordinator: Coordinator, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> bool:
-    """Whether uploads of these users, of all who answered, are as many as ``network.min_participants``.
+def pass_over_if_few(coordinator: Coordinator, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
+    """Keep the model of the round before if uploads are fewer than ``network.min_participants``.
 
-    Else the round (from 1) changes nothing, which is told; what users' own noise hides was sent, and counts.
+    What users' own noise hides was sent, and is charged.
+
+    Args:
+        coordinator: The coordinator.
+        users: Those whose uploads can be used.
+        answers: Those of all who answered.
+        number: The round, counted from 1.
+
+    Returns:
+        Why the model stays as it was; empty if the uploads are enough.
     """
     needed, server = min(coordinator.patience.min_participants, len(answers)), coordinator.server
     if len(users) >= needed:
-        return True
+        return ""
     why = f"round {number}: {len(users)} uploads can be used; needed: {needed} (network.min_participants)"
-    logger.warning("%s; the model stays as it was", why, extra=AN_EVENT)
-    coordinator.observe({"event": "no_sum", "round": number, "reason": f"{why}; the model stays as it was"})
+    why = f"{why}; the model stays as it was"
+    logger.warning("%s", why, extra=AN_EVENT)
     server.pass_over(number, server.numbers(users))
-    return False
+    return why
 
 
 def _aggregate(coordinator: Coordinator, upload: Upload) -> None:
@@ -108,8 +119,7 @@ def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) ->
             **({"most": coordinator.patience.max_samples} if counts_samples(coordinator.house.recipe) else {}),
         )
     except MessageError as error:
-        logger.warning("user %r is left out of round %d: %s", name, number, error, extra=AN_EVENT)
-        coordinator.observe({"event": "rejected", "round": number, "user": name, "reason": str(error)})
+        log_rejection(coordinator.observe, number, name, str(error))
         return None
     message.reports.pop(LOSS, None)  # which not everybody tells
     return message
@@ -133,9 +143,9 @@ def validation_losses(coordinator: Coordinator, answers: Mapping[str, Answer], d
 
 
 def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -> list[str]:
-    """Sum what users have trained in round ``done`` (from 1), of those who advertised; who is in the sum, if there is.
+    """Sum uploads of round ``done`` (from 1) behind masks and aggregate the sum; return whose it is.
 
-    Where too few are left the round ends without: nothing is revealed, the model stays, and that is told.
+    If too few users are left, nothing is revealed, the model stays as it was, and an event says why.
     """
     server = coordinator.server
     assert server.sums is not None
@@ -151,7 +161,8 @@ def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -
         server.pass_over(done)
         return []
     survivors = work.collection.survivors
-    if not is_enough(coordinator, survivors, answers, done):
+    if why := pass_over_if_few(coordinator, survivors, answers, done):
+        coordinator.observe({"event": "no_sum", "round": done, "reason": why})
         return []
     server.aggregate_sum(total, survivors, done)
     return survivors
@@ -216,10 +227,7 @@ class _Sum:
                     raise MessageError(str(answer.told.get("left_out", "nothing for a sum in the answer")))
                 take(name, unpack(answer.messages[0]))
             except MessageError as error:
-                number = self.collection.terms.round
-                logger.warning("user %r is left out of round %d: %s", name, number, error, extra=AN_EVENT)
-                event = {"event": "rejected", "round": number, "user": name}
-                self.coordinator.observe({**event, "reason": str(error)})
+                log_rejection(self.coordinator.observe, self.collection.terms.round, name, str(error))
 
 
 RoutingMetrics = Mapping[str, Mapping[str, Any]]
@@ -264,89 +272,148 @@ def _usual(sizes: Sequence[int]) -> int:
     return Counter(sizes).most_common(1)[0][0] if sizes else 0
 
 
-Save = Callable[[int, bool], None]
-"""Keeps the server's state after so many rounds, and whether no more follow though more were planned."""
-
-END_SECONDS = 60.0
-"""So long is waited for users to hear that all is over."""
-
 Told = dict[str, Mapping[str, Any]]
 """What users have told in their answers."""
 
 
-def run_tasks(coordinator: Coordinator, *, first_round: int = 0, stopped: bool = False, save: Save) -> Metrics:
-    """Train from ``first_round`` (from 0) to the end; the run's metrics, of those who let them be known.
+class NetworkBackend(Backend[Told]):
+    """Users elsewhere, whom a coordinator asks to train, and their server in this process.
 
-    A run that was ``stopped`` by its privacy budget has no more rounds.
-
-    Raises:
-        RunError: too few users answered in time.
+    Args:
+        coordinator: Sends tasks to users and receives their answers.
+        stopped_after: Number of rounds after which the privacy budget was spent, if it was before.
     """
-    training, method = coordinator.house.training, coordinator.house.method
-    names, rounds = coordinator.public.users, first_round if stopped else training.rounds if method.trains else 0
-    coordinator.clock.started = time.perf_counter()
-    last: Told = {}
-    if rounds and first_round == 0 and training.evaluate_first:
-        last = _evaluate(coordinator, names, 0)
-    for number in range(first_round, rounds):
-        due = due_in(method, training, coordinator.shares, number)
-        members = coordinator.server.invite(training, number, releases=due.exchanges)
-        if members is None:  # one more would exceed the privacy budget
-            logger.warning("the privacy budget is spent after round %d of %d", number, rounds)
-            rounds, last = number, _evaluate_stopped(coordinator, number)
-            save(number, True)
-            break
-        last = _play(coordinator, number, due, [names[i] for i in members]) or last
-        save(number + 1, False)
-    ended = rounds
-    if training.select == "best":
-        ended = coordinator.best_round
-        again = ("evaluate",) if ended != rounds else ()
-        answers = coordinator.ask(dict.fromkeys(names, ("choose", *again)), rounds)
-        last = {name: answer.told for name, answer in answers.items()} if again else last
-    receives = not stopped or counts_exchanged(method, training)
-    told = last or _evaluate(coordinator, names, rounds, silent=first_round > 0, receives=receives)
-    return _summarise(coordinator, told, rounds, ended)
 
+    remote = True
 
-def tell_end(coordinator: Coordinator, rounds: int) -> None:
-    """Tell everybody who is there that all is over; after the server has written down what came of it."""
-    coordinator.ask(dict.fromkeys(coordinator.public.users, ("end",)), rounds, seconds=END_SECONDS)
+    def __init__(self, coordinator: Coordinator, *, stopped_after: int | None = None):
+        self.coordinator, self.server, self.stopped_after = coordinator, coordinator.server, stopped_after
+        self._plan: RoundPlan | None = None
+        self._worked: Mapping[str, Answer] = {}
+        self._senders: list[str] = []
+        self._scored: Mapping[str, Answer] | None = None  # of users who evaluated in the task in which they trained
 
+    @property
+    def _names(self) -> Sequence[str]:
+        return self.coordinator.public.users
 
-def _evaluate_stopped(coordinator: Coordinator, done: int) -> Told:
-    """Have everybody evaluate, once, what a run ends with whose budget allows no further round."""
-    exchanged = counts_exchanged(coordinator.house.method, coordinator.house.training)
-    return _evaluate(coordinator, coordinator.public.users, done, finishes=exchanged, receives=exchanged)
+    @property
+    def rounds(self) -> int:
+        """After how many rounds the run ends: as planned, or before the privacy budget would be exceeded."""
+        house = self.coordinator.house
+        planned = house.training.rounds if house.method.trains else 0
+        return planned if self.stopped_after is None else self.stopped_after
 
+    def start(self, observe: Observer, clock: Clock) -> tuple[Training, int]:
+        """Send events to ``observe`` and count on ``clock``; a checkpoint follows every round.
 
-def _play(coordinator: Coordinator, number: int, due: Due, members: Sequence[str]) -> Told:
-    """One round; what users told of their models, if they were evaluated."""
-    names, done = coordinator.public.users, number + 1
-    local = ("evaluate",) if due.evaluates == "local" else ()
-    summed = due.exchanges and coordinator.server.sums is not None
-    work = ("receive", "train", *(("advertise" if summed else "upload",) if due.exchanges else ()), *local)
-    steps: dict[str, Sequence[str]] = dict.fromkeys(members, work)
-    if local:
-        steps |= {name: ("receive", "evaluate") for name in names if name not in steps}
-    answers = coordinator.ask(steps, number, about={"done": done})
-    worked = {name: answers[name] for name in members if name in answers}
-    _require_enough(coordinator, worked, members, done)
-    senders = sum_up(coordinator, worked, done) if summed else []  # with its bytes told of in this round
-    _tell(coordinator, worked, done)
-    told = _evaluated(coordinator, answers, done) if local else {}
-    if due.exchanges:
-        senders = senders if summed else take_in(coordinator, worked, done)
-        if (judged := coordinator.server.judged) is not None:
-            coordinator.observe(judged.as_event(done))
-        if (account := coordinator.server.account) is not None:
-            coordinator.observe({"event": "privacy", "round": done, **account.spent})
-        if coordinator.house.method.server.peer_to_peer:
-            coordinator.ask(dict.fromkeys(senders, ("receive",)), number)
-            coordinator.server.forget()
-    if due.evaluates == "exchanged":
-        told = _evaluate(coordinator, names, done, finishes=due.ends)
-    return told
+        A user can go back by one task and no more.
+        """
+        self.coordinator.observe, self.coordinator.clock = observe, clock
+        return replace(self.coordinator.house.training, checkpoint_every=1), self.rounds
+
+    def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
+        """Return the participants of a round, or None and end the run where the privacy budget allows no more."""
+        training = self.coordinator.house.training
+        participants = self.server.invite(training, plan.number, releases=plan.exchanges)
+        if participants is None:
+            self.stopped_after = plan.number
+        return participants
+
+    def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
+        """Ask participants to download, train and upload, and where local models are evaluated all users to evaluate.
+
+        A sum behind masks is aggregated at once, so that its bytes are of this round.
+
+        Raises:
+            RunError: too few participants answered in time.
+        """
+        coordinator, names = self.coordinator, [self._names[number] for number in participants]
+        local = ("evaluate",) if plan.evaluates == "local" else ()
+        summed = plan.exchanges and self.server.sums is not None
+        work = ("receive", "train", *(("advertise" if summed else "upload",) if plan.exchanges else ()), *local)
+        steps: dict[str, Sequence[str]] = dict.fromkeys(names, work)
+        if local:
+            steps |= {name: ("receive", "evaluate") for name in self._names if name not in steps}
+        answers = coordinator.ask(steps, plan.number, about={"done": plan.done})
+        worked = {name: answers[name] for name in names if name in answers}
+        _require_enough(coordinator, worked, names, plan.done)
+        self._plan, self._worked, self._scored = plan, worked, answers if local else None
+        self._senders = sum_up(coordinator, worked, plan.done) if summed else []
+        told = [answer.told for answer in worked.values()]
+        return RoundResult(
+            losses={name: answer.told["train_loss"] for name, answer in worked.items() if "train_loss" in answer.told},
+            users=len([one for one in told if "left_out" not in one]),
+            tokens=sum(int(one.get("tokens", 0)) for one in told),
+            seconds=max((float(one.get("train_seconds", 0.0)) for one in told), default=0.0),
+        )
+
+    def aggregate(self) -> str:
+        """Aggregate the uploads of the round that can be used; return why they were not aggregated, or "".
+
+        Raises:
+            RunError: no upload can be used, or what the server makes of them cannot.
+        """
+        assert self._plan is not None
+        why = ""
+        if self.server.sums is None:
+            self._senders, why = take_in(self.coordinator, self._worked, self._plan.done)
+        if self.server.method.server.peer_to_peer:
+            self.coordinator.ask(dict.fromkeys(self._senders, ("receive",)), self._plan.number)
+            self.server.forget()
+        return why
+
+    def evaluate(
+        self, done: int, *, receives: bool, finishes: bool, silent: bool
+    ) -> tuple[Told | None, dict[str, Any]]:
+        """Ask all users to evaluate, unless they have with the round's training, and judge their validation losses."""
+        answers, self._scored = self._scored, None
+        if answers is None:
+            steps = (*(("receive",) if receives else ()), *(("finish",) if finishes else ()), "evaluate")
+            answers = self.coordinator.ask(dict.fromkeys(self._names, steps), max(0, done - 1), about={"done": done})
+        names = [name for name in self._names if name in answers]
+        told = {name: answers[name].told for name in names if answers[name].told.get("evaluated")}
+        measure = _measure(told)
+        scores = {name: dict(one["score"]) for name, one in told.items() if f"test_{measure}" in one.get("score", {})}
+        event = evaluation_event(scores, measure, done=done, iterations=done * self.coordinator.local_steps)
+        if not silent and (losses := validation_losses(self.coordinator, answers, done)):
+            event["mean_valid_loss"] = self._judge(losses, done)
+        return told or None, event | routing_event(self.coordinator, told)
+
+    def _judge(self, losses: dict[str, float], done: int) -> float:
+        """Have the server judge validation losses, and return their mean; users hear of it with their next task."""
+        before = self.server.lowest_loss
+        verdict = self.server.judge(validation_report(losses, done), self._names)
+        self.coordinator.verdicts |= dict(zip(self._names, verdict.split(), strict=True))
+        if self.server.lowest_loss < before:
+            self.coordinator.best_round = done
+        return fmean(losses.values())
+
+    def choose(self, rounds: int, scores: Told | None) -> Told | None:
+        """Tell users to end with the models of the best round, where that is selected, and return their scores."""
+        if self.coordinator.house.training.select != "best":
+            return scores
+        again = ("evaluate",) if self.coordinator.best_round != rounds else ()
+        answers = self.coordinator.ask(dict.fromkeys(self._names, ("choose", *again)), rounds)
+        return {name: answer.told for name, answer in answers.items()} or None if again else scores
+
+    def summarise(self, told: Told | None) -> Metrics:
+        """Return the metrics of the finished run, of the users who let theirs be known."""
+        coordinator, told = self.coordinator, told or {}
+        house, measure = coordinator.house, _measure(told)
+        needed = {f"test_{measure}", "trainable_parameters"}
+        users = {name: dict(one["metrics"]) for name, one in told.items() if _has(one.get("metrics", {}), needed)}
+        return metrics_of(
+            users,
+            coordinator.model,
+            house.method,
+            house.training,
+            coordinator.clock,
+            rounds=self.rounds,
+            selected=coordinator.best_round if house.training.select == "best" else self.rounds,
+            measure=measure,
+            unit=_most([str(one["unit"]) for one in coordinator.joined.values() if "unit" in one], "tokens"),
+        )
 
 
 def _require_enough(coordinator: Coordinator, worked: Mapping[str, Answer], members: Sequence[str], done: int) -> None:
@@ -358,72 +425,6 @@ def _require_enough(coordinator: Coordinator, worked: Mapping[str, Answer], memb
         )
 
 
-def _tell(coordinator: Coordinator, worked: Mapping[str, Answer], done: int) -> None:
-    """Count the round, and its event."""
-    clock, told = coordinator.clock, {name: answer.told for name, answer in worked.items()}
-    sent, received = clock.upload_bytes - clock.told_upload_bytes, clock.download_bytes - clock.told_download_bytes
-    clock.told_upload_bytes, clock.told_download_bytes = clock.upload_bytes, clock.download_bytes
-    tokens = sum(int(one.get("tokens", 0)) for one in told.values())
-    seconds = max((float(one.get("train_seconds", 0.0)) for one in told.values()), default=0.0)
-    clock.train_seconds += seconds
-    clock.tokens += tokens
-    clock.user_rounds += len([one for one in told.values() if "left_out" not in one])
-    coordinator.observe(
-        {
-            "event": "round",
-            "round": done,
-            "train_loss_nats": {name: one["train_loss"] for name, one in told.items() if "train_loss" in one},
-            "upload_bytes": sent,
-            "download_bytes": received,
-            "tokens": tokens,
-            "seconds": seconds,
-        }
-    )
-
-
-def _evaluate(
-    coordinator: Coordinator,
-    names: Sequence[str],
-    done: int,
-    *,
-    finishes: bool = False,
-    silent: bool = False,
-    receives: bool = True,
-) -> Told:
-    """Have everybody evaluate the model that it has now, behind whatever the server has for it.
-
-    What is ``silent`` was told of, and its bytes counted, before the server was stopped.
-    """
-    steps = (*(("receive",) if receives else ()), *(("finish",) if finishes else ()), "evaluate")
-    clock = coordinator.clock
-    counted = clock.upload_bytes, clock.download_bytes
-    answers = coordinator.ask(dict.fromkeys(names, steps), max(0, done - 1), about={"done": done})
-    if silent:
-        clock.upload_bytes, clock.download_bytes = counted
-    return _evaluated(coordinator, answers, done, silent=silent)
-
-
-def _evaluated(coordinator: Coordinator, answers: Mapping[str, Answer], done: int, *, silent: bool = False) -> Told:
-    """Tell of an evaluation, and let the server judge the validation losses."""
-    names = [name for name in coordinator.public.users if name in answers]
-    told = {name: answers[name].told for name in names if answers[name].told.get("evaluated")}
-    scores = {
-        name: dict(one["score"]) for name, one in told.items() if f"test_{_measure(told)}" in one.get("score", {})
-    }
-    losses = {} if silent else validation_losses(coordinator, answers, done)  # which have decided already
-    event = evaluation_event(scores, _measure(told), done=done, iterations=done * coordinator.local_steps)
-    if losses:
-        before, everyone = coordinator.server.lowest_loss, coordinator.public.users
-        said = coordinator.server.judge(validation_report(losses, done), everyone)
-        coordinator.verdicts |= dict(zip(everyone, said.split(), strict=True))
-        if coordinator.server.lowest_loss < before:
-            coordinator.best_round = done
-        event["mean_valid_loss"] = fmean(losses.values())
-    if not silent:
-        coordinator.observe(event | routing_event(coordinator, told))
-    return told
-
-
 def _measure(told: Told) -> str:
     """By which scores are compared: what most users say, who say so whether they tell theirs or not."""
     return _most([str(one["measure"]) for one in told.values() if "measure" in one], "loss")
@@ -432,24 +433,6 @@ def _measure(told: Told) -> str:
 def _most(values: Sequence[str], otherwise: str) -> str:
     """What is there most often, of equals the first; one user who says something else changes nothing."""
     return Counter(values).most_common(1)[0][0] if values else otherwise
-
-
-def _summarise(coordinator: Coordinator, told: Told, rounds: int, ended: int) -> Metrics:
-    needed = {f"test_{_measure(told)}", "trainable_parameters"}
-    users = {n: dict(one["metrics"]) for n, one in told.items() if _has(one.get("metrics", {}), needed)}
-    unit = _most([str(one["unit"]) for one in coordinator.joined.values() if "unit" in one], "tokens")
-    house = coordinator.house
-    return metrics_of(
-        users,
-        coordinator.model,
-        house.method,
-        house.training,
-        coordinator.clock,
-        rounds=rounds,
-        selected=ended,
-        measure=_measure(told),
-        unit=unit,
-    )
 
 
 def _has(metrics: Mapping[str, Any], names: Collection[str]) -> bool:

@@ -1,0 +1,126 @@
+"""The backend of a run: where users train and how messages reach them.
+
+:func:`comingle.training.rounds.run_rounds` drives every backend through the same rounds: all users in one process
+(:mod:`comingle.training.backends.local`), users sharded over processes
+(:mod:`comingle.training.backends.distributed`), users elsewhere (:mod:`comingle.federation.backend`).
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from comingle.config.settings import Training
+from comingle.training.evaluation import Clock
+from comingle.training.events import AN_EVENT, Observer
+from comingle.training.server import ServerHalf
+
+logger = logging.getLogger("comingle")
+
+S = TypeVar("S")
+"""Scores of the users' models, as a backend knows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPlan:
+    """What a round does besides local steps.
+
+    Attributes:
+        number: The round, counted from 0.
+        ends: Whether it is the last one planned.
+        exchanges: Whether participants upload and the server aggregates.
+        evaluates: Which models are evaluated: the local ones, before the server aggregates, or the exchanged ones.
+        saves: Whether a checkpoint is written.
+    """
+
+    number: int
+    ends: bool
+    exchanges: bool
+    evaluates: Literal["local", "exchanged"] | None
+    saves: bool
+
+    @property
+    def done(self) -> int:
+        """Number of rounds that are done after this one."""
+        return self.number + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """What the local steps of a round yielded.
+
+    Attributes:
+        losses: Mean training loss in nats of each participant that reports it.
+        users: Number of participants whose work counts.
+        tokens: Training tokens or samples that were seen.
+        seconds: Time of the local steps; the longest, where users train beside each other.
+    """
+
+    losses: Mapping[str, float]
+    users: int
+    tokens: int
+    seconds: float
+
+
+class Backend(ABC, Generic[S]):
+    """Users and their server, driven by :func:`comingle.training.rounds.run_rounds`. Participants are numbers."""
+
+    server: ServerHalf
+    remote: ClassVar[bool] = False
+    """Whether users are elsewhere, where they may be absent, and the server sees no round without an exchange."""
+
+    @abstractmethod
+    def start(self, observe: Observer, clock: Clock) -> tuple[Training, int]:
+        """Send events to ``observe`` and count time and bytes on ``clock`` from now on.
+
+        Returns:
+            The settings of the run, with the evaluation interval resolved, and after how many rounds it ends.
+        """
+
+    @abstractmethod
+    def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
+        """Return the participants of a round, or None and end the run where the privacy budget allows no more."""
+
+    @abstractmethod
+    def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
+        """Have participants download, take their local steps, and upload if the round exchanges.
+
+        Raises:
+            ComingleError: too few participants' work can be used.
+        """
+
+    @abstractmethod
+    def aggregate(self) -> str:
+        """Aggregate the uploads of the round; return why they were not, which leaves the model as it was, or ""."""
+
+    @abstractmethod
+    def evaluate(self, done: int, *, receives: bool, finishes: bool, silent: bool) -> tuple[S | None, dict[str, Any]]:
+        """Score the users' models.
+
+        Args:
+            done: Number of rounds that are done.
+            receives: Whether stale users download first.
+            finishes: Whether users make their final models first, after the last exchange.
+            silent: Whether this evaluation was logged before the run was resumed.
+
+        Returns:
+            The scores, None if no user was scored, and the event, empty if another process logs it.
+        """
+
+    @abstractmethod
+    def choose(self, rounds: int, scores: S | None) -> S | None:
+        """End with the models of the best round, where that is selected, and return their scores.
+
+        Args:
+            rounds: Number of rounds that are done.
+            scores: The scores after these, which are returned where no other round was better.
+        """
+
+
+def log_rejection(observe: Observer, number: int, name: str, reason: str) -> None:
+    """Log that a user's work of round ``number`` (from 1) is left out."""
+    logger.warning("user %r is left out of round %d: %s", name, number, reason, extra=AN_EVENT)
+    observe({"event": "rejected", "round": number, "user": name, "reason": reason})
