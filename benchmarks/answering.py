@@ -23,11 +23,11 @@ import torch
 from clocks import add_clock, clock_of
 from comingle.config.settings import Training
 from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, encode
+from comingle.models.hardware import keep_buffers
 from comingle.models.loading import load_base
 from comingle.models.random_bases import EOS, byte_tokenizer
 from comingle.training.client import Clients
 from comingle.training.kinds import conversations as feeding
-from comingle.training.runtime import keep_buffers
 from comingle.training.settings import Portions
 from throughput import clients_of
 

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 from clocks import add_clock, clock_of
+from comingle.models.hardware import keep_buffers, peak_memory_bytes
 from comingle.models.loading import load_base
 from comingle.training.client import train
-from comingle.training.runtime import keep_buffers, peak_memory_bytes
 from roofline import CONTEXT, SHAPES
 from throughput import clients_of, timed
 

@@ -42,12 +42,11 @@ from comingle.cost.counts import Shape, own_entries
 from comingle.models.base import Base
 from comingle.models.cuda_graphs import recorded
 from comingle.models.gpu_experts import part_on, with_triton
-from comingle.models.hardware import resolve_device
+from comingle.models.hardware import keep_buffers, resolve_device
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import load_base
 from comingle.models.model import Model
 from comingle.training.client import Clients, train
-from comingle.training.runtime import keep_buffers
 from comingle.training.settings import TOKENS_PER_PASS
 from comingle.utils.errors import ComingleError, lacks_memory
 from one_by_one import one_by_one

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from clocks import add_clock, clock_of
 from comingle.data.samples.samples import UserSamples
+from comingle.models.hardware import keep_buffers
 from comingle.models.loading import load_base
 from comingle.training.client import train
-from comingle.training.runtime import keep_buffers
 from many_users import RATE, federation, stacked, start
 from throughput import clients_of, timed
 

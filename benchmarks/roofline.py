@@ -27,9 +27,9 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from clocks import add_clock, clock_of
+from comingle.models.hardware import keep_buffers
 from comingle.models.loading import load_base
 from comingle.training.client import Clients, train
-from comingle.training.runtime import keep_buffers
 from throughput import base_pass, clients_of, timed
 
 SHAPES: dict[str, dict[str, int]] = {

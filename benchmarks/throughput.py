@@ -31,6 +31,7 @@ from comingle.methods import make
 from comingle.models.adapted import adapt
 from comingle.models.base import Base
 from comingle.models.cpu_kernels import faster
+from comingle.models.hardware import keep_buffers, peak_memory_bytes
 from comingle.models.injection import ExpertCounts
 from comingle.models.kernels import expert_mlp
 from comingle.models.layouts import decoder_layers
@@ -38,7 +39,6 @@ from comingle.models.loading import backbone, lm_head, load_base
 from comingle.models.loss import cross_entropy
 from comingle.training.client import Clients, batch_size, train
 from comingle.training.kinds.text import TextFeed
-from comingle.training.runtime import keep_buffers, peak_memory_bytes
 from one_by_one import one_by_one
 
 

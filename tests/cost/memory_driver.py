@@ -18,12 +18,12 @@ import torch
 
 from comingle.config import load_recipe
 from comingle.data.text.streams import UserData
+from comingle.models.hardware import keep_buffers
 from comingle.models.loading import load_base
 from comingle.runs.session import build
 from comingle.training.client import train
 from comingle.training.kinds.base import Materials
 from comingle.training.kinds.text import KIND as TEXT
-from comingle.training.runtime import keep_buffers
 
 
 def resident(key: str) -> int:

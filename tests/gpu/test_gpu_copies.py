@@ -14,8 +14,7 @@ from pretend import pretending
 from torch import Tensor
 
 from comingle.methods.base import Phase
-from comingle.training.batch_sources import Feed
-from comingle.training.prefetch import Ahead
+from comingle.training.batch_sources import Feed, Prefetcher
 
 EXPERTS, ROUTER = Phase(roles=frozenset({"a"})), Phase(roles=frozenset({"router"}), optimizer="router", steps=2)
 
@@ -40,22 +39,22 @@ def ahead(request: pytest.FixtureRequest) -> Any:
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA GPU here")
-        yield Ahead(cast(Feed, Numbers()), torch.device("cuda"))
+        yield Prefetcher(cast(Feed, Numbers()), torch.device("cuda"))
         return
     if torch.cuda.is_available():
         pytest.skip("a real GPU is here")
     with pretending():
-        yield Ahead(cast(Feed, Numbers()), torch.device("cuda"))
+        yield Prefetcher(cast(Feed, Numbers()), torch.device("cuda"))
 
 
-def taken(ahead: Ahead, *place: Any) -> list[list[int]]:
+def taken(ahead: Prefetcher, *place: Any) -> list[list[int]]:
     """What a step reads on the device."""
     drawn = ahead.draw(*place)
     there = ahead.move(drawn, ahead.device)
     assert there.device.type == "cuda"
     found = there.tolist()
     assert found == drawn.tolist()
-    ahead.ahead()
+    ahead.prefetch()
     return found
 
 
@@ -96,7 +95,7 @@ def test_before_the_first_step_nothing_is_guessed(ahead: Any) -> None:
 def test_nobody_reads_before_the_copy_is_done() -> None:
     """That the pretended device would notice: its copy happens when the stream is waited for."""
     with pretending():
-        made = Ahead(cast(Feed, Numbers()), torch.device("cuda"))
+        made = Prefetcher(cast(Feed, Numbers()), torch.device("cuda"))
         taken(made, [0], EXPERTS, 0, 0, 0)
         early = made.ready[EXPERTS]
         assert early.there is not None
@@ -109,8 +108,10 @@ def test_nobody_reads_before_the_copy_is_done() -> None:
 def test_a_run_takes_batches_from_there(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content = text_recipe(tmp_path, method("comigs-1g1s")) if kind == "text" else net_recipe(method("fedavg"))
     short, found = {"training.rounds": 1, "evaluation.first": False}, []
-    move = Ahead.move
-    monkeypatch.setattr(Ahead, "move", lambda self, *args: found.append(self.now.there is None) or move(self, *args))
+    move = Prefetcher.move
+    monkeypatch.setattr(
+        Prefetcher, "move", lambda self, *args: found.append(self.now.there is None) or move(self, *args)
+    )
     here = play(recipe_of(content, "cpu", **short))
     assert not found
     if torch.cuda.is_available():

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from comingle.training.runtime import peak_memory_bytes
+from comingle.models.hardware import peak_memory_bytes
 
-ASK = "from comingle.training.runtime import peak_memory_bytes; print(peak_memory_bytes())"
+ASK = "from comingle.models.hardware import peak_memory_bytes; print(peak_memory_bytes())"
 PARENT = f"""
 import subprocess, sys
 held = bytearray(b"x") * 1_500_000_000

@@ -88,8 +88,8 @@ def _smallest(kind: Kind, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Run the smallest recipe of a kind and print the process's peak."""
     from comingle.config import parse_recipe
+    from comingle.models.hardware import peak_memory_bytes
     from comingle.runs.api import run
-    from comingle.training.runtime import peak_memory_bytes
 
     kind: Any = sys.argv[1]
     with tempfile.TemporaryDirectory() as folder:

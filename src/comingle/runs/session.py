@@ -21,7 +21,7 @@ from comingle.data.samples.samples import SPLITS
 from comingle.methods import make
 from comingle.methods.user_errors import own_errors
 from comingle.models.base import Base, digests_of, with_date
-from comingle.models.hardware import torch_defaults
+from comingle.models.hardware import keep_buffers, torch_defaults
 from comingle.privacy.base import RunSettings
 from comingle.privacy.mechanisms import check_supported
 from comingle.runs.folders import SKIPPED, open_folder
@@ -53,7 +53,6 @@ from comingle.training.events import (
 from comingle.training.kinds.base import Materials, kind_of
 from comingle.training.privacy import with_noise, with_sums
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
-from comingle.training.runtime import keep_buffers
 from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Feed(ABC):
         """A batch that was drawn, on the device that computes."""
         return drawn.to(device)
 
-    def ahead(self) -> None:  # noqa: B027 (nothing, unless there is a device to copy to)
+    def prefetch(self) -> None:  # noqa: B027 (nothing, unless there is a device to copy to)
         """A step's work has been handed to the device, and will take a while: time for what the next one needs."""
 
     @abstractmethod
@@ -220,3 +221,69 @@ class PassFeed(Feed):
         for first in range(0, int(counts.max()), self.batch_size):
             at = torch.arange(first, first + self.batch_size).expand(len(counts), -1)
             yield torch.where(at < counts, at, PAD)
+
+
+Drawn = Int[Tensor, "users batch ..."]
+Place = tuple[tuple[int, ...], Phase, int, int, int]
+"""Users, phase, round, step and repeat of a batch: the arguments of a source's ``draw``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A batch as it was drawn, and its copy on the device if it was prefetched."""
+
+    place: Place
+    drawn: Drawn
+    there: Drawn | None = None
+
+
+class Prefetcher:
+    """Batches that are on the GPU before they are needed: drawn and copied during the step before.
+
+    What a batch holds follows from (user, round, phase, step, repeat) alone, so a prefetched one is the same. It is
+    copied out of pinned memory on a stream of its own, which the computation waits for before it reads. Which batch
+    comes next is a guess, wrong if the cohort changes: then it is drawn again.
+    """
+
+    def __init__(self, feed: Feed, device: torch.device):
+        self.feed, self.device = feed, device
+        self.stream: Any = torch.cuda.Stream(device)
+        self.now: Batch | None = None
+        self.ready: dict[Phase, Batch] = {}
+
+    def draw(self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int) -> Drawn:
+        """Return the batch that the source draws."""
+        place = (tuple(trainers), phase, round_number, step, repeat)
+        early = self.ready.pop(phase, None)
+        if early is None or early.place != place:
+            early = Batch(place=place, drawn=self.feed.draw(trainers, phase, round_number, step, repeat))
+        self.now = early
+        return early.drawn
+
+    def move(self, drawn: Drawn, device: torch.device) -> Drawn:
+        """Return the batch on the device; copy it now unless it is the one drawn last."""
+        if self.now is None or drawn is not self.now.drawn or self.now.there is None:
+            return drawn.to(device)
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(self.stream)
+        self.now.there.record_stream(computing)  # so that its memory is not given away while it is read
+        return self.now.there
+
+    def prefetch(self) -> None:
+        """Draw the batch that the current phase takes next, and begin to copy it."""
+        place = None if self.now is None else self._following(self.now.place)
+        if place is None or (place[1] in self.ready and self.ready[place[1]].place == place):
+            return
+        drawn = self.feed.draw(*place)
+        with torch.cuda.stream(self.stream):
+            there = drawn.pin_memory().to(self.device, non_blocking=True)
+        self.ready[place[1]] = Batch(place=place, drawn=drawn, there=there)
+
+    def _following(self, place: Place) -> Place | None:
+        trainers, phase, number, step, repeat = place
+        if step < 0:  # before the first step, where every batch is another phase's
+            return None
+        if repeat + 1 < phase.steps:
+            return trainers, phase, number, step, repeat + 1
+        left = tuple(trainer for trainer in trainers if self.feed.steps(trainer) > step + 1)
+        return (left, phase, number, step + 1, 0) if left else None

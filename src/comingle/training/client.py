@@ -486,7 +486,7 @@ def _train(clients: Clients, members: Sequence[int], round_number: int, tick: Ti
     groups = cohorts(working, clients.portions.users)
     for rows, following in zip(groups, [*groups[1:], []], strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
-        clients.state.ahead(following)
+        clients.state.prefetch(following)
         cohort.across = None if firsts is None else firsts[[place[owner] for owner in cohort.owners]]
         steps = torch.tensor([clients.feed.steps(owner) for owner in cohort.owners])
         losses_of_steps = _work(clients, cohort, steps, tick)

@@ -24,11 +24,11 @@ from torch import Tensor
 from comingle.config.settings import SHORTEST, Training
 from comingle.methods.base import Method
 from comingle.methods.server import aggregation_weights
+from comingle.models.hardware import peak_memory_bytes
 from comingle.models.model import Model
 from comingle.privacy.accounting import sample_size
 from comingle.training.client import Clients
 from comingle.training.cohort import AnyScore
-from comingle.training.runtime import peak_memory_bytes
 from comingle.training.server import ServerHalf, averaging_weights
 from comingle.training.steps import diverged
 from comingle.utils.records import GEOMETRIC, Metrics, geometric

@@ -76,7 +76,7 @@ class State:
         """A copy of these users' tensors alone, for a look; somebody may be there twice."""
         return self.rows[list(users)]
 
-    def ahead(self, users: Sequence[int]) -> None:
+    def prefetch(self, users: Sequence[int]) -> None:
         """These will be taken next."""
 
     def release(self) -> None:

@@ -26,7 +26,7 @@ from comingle.config.settings import Training
 from comingle.data.populations import LazyPopulation
 from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
-from comingle.training.batch_sources import Feed
+from comingle.training.batch_sources import Feed, Prefetcher
 from comingle.training.cohort_state import Held, Members, accumulate, holding, keep_statistics, learning_rate, take_step
 from comingle.training.privacy import PrivateSteps
 from comingle.training.settings import Portions, check_needs
@@ -154,12 +154,8 @@ class Steps:
 
     @cached_property
     def batches(self) -> Any:
-        """What draws the feed's batches and puts them on the device: the feed, or for GPUs what copies them ahead."""
-        if self.model.device.type != "cuda":
-            return self.feed
-        from comingle.training.prefetch import ahead
-
-        return ahead(self.feed, self.model.device)
+        """What draws batches and puts them on the device: the feed, or on GPUs a prefetcher of it."""
+        return self.feed if self.model.device.type != "cuda" else Prefetcher(self.feed, self.model.device)
 
     @cached_property
     def portions(self) -> Portions:
@@ -361,7 +357,7 @@ class Steps:
                 gradients[name] = gradients[name] + found if name in gradients else found
             total += (share * means.detach()).float()
         keep_statistics(layout, rows, tensors)
-        self.batches.ahead()
+        self.batches.prefetch()
         return total.cpu(), gradients
 
     def _preconditioned(self, tensors: Tree, gradients: Tree) -> Tree:

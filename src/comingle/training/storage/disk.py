@@ -128,7 +128,7 @@ class OnDisk(State):
         """Tensors without what optimisers remember."""
         return self._taken(list(users), ["params"]).rows
 
-    def ahead(self, users: Sequence[int]) -> None:
+    def prefetch(self, users: Sequence[int]) -> None:
         """Begin to read."""
         rows = list(users)
         self._next = (rows, {name: self._reading(name, rows) for name in self._groups}) if rows else None
