@@ -45,7 +45,7 @@ from comingle.runs.session import build, prepare
 from comingle.training.backends.local import InProcess
 from comingle.training.client import STORES
 from comingle.training.events import TRACKERS
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import KIND as TEXT
 from comingle.utils.seeds import generator
 from comingle_papers.tasks.kind import KIND as TASKS
@@ -159,7 +159,7 @@ def federate(make_user: MakeUser) -> Federate:
         }
         recipe = parse_recipe(content).with_changes(changes or {})
         people = tuple(user if isinstance(user, UserData) else make_user(user) for user in users)
-        return build(recipe, Materials(kind=TEXT, base=_base(base, dtype), users=people))
+        return build(recipe, RunData(kind=TEXT, base=_base(base, dtype), users=people))
 
     return make
 

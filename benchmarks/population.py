@@ -47,7 +47,7 @@ from comingle.data.text.streams import UserData
 from comingle.models.loading import load_base
 from comingle.models.scoring import CROSS_ENTROPY
 from comingle.runs import api
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.kinds.samples import KIND as SAMPLES
 from comingle.training.kinds.text import KIND as TEXT
 from comingle.utils.seeds import generator
@@ -85,11 +85,11 @@ def net_user(number: int) -> UserSamples:
     return UserSamples(name=f"user-{number}", train=parts[0], valid=parts[1], test=parts[2])
 
 
-def net_materials(users: int) -> Materials:
+def net_materials(users: int) -> RunData:
     # Kept are those of one step, so that users are made anew in each round however many there are.
     crowd = LazyPopulation(Numbered("user-", users), net_user, digest="population", at_hand=NETS_AT_ONCE)
     common = Population(users=crowd, loss=CROSS_ENTROPY, classes=CLASSES, input_shape=(INPUTS,), net="mlp")
-    return Materials(kind=SAMPLES, base=None, users=crowd, common=common, unread=True)
+    return RunData(kind=SAMPLES, base=None, users=crowd, common=common, unread=True)
 
 
 def text_user(number: int) -> UserData:
@@ -113,9 +113,9 @@ def write_rows(path: Path, users: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def text_materials(users: int, folder: Path, recipe: Any) -> Materials:
+def text_materials(users: int, folder: Path, recipe: Any) -> RunData:
     base = load_base(recipe.base, device="cpu", dtype="float32")
-    return Materials(kind=TEXT, base=base, users=read_population(folder), unread=True)
+    return RunData(kind=TEXT, base=base, users=read_population(folder), unread=True)
 
 
 def recipe_of(kind: str, users: int, cohort: int, model: str, rows: Path) -> Any:

@@ -43,7 +43,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import build
 from comingle.serving.engine import Engine, Request
 from comingle.serving.rows import prepare
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import KIND
 from comingle.utils.files import cache_folder
 
@@ -73,7 +73,7 @@ def people_of(base: str, method: str, users: int, dtype: str) -> dict[str, Perso
     )
     text = torch.arange(2000, dtype=torch.int32)
     made = tuple(UserData(name=name, train=text, valid=text, test=text) for name in names)
-    federation = build(recipe, Materials(kind=KIND, base=load_base(base, dtype=dtype, device="cpu"), users=made))
+    federation = build(recipe, RunData(kind=KIND, base=load_base(base, dtype=dtype, device="cpu"), users=made))
     rows = federation.clients.state.rows
     rows.add_(0.003 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
     run = Run(folder=None, recipe=recipe, metrics={}, federation=federation)

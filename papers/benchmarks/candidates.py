@@ -52,7 +52,7 @@ from comingle.runs.session import build, prepare
 from comingle.training.client import Clients, settle
 from comingle.training.cohort import Scorer
 from comingle.training.cohort_state import Held
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import TextKind
 from comingle.training.rounds import run_rounds
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, Layout, Slot, Tree
@@ -174,7 +174,7 @@ def of_component(run: Run, component: int) -> Perplexities:
 
 
 def trained(
-    run: Run, method: str | dict[str, Any], change: Callable[[Materials], Materials] = lambda materials: materials
+    run: Run, method: str | dict[str, Any], change: Callable[[RunData], RunData] = lambda materials: materials
 ) -> Clients:
     """Clients of another method at the end of a run of it, on the same text unless that is changed."""
     changes = {"method": method, "evaluation.every": run.recipe.training.rounds, "evaluation.first": False}
@@ -258,7 +258,7 @@ def folds(run: Run) -> dict[str, Perplexities]:
     return {"folds": found}
 
 
-def halved(materials: Materials, fold: int) -> Materials:
+def halved(materials: RunData, fold: int) -> RunData:
     """One half of what users have to train on and to validate with for the experts, the other for the routers."""
 
     def of(user: UserData) -> UserData:

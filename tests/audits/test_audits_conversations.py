@@ -30,7 +30,7 @@ from comingle.reports.audit import markdown, verdict
 from comingle.runs.given import given_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 
 NAMES = ("ann", "bob", "cem")
 
@@ -76,7 +76,7 @@ def trained(
     return comingle.run(settings(epochs, rounds, learning_rate, loss_on=loss_on), users=CHATS, **changes)
 
 
-def prepared(run: Run) -> Materials:
+def prepared(run: Run) -> RunData:
     return prepare(run.recipe, given=given_of(CHATS, None))
 
 

@@ -14,12 +14,12 @@ from comingle.config import Recipe
 from comingle.reports.audit import Recovery
 from comingle.runs.given import given_of
 from comingle.runs.session import build, prepare
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 
 SGD = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "weight_decay": 0}
 
 
-def made(steps: int = 4, **changes: Any) -> tuple[Recipe, Materials]:
+def made(steps: int = 4, **changes: Any) -> tuple[Recipe, RunData]:
     experts = changes.pop("experts", SGD)
     recipe = recipe_of(steps, **changes).with_changes({"training.experts": experts, "adapters.rank": 4})
     return recipe, prepare(recipe, given=given_of(TEXTS, None))

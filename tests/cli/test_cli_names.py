@@ -16,7 +16,7 @@ from rich.table import Table
 from comingle.cli.training import warn_overlaps
 from comingle.data.splits import UserText
 from comingle.reports.tables import render_run
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import KIND as TEXT
 from comingle.utils.terminal import Terminal, printable, words
 
@@ -125,12 +125,12 @@ def test_warnings_are_printed_as_they_are(
     comingle: Any, recipe_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = UserText(name=f"{MARKUP}{RED}", train=("same",), valid=("same",), test=("other",))
-    warn_overlaps(Materials(kind=TEXT, base=None, texts=(text,), users=()))
+    warn_overlaps(RunData(kind=TEXT, base=None, texts=(text,), users=()))
     said = capsys.readouterr().err
     assert said.startswith(f"warning: user {MARKUP}{SHOWN}: 1 of 1 validation and 0 of 1 test documents")
     assert said.count("\n") == 1
     many = tuple(replace(text, name=f"user-{number}") for number in range(25))
-    warn_overlaps(Materials(kind=TEXT, base=None, texts=many, users=()))
+    warn_overlaps(RunData(kind=TEXT, base=None, texts=many, users=()))
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 11
     assert said[-1] == "warning: so are documents of 15 more users"

@@ -22,7 +22,7 @@ from comingle.models.hardware import keep_buffers
 from comingle.models.loading import load_base
 from comingle.runs.session import build
 from comingle.training.client import train
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import KIND as TEXT
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     base = load_base(recipe.base, dtype=recipe.runtime.dtype, device="cpu", quantise=recipe.quantise)
     stream = torch.randint(200, (16 * recipe.training.context,), dtype=torch.int32)
     users = [UserData(name=name, train=stream, valid=stream, test=stream) for name in recipe.data.users or {}]
-    clients = build(recipe, Materials(kind=TEXT, base=base, users=tuple(users))).clients
+    clients = build(recipe, RunData(kind=TEXT, base=base, users=tuple(users))).clients
     # One sequence first: the buffers of the matrix library belong to the process, not to the pass.
     steps = replace(clients.steps)
     steps.portions = replace(clients.portions, sequences=1)

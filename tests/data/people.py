@@ -11,7 +11,7 @@ from torch import nn
 from comingle.config import Recipe, parse_recipe
 from comingle.runs.results import Run
 from comingle.runs.session import build, execute, get_ready
-from comingle.training.kinds.base import Materials, kind_of
+from comingle.training.kinds.base import RunData, kind_of
 
 
 def recipe_of(method: Any = "fedavg", **changes: Any) -> Recipe:
@@ -29,7 +29,7 @@ def recipe_of(method: Any = "fedavg", **changes: Any) -> Recipe:
 
 def adopted(
     recipe: Recipe, users: Mapping[str, Any], net: Callable[..., nn.Module] | None = None, loss: Any = None
-) -> Materials:
+) -> RunData:
     """What the users have, as it is handed over."""
     get_ready(recipe)
 

@@ -29,7 +29,7 @@ from comingle.runs.session import prepare
 from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients, train
 from comingle.training.kinds import conversations as feeding
-from comingle.training.kinds.base import Materials, kind_of
+from comingle.training.kinds.base import RunData, kind_of
 from comingle.training.kinds.conversations import AnswerFeed, training_tokens
 from comingle.training.settings import Portions
 from comingle.utils.errors import RecipeError
@@ -92,7 +92,7 @@ def ask() -> Ask:
             }
         ).with_changes(changes)
         people = tuple(user if isinstance(user, UserAnswers) else make_user(user) for user in users)
-        return session.build(recipe, Materials(kind=kind_of(recipe), base=base, users=people))
+        return session.build(recipe, RunData(kind=kind_of(recipe), base=base, users=people))
 
     return make
 

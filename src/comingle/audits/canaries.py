@@ -28,7 +28,7 @@ from comingle.runs.session import build, execute
 from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import TextFeed
 from comingle.training.server import ServerHalf
 from comingle.training.state import draw
@@ -295,7 +295,7 @@ class Trial:
 
 
 def run_trial(
-    recipe: Recipe, materials: Materials, trial: int, observers: Callable[[Clients], Sequence[Observer]]
+    recipe: Recipe, materials: RunData, trial: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Trial:
     """Train with coins of this trial's own, and look at what leaves.
 

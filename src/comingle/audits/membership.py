@@ -37,7 +37,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import build, execute
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
 
@@ -182,7 +182,7 @@ class Shadow:
 
 
 def run_shadow(
-    recipe: Recipe, materials: Materials, number: int, observers: Callable[[Clients], Sequence[Observer]]
+    recipe: Recipe, materials: RunData, number: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Shadow:
     """Train on halves of this run's own, and look at what leaves. ``recipe`` is short, of text or conversations."""
     users: Sequence[UserData | UserAnswers] = materials.users

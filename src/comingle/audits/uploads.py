@@ -42,7 +42,7 @@ from comingle.runs import shortened
 from comingle.runs.session import build, execute
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.utils.errors import RunError
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Layout, Tree
@@ -148,7 +148,7 @@ def _put(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
 Watch = Callable[[Clients], Sequence[Observer]]
 
 
-def invert(recipe: Recipe, materials: Materials, watch: Watch) -> list[Inversion]:
+def invert(recipe: Recipe, materials: RunData, watch: Watch) -> list[Inversion]:
     """What comes back of everybody's first sample out of a step on it alone, and of any out of an upload of the run's.
 
     Raises:
@@ -164,7 +164,7 @@ def invert(recipe: Recipe, materials: Materials, watch: Watch) -> list[Inversion
     ]
 
 
-def _attack_net(what: str, recipe: Recipe, materials: Materials, watch: Watch) -> Inversion:
+def _attack_net(what: str, recipe: Recipe, materials: RunData, watch: Watch) -> Inversion:
     plain = build(recipe, materials, store="memory")
     names = first_layer(plain.clients.model.layout, plain.clients.method.shared)
     start = published(plain.server)
@@ -227,7 +227,7 @@ FIRST, READS = "layers.0.", (".q_proj.a", ".k_proj.a", ".v_proj.a", ".c_attn.a")
 NOTHING_MOVED = 1e-12
 
 
-def recover(recipe: Recipe, materials: Materials, watch: Watch) -> list[Recovery]:
+def recover(recipe: Recipe, materials: RunData, watch: Watch) -> list[Recovery]:
     """How many tokens come back out of a step on one short window, and out of an upload as the run has it.
 
     Empty where no factor that reads tokens is shared.
@@ -261,7 +261,7 @@ def token_factors(clients: Clients) -> list[str]:
     return [slot.name for slot in slots if slot.name.startswith(FIRST) and slot.name.endswith(READS)]
 
 
-def _attack_tokens(what: str, recipe: Recipe, materials: Materials, watch: Watch) -> Recovery:
+def _attack_tokens(what: str, recipe: Recipe, materials: RunData, watch: Watch) -> Recovery:
     plain = build(recipe, materials, store="memory")
     names, seen, looked = token_factors(plain.clients), dict[int, Tree](), Looked()
 

@@ -18,7 +18,7 @@ from comingle.data.samples.samples import SPLITS, UserSamples
 from comingle.data.splits import UserText
 from comingle.data.text.streams import UserData
 from comingle.reports.formatting import Table
-from comingle.training.kinds.base import NETS, Materials
+from comingle.training.kinds.base import NETS, RunData
 from comingle.training.kinds.nets import net_name
 from comingle.utils.errors import list_names
 from comingle.utils.terminal import printable, words
@@ -56,7 +56,7 @@ def choose_rows(
     return told_rows + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
 
 
-def preview(recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
+def preview(recipe: Recipe, materials: RunData, *, everybody: bool) -> list[RenderableType]:
     """Tables and lines about the users; of a kind that holds something else how much everybody has of it."""
     if isinstance(materials.users, LazyPopulation) and materials.users.sizes is not None:
         return _of_crowd(f"{recipe.base}: {materials.kind.name}", materials, materials.users, everybody)
@@ -67,7 +67,7 @@ def preview(recipe: Recipe, materials: Materials, *, everybody: bool) -> list[Re
     return [_counts(title, materials, everybody)]
 
 
-def _of_crowd(title: str, materials: Materials, users: LazyPopulation, everybody: bool) -> list[RenderableType]:
+def _of_crowd(title: str, materials: RunData, users: LazyPopulation, everybody: bool) -> list[RenderableType]:
     """How much users have who lie in a file, of many those with least and most; the beginnings of what these have."""
     sizes = users.sizes
     assert sizes is not None
@@ -90,7 +90,7 @@ def _of_crowd(title: str, materials: Materials, users: LazyPopulation, everybody
     return [table, *left_out(materials, why, everybody), *lines]
 
 
-def _heads(materials: Materials, user: Any) -> dict[str, str | Text]:
+def _heads(materials: RunData, user: Any) -> dict[str, str | Text]:
     """The beginning of what is trained on and of what is tested, where it is text; conversations as models see them."""
     if materials.base is None or materials.base.tokenizer is None:
         return {}
@@ -119,7 +119,7 @@ def _conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
     return shown
 
 
-def _of_text(recipe: Recipe, materials: Materials, everybody: bool) -> list[RenderableType]:
+def _of_text(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
     """A table of documents and tokens, who was left out, and the beginnings of documents of those in the table."""
     summaries = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
     title = words(f"{recipe.base}: documents and tokens", "table.title")
@@ -137,7 +137,7 @@ def _of_text(recipe: Recipe, materials: Materials, everybody: bool) -> list[Rend
     return [table, *left_out(materials, "too little text", everybody), *lines]
 
 
-def _of_answers(recipe: Recipe, materials: Materials, everybody: bool) -> list[RenderableType]:
+def _of_answers(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
     """How many each user has, and how long they are: whole, and the responses alone.
 
     Who was left out, and where there are texts a train and a test conversation in the base's template.
@@ -162,7 +162,7 @@ def _sizes(user: UserAnswers) -> list[int]:
     return [*map(len, parts), round(sum(sizes) / len(sizes)), max(sizes), user.test.limit]
 
 
-def _of_samples(recipe: Recipe, materials: Materials, everybody: bool) -> list[RenderableType]:
+def _of_samples(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
     """The net that is trained, how many samples each user has, and its true cluster where there is one."""
     population = materials.common
     shape = " x ".join(str(size) for size in population.input_shape)
@@ -172,7 +172,7 @@ def _of_samples(recipe: Recipe, materials: Materials, everybody: bool) -> list[R
     return [_counts(title, materials, everybody)]
 
 
-def _counts(title: str, materials: Materials, everybody: bool) -> Table:
+def _counts(title: str, materials: RunData, everybody: bool) -> Table:
     table = Table("user", "cluster", title=words(title), title_justify="left", box=None)
     for split in SPLITS:
         table.add_column(split, justify="right")
@@ -184,14 +184,14 @@ def _counts(title: str, materials: Materials, everybody: bool) -> Table:
     return table
 
 
-_SHOWN: Mapping[type, Callable[[Recipe, Materials, bool], list[RenderableType]]] = {
+_SHOWN: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]] = {
     UserData: _of_text,
     UserAnswers: _of_answers,
     UserSamples: _of_samples,
 }
 
 
-def left_out(materials: Materials, why: str, everybody: bool) -> list[RenderableType]:
+def left_out(materials: RunData, why: str, everybody: bool) -> list[RenderableType]:
     """Who was left out, and why."""
     if not materials.skipped:
         return []

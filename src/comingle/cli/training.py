@@ -26,7 +26,7 @@ from comingle.runs.progress import LOADING, reporting
 from comingle.runs.session import prepare, run_in, warn_unread
 from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
 from comingle.training.backends.ranks import joined
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.utils.errors import RankLostError, RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import recorded_date
@@ -127,7 +127,7 @@ def _tell(codes: Sequence[int], folder: Path) -> None:
 T = TypeVar("T")
 
 
-def warn_overlaps(materials: Materials) -> None:
+def warn_overlaps(materials: RunData) -> None:
     """Say which users' held-out text also occurs in their training text."""
     overlaps = materials.overlaps()
     told = [

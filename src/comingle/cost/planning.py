@@ -41,7 +41,7 @@ from comingle.runs.given import HANDED_OVER, NOTHING
 from comingle.runs.session import check_method, prepare, training_settings
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
-from comingle.training.kinds.base import Materials, adapt_base, kind_of
+from comingle.training.kinds.base import RunData, adapt_base, kind_of
 from comingle.training.kinds.text import TextFeed
 from comingle.training.settings import Portions, portions
 from comingle.utils.errors import DataError, RecipeError
@@ -338,7 +338,7 @@ FREE_SHARE = {"cuda": 0.9}
 """How much of a GPU's free memory is planned with: its allocator leaves gaps, which were never measured."""
 
 
-def fit(recipe: Recipe, materials: Materials) -> Portions:
+def fit(recipe: Recipe, materials: RunData) -> Portions:
     """How many users, and sequences of each, go through the model at once: by default, or fewer where that is too much.
 
     Of several processes each asks for its own users. Base and data are loaded: what they take is not free any more.
@@ -361,7 +361,7 @@ def fit(recipe: Recipe, materials: Materials) -> Portions:
     return chosen
 
 
-def _rehearsed(recipe: Recipe, materials: Materials, participation: Any) -> Rehearsal:
+def _rehearsed(recipe: Recipe, materials: RunData, participation: Any) -> Rehearsal:
     kind, users, everybody = kind_of(recipe), materials.present, names_of(materials.users)
     if kind.read_for_costs:
         return rehearse_nets(recipe, replace(materials.common, users=users), participation, everybody)

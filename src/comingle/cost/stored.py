@@ -14,7 +14,7 @@ from comingle.data.populations import LazyPopulation
 from comingle.data.text.reading import found_here, tokenizer_here
 from comingle.models.base import Base
 from comingle.training.client import STORES
-from comingle.training.kinds.base import Kind, Materials
+from comingle.training.kinds.base import Kind, RunData
 from comingle.training.kinds.conversations import NOTE, ConversationsKind, as_steps
 from comingle.training.kinds.text import TextKind, anybody_validates, section
 from comingle.training.state import MOMENTS, State
@@ -55,7 +55,7 @@ def _text(kind: TextKind, recipe: Recipe) -> bool:
     return not recipe.data.given and found_here(section(recipe))[0]
 
 
-def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> Materials | None:
+def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:
     """As a run of the first recipe will; None where that has no store, or the base's tokenizer is not here."""
     recipe = recipes[0]
     store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]

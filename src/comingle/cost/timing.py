@@ -48,7 +48,7 @@ from comingle.training.backends.ranks import Ranks, joined
 from comingle.training.checkpoints import write_tensors
 from comingle.training.client import Clients, LocalRound
 from comingle.training.evaluation import Clock, amounts_of
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.rounds import run_rounds
 from comingle.utils.errors import ComingleError
 
@@ -315,7 +315,7 @@ def measured(recipe: Recipe, own: int, ranks: Ranks | None) -> dict[str, Any]:
     return found | (wires(ranks) if ranks is not None else {})
 
 
-def _federation(recipe: Recipe, materials: Materials, ranks: Ranks | None) -> InProcess:
+def _federation(recipe: Recipe, materials: RunData, ranks: Ranks | None) -> InProcess:
     if ranks is None:
         return build(recipe, materials)
     check_device(recipe, ranks.place)
@@ -327,7 +327,7 @@ def _alone() -> None:
     """Nobody else is waited for."""
 
 
-def several(materials: Materials, count: int) -> Materials:
+def several(materials: RunData, count: int) -> RunData:
     """So many users, each a copy of one of those that there are, by other names."""
     users = tuple(replace(materials.users[i % len(materials.users)], name=f"user {i}") for i in range(count))
     return materials.with_users(users)

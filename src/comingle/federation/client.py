@@ -56,7 +56,7 @@ from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
 from comingle.training.client import finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.privacy import keep_key, terms_of
 from comingle.utils.errors import (
     BaseModelError,
@@ -220,7 +220,7 @@ def _check_expected(own: Own, public: Public) -> None:
             raise MessageError(f"user {own.name!r}: expects {what} {wanted}; the server has {said[what]}")
 
 
-def _check_base(public: Public, read: Materials) -> None:
+def _check_base(public: Public, read: RunData) -> None:
     for what, mine in digests_of(read.base).items():
         theirs = getattr(public, what)
         if mine not in (theirs, tokens_of(theirs)) and theirs != tokens_of(mine):
@@ -229,7 +229,7 @@ def _check_base(public: Public, read: Materials) -> None:
             )
 
 
-def _check_settings(own: Own, public: Public, read: Materials) -> None:
+def _check_settings(own: Own, public: Public, read: RunData) -> None:
     """Nets fit each other where shapes and labels are the same."""
     mine = read.kind.settings(read)
     for key, value in public.settings.items():

@@ -37,7 +37,7 @@ from comingle.runs.session import build, describe
 from comingle.training.checkpoints import load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
 from comingle.training.client import Clients, finetuned
 from comingle.training.evaluation import Clock, summarise
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.state import GRADIENTS, State
 from comingle.utils.errors import MessageError, RunError
 from comingle.utils.files import list_checkpoints
@@ -120,7 +120,7 @@ class Home:
     folder: Path
     public: Public
     recipe: Recipe
-    read: Materials
+    read: RunData
     """The user's own data, and the base."""
     clients: Clients
     first: State

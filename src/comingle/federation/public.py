@@ -22,7 +22,7 @@ from comingle.models.model import Model
 from comingle.protocol.wire import FORMAT
 from comingle.runs.folders import BOS
 from comingle.runs.session import check_method, training_settings
-from comingle.training.kinds.base import Materials, kind_of, later
+from comingle.training.kinds.base import RunData, kind_of, later
 from comingle.utils.errors import DataError, MessageError, RecipeError
 from comingle.utils.names import name_problem
 
@@ -205,7 +205,7 @@ class House:
     recipe: Recipe
     method: Method
     training: Training
-    materials: Materials
+    materials: RunData
     """Everybody, none of whose data can be read but of those who are here."""
 
     def model(self) -> Model:

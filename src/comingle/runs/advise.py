@@ -18,7 +18,7 @@ from comingle.runs.compare import recipes_of
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.progress import LOADING, Reporter
 from comingle.runs.session import prepare, run_in
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.records import logger
 
@@ -35,7 +35,7 @@ _LEAST_READ = 0.25
 """Share of the training data below which short runs say little about whole ones."""
 
 
-def choose_seeds(recipe: Recipe, materials: Materials, unit: str) -> tuple[int, ...]:
+def choose_seeds(recipe: Recipe, materials: RunData, unit: str) -> tuple[int, ...]:
     """Return the seeds that advice needs: three for two users with enough test data, else five.
 
     One where each seed would evaluate other users, or leave others out, which cannot be compared; with ``data.seed``
@@ -47,7 +47,7 @@ def choose_seeds(recipe: Recipe, materials: Materials, unit: str) -> tuple[int, 
     return SEEDS if len(materials.users) == 2 and not small else tuple(range(_MANY))
 
 
-def foresee(recipe: Recipe, materials: Materials, seeds: Sequence[int], unit: str) -> Iterator[str]:
+def foresee(recipe: Recipe, materials: RunData, seeds: Sequence[int], unit: str) -> Iterator[str]:
     """Yield what will make the advice weak or wrong, one line each.
 
     Args:
@@ -74,7 +74,7 @@ def foresee(recipe: Recipe, materials: Materials, seeds: Sequence[int], unit: st
         )
 
 
-def _equal(materials: Materials) -> Iterator[str]:
+def _equal(materials: RunData) -> Iterator[str]:
     """Look for users with the same data, whose gain from each other is that of more steps on it."""
     pieces = _pieces(materials)
     if len(pieces) > _PAIRS_UP_TO:
@@ -89,7 +89,7 @@ def _equal(materials: Materials) -> Iterator[str]:
             )
 
 
-def _pieces(materials: Materials) -> dict[str, frozenset[int]]:
+def _pieces(materials: RunData) -> dict[str, frozenset[int]]:
     """Return hashes of each user's documents or samples, of all splits together: each user's are split differently."""
     if materials.texts:
         return {t.name: frozenset(map(hash, (*t.train, *t.valid, *t.test))) for t in materials.texts}
@@ -104,7 +104,7 @@ def _pieces(materials: Materials) -> dict[str, frozenset[int]]:
     }
 
 
-def _barely_read(recipe: Recipe, materials: Materials, unit: str) -> Iterator[str]:
+def _barely_read(recipe: Recipe, materials: RunData, unit: str) -> Iterator[str]:
     """Compare the tokens of all rounds with the training text; passes read everything in each round."""
     training = recipe.training
     if unit != "tokens" or "training.local_steps" in recipe.data.unread:
@@ -202,7 +202,7 @@ def groups_of(users: int) -> list[tuple[int, ...]]:
     return [tuple(other for other in everybody if other != one) for one in everybody]
 
 
-def of_users(materials: Materials, numbers: Sequence[int]) -> Materials:
+def of_users(materials: RunData, numbers: Sequence[int]) -> RunData:
     """The same materials with some of the users."""
     return materials.with_users(tuple(materials.users[number] for number in numbers))
 
@@ -212,7 +212,7 @@ def _recipe_of(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
     return recipe.with_changes(changes) if changes else recipe
 
 
-def _run(recipe: Recipe, materials: Materials, reporter: Reporter, title: str) -> dict[str, Any]:
+def _run(recipe: Recipe, materials: RunData, reporter: Reporter, title: str) -> dict[str, Any]:
     return run_in(
         None, recipe, materials, resume=False, force=False, observers=lambda clients: [reporter.watch(clients, title)]
     ).metrics

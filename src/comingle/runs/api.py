@@ -24,7 +24,7 @@ from comingle.runs.session import build, describe, get_ready, prepare, run_in, w
 from comingle.training.checkpoints import Progress
 from comingle.training.client import STORES, Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import Kind, Materials, kind_of, later
+from comingle.training.kinds.base import Kind, RunData, kind_of, later
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import DATE, POPULATION, check_base, check_users, read_inputs, recorded_date
@@ -66,7 +66,7 @@ def per_user(recipe: Recipe, value: PerUser) -> dict[str, Any]:
     return changes
 
 
-def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> Materials:
+def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> RunData:
     """The materials of a finished run, with everybody's data left where it is.
 
     What is ``given`` is taken as it is handed over. What is read later is what the run has read: changed data is
@@ -134,7 +134,7 @@ def run(
     resume: bool = False,
     force: bool = False,
     observers: Sequence[Observer] = (),
-    materials: Materials | None = None,
+    materials: RunData | None = None,
     progress: bool = False,
     **changes: Any,
 ) -> Run:

@@ -27,7 +27,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.utils.errors import ComingleError, RecipeError, RunError
 from comingle.utils.inputs import recorded_date
 from comingle.utils.terminal import errors
@@ -214,7 +214,7 @@ def compare_runs(
     resume: bool = False,
     force: bool = False,
     given: Given = NOTHING,
-    ready: Callable[[Materials], None] = lambda materials: None,
+    ready: Callable[[RunData], None] = lambda materials: None,
     among: Mapping[Key, Recipe] | None = None,
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
     """Run the recipes one after another, as they are asked for, each in a folder below ``folder`` (None: in none).
@@ -235,7 +235,7 @@ def compare_runs(
     again = check_folders(recipes, folders, resume=resume, force=force)
     begun = next((folders[key] for key in recipes if again.get(key)), None)
     given = given if begun is None else replace(given, date=recorded_date(begun))
-    materials: Materials | None = None
+    materials: RunData | None = None
     last_seed = None
     left: dict[str, list[str]] = {}
     for key, one in recipes.items():
@@ -295,7 +295,7 @@ def compare_beside(
     resume: bool = False,
     force: bool = False,
     quiet: bool = False,
-    ready: Callable[[Materials], None] = lambda materials: None,
+    ready: Callable[[RunData], None] = lambda materials: None,
 ) -> Iterator[Ended]:
     """As :func:`comingle.runs.compare.compare_runs`, ``jobs`` runs at a time, in the order in which they end.
 
@@ -326,7 +326,7 @@ def _told(keys: Sequence[Key]) -> str:
 
 
 def _run_cells(
-    keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[Materials], None], quiet: bool, **options: Any
+    keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[RunData], None], quiet: bool, **options: Any
 ) -> Iterator[Ended]:
     first = {"ready": ready} if keys[0] == next(iter(among)) else {}
     some = {key: among[key] for key in keys}

@@ -34,7 +34,7 @@ from comingle.training.backends.launched import Place, find_place
 from comingle.training.backends.ranks import Ranks, joined
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import Materials, later
+from comingle.training.kinds.base import RunData, later
 from comingle.training.server import start_server
 from comingle.training.settings import cohorts
 from comingle.utils.errors import RecipeError, RunError
@@ -60,7 +60,7 @@ class _OfOwnUsers(logging.Handler):
 _OWN = _OfOwnUsers()
 
 
-def read_shared(recipe: Recipe, ranks: Ranks, given: Given = NOTHING, materials: Materials | None = None) -> Materials:
+def read_shared(recipe: Recipe, ranks: Ranks, given: Given = NOTHING, materials: RunData | None = None) -> RunData:
     """The base and the data of this process's users; ``materials`` are those of all, where they are at hand.
 
     Raises:
@@ -94,7 +94,7 @@ def spans(users: int, processes: int, at_once: int) -> list[range]:
     return [range(*edge) for edge in pairwise(edges)]
 
 
-def share_out(materials: Materials, here: range) -> Materials:
+def share_out(materials: RunData, here: range) -> RunData:
     """The same with the data of those who are here alone; others have names."""
 
     if isinstance(materials.users, LazyPopulation):  # of whom nobody is read before somebody asks
@@ -113,7 +113,7 @@ def share_out(materials: Materials, here: range) -> Materials:
     return replace(materials, users=users, common=common, texts=texts, here=tuple(here), shared_out=True)
 
 
-def build_sharded(recipe: Recipe, materials: Materials, ranks: Ranks) -> Sharded:
+def build_sharded(recipe: Recipe, materials: RunData, ranks: Ranks) -> Sharded:
     """This process's part of a recipe's federation, before the first round.
 
     Raises:
@@ -146,7 +146,7 @@ def build_sharded(recipe: Recipe, materials: Materials, ranks: Ranks) -> Sharded
 def run_sharded(
     folder: Path,
     recipe: Recipe,
-    materials: Materials,
+    materials: RunData,
     *,
     resume: bool,
     force: bool,
@@ -168,7 +168,7 @@ def run_sharded(
     return run_in(folder, recipe, materials, **how, building=building, entering=enter)
 
 
-def _built(recipe: Recipe, materials: Materials, method: Method, training: Training, ranks: Ranks) -> Sharded:
+def _built(recipe: Recipe, materials: RunData, method: Method, training: Training, ranks: Ranks) -> Sharded:
     if method.placement.pooled:
         raise RecipeError(f"method {method.name}: trains one model on everybody's data; allowed: one process")
     names = names_of(materials.users)
@@ -249,7 +249,7 @@ def run(
     resume: bool = False,
     force: bool = False,
     observers: Sequence[Observer] = (),
-    materials: Materials | None = None,
+    materials: RunData | None = None,
     progress: bool = False,
     **changes: Any,
 ) -> Run:

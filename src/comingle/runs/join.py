@@ -34,7 +34,7 @@ from comingle.training.client import Clients
 from comingle.training.cohort import Models
 from comingle.training.cohort_state import Held
 from comingle.training.evaluation import measure_of, measured
-from comingle.training.kinds.base import Materials, section_for
+from comingle.training.kinds.base import RunData, section_for
 from comingle.utils.errors import DataError, RecipeError, RunError
 from comingle.utils.files import locked
 from comingle.utils.records import PUBLIC, told_in_one_line, write_json
@@ -260,7 +260,7 @@ def _sent_alone(clients: Clients) -> Models:
     return replace(models, rows=lambda numbers: rows[list(numbers)])
 
 
-def _check_alike(run: Run, who: Newcomer, materials: Materials) -> None:
+def _check_alike(run: Run, who: Newcomer, materials: RunData) -> None:
     """Whether samples fit the run's: one shape, the same classes, the same loss.
 
     Raises:
@@ -289,7 +289,7 @@ def take(federation: InProcess, run: Run, *, rounds: int) -> None:
     federation.download([0])
 
 
-def _alone(who: Newcomer, materials: Materials, method: str, rounds: int, reporter: Reporter) -> dict[str, Any]:
+def _alone(who: Newcomer, materials: RunData, method: str, rounds: int, reporter: Reporter) -> dict[str, Any]:
     """What somebody gets without the federation, in as many rounds."""
     recipe = who.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
     federation = build(recipe, materials, store="memory")
@@ -306,9 +306,7 @@ def _seen(run: Run, clients: Clients) -> int:
     return steps // clients.method.placement.copies
 
 
-def _trained(
-    federation: InProcess, who: Newcomer, materials: Materials, folder: Path | None, reporter: Reporter
-) -> Run:
+def _trained(federation: InProcess, who: Newcomer, materials: RunData, folder: Path | None, reporter: Reporter) -> Run:
     """The newcomer's rounds."""
     observers = [reporter.watch(federation.clients, f"{who.name} joins")]
     if folder is None:

@@ -50,7 +50,7 @@ from comingle.training.events import (
     check_trackers,
     tensorboard,
 )
-from comingle.training.kinds.base import Materials, kind_of
+from comingle.training.kinds.base import RunData, kind_of
 from comingle.training.privacy import with_noise, with_sums
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
 from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
@@ -69,7 +69,7 @@ _FIT = "comingle.cost.planning:fit"
 """The search for the largest pass that fits; costs are counted on runs, so it is imported by name."""
 
 
-def fitted(recipe: Recipe, materials: Materials) -> Recipe:
+def fitted(recipe: Recipe, materials: RunData) -> Recipe:
     """The recipe with a pass that fits, where ``runtime.users_per_step: auto`` asks for one.
 
     Raises:
@@ -172,7 +172,7 @@ logger = logging.getLogger("comingle")
 @torch_defaults()
 def prepare(
     recipe: Recipe, *, base: Base | None = None, validates: bool | None = None, given: Given = NOTHING
-) -> Materials:
+) -> RunData:
     """Load the base (unless it is there) and read everybody's data, but for what is ``given``.
 
     ``validates`` says whether users need validation data to be large enough; without it the method says so.
@@ -200,7 +200,7 @@ def prepare(
     return with_clusters(recipe, kind.adopt(recipe, given.users, load, validates=validates, net=given.net, **loss))
 
 
-def with_clusters(recipe: Recipe, materials: Materials) -> Materials:
+def with_clusters(recipe: Recipe, materials: RunData) -> RunData:
     """Return the materials with each user's true cluster, where the recipe names them.
 
     Raises:
@@ -271,7 +271,7 @@ def warn_unread(recipe: Recipe) -> None:
             logger.warning("%s, so these are not read: %s", why, ", ".join(keys))
 
 
-def describe(materials: Materials, recipe: Recipe) -> Inputs:
+def describe(materials: RunData, recipe: Recipe) -> Inputs:
     """What a run of the recipe has read, base and data, as digests that are taken once."""
     kind, base, settings = materials.kind.name, digests_of(materials.base), materials.kind.settings(materials)
     if isinstance(materials.users, LazyPopulation):
@@ -294,7 +294,7 @@ def describe(materials: Materials, recipe: Recipe) -> Inputs:
 # -------------------------------------------------------------------- build
 
 
-def build(recipe: Recipe, materials: Materials, *, store: str | None = None) -> InProcess:
+def build(recipe: Recipe, materials: RunData, *, store: str | None = None) -> InProcess:
     """Both halves of a recipe's federation, before the first round; ``store`` in place of the recipe's.
 
     Raises:
@@ -312,12 +312,12 @@ def build(recipe: Recipe, materials: Materials, *, store: str | None = None) -> 
 def run_in(
     folder: Path | None,
     recipe: Recipe,
-    materials: Materials,
+    materials: RunData,
     *,
     resume: bool,
     force: bool,
     observers: Callable[[Clients], Sequence[Observer]] = lambda clients: (),
-    building: Callable[[Recipe, Materials], InProcess] = build,
+    building: Callable[[Recipe, RunData], InProcess] = build,
     entering: Callable[[ExitStack, AbstractContextManager[None]], object] = ExitStack.enter_context,
 ) -> Run:
     """Build a recipe's federation and run it in its folder.
@@ -348,7 +348,7 @@ def run_in(
     return replace(done, settings=settings)
 
 
-def _described(federation: InProcess, materials: Materials, recipe: Recipe) -> Inputs:
+def _described(federation: InProcess, materials: RunData, recipe: Recipe) -> Inputs:
     """Return what the run has read; at the process that leads, of the users of all processes."""
     found = federation.merge_users(lambda: asdict(describe(materials, recipe)))
     users = {name: UserInputs(**of_user) for name, of_user in found.pop("users").items()}

@@ -15,7 +15,7 @@ from comingle.config import Recipe, parse_recipe
 from comingle.data.populations import LazyPopulation
 from comingle.data.samples.samples import SPLITS
 from comingle.runs.session import prepare
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 
 WORDS = ["tide", "lamp", "chalk", "river", "bread", "stone", "cloud", "glass"]
 
@@ -58,11 +58,11 @@ def contents(part: Any) -> list[Any]:
     return [one.tolist() if isinstance(one, torch.Tensor) else one for one in parts]
 
 
-def both(data: Mapping[str, Any]) -> tuple[Materials, Materials]:
+def both(data: Mapping[str, Any]) -> tuple[RunData, RunData]:
     return prepare(recipe_of(data, "memory")), prepare(recipe_of(data))
 
 
-def require_same(data: Mapping[str, Any]) -> Materials:
+def require_same(data: Mapping[str, Any]) -> RunData:
     memory, disk = both(data)
     assert isinstance(disk.users, LazyPopulation)
     assert list(disk.users.names) == [user.name for user in memory.users]

@@ -20,7 +20,7 @@ from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.training.backends.local import InProcess
 from comingle.training.evaluation import sampled
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import KIND as TEXT
 from comingle.training.rounds import run_rounds
 from comingle.utils.errors import DataError, RunError
@@ -120,15 +120,15 @@ def test_a_run_of_a_crowd_is_one_of_its_users(
         {"runtime.store": "disk", "training.participation": 0.5, "evaluation.users": 3}
     )
     base = prepare(recipe).base
-    people = Materials(kind=TEXT, base=base, users=tuple(make_user(name) for name in NAMES))
+    people = RunData(kind=TEXT, base=base, users=tuple(make_user(name) for name in NAMES))
     api.run(recipe, materials=people, out=tmp_path / "people")
-    lazy = Materials(kind=TEXT, base=base, users=crowd, unread=True)
+    lazy = RunData(kind=TEXT, base=base, users=crowd, unread=True)
     with pytest.raises(StoppedError):
         api.run(recipe, materials=lazy, out=tmp_path / "crowd", observers=[stop_in_round_3])
     api.run(recipe, materials=lazy, out=tmp_path / "crowd", resume=True)
     assert final(tmp_path / "crowd") == final(tmp_path / "people")
     assert not any(name in (tmp_path / "crowd" / "inputs.json").read_text() for name in NAMES)
-    other = Materials(kind=TEXT, base=base, users=LazyPopulation(crowd.names, crowd.make, digest="other"), unread=True)
+    other = RunData(kind=TEXT, base=base, users=LazyPopulation(crowd.names, crowd.make, digest="other"), unread=True)
     with pytest.raises(RunError, match="the users or their data changed since the run began"):
         api.run(recipe, materials=other, out=tmp_path / "crowd", resume=True)
 

@@ -33,7 +33,7 @@ from comingle.runs.progress import LOADING, reporting
 from comingle.runs.session import describe, prepare, run_in
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import Materials
+from comingle.training.kinds.base import RunData
 from comingle.utils.errors import DivergenceError, RunError
 from comingle.utils.inputs import POPULATION, Inputs, read_inputs
 from comingle.utils.names import HUB_PREFIX, parse_hub_name
@@ -292,8 +292,8 @@ class Shelf:
     def __init__(self, waiting: Waiting = nullcontext) -> None:
         self._waiting = waiting
         self._base: tuple[str, Base] | None = None
-        self._materials: tuple[str, Materials] | None = None
-        self._said: tuple[Materials, dict[str, str]] | None = None
+        self._materials: tuple[str, RunData] | None = None
+        self._said: tuple[RunData, dict[str, str]] | None = None
 
     def said(self, cell: Cell) -> dict[str, str]:
         """Digests of what a cell would read."""
@@ -302,7 +302,7 @@ class Shelf:
             self._said = materials, said(describe(materials, cell.recipe))
         return self._said[1]
 
-    def materials(self, cell: Cell) -> Materials:
+    def materials(self, cell: Cell) -> RunData:
         """What a cell needs, from the shelf where it lies there already."""
         recipe = cell.recipe
         runtime = recipe.runtime.model_dump_json()

@@ -12,7 +12,7 @@ from comingle.config.data import Count, DataSection, Fraction, Positive, Section
 from comingle.data.samples.samples import warn_unseen
 from comingle.data.samples.section import NO_WINDOWS, UNREAD
 from comingle.models.base import Base
-from comingle.training.kinds.base import LoadBase, Materials
+from comingle.training.kinds.base import LoadBase, RunData
 from comingle.training.kinds.samples import NetKind
 from comingle_papers.tasks.making import Task, make_task
 
@@ -68,30 +68,30 @@ class TaskKind(NetKind):
 
     name = "task"
 
-    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> RunData:
         """The task brings its net; no base is loaded."""
         return self.materials(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.data_seed))
 
-    def materials(self, task: Task) -> Materials:
+    def materials(self, task: Task) -> RunData:
         """Those of a task, which may be made in Python; labels that somebody does not train on are said once."""
         if task.loss == "cross_entropy":
             warn_unseen(task.users)
-        return Materials(kind=self, base=None, users=task.users, common=task)
+        return RunData(kind=self, base=None, users=task.users, common=task)
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
         """A task makes as many as it is asked for."""
         return recipe.with_changes({"data.task.users": users})
 
-    def settings(self, materials: Materials) -> dict[str, Any]:
+    def settings(self, materials: RunData) -> dict[str, Any]:
         """The task's."""
         return {key: getattr(materials.common, key) for key in SETTINGS}
 
     def reopened(
         self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
-    ) -> Materials:
+    ) -> RunData:
         """The task as it was."""
         task = Task(users=tuple(users), **{**settings, "input_shape": tuple(settings["input_shape"])})
-        return Materials(kind=self, base=base, users=users, common=task, unread=True)
+        return RunData(kind=self, base=base, users=users, common=task, unread=True)
 
 
 def prepare_task(section: TaskSection, seed: int) -> Task:

@@ -6,6 +6,7 @@ A kind is a folder: its section of the recipe, its :class:`Kind`, its feed. Noth
 from __future__ import annotations
 
 import logging
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,11 +47,8 @@ LoadBase = Callable[[], Base]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Materials:
-    """What several runs of a comparison have in common: the base and everybody's data.
-
-    ``unread`` says that the users' data is read when something asks for it, as by :mod:`comingle.runs.api`.
-    """
+class RunData:
+    """The base and the users' data of a run, or of all runs of a comparison."""
 
     kind: Kind
     base: Base | None
@@ -61,6 +59,7 @@ class Materials:
     common: Any = None
     """What all users have in common besides the base: a task."""
     unread: bool = False
+    """Whether users' data is read on demand, as by :mod:`comingle.runs.api`."""
     here: Sequence[int] | None = None
     """The numbers of those whose data is on this machine, where others have theirs elsewhere; None: everybody's is."""
     shared_out: bool = False
@@ -75,7 +74,7 @@ class Materials:
         """By which the splits of everybody who is here are known again."""
         return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.present}
 
-    def with_users(self, users: Sequence[Any]) -> Materials:
+    def with_users(self, users: Sequence[Any]) -> RunData:
         """Return the same materials with other users, or with some of them."""
         names = {user.name for user in users}
         common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
@@ -152,7 +151,7 @@ class Kind(ABC):
         """
         return None
 
-    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> RunData:
         """Return all users' data in memory, and the base.
 
         Args:
@@ -169,7 +168,7 @@ class Kind(ABC):
         assert reader is not None, f"{self.name}: has neither a reader nor a method read of its own"
         return self._in_memory(reader)
 
-    def _in_memory(self, reader: StreamingReader[Any]) -> Materials:
+    def _in_memory(self, reader: StreamingReader[Any]) -> RunData:
         users, texts, skipped = list[Any](), list[UserText](), dict[str, str]()
         reader.on_skip = skipped.__setitem__
         read: Iterable[Any] = reader.read(ListedRows())
@@ -182,7 +181,7 @@ class Kind(ABC):
         about, lines = reader.summary()
         for line in lines:
             logger.warning("%s", line)
-        return Materials(
+        return RunData(
             kind=self,
             base=reader.base,
             users=tuple(users),
@@ -205,7 +204,7 @@ class Kind(ABC):
         validates: bool,
         net: Any = None,
         loss: Any = None,
-    ) -> Materials:
+    ) -> RunData:
         """Return data that a program hands over by users' names, as :meth:`read` returns that of files.
 
         Args:
@@ -226,20 +225,20 @@ class Kind(ABC):
         return self._in_memory(reader)
 
     @abstractmethod
-    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Model:
         """The model that all users train, be they here or not; looks at no data.
 
         Raises:
             ComingleError: settings and base do not fit each other.
         """
 
-    def model_here(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+    def model_here(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Model:
         """The same, of the users who are here."""
         model = self.model(recipe, materials, method, training)
         return model if materials.here is None else model.only(materials.here)
 
     @abstractmethod
-    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Clients:
         """The users who are here, with the model that they train.
 
         Raises:
@@ -250,7 +249,7 @@ class Kind(ABC):
         """One user named "everyone" that has what all have: the centralized baseline."""
         raise NotImplementedError
 
-    def trainers(self, materials: Materials, method: Method) -> tuple[Sequence[Any], Sequence[Any]]:
+    def trainers(self, materials: RunData, method: Method) -> tuple[Sequence[Any], Sequence[Any]]:
         """Everybody who is here, and those who train: all of them, or the one who has what all have."""
         users = listed(materials.present)
         if not method.placement.pooled:
@@ -265,18 +264,18 @@ class Kind(ABC):
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> Personal:
         """A user's own model; ``row`` is the user's row in the federation."""
 
-    def settings(self, materials: Materials) -> dict[str, Any]:
+    def settings(self, materials: RunData) -> dict[str, Any]:
         """What a run folder keeps of the materials besides names and digests, so that the run opens without data."""
         return {}
 
     def reopened(
         self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
-    ) -> Materials:
+    ) -> RunData:
         """The materials of a run that is opened again, whose users are read when something asks for them.
 
         ``net`` makes a net, where a program hands that over.
         """
-        return Materials(kind=self, base=base, users=users, unread=True)
+        return RunData(kind=self, base=base, users=users, unread=True)
 
     # ---------------------------------------------------------------- looked at
 
@@ -322,7 +321,7 @@ def always_there(method: Method, training: Training) -> Training:
     return replace(training, participation=1.0) if method.placement.pooled else training
 
 
-def count_trainers(materials: Materials, method: Method) -> int:
+def count_trainers(materials: RunData, method: Method) -> int:
     """How many train, here and elsewhere."""
     return 1 if method.placement.pooled else len(materials.users)
 
@@ -514,3 +513,10 @@ def _check_plain(recipe: Recipe, method: Method) -> None:
     }.items():
         if found:
             raise RecipeError(f"{key}: method {method.name} wraps every linear by itself; allowed: methods of LoRAs")
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Materials":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("comingle.training.kinds.base.Materials is now RunData", DeprecationWarning, stacklevel=2)
+    return RunData

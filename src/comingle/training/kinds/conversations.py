@@ -40,7 +40,7 @@ from comingle.models.scoring import Gates, score_windows
 from comingle.models.windows import PAD
 from comingle.training.batch_sources import SCORED_PER_SLOT, Generate, PassFeed, Predict
 from comingle.training.client import Clients, batch_size
-from comingle.training.kinds.base import LoadBase, Materials, always_there, count_trainers, language_model
+from comingle.training.kinds.base import LoadBase, RunData, always_there, count_trainers, language_model
 from comingle.training.kinds.text import LanguageKind, anybody_validates
 from comingle.training.settings import Portions, portions
 from comingle.utils.errors import DataError
@@ -254,7 +254,7 @@ class AnswersKind(LanguageKind):
         for user in users:
             check_answers(user, needs_validation=method.client.needs_validation)
 
-    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Model:
         """How much there is to train on is known of those who are here."""
         assert materials.base is not None
         if isinstance(materials.users, LazyPopulation):
@@ -264,7 +264,7 @@ class AnswersKind(LanguageKind):
             tokens = training_tokens(self.trainers(materials, method)[1], training) if read else 0
         return language_model(recipe, materials.base, method, count_trainers(materials, method), tokens)
 
-    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Clients:
         """Batches are as wide as their longest conversation, or all equally wide where tokens' routes are balanced."""
         training = always_there(method, training)
         assert materials.base is not None
@@ -323,7 +323,7 @@ class ConversationsKind(AnswersKind):
         """All who have too few are named at once."""
         check_small(users, needs_validation=method.client.needs_validation)
 
-    def settings(self, materials: Materials) -> dict[str, Any]:
+    def settings(self, materials: RunData) -> dict[str, Any]:
         """The date in the base's chat template, where it writes today's."""
         date = None if materials.base is None else materials.base.date
         return {} if date is None else {DATE: date.isoformat()}

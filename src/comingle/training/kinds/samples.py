@@ -26,7 +26,7 @@ from comingle.models.routers import merge_models, mix_probabilities
 from comingle.models.scoring import MSE, Loss, SampleScore, find_loss
 from comingle.models.stacked import StackedModel
 from comingle.training.client import Clients
-from comingle.training.kinds.base import Kind, LoadBase, Materials
+from comingle.training.kinds.base import Kind, LoadBase, RunData
 from comingle.training.kinds.nets import build_nets, check_on_nets, net_model
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.trees import CLIENT_ROUTER, Tree
@@ -142,11 +142,11 @@ class NetKind(Kind):
         """Adapters in a language model and routers of tokens are none of nets."""
         check_on_nets(method)
 
-    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Model:
         """The net, or the nets that are mixed."""
         return net_model(recipe, materials.common, method)
 
-    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Clients:
         """Everybody's copy of the net."""
         unread, here, reads = materials.unread, materials.here, materials.reads
         return build_nets(recipe, materials.common, method, training, unread=unread, here=here, reads=reads)
@@ -212,7 +212,7 @@ class SamplesKind(NetKind):
         """Data sets of PyTorch, pairs of arrays, splits of these."""
         return takes(data)
 
-    def settings(self, materials: Materials) -> dict[str, Any]:
+    def settings(self, materials: RunData) -> dict[str, Any]:
         """Shapes, and the names of the net and of the loss, where they have some."""
         common = cast(Population, materials.common)
         return {
@@ -226,7 +226,7 @@ class SamplesKind(NetKind):
 
     def reopened(
         self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
-    ) -> Materials:
+    ) -> RunData:
         """The shapes as they were, and the net.
 
         Raises:
@@ -244,7 +244,7 @@ class SamplesKind(NetKind):
             net=settings["net"] if net is None else net,
             labels=tuple(settings["labels"]),
         )
-        return Materials(kind=self, base=base, users=users, common=common, unread=True)
+        return RunData(kind=self, base=base, users=users, common=common, unread=True)
 
 
 def section(recipe: Recipe) -> SamplesSection:

@@ -29,7 +29,7 @@ from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import (
     Kind,
     LoadBase,
-    Materials,
+    RunData,
     always_there,
     check_on_language,
     count_trainers,
@@ -188,14 +188,14 @@ class TextKind(LanguageKind):
         """Documents, a table with a column of them, a path, or splits of these."""
         return takes(data)
 
-    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Model:
         """Everybody trains on as many tokens."""
         assert materials.base is not None
         trainers = count_trainers(materials, method)
         tokens = trainers * training.iterations * training.batch_size * training.context
         return language_model(recipe, materials.base, method, trainers, tokens)
 
-    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Clients:
         """Every stream that will be used must be long enough."""
         assert materials.base is not None
         training, begin = always_there(method, training), materials.base.begin

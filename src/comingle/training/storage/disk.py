@@ -26,7 +26,7 @@ from comingle.config import Recipe
 from comingle.data.population_files import read_cached
 from comingle.data.populations import NAMES, LazyPopulation, Names
 from comingle.training.client import Clients
-from comingle.training.kinds.base import Kind, LoadBase, Materials
+from comingle.training.kinds.base import Kind, LoadBase, RunData
 from comingle.training.state import MOMENTS, State
 from comingle.training.storage.files import (
     ABOUT,
@@ -432,7 +432,7 @@ class Store:
             raise RecipeError("runtime.store: disk-bf16 rounds moments, and no optimiser here has any; allowed: disk")
         return OnDisk(clients.begin, clients.rows, self.moments, names=clients.names)
 
-    def read(self, kind: Kind, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+    def read(self, kind: Kind, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> RunData:
         """Return a recipe's users in a file, read one after another; all at once where the kind has no reader.
 
         Raises:
@@ -442,7 +442,7 @@ class Store:
         if reader is None:
             return kind.read(recipe, load_base, validates=validates)
         users, about, skipped = read_cached(reader)
-        return Materials(
+        return RunData(
             kind=kind,
             base=reader.base,
             users=users,
