@@ -11,7 +11,7 @@ from torch import Tensor
 from comingle.data.samples.samples import Samples, UserSamples, hold_out, warn_unseen
 from comingle.utils.errors import DataError
 from comingle.utils.seeds import generator
-from comingle_papers.tasks.groups import check_labels, hold_out_valid
+from comingle_papers.tasks.images import check_labels, hold_out_valid
 
 
 def draw_labels(seed: int) -> Tensor:

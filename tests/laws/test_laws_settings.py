@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comingle.config.sections import AdaptersSection, FloralSection
+from comingle.config.sections import FloralSection
+from comingle.config.settings import AdaptersSection
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.models.floral.layers import CONV_FORMS
 from comingle.models.floral.wrapper import floral

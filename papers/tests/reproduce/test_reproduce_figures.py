@@ -8,10 +8,9 @@ import pytest
 from tests.quick import quick
 
 from comingle.utils.errors import RunError
-from comingle_papers.reproduce.figures import draw, layer_of, read_entries
 from comingle_papers.reproduce.plan import Wanted, plan
 from comingle_papers.reproduce.published import load_experiment
-from comingle_papers.reproduce.runner import run_cells
+from comingle_papers.reproduce.runner import draw, layer_of, read_entries, run_cells
 
 SHOWN = {
     "figure3": (["slimpajama-comigs-1g1s"], ["stackexchange, layer 0", "books, layer 0", "CoMiGS-1G1S"]),
@@ -36,7 +35,7 @@ SHOWN = {
 @pytest.mark.parametrize("name", quick(SHOWN, "figure5"))
 @pytest.mark.slow
 def test_every_kind_of_figure_shows_what_was_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comingle_papers.reproduce.figures.LENGTH", 12)  # tokens, each of which is drawn
+    monkeypatch.setattr("comingle_papers.reproduce.runner.LENGTH", 12)  # tokens, each of which is drawn
     methods = ["local", "comigs-2s"] if name == "figure9" else None
     found = plan(f"comigs/{name}", Wanted(scale="smoke", methods=methods))
     outcomes = {outcome.cell.folder: outcome for outcome in run_cells(found.cells, tmp_path)}

@@ -13,13 +13,11 @@ import pytest
 
 from comingle.models.nets import make_net
 from comingle.utils.errors import RecipeError
-from comingle_papers.reproduce.figures import draw
 from comingle_papers.reproduce.plan import Cell, Plan, Wanted, count_samples, net_size, plan
 from comingle_papers.reproduce.published import load_experiment, printed
-from comingle_papers.reproduce.runner import RUNS, run_cells, scores
+from comingle_papers.reproduce.runner import RUNS, draw, run_cells, scores
 from comingle_papers.reproduce.tables import build_table, markdown, remarks
-from comingle_papers.tasks.kind import TaskSection
-from comingle_papers.tasks.making import make_task
+from comingle_papers.tasks.kind import TaskSection, make_task
 
 IMAGES = ("mnist", "cifar10", "cifar100")
 

@@ -18,13 +18,11 @@ from comingle.runs.session import build, prepare
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import read_metrics
 from comingle_papers.reproduce.counted import Usage, count_usage, plan_usage, usage_figure
-from comingle_papers.reproduce.figures import draw, read_entries
 from comingle_papers.reproduce.plan import Plan, Wanted, plan
 from comingle_papers.reproduce.published import Experiment, Plot, load_experiment
-from comingle_papers.reproduce.runner import run_cells
+from comingle_papers.reproduce.runner import draw, read_entries, run_cells
 from comingle_papers.reproduce.tables import build_table, markdown
-from comingle_papers.tasks.kind import prepare_task
-from comingle_papers.tasks.making import Task
+from comingle_papers.tasks.kind import Task, prepare_task
 
 NET = 10 * 20 + 20 + 20 + 1
 """Parameters of the task mlp's net, 10-20-1."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import generator
-from comingle_papers.tasks.groups import choose_labels, cluster_sizes, deal, draw_dirichlet, group_by_labels
+from comingle_papers.tasks.images import choose_labels, cluster_sizes, deal, draw_dirichlet, group_by_labels
 
 KEY = ("cifar100-cluster", 0)
 

@@ -15,7 +15,7 @@ from comingle.utils.seeds import generator
 from comingle_papers.tasks import image_tasks
 from comingle_papers.tasks.image_tasks import TASKS
 from comingle_papers.tasks.images import read_images
-from comingle_papers.tasks.making import Task, make_task
+from comingle_papers.tasks.kind import Task, make_task
 
 MakeFolder = Callable[..., Path]
 
@@ -208,7 +208,7 @@ def test_images_are_found_through_the_variable_before_the_hub(
         asked.append((name, source))
         raise DataError("no network here")
 
-    monkeypatch.setattr("comingle_papers.tasks.making.read_images", ask)
+    monkeypatch.setattr("comingle_papers.tasks.kind.read_images", ask)
     for name in ("cifar100", "cifar10"):  # the folder does not hold them
         with pytest.raises(DataError, match="no network here"):
             make_task(name, seed=0)

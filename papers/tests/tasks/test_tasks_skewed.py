@@ -17,7 +17,7 @@ from comingle.data.samples.samples import SPLITS, UserSamples
 from comingle.utils.errors import DataError, RecipeError
 from comingle_papers.tasks.image_tasks import TASKS
 from comingle_papers.tasks.kind import KIND as TASK_KIND
-from comingle_papers.tasks.making import Task, make_task
+from comingle_papers.tasks.kind import Task, make_task
 
 MakeFolder = Callable[..., Path]
 DOMAINS = ("art_painting", "cartoon", "photo", "sketch")

@@ -7,12 +7,12 @@ import pytest
 import torch
 from scipy import optimize
 
-from comingle_papers.theory.coupled import (
+from comingle_papers.theory.quadratics import (
     P1,
     P2,
     Coupled,
     CoupledSettings,
-    alternate,
+    alternate_coupled,
     coupled_curves,
     draw_coupled,
     minimiser,
@@ -111,7 +111,7 @@ def test_convexity_of_g_is_not_enough() -> None:
 def test_the_scheme_goes_to_its_fixed_point_by_both_constants() -> None:
     one, rng = drawn(7, 0.7)
     two = draw_coupled(rng, 3, 4, 2, 0.9)
-    points = alternate(one, two, 3 * rng.standard_normal(4), 200)
+    points = alternate_coupled(one, two, 3 * rng.standard_normal(4), 200)
     goal = points[-1]
     np.testing.assert_allclose(minimiser(two, minimiser(one, goal)), goal, atol=1e-12)
     away = np.linalg.norm(points[:20] - goal, axis=1)

@@ -19,11 +19,10 @@ from comingle.cli import main
 from comingle.utils.errors import RecipeError
 from comingle_papers.cli.theory import number, render
 from comingle_papers.recipes import TheoryRecipe, load_theory_recipe, published_recipes
-from comingle_papers.theory.checks import LinearSettings, QuadraticSettings, check_all
+from comingle_papers.theory.checks import FILES, LinearSettings, QuadraticSettings, check_all
 from comingle_papers.theory.claims import Claim, Curve, summarise, worst_step
 from comingle_papers.theory.clusters import ClusterSettings
-from comingle_papers.theory.coupled import CoupledSettings
-from comingle_papers.theory.plots import FILES
+from comingle_papers.theory.quadratics import CoupledSettings
 
 REPOSITORY = Path(__file__).parents[3]
 SHIPPED = published_recipes() / "comigs" / "theory.yaml"

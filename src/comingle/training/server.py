@@ -24,7 +24,8 @@ from comingle.models.model import Model
 from comingle.privacy.accounting import Account, Work
 from comingle.privacy.base import Judged, PrivacyMechanism, ServerRound, mean_as_upload, one_model, overrides
 from comingle.privacy.secure_sum import Sums
-from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Format, Upload, expand, fill_ranks, verdict
+from comingle.protocol import Format
+from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, expand, fill_ranks, verdict
 from comingle.training.privacy import server_mechanisms
 from comingle.training.settings import participants, round_sizes
 from comingle.training.state import draw

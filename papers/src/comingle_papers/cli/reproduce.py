@@ -243,7 +243,7 @@ def _run(
         write_tables(folder, table)
     drawn = " · figures as .png and .svg" if planned.experiment.plot else ""
     if drawn:
-        from comingle_papers.reproduce.figures import draw
+        from comingle_papers.reproduce.runner import draw
 
         draw(planned, outcomes, folder)
     print_table(table)

@@ -28,11 +28,17 @@ def theory(
     path, read = _read(recipe, seed)
     _require_packages()
     from comingle.utils.terminal import words
-    from comingle_papers.theory.checks import LinearSettings, QuadraticSettings, as_json, check_all
+    from comingle_papers.theory.checks import (
+        LinearSettings,
+        QuadraticSettings,
+        as_json,
+        check_all,
+        check_folder,
+        write_folder,
+    )
     from comingle_papers.theory.claims import summarise
     from comingle_papers.theory.clusters import ClusterSettings
-    from comingle_papers.theory.coupled import CoupledSettings
-    from comingle_papers.theory.plots import check_folder, write_folder
+    from comingle_papers.theory.quadratics import CoupledSettings
 
     folder = out or Path("runs") / path.stem
     check_folder(folder, force=force)

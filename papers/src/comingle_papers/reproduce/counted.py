@@ -32,7 +32,7 @@ from comingle_papers.reproduce.plan import Cell, Plan
 from comingle_papers.reproduce.published import printed
 from comingle_papers.reproduce.tables import table_line
 from comingle_papers.tasks.image_tasks import TASKS
-from comingle_papers.tasks.making import Task
+from comingle_papers.tasks.kind import Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

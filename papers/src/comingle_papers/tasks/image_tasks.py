@@ -58,8 +58,7 @@ from torch.nn import functional as F
 from comingle.data.samples.samples import Samples, UserSamples, hold_out, list_labels
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import generator
-from comingle_papers.tasks.groups import Key, choose_labels, cluster_sizes, deal, group_by_labels
-from comingle_papers.tasks.images import Images
+from comingle_papers.tasks.images import Images, Key, choose_labels, cluster_sizes, deal, group_by_labels
 
 Shift = Literal["rotate", "labels"]
 Partition = Literal["personal", "cluster", "domain"]

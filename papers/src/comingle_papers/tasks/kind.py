@@ -1,24 +1,321 @@
-"""Tasks as a kind of data."""
+"""Tasks that are not language, as a kind of data: their users, each with samples, and the net they train.
+
+FLoRAL's regressions are in :mod:`~comingle_papers.tasks.synthetic`; the image tasks of FLoRAL and FedMerge, and the
+numbers of all tasks, are in :mod:`~comingle_papers.tasks.image_tasks`.
+
+Which samples a user holds follows from the task and the seed alone, never from the method, and a smaller ``fraction``
+keeps a part of the same samples: FLoRAL's tasks the first, FedMerge's some of each label. Validation samples come out
+of those that are kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, cast
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
+import torch
+from jaxtyping import Float
 from pydantic import BeforeValidator, Field
+from torch import Tensor
 
 from comingle.config import Recipe
 from comingle.config.data import Count, DataSection, Fraction, Positive, Section, keys_of_text, plain_name
-from comingle.data.samples.samples import warn_unseen
+from comingle.data.samples.reading import Augment, Population
+from comingle.data.samples.samples import UserSamples, check, warn_unseen
 from comingle.data.samples.section import NO_WINDOWS, UNREAD
 from comingle.models.base import Base
 from comingle.training.kinds.base import LoadBase, RunData
 from comingle.training.kinds.samples import NetKind
-from comingle_papers.tasks.making import Task, make_task
+from comingle.utils.errors import DataError, RecipeError, did_you_mean
+from comingle.utils.names import FOLDER_VARIABLE
+from comingle.utils.records import expand_home
+from comingle_papers.tasks import image_tasks
+from comingle_papers.tasks.image_tasks import (
+    CIFAR10_COLOURS,
+    REDUCED_MINIMUM,
+    TASKS,
+    Setting,
+    Shift,
+    make_shifted,
+    make_skewed,
+    pool_images,
+)
+from comingle_papers.tasks.images import (
+    Images,
+    check_images,
+    check_labels,
+    has_images,
+    hold_out_valid,
+    read_domains,
+    read_images,
+)
+from comingle_papers.tasks.synthetic import DIMENSION, OUTPUTS, Kind, make_synthetic
+
+Found = TypeVar("Found", Images, dict[str, Images])
+
+DOMAIN_SIDE = 64
+"""To this FedMerge's public code scales the images of PACS, which are 227 x 227 on the hub."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Population):
+    """Users with their samples, and what they train.
+
+    With ``augment``, train batches go through :meth:`augmented`.
+    """
+
+    loss: Literal["mse", "cross_entropy"]
+    net: str
+    clusters: int
+    augment: bool
+    shift: Shift | None = None
+
+    @property
+    def augmentation(self) -> Augment | None:
+        """Flips and crops, where the task has them."""
+        return self.augmented if self.augment else None
+
+    def augmented(
+        self, rows: Sequence[int], inputs: Float[Tensor, "users batch c h w"], generator: torch.Generator
+    ) -> Float[Tensor, "users batch c h w"]:
+        """Train images of the users ``rows``, flipped and cropped at random as if that was done before the shift.
+
+        A crop with black borders commutes with turns by 90 degrees, and a flip becomes a vertical one after an odd
+        number of them. After any other angle no flip in place has the angle of the cluster: those are only cropped.
+        """
+        quarters = [self._quarters(self.users[row].cluster or 0) for row in rows]
+        images = inputs.flatten(0, 1)
+        odd = [quarter % 2 == 1 for quarter in quarters for _ in range(inputs.shape[1])]
+        if all(quarter == int(quarter) for quarter in quarters):
+            images = image_tasks.flip_some(images, generator, vertically=odd)
+        black = [-mean / std for mean, std in zip(*CIFAR10_COLOURS, strict=True)]
+        return image_tasks.crop_randomly(images, generator, fill=black).view(inputs.shape)
+
+    def _quarters(self, cluster: int) -> float:
+        """By how many quarter turns the cluster's images are turned."""
+        return 4 * cluster / self.clusters if self.shift == "rotate" else 0.0
+
+
+def make_task(
+    name: str,
+    *,
+    seed: int,
+    users: int | None = None,
+    clusters: int | None = None,
+    fraction: float = 1.0,
+    shift: str | None = None,
+    path: str | Path | None = None,
+    test_samples: int | None = None,
+    valid: float | None = None,
+    alpha: float | None = None,
+    labels_per_cluster: int | None = None,
+) -> Task:
+    """A task by name, with its users' samples.
+
+    Args:
+        name: a key of :data:`TASKS`.
+        seed: the samples follow it (and nothing else but the task).
+        users: K, if not the task's own.
+        clusters: the true number of clusters C, if not the task's own.
+        fraction: how much of their train samples users keep, at least ``REDUCED_MINIMUM``; 0.05 is "Reduced".
+        shift: "rotate" or "labels"; MNIST and CIFAR-10 are rotated unless told otherwise, the others have none.
+        path: folder of the images (:mod:`comingle_papers.tasks.images` says under which names) or ``hub:NAME``;
+            without it
+            ``$COMINGLE_DATA/images`` where that holds them, else the hub.
+        test_samples: test samples a user: fresh ones of a synthetic task, at most so many images.
+        valid: how much of the train samples that a user keeps become validation samples; without it a tenth in
+            FedMerge's tasks and none in FLoRAL's.
+        alpha: of the Dirichlet shares by which labels are parted, in tasks "-personal" and "-cluster".
+        labels_per_cluster: in tasks "-cluster"; without it every label is in one cluster.
+
+    Raises:
+        RecipeError: an unknown task or shift, or a number out of range.
+        DataError: images that cannot be read, or that leave somebody without samples of some kind.
+    """
+    setting = _find_setting(name)
+    _check_partition(name, setting, clusters=clusters, alpha=alpha, labels_per_cluster=labels_per_cluster)
+    who = {"users": _or(users, setting.users), "clusters": _or(clusters, setting.clusters)}
+    held_out = float(_or(valid, setting.valid))
+    _check_numbers(name, fraction=fraction, test_samples=test_samples, valid=held_out, **who)
+    wanted, common = _choose_shift(name, shift), {"seed": seed, "test_samples": test_samples, **who}
+    skew = {"alpha": _or(alpha, setting.alpha), "labels_per_cluster": labels_per_cluster, "fraction": fraction}
+    if not setting.hub:
+        task = _synthetic(cast(Kind, name), path, **common)
+    elif setting.partition is None:
+        task = _shifted(name, path, shift=wanted, **common)
+    else:
+        task = _skewed(name, path, **skew, **common)
+    return _finish(task, setting, fraction=fraction, valid=held_out)
+
+
+def _find_setting(name: str) -> Setting:
+    if name not in TASKS:
+        raise RecipeError(f"no task {name!r}.{did_you_mean(name, TASKS)} Allowed: {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def _or(given: Any, default: Any) -> Any:
+    """What was given, or the task's own."""
+    return default if given is None else given
+
+
+def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
+    """Fewer train samples (skewed tasks have done that already), validation samples, and all of it checked."""
+    reduced = task.users if setting.partition else [_reduce(user, fraction) for user in task.users]
+    people = tuple(hold_out_valid(user, valid) for user in reduced)
+    check(people, classes=task.classes if task.loss == "cross_entropy" else None)
+    if setting.partition:
+        check_labels(people)
+    return replace(task, users=people)
+
+
+def _check_partition(
+    name: str, setting: Setting, *, clusters: int | None, alpha: float | None, labels_per_cluster: int | None
+) -> None:
+    """Whether what is given means something for this task."""
+    where = f"task {name!r}"
+    if clusters is not None and setting.partition in ("personal", "domain"):
+        why = "users are in no clusters" if setting.partition == "personal" else "clusters are its domains"
+        raise RecipeError(f"{where}: clusters={clusters}; its {why}; allowed: none")
+    if alpha is not None and setting.partition not in ("personal", "cluster"):
+        raise RecipeError(f"{where}: alpha={alpha}; labels are not parted by shares here; {_having('alpha')}")
+    if alpha is not None and not 0 < alpha < float("inf"):
+        raise RecipeError(f"{where}: alpha={alpha}; allowed: above 0")
+    if labels_per_cluster is not None and setting.partition != "cluster":
+        got = f"labels_per_cluster={labels_per_cluster}"
+        raise RecipeError(f"{where}: {got}; there are no clusters of labels here; {_having('labels_per_cluster')}")
+
+
+def _having(key: str) -> str:
+    kinds = {"alpha": ("personal", "cluster"), "labels_per_cluster": ("cluster",)}[key]
+    return "allowed for: " + ", ".join(name for name, setting in TASKS.items() if setting.partition in kinds)
+
+
+def _check_numbers(
+    name: str, *, users: int, clusters: int, fraction: float, test_samples: int | None, valid: float
+) -> None:
+    if users < 1:
+        raise RecipeError(f"task {name!r}: users={users}; allowed: from 1")
+    if not 1 <= clusters <= users and TASKS[name].partition != "domain":
+        empty = f", as cluster {users} would have no user" if clusters > users else ""
+        raise RecipeError(f"task {name!r}: clusters={clusters}; allowed: 1 to {users}, the number of users{empty}")
+    if not 0 < fraction <= 1:
+        raise RecipeError(f"task {name!r}: fraction={fraction}; allowed: above 0, up to 1")
+    if test_samples is not None and test_samples < 1:
+        raise RecipeError(f"task {name!r}: test_samples={test_samples}; allowed: from 1")
+    if not 0 <= valid < 1:
+        raise RecipeError(f"task {name!r}: valid={valid}; allowed: from 0, below 1")
+
+
+def _choose_shift(name: str, shift: str | None) -> Shift | None:
+    shift_of_task, allowed = TASKS[name].shift, get_args(Shift)
+    if shift is None:
+        return shift_of_task
+    if shift_of_task is None:
+        raise RecipeError(f"task {name!r}: shift={shift!r}; this task has no shift, its users differ by themselves")
+    if shift not in allowed:
+        raise RecipeError(
+            f"task {name!r}: shift={shift!r}.{did_you_mean(shift, allowed)} Allowed: {', '.join(allowed)}"
+        )
+    return cast(Shift, shift)
+
+
+def _reduce(user: UserSamples, fraction: float) -> UserSamples:
+    """The first part of the train samples, and at least ``REDUCED_MINIMUM`` of them."""
+    return replace(user, train=user.train.first(max(REDUCED_MINIMUM, round(fraction * len(user.train)))))
+
+
+def _synthetic(
+    kind: Kind, path: str | Path | None, *, seed: int, users: int, clusters: int, test_samples: int | None
+) -> Task:
+    if path is not None:
+        raise RecipeError(f"task {kind!r}: path={str(path)!r}; this task is made, not read, and takes no path")
+    setting = TASKS[kind]
+    people = make_synthetic(
+        kind,
+        users=users,
+        clusters=clusters,
+        train=setting.train,
+        test=setting.test,
+        seed=seed,
+        fresh_test=test_samples,
+    )
+    return Task(
+        users=people,
+        loss="mse",
+        classes=OUTPUTS[kind],
+        clusters=clusters,
+        augment=False,
+        input_shape=(DIMENSION,),
+        net=setting.net,
+    )
+
+
+def _shifted(name: str, path: str | Path | None, *, clusters: int, shift: Shift | None, **options: Any) -> Task:
+    setting = TASKS[name]
+    by_split = _read_splits(name, setting, path)
+    people = make_shifted(name, setting, by_split, clusters=clusters, shift=shift, **options)
+    return _of_images(setting, people, clusters, shift)
+
+
+def _skewed(name: str, path: str | Path | None, **options: Any) -> Task:
+    setting = TASKS[name]
+    if setting.partition == "domain":
+        images = _read(lambda source: read_domains(setting.images, source, largest=DOMAIN_SIDE), name, path)
+        check_images(images, classes=setting.classes, coloured=setting.coloured, where=f"task {name!r}: images")
+        options["clusters"] = len(images.domain_names)
+    else:
+        images = pool_images(list(_read_splits(name, setting, path).values()), f"task {name!r}")
+    return _of_images(setting, make_skewed(name, setting, images, **options), options["clusters"], None)
+
+
+def _of_images(setting: Setting, people: tuple[UserSamples, ...], clusters: int, shift: Shift | None) -> Task:
+    return Task(
+        users=people,
+        loss="cross_entropy",
+        classes=setting.classes,
+        clusters=clusters,
+        augment=setting.augment,
+        input_shape=tuple(people[0].train.inputs.shape[1:]),
+        net=setting.net,
+        shift=shift,
+    )
+
+
+def _read_splits(name: str, setting: Setting, path: str | Path | None) -> dict[str, Images]:
+    by_split = _read(lambda source: read_images(setting.images or name, source), name, path)
+    for split, images in by_split.items():
+        where = f"task {name!r}: {split} images"
+        check_images(images, classes=setting.classes, coloured=setting.coloured, where=where)
+    return by_split
+
+
+def _read(read: Callable[[str | Path], Found], name: str, path: str | Path | None) -> Found:
+    """The images of a task from a path, else from ``$COMINGLE_DATA/images`` where that holds them, else from the hub.
+
+    Raises:
+        DataError: as ``read``; where nobody asked for the hub it is said what there is instead.
+    """
+    files, named = TASKS[name].images or name, os.environ.get(FOLDER_VARIABLE, "")
+    folder = expand_home(named) / "images"
+    if path is not None:
+        return read(path)
+    if named and has_images(files, folder):
+        return read(folder)
+    try:
+        return read(TASKS[name].hub)
+    except DataError as error:
+        why = f"{folder} has no images of {files}" if named else f"${FOLDER_VARIABLE} is not set"
+        raise DataError(
+            f"{error}; without the hub, give data.task.path or ${FOLDER_VARIABLE}/images ({why})"
+        ) from error
 
 
 class TaskSection(Section):
-    """Users made for a task that is not language: see ``comingle_papers.tasks.making``."""
+    """Users made for a task that is not language: see ``comingle_papers.tasks.kind``."""
 
     name: str
     users: Count | None = None
