@@ -18,13 +18,16 @@ from comingle.audits.canaries import (
     USERS,
     Attacker,
     Watched,
+    auc,
     draw_canaries,
+    found_at,
+    infer,
     published,
     run_trial,
+    windows_of,
     with_canary,
     with_example,
 )
-from comingle.audits.membership import auc, found_at, infer, windows_of
 from comingle.data.text.streams import UserData
 from comingle.models.windows import fixed_windows
 from comingle.privacy.accounting import Release, epsilon

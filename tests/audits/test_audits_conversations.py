@@ -18,12 +18,16 @@ from comingle.audits.canaries import (
     USERS,
     Attacker,
     draw_canaries,
+    halves,
+    infer,
     longest_responses,
     overwrite,
+    run_shadow,
     run_trial,
+    show,
+    windows_of,
     with_response,
 )
-from comingle.audits.membership import halves, infer, run_shadow, show, windows_of
 from comingle.data.conversations.encoding import Answers, UserAnswers
 from comingle.models.windows import PAD
 from comingle.reports.audit import markdown, verdict

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import comingle
-from comingle.audits.canaries import SERVER, USERS
-from comingle.audits.membership import (
+from comingle.audits.canaries import (
     LEAST,
+    SERVER,
+    USERS,
     Shadow,
     auc,
     halves,

@@ -11,7 +11,7 @@ import pytest
 
 from comingle.config import load_recipe
 from comingle.cost import memory
-from comingle.cost.summaries import with_method
+from comingle.cost.planning import with_method
 
 FREE_BYTES = "comingle.cost.planning.free_bytes"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle.cli.previews import choose_rows
+from comingle.cli.training import choose_rows
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from comingle.config import load_recipe
-from comingle.cost.flops import counted
+from comingle.cost.records import counted
 from comingle.runs.session import build, prepare
 from comingle.training.client import train
 from comingle_papers.questions import LABELS, NOTE, QUESTIONS, ask

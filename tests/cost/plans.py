@@ -6,9 +6,8 @@ from typing import Any
 
 from comingle.config import Recipe, parse_recipe
 from comingle.cost.memory import rehearse
-from comingle.cost.planning import federate_bare
+from comingle.cost.planning import federate_bare, with_method
 from comingle.cost.skeleton import load_skeleton
-from comingle.cost.summaries import with_method
 
 
 def recipe_of(base: str, method: Any, *, users: int = 2, dtype: str = "float32", **changes: Any) -> Recipe:

@@ -10,10 +10,9 @@ from exchanges import exchanged
 
 from comingle.config import Recipe, parse_recipe
 from comingle.cost.counts import count_users
-from comingle.cost.planning import compare_with_paper, federate_bare, user_names
+from comingle.cost.planning import compare_with_paper, federate_bare, user_names, with_method
 from comingle.cost.records import Difference, UserCost
 from comingle.cost.skeleton import load_skeleton
-from comingle.cost.summaries import with_method
 from comingle.methods import REGISTRY, make
 from comingle.models.base import Base
 from comingle.utils.errors import ComingleError, RecipeError

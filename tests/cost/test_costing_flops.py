@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from comingle.cost.counts import Shape, count_users, own_entries
-from comingle.cost.flops import Block, Flops, Linear, backward, forward
+from comingle.cost.records import Block, Flops, Linear, backward, forward
 from comingle.training.client import Clients, train
 
 WITHIN = 0.001

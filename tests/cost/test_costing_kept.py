@@ -9,10 +9,9 @@ import pytest
 from plans import planned, recipe_of
 
 from comingle.config import load_recipe
-from comingle.cost.memory import memory, storage_bytes
+from comingle.cost.memory import Writes, memory, storage_bytes
 from comingle.cost.planning import method_cost, plan
 from comingle.cost.skeleton import load_skeleton
-from comingle.cost.stored import Writes
 from comingle.models.loading import load_base
 from comingle.runs import api
 from comingle.utils.errors import RecipeError

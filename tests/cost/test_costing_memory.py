@@ -17,9 +17,8 @@ from plans import planned, recipe_of
 from comingle.config import Recipe
 from comingle.cost import memory as footprint
 from comingle.cost.memory import Fakes, LiveBytes, memory, rehearse, step_peak, storage_bytes
-from comingle.cost.planning import federate_bare, method_cost
+from comingle.cost.planning import federate_bare, method_cost, with_method
 from comingle.cost.skeleton import load_skeleton
-from comingle.cost.summaries import with_method
 from comingle.models.hardware import free_bytes
 from comingle.models.loading import load_base
 

@@ -14,12 +14,10 @@ from torch.nn import functional as F
 
 from comingle.config import Recipe, parse_recipe
 from comingle.cost.counts import count_stacked, count_users, measured_base, text_load
-from comingle.cost.flops import Flops, counted, measure
 from comingle.cost.memory import LiveBytes, rehearse, step_peak
-from comingle.cost.planning import federate_bare, loads_of, plan, rehearse_nets
-from comingle.cost.records import UserCost
+from comingle.cost.planning import federate_bare, loads_of, plan, rehearse_nets, with_method
+from comingle.cost.records import Flops, UserCost, counted, measure
 from comingle.cost.skeleton import bare_mixture, load_skeleton
-from comingle.cost.summaries import with_method
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make
 from comingle.models.base import Base

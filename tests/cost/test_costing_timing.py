@@ -15,9 +15,8 @@ from plans import recipe_of
 
 from comingle.config import load_recipe
 from comingle.cost import machines, timing
-from comingle.cost.flops import Flops
 from comingle.cost.machines import Found, load_of, measure, plan_time
-from comingle.cost.records import MemoryCost, MethodCost, UserCost
+from comingle.cost.records import Flops, MemoryCost, MethodCost, UserCost
 from comingle.cost.timing import Cluster, Load, Parts, Round, Steps
 from comingle.utils.errors import RecipeError
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comingle.cli.previews import summarise
+from comingle.cli.training import summarise
 from comingle.data.splits import UserText
 from comingle.data.text.streams import UserData, check, pack, pool
 from comingle.utils.errors import DataError

@@ -16,9 +16,8 @@ import pytest
 from matplotlib.image import imread
 
 from browsers import chromium
-from comingle.reports.page import render_page
+from comingle.reports.page import Text, TokenView, render_page
 from comingle.reports.runs import read_entries
-from comingle.reports.tokens import Text, TokenView
 
 pytestmark = pytest.mark.slow
 

@@ -26,8 +26,8 @@ from comingle.reports.canvas import (
     svg,
 )
 from comingle.reports.figures import extremes
+from comingle.reports.page import Text, TokenView, tokens_figure, visible
 from comingle.reports.runs import read_entries
-from comingle.reports.tokens import Text, TokenView, tokens_figure, visible
 
 EXPERTS = {"ann": ["generalist", "specialist"], "b$b <&": ["generalist"]}
 SCORES = {2: {"ann": [[0.3, 0.7], [0.4, 0.6]], "b$b <&": [[1.0], [1.0]]}}

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comingle.reports.page import render_page
+from comingle.reports.page import Text, TokenView, pack_gates, render_page
 from comingle.reports.runs import read_entries
 from comingle.reports.tables import counted, judged_tables
-from comingle.reports.tokens import Text, TokenView, pack_gates
 from comingle.utils.errors import RecipeError
 
 NASTY = "</script><img src=x onerror=alert(1)> & \"'{{ 7*7 }} \u2028"

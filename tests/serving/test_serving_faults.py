@@ -126,7 +126,7 @@ def test_keys_for_a_full_disk(comingle: Any, trained: Path, small_disk: Path) ->
 
 
 def test_models_side_by_side_say_what_each_says(trained: Path) -> None:
-    from comingle.serving.chat import Chat
+    from comingle.serving.answers import Chat
     from comingle.serving.engine import Engine
     from comingle.serving.models import open_people
     from comingle.serving.rows import pretrained

@@ -112,7 +112,7 @@ def test_a_byte_that_is_no_text_does_not_end_a_chat(runs: Path, comingle: Any, m
 
 
 def test_conversations_are_answered_with_what_was_said_before(runs: Path, people: Any) -> None:
-    from comingle.serving.chat import Chat
+    from comingle.serving.answers import Chat
     from comingle.serving.engine import Engine
 
     mine, told = people(), list[str]()

@@ -17,8 +17,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from comingle.audits.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, of_examples, run_trial
-from comingle.audits.membership import FEWEST, infer, run_shadow, told_apart
+from comingle.audits.canaries import (
+    FEWEST,
+    REFERENCES,
+    SERVER,
+    USERS,
+    Trial,
+    check_watchable,
+    infer,
+    of_examples,
+    run_shadow,
+    run_trial,
+    told_apart,
+)
 from comingle.audits.uploads import invert, recover, token_factors
 from comingle.config import Recipe
 from comingle.config.settings import MECHANISMS

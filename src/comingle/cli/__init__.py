@@ -1,4 +1,4 @@
-"""The command line: one file per command, heavy imports inside the commands.
+"""The command line: one function per command, heavy imports inside the commands.
 
 Other packages add commands through the entry points ``comingle.verbs``; they are listed by name and imported when they
 are called.
@@ -29,22 +29,17 @@ from comingle.utils.errors import PluginError, RecipeError
 from comingle import __version__
 from comingle.cli.advise import advise
 from comingle.cli.audit import audit
-from comingle.cli.chat import chat
-from comingle.cli.client import client
 from comingle.cli.compare import compare
 from comingle.cli.cost import cost
 from comingle.cli.data import data
 from comingle.cli.demo import demo
 from comingle.cli.export import export
-from comingle.cli.federate import federate
+from comingle.cli.federation import client, federate, server
 from comingle.cli.join import join
 from comingle.cli.methods import methods
-from comingle.cli.plot import plot
-from comingle.cli.report import report
 from comingle.cli.run import run
-from comingle.cli.serve import serve
-from comingle.cli.server import server
-from comingle.cli.show import show
+from comingle.cli.serve import chat, serve
+from comingle.cli.show import plot, report, show
 from comingle.training.backends.launched import speaks
 from comingle.utils.errors import ComingleError, UnknownMethodError, lacks_memory
 from comingle.utils.terminal import printable

@@ -18,7 +18,7 @@ def _few_or_none(context: Any, option: Any, value: int) -> int:
         RecipeError: too few for any comparison.
     """
     if value:
-        from comingle.audits.membership import FEWEST
+        from comingle.audits.canaries import FEWEST
 
         if value < FEWEST:
             raise RecipeError(f"--shadows: got {value}; allowed: 0, or a whole number from {FEWEST}")

@@ -22,8 +22,7 @@ def data(
     Beyond 24 users the table has the distribution, and the users with least and most.
     """
     read = read_recipe(recipe, sets)
-    from comingle.cli.previews import preview
-    from comingle.cli.training import warn_overlaps
+    from comingle.cli.training import preview, warn_overlaps
     from comingle.runs.session import prepare
 
     try:

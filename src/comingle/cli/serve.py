@@ -1,17 +1,25 @@
-"""``comingle serve``: everybody's models behind one OpenAI-compatible API, and a page to chat with them."""
+"""``comingle serve`` and ``comingle chat``: models behind an OpenAI-compatible API, on a page or in the terminal."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from comingle.cli.options import console, finite
 from comingle.serving.keys import Limits, check_host, read_keys
-from comingle.utils.errors import ComingleError
+from comingle.utils.errors import ComingleError, RecipeError, require_user
 
 if TYPE_CHECKING:
+    from comingle.serving.answers import Chat
+    from comingle.serving.engine import Engine
     from comingle.serving.models import People
+
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or with --method a comparison's.")]
 Method = Annotated[str | None, typer.Option("--method", help="Which run of a comparison's folder.")]
@@ -88,3 +96,220 @@ def require_app(verb: str) -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ComingleError(f"comingle {verb} needs {error.name}: pip install 'comingle[app]'") from None
+
+
+HELP = '''/user NAME   speak with somebody else's model, about what has been said
+/route [N]   colour the last answer by expert: the mean of all layers, or layer N
+/compare [TEXT]  what pretrained, local and this model say to a text (or to your last), side by side
+/clear       begin a new conversation
+/help        this list
+/quit        end (also Ctrl-D)
+A line that ends with \\ goes on in the next; """ begins a text of several lines, and """ ends it.'''
+
+PRETRAINED = "\x00pretrained"
+"""Beside the users, and no name that one can have."""
+
+
+def chat(
+    run: RunPath,
+    user: Annotated[str | None, typer.Option("--user", help="Whose model speaks (default: the first user's).")] = None,
+    method: Method = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="RUN", help="A run of local models, for /compare.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens of an answer.")] = 256,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, max=2, callback=finite, help="0: the likeliest token.")
+    ] = 0.7,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", min=0, help="Of what is drawn, not of a run."),
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue texts, whatever the base's template is.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="In a browser: the page that `comingle serve` shows.")] = False,
+) -> None:
+    """Speak with a user's model: answers where it was trained on conversations, continuations otherwise."""
+    if web:
+        _show_page(run, method)
+        return
+    from comingle.serving.answers import Chat
+    from comingle.serving.engine import Engine
+    from comingle.serving.models import find_run, names_in
+    from comingle.serving.rows import pretrained
+
+    folder = find_run(run, method)
+    names = names_in(folder)
+    first = require_user(user, names) if user is not None else names[0]
+    people = opened(run, method)
+    engine = Engine({**people.models, PRETRAINED: pretrained(people.models[first])}, rows=1)
+    plain = plain or not people.answers
+    talk = Chat(engine=engine, user=first, plain=plain, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    _Session(talk, names, _local_run(run, folder, against)).run()
+
+
+def _local_run(run: Path, folder: Path, against: Path | None) -> Path | None:
+    """Where local models are: the run named by ``--against``, or the one beside this within a comparison."""
+    if against is not None:
+        return against
+    beside = folder.parent / f"local-{folder.name.rpartition('-')[2]}"
+    return beside if folder != run and beside != folder and (beside / "metrics.json").exists() else None
+
+
+class _Session:
+    """Reads lines, and prints what comes of them."""
+
+    def __init__(self, talk: Chat, names: list[str], local: Path | None) -> None:
+
+        self.talk, self.names, self.local, self.console = talk, names, local, console
+        self.asked = ""
+        self.others: dict[str, Engine] = {}
+
+    def run(self) -> None:
+        if isinstance(sys.stdin, TextIOWrapper):  # a byte that is no UTF-8 is told, and ends nothing
+            sys.stdin.reconfigure(errors="surrogateescape")
+        kind = "continues your texts" if self.talk.plain else "answers"
+        self._print(f"{self.talk.user}'s model {kind}; /help lists commands, Ctrl-D ends", "dim")
+        for text in _texts(self._read):
+            try:
+                if text.strip() in ("/quit", "/exit"):
+                    return
+                self._obey(text) if text.startswith("/") else self._say(text)
+            except ComingleError as error:
+                self._print(str(error), "yellow")
+            except KeyboardInterrupt:
+                self._print("\n(stopped)", "dim")
+
+    def _read(self, more: bool) -> str:
+        return input("… " if more else f"{self.talk.user}> ") if self.console.is_terminal else input()
+
+    def _print(self, text: str, style: str = "") -> None:
+        from rich.text import Text
+
+        from comingle.utils.terminal import printable
+
+        self.console.print(Text(printable(text, keep="\n"), style=style), highlight=False, soft_wrap=True)
+
+    def _say(self, text: str) -> None:
+        from comingle.utils.terminal import printable
+
+        def show(part: str) -> None:
+            self.console.file.write(printable(part, keep="\n\t"))
+            self.console.file.flush()
+
+        self.talk.say(text, show)
+        self.asked = text
+        self.console.file.write("\n")
+
+    def _obey(self, text: str) -> None:
+        command, _, rest = text.strip().partition(" ")
+        known = {"/user": self._switch, "/route": self._route, "/compare": self._compare, "/clear": self._clear}
+        if command == "/help":
+            self._print(HELP)
+        elif command in known:
+            known[command](rest.strip())
+        else:
+            from comingle.utils.errors import did_you_mean
+
+            hint = did_you_mean(command, [*known, "/help", "/quit"])
+            raise RecipeError(f"no command {command!r}; /help lists them.{hint}")
+
+    def _switch(self, name: str) -> None:
+        if not name:
+            raise RecipeError(f"/user: give a name; there are: {', '.join(self.names)}")
+        if name not in self.names:
+            require_user(name, self.names)
+        self.talk.switch(name)
+        self._print(f"{name}'s model speaks", "dim")
+
+    def _clear(self, _: str) -> None:
+        self.talk.clear()
+        self._print("a new conversation", "dim")
+
+    def _route(self, layer: str) -> None:
+        from rich.text import Text
+
+        from comingle.reports.canvas import expert_colour
+        from comingle.utils.terminal import printable
+
+        routing = self.talk.route()
+        layers = len(routing.gates)
+        if layer and not (layer.isdecimal() and 1 <= int(layer) <= layers):
+            raise RecipeError(f"/route: got {layer!r}; layers are numbered from 1 to {layers}")
+        gates = routing.gates.float()
+        top = (gates[int(layer) - 1] if layer else gates.mean(0)).argmax(-1).tolist()
+        colours = [f"#ffffff on {expert_colour(name).dark}" for name in routing.experts]
+        line = Text()
+        for token, expert in zip(routing.tokens, top, strict=True):
+            line.append(printable(token, keep="\n"), style=colours[expert])
+        self.console.print(line, highlight=False)
+        shares = [top.count(number) / max(1, len(top)) for number in range(len(routing.experts))]
+        legend = Text(f"{'layer ' + layer if layer else 'mean of all layers'}: ", style="dim")
+        for name, share, colour in zip(routing.experts, shares, colours, strict=True):
+            legend.append(f"{name} {share:.0%}", style=colour).append("  ")
+        self.console.print(legend, highlight=False)
+
+    def _compare(self, text: str) -> None:
+        from rich.table import Table
+
+        text = text or self.asked
+        if not text:
+            raise RecipeError("/compare: give a text, as /compare Once upon a time")
+        if not self.talk.plain and text == self.asked:
+            self._print("compared on your last text, behind what was said since", "dim")
+        models: dict[str, Any] = {"pretrained": (self.talk.engine, PRETRAINED)}
+        if self.local is not None:
+            models["local"] = (self._other(self.local), self.talk.user)
+        models[self.talk.user] = (self.talk.engine, self.talk.user)
+        said = self.talk.compare(models, text)
+        table = Table(*said, expand=True)
+        table.add_row(*said.values())
+        self.console.print(table)
+        if self.local is None:
+            self._print("no local models here; --against RUN adds those of another run", "dim")
+
+    def _other(self, run: Path) -> Engine:
+        from comingle.serving.engine import Engine
+
+        if str(run) not in self.others:
+            self.others[str(run)] = Engine(opened(run, None).models, rows=1)
+        return self.others[str(run)]
+
+
+def _texts(read: Any) -> Iterator[str]:
+    """What is typed: lines, those joined by a backslash, and blocks between triple quotes."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (arrow keys and earlier lines, where the system has it)
+    while True:
+        try:
+            text = read(False)
+            if text.strip().startswith('"""'):
+                text = text.strip().removeprefix('"""')
+                while not text.endswith('"""'):
+                    text = f"{text}\n{read(True)}"
+                text = text.removesuffix('"""').strip("\n")
+            while text.endswith("\\"):
+                text = f"{text[:-1]}\n{read(True)}"
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            continue
+        if text.strip():
+            yield text
+
+
+def _show_page(run: Path, method: str | None) -> None:
+    """The server on a free port of this machine, and a browser on its page."""
+    require_app("chat --web")
+    import webbrowser
+
+    from comingle.serving.api import listen
+    from comingle.serving.api import serve as answer
+    from comingle.serving.keys import Limits
+
+    def ready(url: str) -> None:
+        say(url)
+        webbrowser.open(url)
+
+    with listen("127.0.0.1", 0) as place:
+        people = opened(run, method)
+        answer(people.models, place, keys=None, limits=Limits(), answers=people.answers, ready=ready)

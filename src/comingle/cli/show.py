@@ -1,19 +1,99 @@
-"""``comingle show``: what a run found."""
+"""``comingle show``, ``report`` and ``plot``: what runs found, in the terminal, on one HTML page or as figures."""
 
 from __future__ import annotations
 
 import importlib
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
-from comingle.cli.options import Everybody, console, named
-from comingle.cli.report import Replace
-from comingle.utils.files import check_target
+from comingle.cli.options import Everybody, console, named, status
+from comingle.utils.errors import RecipeError, RunError, did_you_mean
+from comingle.utils.files import check_target, require_packages
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import RenderableType
+
+    from comingle.reports.canvas import Panels
+    from comingle.reports.page import Sheet
+    from comingle.reports.runs import Entry
+
+
+Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders of comparisons: all runs inside.")
+]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option("--text", help="A text file, or a text, to route; repeat it. Default: the users' own test text."),
+]
+Users = Annotated[
+    str | None, typer.Option("--users", help="Users in the token view, separated by commas (default: the first 6).")
+]
+Length = Annotated[int, typer.Option("--tokens", min=1, help="How many first tokens of each text are routed.")]
+Replace = Annotated[bool, typer.Option("--force", help="Replace files that are already there.")]
+
+
+def report(
+    runs: Runs,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="<path>", parser=named, help="File to write (default: RUN/report.html)."),
+    ] = None,
+    text: Texts = None,
+    users: Users = None,
+    tokens: Length = 120,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against", metavar="METHODS", help="Baseline of the verdicts: the best of these (default: local)."
+        ),
+    ] = None,
+    no_tokens: Annotated[
+        bool, typer.Option("--no-tokens", help="No token view: no model is loaded, and no text is on the page.")
+    ] = False,
+    force: Replace = False,
+) -> None:
+    """Write one self-contained HTML page about runs: curves, gains, costs, expert scores, and a token view.
+
+    Unless --text or --no-tokens is given, the page holds the beginning of each user's test text, which may be private.
+    """
+    require_packages("comingle report")
+    from comingle.cli.compare import split_names
+    from comingle.reports.page import render_page
+    from comingle.reports.runs import held, read_entries
+    from comingle.runs.views import route_texts
+    from comingle.utils.records import write_text
+
+    path = out or runs[0] / "report.html"
+    entries = read_entries(runs)
+    check_target(path, force=force)
+    held(entries, against)  # refused before anything is drawn
+    with status("loading models and routing texts"):
+        views = [] if no_tokens else route_texts(entries, text, None if users is None else split_names(users), tokens)
+    with status("drawing"):
+        page = render_page(entries, views, baseline=against)
+    try:
+        write_text(path, page)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from None
+    warn_unlike(entries)
+    console.print(f"{path}  {len(page.encode()) / 1e6:.2f} MB; open it in a browser", highlight=False)
+    if any(one.owner for view in views for one in view.texts):
+        console.print("it shows the beginning of each user's test text; --no-tokens leaves text out", style="dim")
+
+
+def warn_unlike(entries: Sequence[Entry]) -> None:
+    """Say why numbers of these runs should not be compared, where that is so."""
+    from comingle.reports.page import unlike
+    from comingle.utils.terminal import errors, words
+
+    for line in unlike(entries):
+        errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
 
 
 def show(
@@ -109,3 +189,129 @@ def _parquet(records: list[dict[str, Any]]) -> bytes:
     except ImportError:
         told = "--parquet needs the packages pandas and pyarrow: pip install pandas pyarrow; --csv needs neither"
         raise RunError(told) from None
+
+
+Figures = Iterator[tuple[str, "Figure", "Sheet"]]
+"""Names, pictures, and the numbers in them."""
+KINDS = ("curves", "scores", "users", "bytes", "mixtures", "tokens")
+
+
+def plot(
+    runs: Runs,
+    figure: Annotated[
+        list[str] | None,
+        typer.Option("--figure", help=f"Which: {', '.join(KINDS)}; repeat it. Default: all but tokens."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="<path>", parser=named, help="Folder to write to (default: RUN/figures)."),
+    ] = None,
+    layer: Annotated[
+        list[int] | None, typer.Option("--layer", help="Layers of the token view (default: first, middle, last).")
+    ] = None,
+    text: Texts = None,
+    users: Users = None,
+    tokens: Length = 120,
+    force: Replace = False,
+) -> None:
+    """Write single figures of runs as PNG, SVG and CSV. The figure tokens shows the users' test text, or --text."""
+    require_packages("comingle plot")
+    from comingle.reports.canvas import save
+    from comingle.reports.page import csv_text
+    from comingle.reports.runs import read_entries
+    from comingle.utils.records import write_text
+
+    kinds = figure or [kind for kind in KINDS if kind != "tokens"]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise RecipeError(f"--figure {kind!r}: allowed: {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+    entries, folder = read_entries(runs), out or runs[0] / "figures"
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder}: is a file; --out names a folder")
+    with status("drawing"):
+        drawn = [
+            one for kind in kinds for one in _draw(kind, entries, lambda: _tokens(entries, text, users, tokens, layer))
+        ]
+    if not drawn:
+        raise RunError(
+            f"{runs[0]}: nothing to draw for {', '.join(kinds)}: no token routers, or nothing to compare with"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, _, _ in drawn:
+        for ending in (".png", ".svg", ".csv"):
+            check_target(folder / f"{name}{ending}", force=force)
+    warn_unlike(entries)
+    for name, one, sheet in drawn:
+        save(one, folder, name)
+        write_text(folder / f"{name}.csv", csv_text(sheet))
+        console.print(f"{folder / name}.png  {folder / name}.svg  {folder / name}.csv", highlight=False)
+
+
+def _draw(kind: str, entries: list[Entry], tokens: Callable[[], Figures]) -> Figures:
+    if kind == "mixtures":
+        yield from _mixtures(entries)
+    elif kind == "tokens":
+        yield from tokens()
+    else:
+        for name, panels in _panels(kind, entries):
+            if panels is not None:
+                yield name, panels.figure(), panels.sheet
+
+
+def _panels(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | None]]:
+    from comingle.reports.figures import (
+        bytes_panels,
+        curves_panels,
+        is_population,
+        population_panels,
+        scores_panels,
+        users_panels,
+    )
+    from comingle.reports.runs import baselines
+
+    if kind == "curves":
+        yield "curves", curves_panels(entries)
+        yield "curves-late", curves_panels(entries, start=False)
+    elif kind == "bytes":
+        yield "bytes", bytes_panels(entries)
+    elif kind == "scores":
+        for entry in entries:
+            if entry.first.routed:
+                yield f"scores-{file_name(entry.label)}", scores_panels(entry, entries)
+    else:
+        for baseline in baselines(entries):
+            yield f"users-against-{file_name(baseline.label)}", users_panels(entries, baseline)
+            if is_population(entries[0].first.users):
+                yield f"population-against-{file_name(baseline.label)}", population_panels(entries, baseline)
+
+
+def _mixtures(entries: list[Entry]) -> Figures:
+    """Of every run whose users mix adaptors at the level of the client."""
+    from comingle.reports.figures import mixtures_figure, read_mixtures
+    from comingle.reports.page import mixtures_sheet
+
+    for entry in entries:
+        for run in entry.runs:
+            if (learned := read_mixtures(run.folder)) is not None:
+                seed = f"-seed{run.seed}" if len(entry.runs) > 1 else ""
+                yield f"mixtures-{file_name(entry.label)}{seed}", mixtures_figure(learned), mixtures_sheet(learned)
+
+
+def _tokens(
+    entries: list[Entry], text: list[str] | None, users: str | None, length: int, layers: list[int] | None
+) -> Figures:
+    from comingle.cli.compare import split_names
+    from comingle.reports.page import tokens_figure, tokens_sheet
+    from comingle.runs.views import route_texts
+
+    for view in route_texts(entries, text, None if users is None else split_names(users), length):
+        for layer in layers or sorted({0, (view.layers - 1) // 2, view.layers - 1}):
+            if not 0 <= layer < view.layers:
+                raise RecipeError(f"--layer {layer}: {view.label} has layers 0 to {view.layers - 1}")
+            name = f"tokens-{file_name(view.label)}-layer{layer}"
+            yield name, tokens_figure(view, layer), tokens_sheet(view, layer)
+
+
+def file_name(label: str) -> str:
+    """A label as part of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", label).strip("-")

@@ -8,17 +8,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+from rich.console import RenderableType
 from rich.text import Text
+from torch import Tensor
 
 from comingle.cli.options import default_folder, read_recipe
-from comingle.data.splits import REPEATED
+from comingle.config import Recipe
+from comingle.data.conversations.encoding import Answers, UserAnswers
+from comingle.data.populations import LazyPopulation
+from comingle.data.samples.samples import SPLITS, UserSamples
+from comingle.data.splits import REPEATED, UserText
 from comingle.data.streaming import LISTED
+from comingle.data.text.streams import UserData
+from comingle.reports.formatting import Table
 from comingle.runs.distributed import read_shared, run_sharded
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import Given
@@ -26,11 +36,12 @@ from comingle.runs.progress import LOADING, reporting
 from comingle.runs.session import prepare, run_in, warn_unread
 from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
 from comingle.training.backends.ranks import joined
-from comingle.training.kinds.base import RunData
-from comingle.utils.errors import RankLostError, RunError
+from comingle.training.kinds.base import NETS, RunData
+from comingle.training.kinds.nets import net_name
+from comingle.utils.errors import RankLostError, RunError, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import recorded_date
-from comingle.utils.terminal import errors, words
+from comingle.utils.terminal import errors, printable, words
 
 if TYPE_CHECKING:
     from comingle.runs.results import Run
@@ -189,3 +200,212 @@ def train_here(
 
 def _alone(work: Callable[[], T]) -> T:
     return work()
+
+
+_SAMPLE_CHARACTERS, _CONVERSATION_CHARACTERS = 160, 1200
+
+
+_SIZES = ("train", "valid", "test", "tokens, mean", "at most", "answer at most")
+
+
+_ENDS = 3
+
+
+_LEGEND = "first conversations as the model sees them; [[what carries the loss]], \\n is a line's end"
+
+
+LISTED_USERS = 24
+"""Up to so many users have a row each."""
+
+
+def choose_rows(
+    counts: Mapping[str, Sequence[int]], by: int, *, everybody: bool = False
+) -> list[tuple[str, list[str]]]:
+    """A table's rows: a user each, or for more than 24 each column's distribution and the users at its ends.
+
+    ``counts`` are a user's numbers, column by column; who has least and most is decided ``by`` one of them.
+    """
+    rows = {name: [f"{number:,}" for number in numbers] for name, numbers in counts.items()}
+    if everybody or len(rows) <= LISTED_USERS:
+        return list(rows.items())
+    columns = [sorted(column) for column in zip(*counts.values(), strict=True)]
+    told = {"least": 0, "median": (len(rows) - 1) // 2, "most": -1}
+    told_rows = [(f"{word} of {len(rows):,}", [f"{column[at]:,}" for column in columns]) for word, at in told.items()]
+    order = sorted(rows, key=lambda name: counts[name][by])
+    return told_rows + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
+
+
+def preview(recipe: Recipe, materials: RunData, *, everybody: bool) -> list[RenderableType]:
+    """Tables and lines about the users; of a kind that holds something else how much everybody has of it."""
+    if isinstance(materials.users, LazyPopulation) and materials.users.sizes is not None:
+        return _of_crowd(f"{recipe.base}: {materials.kind.name}", materials, materials.users, everybody)
+    for holds, show in _SHOWN.items():
+        if issubclass(materials.kind.user, holds):
+            return show(recipe, materials, everybody)
+    title = f"{recipe.base}: {materials.kind.name}"
+    return [_counts(title, materials, everybody)]
+
+
+def _of_crowd(title: str, materials: RunData, users: LazyPopulation, everybody: bool) -> list[RenderableType]:
+    """How much users have who lie in a file, of many those with least and most; the beginnings of what these have."""
+    sizes = users.sizes
+    assert sizes is not None
+    table = Table("user", title=words(title, "table.title"), title_justify="left", box=None)
+    of_text = issubclass(materials.kind.user, UserData)
+    unit, why = ("tokens", "too little text") if of_text else (materials.kind.name, f"too few {materials.kind.name}")
+    for split in SPLITS:
+        table.add_column(f"{split} {unit}", justify="right")
+    numbers: Sequence[int] = range(len(users))
+    if len(users) > LISTED_USERS and not everybody:
+        for word, at in {"least": 0, "median": (len(users) - 1) // 2, "most": len(users) - 1}.items():
+            cells = [f"{np.partition(sizes[:, column], at)[at]:,}" for column in range(len(SPLITS))]
+            table.add_row(f"{word} of {len(users):,}", *cells)
+        order = np.argsort(sizes[:, 0], kind="stable")
+        numbers = [int(number) for number in (*order[:_ENDS], *order[-_ENDS:])]
+    for number in numbers:
+        table.add_row(words(users.names[number]), *(f"{size:,}" for size in sizes[number].tolist()))
+    shown = numbers if len(numbers) <= LISTED_USERS else ()
+    lines = [line for number in shown for line in beginnings(users.names[number], _heads(materials, users[number]))]
+    return [table, *left_out(materials, why, everybody), *lines]
+
+
+def _heads(materials: RunData, user: Any) -> dict[str, str | Text]:
+    """The beginning of what is trained on and of what is tested, where it is text; conversations as models see them."""
+    if materials.base is None or materials.base.tokenizer is None:
+        return {}
+    heads = {split: part for split, part in {"train": user.train, "test": user.test}.items() if len(part)}
+    decode: Any = materials.base.tokenizer.decode
+    return {
+        split: shorten(decode(part[:_SAMPLE_CHARACTERS].tolist()))
+        if isinstance(part, Tensor)
+        else _conversation(part, decode)
+        for split, part in heads.items()
+    }
+
+
+def _conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
+    """The first conversation in the base's template, what carries a loss between brackets, in one line."""
+    row, tokens = part.windows[0], part.tokens(0).tolist()
+    shown = Text()
+    for learnt, places in groupby(range(len(tokens)), key=lambda at: bool(row[at] >= 0)):
+        text = decode([tokens[at] for at in places])
+        if len(text) > _SAMPLE_CHARACTERS:
+            half = _SAMPLE_CHARACTERS // 2
+            text = f"{text[:half]} ... {text[-half:]}"
+        line = printable(text.replace("\n", "\\n"))
+        shown.append(f"[[{line}]]" if learnt else line, style="bold green" if learnt else "")
+    shown.truncate(_CONVERSATION_CHARACTERS)
+    return shown
+
+
+def _of_text(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
+    """A table of documents and tokens, who was left out, and the beginnings of documents of those in the table."""
+    summaries = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
+    title = words(f"{recipe.base}: documents and tokens", "table.title")
+    table = Table("user", title=title, title_justify="left", box=None)
+    for split in SPLITS:
+        table.add_column(f"{split} docs", justify="right")
+        table.add_column(f"{split} tokens", justify="right")
+    kinds = [(split, kind) for split in SPLITS for kind in ("documents", "tokens")]
+    rows = choose_rows({one["user"]: [one[k][s] for s, k in kinds] for one in summaries}, by=1, everybody=everybody)
+    for name, cells in rows:
+        table.add_row(words(name), *cells)
+    listed = {name for name, _ in rows}
+    shown = [one for one in summaries if one["user"] in listed]
+    lines = [line for one in shown for line in beginnings(one["user"], one["samples"])]
+    return [table, *left_out(materials, "too little text", everybody), *lines]
+
+
+def _of_answers(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
+    """How many each user has, and how long they are: whole, and the responses alone.
+
+    Who was left out, and where there are texts a train and a test conversation in the base's template.
+    """
+    title = words(f"{recipe.base}: {materials.kind.name}", "table.title")
+    table = Table("user", title=title, title_justify="left", box=None)
+    for name in _SIZES:
+        table.add_column(name, justify="right")
+    rows = choose_rows({user.name: _sizes(user) for user in materials.users}, by=0, everybody=everybody)
+    for name, cells in rows:
+        table.add_row(words(name), *cells)
+    listed = dict(rows)
+    shown = [user for user in materials.users if user.name in listed] if materials.texts else []
+    lines = [line for user in shown for line in beginnings(user.name, _heads(materials, user))]
+    legend = [words(_LEGEND)] if lines else []
+    return [table, *left_out(materials, "too few conversations", everybody), *legend, *lines]
+
+
+def _sizes(user: UserAnswers) -> list[int]:
+    parts = (user.train, user.valid, user.test)
+    sizes = [len(part.tokens(number)) for part in parts for number in range(len(part))] or [0]
+    return [*map(len, parts), round(sum(sizes) / len(sizes)), max(sizes), user.test.limit]
+
+
+def _of_samples(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
+    """The net that is trained, how many samples each user has, and its true cluster where there is one."""
+    population = materials.common
+    shape = " x ".join(str(size) for size in population.input_shape)
+    title = f"{NETS}{net_name(recipe, population)}: samples of {shape}"
+    if population.labels:
+        title += f", classes {list_names(population.labels)}"
+    return [_counts(title, materials, everybody)]
+
+
+def _counts(title: str, materials: RunData, everybody: bool) -> Table:
+    table = Table("user", "cluster", title=words(title), title_justify="left", box=None)
+    for split in SPLITS:
+        table.add_column(split, justify="right")
+    found = {user.name: getattr(user, "cluster", None) for user in materials.users}
+    counts = {user.name: [len(getattr(user, split)) for split in SPLITS] for user in materials.users}
+    for name, cells in choose_rows(counts, by=0, everybody=everybody):
+        cluster = found.get(name)
+        table.add_row(words(name), "-" if cluster is None else str(cluster), *cells)
+    return table
+
+
+_SHOWN: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]] = {
+    UserData: _of_text,
+    UserAnswers: _of_answers,
+    UserSamples: _of_samples,
+}
+
+
+def left_out(materials: RunData, why: str, everybody: bool) -> list[RenderableType]:
+    """Who was left out, and why."""
+    if not materials.skipped:
+        return []
+    shown = islice(materials.skipped.items(), None if everybody else LISTED_USERS)
+    told = f"left out, as they have {why}: {len(materials.skipped):,}"
+    return [words(told), *(words(f"  {name}: {what}") for name, what in shown)]
+
+
+def beginnings(name: str, samples: Mapping[str, str | Text]) -> list[RenderableType]:
+    """Return a line for the beginning of a document of each split."""
+    return [
+        Text.assemble(words(name, "bold"), " ", (f"{split}:", "dim"), " ")
+        + (sample if isinstance(sample, Text) else Text(printable(sample, keep="\n\t")))
+        for split, sample in samples.items()
+    ]
+
+
+def summarise(text: UserText, data: UserData) -> dict[str, Any]:
+    """Documents, characters and tokens of every split, and the beginning of a train and of a test document.
+
+    Keys: ``user``; ``documents``, ``characters`` and ``tokens``, each a count for ``train``, ``valid`` and ``test``;
+    ``samples``, at most one text for ``train`` and ``test``, white space collapsed. Tokens are those kept after limits;
+    documents and characters are all there are.
+    """
+    documents = {split: getattr(text, split) for split in SPLITS}
+    return {
+        "user": text.name,
+        "documents": {split: len(documents[split]) for split in SPLITS},
+        "characters": {split: sum(map(len, documents[split])) for split in SPLITS},
+        "tokens": {split: len(getattr(data, split)) for split in SPLITS},
+        "samples": {split: shorten(documents[split][0]) for split in ("train", "test") if documents[split]},
+    }
+
+
+def shorten(document: str) -> str:
+    """Its beginning in one line."""
+    line = " ".join(document.split())
+    return line if len(line) <= _SAMPLE_CHARACTERS else line[: _SAMPLE_CHARACTERS - 1] + "…"

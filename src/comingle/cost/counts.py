@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from comingle.cost.flops import Block, Flops, Linear, backward, forward, measure
 from comingle.cost.memory import Rehearsal, empty_batch, empty_inputs, quietly
-from comingle.cost.records import UserCost
+from comingle.cost.records import Block, Flops, Linear, UserCost, backward, forward, measure
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.lora import IN, OUT, base_weight

@@ -18,8 +18,8 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import AUTO, MEMORY, Training
+from comingle.cost.planning import largest_round, with_method
 from comingle.cost.records import MethodCost, Plan
-from comingle.cost.summaries import largest_round, with_method
 from comingle.cost.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
 from comingle.runs.distributed import cores
 from comingle.runs.session import test_limit_of

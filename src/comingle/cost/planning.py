@@ -1,8 +1,8 @@
-"""From a recipe to its plan: the costs of every method before training."""
+"""From a recipe to its plan: the costs of every method before training, and how to make them fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -12,39 +12,158 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.files import check_used
-from comingle.config.settings import EVERYBODY, protects_examples
-from comingle.cost.counts import BaseFlops, Load, count_stacked, count_users, measured_base, text_load
-from comingle.cost.memory import Rehearsal, memory, process_bytes, rehearse
-from comingle.cost.records import Account, Difference, MethodCost, Plan, Sizes, table3
-from comingle.cost.skeleton import bare_mixture, bare_nets, load_skeleton
-from comingle.cost.stored import as_long, as_text
-from comingle.cost.summaries import (
-    NONE_FITS,
-    check_count,
-    largest_round,
-    smaller_pass,
-    summarise,
-    with_method,
-    with_privacy,
+from comingle.config.settings import EVERYBODY, MEMORY, protects_examples
+from comingle.cost.counts import BaseFlops, Load, count_exchanges, count_stacked, count_users, measured_base, text_load
+from comingle.cost.memory import (
+    Rehearsal,
+    Writes,
+    as_long,
+    as_text,
+    memory,
+    process_bytes,
+    rehearse,
+    store_bytes,
+    user_bytes,
 )
+from comingle.cost.records import Account, Difference, MemoryCost, MethodCost, Plan, Sizes, UserCost, table3
+from comingle.cost.skeleton import bare_mixture, bare_nets, load_skeleton
 from comingle.data.populations import LazyPopulation, names_of
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import SPLITS
 from comingle.data.text.streams import UserData
-from comingle.methods import make
+from comingle.methods import make, settings_beside
 from comingle.models.base import Base, logger
 from comingle.models.generation import check_places
 from comingle.models.hardware import free_bytes
 from comingle.models.quantised import packed_parameters
+from comingle.privacy.accounting import sample_size
 from comingle.runs.api import without_sums
 from comingle.runs.given import HANDED_OVER, NOTHING
-from comingle.runs.session import check_method, prepare, training_settings
+from comingle.runs.session import build, check_method, prepare, training_settings
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import RunData, adapt_base, kind_of
 from comingle.training.kinds.text import TextFeed
-from comingle.training.settings import Portions, portions
+from comingle.training.privacy import planned_releases, server_mechanisms
+from comingle.training.settings import Portions, portions, round_sizes
+from comingle.training.storage.disk import check_storable
 from comingle.utils.errors import DataError, RecipeError
+
+NONE_FITS = "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"
+_USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
+
+
+def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingProxyType({})) -> Recipe:
+    """The recipe with another method and its defaults; ``for_all`` are settings for whichever method has them.
+
+    Who takes part in which round does not change what a round costs one user. Language models are not compiled.
+    """
+    settings = settings_beside(name, recipe.method.name, recipe.method.settings, for_all)
+    changes: dict[str, Any] = {"method": {"name": name, **settings}, "training.participation": 1.0}
+    if not kind_of(recipe).read_for_costs:  # compiled code for nets takes what is known, and little time
+        changes["runtime.compile"] = False
+    return recipe.with_changes(changes)
+
+
+def with_privacy(
+    cost: MethodCost, recipe: Recipe, names: Sequence[str], participation: Any, *, whole: Recipe | None = None
+) -> MethodCost:
+    """The costs with what a run reveals, where the recipe has privacy; it depends on who takes part how often.
+
+    ``whole`` is the recipe as it was, where ``recipe`` has other text that costs as much.
+
+    Raises:
+        RecipeError: so few take part that the recipe's rule of aggregation cannot be used.
+    """
+    if recipe.privacy is None and recipe.aggregation.is_mean:
+        return cost
+    recipe = recipe.with_changes({"training.participation": participation})
+    method, training = make(recipe.method.name, **recipe.method.settings), training_settings(recipe, names)
+    mechanisms = server_mechanisms(training, names)
+    if method.shared:
+        for mechanism in mechanisms:
+            mechanism.check_rounds(round_sizes(training, names), same_ranks=True)
+    if recipe.privacy is None:
+        return cost
+    if protects_examples(recipe.privacy.mechanism):  # epsilon follows from how many a user has: their data is read
+        read = (whole or recipe).with_changes({"training.participation": participation})
+        mechanisms = build(read, prepare(read)).server.mechanisms
+    planned = planned_releases(training, method, names)
+    return replace(cost, privacy={key: v for one in mechanisms for key, v in one.forecast(planned).items()})
+
+
+def check_count(users: int | None) -> None:
+    """Whether there can be so many users.
+
+    Raises:
+        RecipeError: there cannot.
+    """
+    if users is not None and users < 1:
+        raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
+
+
+def largest_round(participation: Any, users: int) -> int:
+    """How many of so many users take part in the round in which most do."""
+    if isinstance(participation, float | int):
+        return sample_size(participation, users)
+    return max(len(set(members)) for members in participation)
+
+
+def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int, *, keep: int) -> MethodCost:
+    """A method's costs, its memory among them; ``keep`` is how many checkpoints a run keeps."""
+    method, machine = stage.federation.clients.method, memory(stage)
+    portions, fits = stage.steps.portions, machine.total_bytes <= free
+    return MethodCost(
+        method=method.name,
+        users=tuple(users),
+        exchanges=count_exchanges(stage.federation),
+        users_per_step=min(portions.users, stage.trainers * method.placement.copies),
+        micro_batch=portions.sequences,
+        machine=machine,
+        own_device=memory(stage, alone=True),
+        fits=fits,
+        advice="" if fits else advise(stage, machine, free),
+        store_bytes=_store_bytes(stage, keep),
+    )
+
+
+def _store_bytes(stage: Rehearsal, keep: int) -> int:
+    clients, training = stage.federation.clients, stage.federation.clients.training
+    if stage.store == MEMORY:
+        return 0
+    check_storable(clients)
+    copies = clients.method.placement.copies
+    writes = Writes(
+        users=stage.trainers * copies,
+        present=stage.present * copies,
+        evaluated=min(training.evaluate_users or stage.trainers, stage.trainers) * copies,
+        rounds=training.rounds,
+        evaluate_every=training.period,
+        every=training.checkpoint_every,
+        keep=keep,
+    )
+    return store_bytes(user_bytes(clients.state, stage.store), writes)
+
+
+def advise(stage: Rehearsal, machine: MemoryCost, free: int) -> str:
+    """The largest pass that fits, as settings of the recipe; or that none does."""
+    smaller = smaller_pass(stage, machine, free)
+    return NONE_FITS if smaller is None else f"{_USERS}={smaller.users} {_SEQUENCES}={smaller.sequences}"
+
+
+def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> Portions | None:
+    """The largest pass that fits where ``machine``, what the chosen one needs, does not."""
+    if machine.fixed_bytes > free:
+        return None
+    smaller = _smaller(stage.steps.portions)
+    return next((one for one in smaller if memory(stage, portions=one).total_bytes <= free), None)
+
+
+def _smaller(now: Portions) -> Iterator[Portions]:
+    """First fewer users, then fewer sequences of one user: half as many each time."""
+    while now.users * now.sequences > 1:
+        now = replace(now, users=now.users // 2) if now.users > 1 else replace(now, sequences=now.sequences // 2)
+        yield now
 
 
 def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Any = 1.0) -> Plan:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY
-from comingle.cost.stored import user_bytes
+from comingle.cost.memory import user_bytes
 from comingle.protocol.messages import LOSS
 from comingle.runs.distributed import build_sharded, check_device, share_out, spans
 from comingle.runs.session import build, prepare

@@ -17,8 +17,8 @@ from comingle.utils.records import PARTICIPANTS, write_text
 
 if TYPE_CHECKING:
     from comingle.models.personal import PersonalModel
+    from comingle.reports.page import TokenView
     from comingle.reports.runs import Entry
-    from comingle.reports.tokens import TokenView
 
 
 MAX_USERS = 6
@@ -86,7 +86,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     """Texts x users under one run; without texts, the users' own."""
     import torch
 
-    from comingle.reports.tokens import Text, TokenView
+    from comingle.reports.page import Text, TokenView
     from comingle.training.kinds.base import kind_of
 
     kind, clients = kind_of(run.recipe), run.federation.clients

@@ -24,8 +24,20 @@ from comingle.serving import engine as engines
 from comingle.serving.answers import Answer, Prompts
 from comingle.serving.engine import Engine
 from comingle.serving.keys import Keys, Limits, Rates, foreign_page, hostname, is_loopback
-from comingle.serving.schemas import ChatRequest, CompletionRequest, Refused, RouteRequest, no_model, wrong
-from comingle.serving.worker import Overloaded, Talk, Worker, stream, while_connected, whole
+from comingle.serving.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    Overloaded,
+    Refused,
+    RouteRequest,
+    Talk,
+    Worker,
+    no_model,
+    stream,
+    while_connected,
+    whole,
+    wrong,
+)
 from comingle.utils.errors import ComingleError, RunError
 
 PAGE = Path(__file__).parent / "page" / "index.html"

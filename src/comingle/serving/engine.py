@@ -1,7 +1,7 @@
 """Continuous batching over all users' models.
 
 A step reads the prompts of those who wait, as far as there is room, and then gives every row its next token. Nothing
-here knows of threads or of the network: :mod:`comingle.serving.worker` steps, :mod:`comingle.serving.api` asks.
+here knows of threads or of the network: :mod:`comingle.serving.schemas` steps, :mod:`comingle.serving.api` asks.
 """
 
 from __future__ import annotations

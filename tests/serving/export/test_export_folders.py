@@ -14,8 +14,7 @@ import yaml
 
 from comingle.models.loading import load_base
 from comingle.models.personal import About
-from comingle.serving.export.card import Card, licence_of, name_of
-from comingle.serving.export.exporting import written_whole
+from comingle.serving.export.exporting import Card, licence_of, name_of, written_whole
 from comingle.utils.errors import ComingleError, RunError
 from exporting import trained
 

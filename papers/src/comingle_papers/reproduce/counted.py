@@ -15,8 +15,8 @@ from torch import nn
 
 from comingle.config import Recipe
 from comingle.cost.counts import download_of, upload_of
+from comingle.cost.planning import with_method
 from comingle.cost.records import Plan as Costs
-from comingle.cost.summaries import with_method
 from comingle.data.samples.samples import UserSamples
 from comingle.methods import make
 from comingle.models.nets import make_net

@@ -47,8 +47,8 @@ from comingle_papers.reproduce.plan import Cell, Plan, name_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from comingle.reports.page import TokenView
     from comingle.reports.runs import Entry
-    from comingle.reports.tokens import TokenView
 
 
 MEASURED = "measured.json"
@@ -442,7 +442,7 @@ def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Any]) -> Iterator[
     Raises:
         RunError: users are not those whom there are prompts for.
     """
-    from comingle.reports.tokens import own_texts_figure, tokens_figure
+    from comingle.reports.page import own_texts_figure, tokens_figure
 
     plot = plan.experiment.plot
     assert plot is not None

@@ -1,0 +1,155 @@
+"""``comingle federate``, ``server`` and ``client``: users in processes of their own, on this machine or on many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from comingle.cli.options import (
+    Everybody,
+    Force,
+    Out,
+    Quiet,
+    RecipePath,
+    Resume,
+    Seed,
+    Sets,
+    console,
+    default_folder,
+    read_recipe,
+    require_flower,
+    speaker,
+    table_of_participants,
+)
+from comingle.utils.errors import RecipeError
+from comingle.utils.records import expand_home
+
+
+def federate(
+    recipe: RecipePath,
+    sets: Sets = None,
+    seed: Seed = None,
+    out: Out = None,
+    resume: Resume = False,
+    force: Force = False,
+    everybody: Everybody = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train the users of a recipe as a network would: a server, and for each user processes and a folder of its own."""
+    read = read_recipe(recipe, sets, seed)
+
+    require_flower()
+    from comingle.federation.launch import federate as run
+    from comingle.reports.tables import render_run
+    from comingle.utils.terminal import words
+
+    folder = out or default_folder(recipe, read.method.name, read.seed)
+    with table_of_participants(folder, everybody=everybody, quiet=quiet):
+        metrics = run(read, folder, resume=resume, force=force, say=speaker(quiet=quiet))
+    console.print(render_run(metrics, everybody=everybody))
+    console.print(words(f"{folder}/  metrics.json · events.jsonl · users/NAME/ (each user's own folder)", "dim"))
+
+
+def server(
+    federation: Annotated[Path | None, typer.Argument(metavar="FEDERATION", help="The coordinator's file.")] = None,
+    out: Out = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; any but this machine needs --certificates.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 9092,
+    certificates: Annotated[
+        Path | None, typer.Option("--certificates", metavar="FOLDER", help="Certificates, and participants' keys.")
+    ] = None,
+    make_certificates: Annotated[
+        Path | None,
+        typer.Option("--make-certificates", metavar="FOLDER", help="Write certificates and keys for --host, and end."),
+    ] = None,
+    everybody: Everybody = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run the rounds of a federation: users on other machines take part with `comingle client`."""
+
+    require_flower()
+    if federation is None:
+        raise RecipeError("server: no file; give the coordinator's, as `comingle server federation.yaml`")
+    from comingle.federation.files import load_plan
+
+    plan = load_plan(federation)
+    if make_certificates is not None:
+        _make(make_certificates, host, plan.users)
+        return
+    from comingle.federation.launch import serve
+    from comingle.reports.tables import render_run
+    from comingle.utils.terminal import words
+
+    folder = out or Path("runs") / federation.stem
+    say = speaker(quiet=quiet)
+    with table_of_participants(folder, everybody=everybody, quiet=quiet):
+        metrics = serve(federation, plan, folder, host=host, port=port, certificates=certificates, say=say)
+    console.print(render_run(metrics, everybody=everybody))
+    console.print(words(f"{folder}/  metrics.json · events.jsonl", "dim"))
+
+
+def _make(folder: Path, host: str, users: tuple[str, ...]) -> None:
+    from comingle.federation.flower.certificates import make_certificates, spelt
+    from comingle.utils.terminal import words
+
+    fresh = not (folder / "server.pem").exists()
+    make_certificates(folder, [host] if fresh else [], users)
+    console.print(words(f"{folder}/  server.pem, server.key (the server's alone) · ca.pem (for everybody)"))
+    for user in users:
+        console.print(words(f"{folder}/users/{spelt(user)}.key  for {user}, and for nobody else"))
+
+
+_FILE = "participant.yaml"
+
+
+def client(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The participant's own file.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Who takes part.")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="PATH", help="Where the participant's data is.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="NAME|FOLDER",
+            help="Where the base is on this machine, if it is not where the federation says.",
+        ),
+    ] = None,
+    server: Annotated[str | None, typer.Option("--server", metavar="HOST:PORT", help="The coordinator.")] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="FOLDER", help="Folder for all that is private (default: NAME).")
+    ] = None,
+    certificates: Annotated[
+        Path | None, typer.Option("--certificates", metavar="FILE", help="The coordinator's ca.pem.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option("--key", metavar="FILE", help="The participant's own key.")] = None,
+    stay: Annotated[bool, typer.Option("--stay", help="When a federation has ended, wait for the next.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Take part in a federation: data, experts, routers and optimiser state stay on this machine."""
+
+    require_flower()
+    given: dict[str, Any] = {
+        "name": name,
+        "data": _as_path(data),
+        "base": _as_path(base),
+        "server": server,
+        **{k: str(v.absolute()) for k, v in (("state", state), ("certificates", certificates), ("key", key)) if v},
+    }
+    from comingle.federation.launch import take_part
+    from comingle.utils.names import as_folder
+
+    if file is None and name is None:
+        raise RecipeError("client: nobody; give a participant's file, or --name and --data")
+    take_part(file, given, default=Path(as_folder(name or "participant")) / _FILE, say=speaker(quiet=quiet), stays=stay)
+
+
+def _as_path(source: str | None) -> str | None:
+    """Make the path of an existing file or folder absolute; anything else, as a public name, stays."""
+    if source is None:
+        return None
+    path = expand_home(source)
+    return str(path.absolute()) if path.exists() else source
