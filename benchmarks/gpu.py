@@ -40,8 +40,7 @@ import torch
 
 from comingle.cost.counts import Shape, own_entries
 from comingle.models.base import Base
-from comingle.models.cuda_graphs import recorded
-from comingle.models.gpu_experts import part_on, with_triton
+from comingle.models.gpu import part_on, recorded, with_triton
 from comingle.models.hardware import keep_buffers, resolve_device
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import load_base

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from clocks import add_clock, clock_of
 from comingle.config import parse_recipe
 from comingle.data.samples.samples import Samples, UserSamples
-from comingle.models.floral.gradients import precondition
+from comingle.models.floral.layers import precondition
 from comingle.models.floral.model import FloralModel, roles
 from comingle.models.floral.wrapper import floral
 from comingle.models.nets import make_net

@@ -30,13 +30,12 @@ from comingle.data.text.streams import UserData
 from comingle.methods import make
 from comingle.models.adapted import adapt
 from comingle.models.base import Base
-from comingle.models.cpu_kernels import faster
 from comingle.models.hardware import keep_buffers, peak_memory_bytes
 from comingle.models.injection import ExpertCounts
 from comingle.models.kernels import expert_mlp
 from comingle.models.layouts import decoder_layers
 from comingle.models.loading import backbone, lm_head, load_base
-from comingle.models.loss import cross_entropy
+from comingle.models.loss import cross_entropy, faster
 from comingle.training.client import Clients, batch_size, train
 from comingle.training.kinds.text import TextFeed
 from one_by_one import one_by_one

@@ -46,7 +46,7 @@ from comingle.models.ensembles import EnsembleModel, ensemble
 from comingle.models.lora import init_zero
 from comingle.models.model import Model
 from comingle.models.routers import mix_losses
-from comingle.models.windows import PAD, evaluation_windows
+from comingle.models.scoring import PAD, evaluation_windows
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
 from comingle.training.client import Clients, settle

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.models.windows import PAD, evaluation_windows
+from comingle.models.scoring import PAD, evaluation_windows
 from comingle.runs.results import Run
 
 BATCH = 16

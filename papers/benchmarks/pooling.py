@@ -35,7 +35,7 @@ from torch import Tensor
 
 from comingle.methods.stacking import likeliest
 from comingle.models.ensembles import EnsembleModel
-from comingle.models.windows import PAD, evaluation_windows, inputs_of
+from comingle.models.scoring import PAD, evaluation_windows, inputs_of
 from comingle.runs.results import Run
 
 BATCH = 16

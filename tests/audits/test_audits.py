@@ -29,7 +29,7 @@ from comingle.audits.canaries import (
     with_example,
 )
 from comingle.data.text.streams import UserData
-from comingle.models.windows import fixed_windows
+from comingle.models.scoring import fixed_windows
 from comingle.privacy.accounting import Release, epsilon
 from comingle.reports.audit import Audit, Membership, Proof, exposure, verdict
 from comingle.runs.given import given_of

@@ -29,7 +29,7 @@ from comingle.audits.canaries import (
     with_response,
 )
 from comingle.data.conversations.encoding import Answers, UserAnswers
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD
 from comingle.reports.audit import markdown, verdict
 from comingle.runs.given import given_of
 from comingle.runs.results import Run

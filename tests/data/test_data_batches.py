@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comingle.models.windows import PAD, count_targets, evaluation_windows, hide, inputs_of, prompt_ends, random_windows
+from comingle.models.scoring import PAD, count_targets, evaluation_windows, hide, inputs_of, prompt_ends, random_windows
 from comingle.utils.seeds import generator
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from comingle.data.samples.samples import Samples, UserSamples, bank_of, check, epoch
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError
 from comingle.utils.seeds import generator
 

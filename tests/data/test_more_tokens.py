@@ -16,7 +16,7 @@ from tests.quick import TINY_TRAINING
 import comingle
 from comingle.models.loading import load_base
 from comingle.models.random_bases import byte_tokenizer
-from comingle.models.windows import hide
+from comingle.models.scoring import hide
 from comingle.serving.answers import Prompts
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine

@@ -20,7 +20,7 @@ from comingle.models.generation import encode_prompt
 from comingle.models.loading import load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.random_bases import BOS, EOS, byte_tokenizer
-from comingle.models.windows import PAD, evaluation_windows, fixed_windows, hide, inputs_of, prompt_ends, random_windows
+from comingle.models.scoring import PAD, evaluation_windows, fixed_windows, hide, inputs_of, prompt_ends, random_windows
 from comingle.serving.answers import Prompts
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.seeds import generator

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from comingle.models import cuda_graphs
+from comingle.models import gpu
 
 GPU = torch.device("cuda", 0)
 _aten = torch.ops.aten
@@ -246,9 +246,9 @@ def pretending(gpus: int = 1) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, said=said, **__: said))
         for name, made in {"Stream": Stream, "stream": _streaming, "current_stream": lambda *_: _current}.items():
             stack.enter_context(patch.object(torch.cuda, name, made))
-        on_cpu, capture = torch.device("cpu"), cuda_graphs.capture
-        stack.enter_context(patch.object(cuda_graphs, "warm", lambda *_: None))
-        stack.enter_context(patch.object(cuda_graphs, "capture", lambda work, _, pool: capture(work, on_cpu, pool)))
+        on_cpu, capture = torch.device("cpu"), gpu.capture
+        stack.enter_context(patch.object(gpu, "warm", lambda *_: None))
+        stack.enter_context(patch.object(gpu, "capture", lambda work, _, pool: capture(work, on_cpu, pool)))
         stack.enter_context(_Devices())
         before = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)

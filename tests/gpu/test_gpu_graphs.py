@@ -15,7 +15,7 @@ from on_device import Played, play, recipe_of
 from torch import Tensor
 
 from comingle.config.settings import AdaptersSection
-from comingle.models import cuda_graphs
+from comingle.models import gpu
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.injection import ExpertCounts
 from comingle.models.loading import load_base
@@ -30,7 +30,7 @@ SHORT = {"training.rounds": 1, "evaluation.first": False}
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
-def recordings_of(played: Played) -> dict[Any, cuda_graphs.Recording | None]:
+def recordings_of(played: Played) -> dict[Any, gpu.Recording | None]:
     model = played.federation.clients.model
     return getattr(getattr(model, "inner", model), "recordings", {})
 
@@ -62,7 +62,7 @@ def test_micro_batches_and_penalties(tmp_path: Path, device: str, rounding: floa
 def model_on(device: str, attention: str = "auto") -> AdaptedModel:
     base = load_base("random:llama?layers=2&dim=16&heads=2", dtype="float32", device=device, attention=attention)
     counts = ExpertCounts(generalists=1, specialists=(1, 1, 1))
-    return cuda_graphs.recorded(adapt(base, AdaptersSection(rank=2), counts, routed=True, compiled=False))
+    return gpu.recorded(adapt(base, AdaptersSection(rank=2), counts, routed=True, compiled=False))
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
@@ -188,7 +188,7 @@ def test_scores_are_not_recorded(model: AdaptedModel) -> None:
 
 
 def test_no_more_than_so_many(model: AdaptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST", 1)
+    monkeypatch.setattr(gpu, "MOST", 1)
     for width in (5, 6):
         given = tensors_of(model, 2), windows_of(model, 2, width)
         torch.testing.assert_close(solved(model, *given), plainly(model, *given), rtol=1e-4, atol=1e-6)
@@ -202,7 +202,7 @@ def test_what_cannot_be_recorded_is_told_and_runs(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     model = model_on("cpu")
-    monkeypatch.setattr(cuda_graphs, "capture", refuse)
+    monkeypatch.setattr(gpu, "capture", refuse)
     given = tensors_of(model, 2), windows_of(model, 2, 5)
     with caplog.at_level(logging.WARNING, "comingle"):
         for _ in range(2):

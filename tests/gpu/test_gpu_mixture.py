@@ -28,7 +28,7 @@ if find_spec("triton") is None:
 if HERE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from comingle.models import gpu_experts  # noqa: E402
+from comingle.models import gpu  # noqa: E402
 
 # The interpreter computes with NumPy, which tells of each exponential that overflows on its way to 1 / inf = 0.
 pytestmark = [
@@ -45,8 +45,8 @@ def on_here(request: pytest.FixtureRequest) -> Any:
     expert_mlp.disable()
 
 
-def part() -> gpu_experts.Part:
-    return gpu_experts.part_on(torch.device(HERE))
+def part() -> gpu.Part:
+    return gpu.part_on(torch.device(HERE))
 
 
 def check(given: Problem, dtype: torch.dtype, train: tuple[bool, bool, bool] = (True, True, True)) -> None:
@@ -73,8 +73,8 @@ def test_sizes_that_fill_no_tile(users: int, n: int, hidden: int, dtype: torch.d
 
 
 def test_sums_over_several_ranges_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_experts, "SPAN", gpu_experts.TOKENS)
-    check(problem(n=3 * gpu_experts.TOKENS + 5, hidden=20), torch.float32)
+    monkeypatch.setattr(gpu, "SPAN", gpu.TOKENS)
+    check(problem(n=3 * gpu.TOKENS + 5, hidden=20), torch.float32)
 
 
 @pytest.mark.parametrize("train", [(True, True, False), (False, True, False), (True, False, True)])
@@ -119,8 +119,8 @@ def test_what_is_on_a_cpu_is_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_run_with_it_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    call = gpu_experts.Part.backward
-    monkeypatch.setattr(gpu_experts.Part, "backward", lambda *args: calls.append(1) or call(*args))
+    call = gpu.Part.backward
+    monkeypatch.setattr(gpu.Part, "backward", lambda *args: calls.append(1) or call(*args))
     content = text_recipe(tmp_path, method("comigs-1g1s"))
     short = {"training.rounds": 1, "evaluation.first": False, "adapters.rank": 4}
     plain = play(recipe_of(content, HERE, **short))
@@ -146,4 +146,4 @@ def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(programs, "INTERPRETED", False)
     with pytest.raises(RecipeError, match=r"^runtime\.gpu: got 'triton' on device 'cpu'; allowed: a CUDA GPU$"):
-        gpu_experts.part_on(torch.device("cpu"))
+        gpu.part_on(torch.device("cpu"))

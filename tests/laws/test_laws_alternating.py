@@ -15,7 +15,7 @@ from torch import Tensor
 from comingle.methods import REGISTRY
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
-from comingle.models.windows import random_windows
+from comingle.models.scoring import random_windows
 from comingle.training.backends.local import InProcess
 from comingle.utils.seeds import generator
 from comingle.utils.trees import EXPERT_ROLES, ROUTER

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comingle.methods import REGISTRY, settings_of
 from comingle.models.loading import load_base
-from comingle.models.windows import random_windows
+from comingle.models.scoring import random_windows
 from comingle.training.backends.local import InProcess
 from comingle.training.state import GRADIENTS
 from comingle.utils.seeds import generator

@@ -10,7 +10,7 @@ import torch
 from by_hand import Own, played, rows_of, same
 from torch import Tensor
 
-from comingle.models.merging import changes_of_adapted
+from comingle.models.personal import changes_of_adapted
 from comingle.training.backends.local import InProcess
 from comingle.utils.errors import RecipeError
 from federations import download_all, exchange, play_round

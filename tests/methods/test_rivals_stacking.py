@@ -14,7 +14,7 @@ from comingle.data.text.streams import UserData
 from comingle.methods.stacking import likeliest
 from comingle.models.personal import PersonalModel
 from comingle.models.routers import mix_losses
-from comingle.models.windows import PAD, evaluation_windows, inputs_of
+from comingle.models.scoring import PAD, evaluation_windows, inputs_of
 from comingle.training.client import settle
 from comingle.training.rounds import run_rounds
 from comingle.utils.errors import DataError, RecipeError

@@ -7,7 +7,7 @@ import torch
 
 from comingle.models.generation import continue_greedily
 from comingle.models.loading import load_base
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD
 
 LENGTHS = (3, 40, 30, 25, 3, 39)
 

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from comingle.config.settings import PrivacySection
 from comingle.data.text.streams import UserData
 from comingle.methods import make
-from comingle.models.windows import PAD, fixed_windows
+from comingle.models.scoring import PAD, fixed_windows
 from comingle.privacy.accounting import Work
 from comingle.privacy.mechanisms import Example
 from comingle.privacy.noise import gaussian, norms

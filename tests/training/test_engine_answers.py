@@ -23,7 +23,7 @@ from comingle.models.adapted import AdaptedModel
 from comingle.models.loading import load_base
 from comingle.models.personal import PersonalModel
 from comingle.models.random_bases import EOS, byte_tokenizer
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD
 from comingle.runs import api, session
 from comingle.runs.session import prepare
 from comingle.training.backends.local import InProcess

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comingle.models.scoring import Score, score_streams
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD, Score, score_streams
 from comingle.training.client import train
 from comingle.utils.seeds import generator
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, check_answers, encode, pool_answers
 from comingle.models.chat_templates import Encoded
 from comingle.models.random_bases import EOS, byte_tokenizer
-from comingle.models.windows import PAD, hide, inputs_of
+from comingle.models.scoring import PAD, hide, inputs_of
 from comingle.utils.errors import DataError, RecipeError
 from comingle_papers.questions import LABELS, QUESTIONS, ask, make_questions
 

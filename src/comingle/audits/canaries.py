@@ -38,7 +38,7 @@ from comingle.config.settings import protects_examples
 from comingle.data.conversations.encoding import Answers, UserAnswers, widen
 from comingle.data.text.streams import UserData
 from comingle.methods.base import Method
-from comingle.models.windows import PAD, begin_windows, hide
+from comingle.models.scoring import PAD, begin_windows, hide
 from comingle.privacy.accounting import Work
 from comingle.protocol.messages import Upload, expand, fill_ranks
 from comingle.reports.audit import Membership, Shadowed

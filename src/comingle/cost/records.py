@@ -5,7 +5,7 @@ embeddings are left out, as usual (CoMiGS App. B.1 of the earlier version follow
 
 In the backward pass a frozen matrix costs one product, the gradient of its input, and none where nothing that is
 trained lies before it. A LoRA costs one product for each gradient: of A, of B, and two of inputs. The experts of a
-block share the products with base weights (:mod:`comingle.models.experts`); the naive way, one whole MLP per expert,
+block share the products with base weights (:mod:`comingle.models.injection`); the naive way, one whole MLP per expert,
 does not.
 
 Table 3 is for GPT2-124M in bfloat16, 128 tokens. Its figures are those of the routers (18,432 entries: 4.7 MFLOPs,

@@ -19,7 +19,6 @@ from comingle.methods.base import Method
 from comingle.models.base import Base, freeze
 from comingle.models.floral.model import FloralModel, roles
 from comingle.models.floral.wrapper import floral
-from comingle.models.floral_language import MixedLanguageModel
 from comingle.models.folders import check_config, one_line, own_config
 from comingle.models.hardware import resolve_attention, resolve_device, resolve_dtype
 from comingle.models.loading import ALIASES, backbone, hub_answers, lm_head, locate
@@ -28,7 +27,7 @@ from comingle.models.model import share_weights
 from comingle.models.pretrained import require_docstrings
 from comingle.models.quantised import BLOCKS, Bits, QuantisedLinear, replace_linears
 from comingle.models.random_bases import PREFIX, random_base
-from comingle.models.stacked import StackedModel
+from comingle.models.stacked import MixedLanguageModel, StackedModel
 from comingle.runs.session import training_settings
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients
@@ -158,7 +157,7 @@ def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] |
 
 
 def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
-    """What :func:`comingle.models.floral_language.mix_language_model` makes, over a base that has shapes only.
+    """What :func:`comingle.models.stacked.mix_language_model` makes, over a base that has shapes only.
 
     Raises:
         RecipeError: a mixture of whole models, or ranks of each user's own.

@@ -43,7 +43,7 @@ from comingle.data.populations import LazyPopulation, Names, NamesWriter
 from comingle.data.samples.samples import SPLITS, Samples, UserSamples
 from comingle.data.streaming import FirstUsers, StoredRows, StreamingReader
 from comingle.data.text.streams import UserData
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError
 from comingle.utils.files import cache_folder, make_once
 from comingle.utils.records import expand_home

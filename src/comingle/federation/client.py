@@ -37,7 +37,7 @@ from comingle.federation.checks import check_download, check_verdict
 from comingle.federation.client_store import MODEL, Home, check_room, keep_model, run_folder
 from comingle.federation.messages import Answer, Task, check_address, check_task, counts_samples, unpack_task
 from comingle.federation.public import ENDED, SCORES, Own, Public, build_house, read_public, tokens_of
-from comingle.methods.user_errors import own_errors
+from comingle.methods import own_errors
 from comingle.models.base import digests_of
 from comingle.models.loading import is_public
 from comingle.privacy.secure_client import (

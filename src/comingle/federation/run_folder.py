@@ -18,7 +18,7 @@ from comingle.federation.backend import NetworkBackend
 from comingle.federation.coordinator import Coordinator, Patience, new_coordinator
 from comingle.federation.flower.channel import Channel
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
-from comingle.methods.user_errors import own_errors
+from comingle.methods import own_errors
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.runs.folders import as_begun, open_folder
 from comingle.runs.given import Given

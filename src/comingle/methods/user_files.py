@@ -20,9 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from comingle.methods import REGISTRY, make, register
+from comingle.methods import REGISTRY, make, register, user_place
 from comingle.methods.base import Method
-from comingle.methods.user_errors import user_place
 from comingle.utils.errors import ComingleError, PluginError, RunError
 from comingle.utils.records import expand_home, write_json
 

@@ -29,7 +29,7 @@ from comingle.models.loss import cross_entropy
 from comingle.models.model import Gates, Model, share_weights
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import giving_back, packed_parameters
-from comingle.models.windows import PAD, hide, inputs_of, prompt_ends
+from comingle.models.scoring import PAD, hide, inputs_of, prompt_ends
 from comingle.utils.files import cache_folder
 from comingle.utils.trees import ATTENTION, ROUTER, Layout, Tree
 
@@ -202,7 +202,7 @@ def adapt(
     expert_mlp.disable()
     wanted = (compiled if native_code is None else native_code) and expert_mlp.fits(base.device, base.dtype)
     if wanted and expert_mlp.enable(cache_folder() / "native"):
-        from comingle.models.cpu_kernels import faster
+        from comingle.models.loss import faster
 
         faster(network, attention=base.attention == "auto")
     layers = decoder_layers(network)

@@ -17,7 +17,7 @@ from torch import Tensor
 from comingle.models.chat_templates import ChatTemplate, begin_of
 from comingle.models.folders import digest_folder, digest_model, digest_tokenizer
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.models.windows import PAD, hide
+from comingle.models.scoring import PAD, hide
 from comingle.utils.errors import DataError
 from comingle.utils.trees import digest_all
 
@@ -68,7 +68,7 @@ class Base:
 
         Args:
             tokens: a stream or windows, whose hidden tokens are read and not predicted
-            (:mod:`comingle.models.windows`);
+            (:mod:`comingle.models.scoring`);
                 a sequence of numbers is read.
             whose: what has the tokens, as the message says.
 

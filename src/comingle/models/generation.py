@@ -19,7 +19,7 @@ from torch import Tensor
 from comingle.models.base import Base, rows_of
 from comingle.models.chat_templates import require_characters
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError, RecipeError, did_you_mean, is_number
 
 

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from comingle.models.base import Base, freeze, logger
 from comingle.models.folders import check_config, is_complete, one_line, read_folder, require_finite
-from comingle.models.gguf import convert_gguf
 from comingle.models.hardware import DTYPES, fast_bf16, resolve_attention, resolve_device, resolve_dtype
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase, require_docstrings
+from comingle.models.quantised import convert_gguf
 from comingle.models.quantised import quantise as pack
 from comingle.models.random_bases import FAMILIES, PREFIX, about_parameters, byte_tokenizer, parse_random, random_base
 from comingle.utils.errors import BaseModelError, did_you_mean

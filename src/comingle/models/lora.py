@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.models.kernels import decoding
+from comingle.models.kernels import expert_mlp
 from comingle.utils.trees import Slot, Tree
 
 
@@ -99,8 +99,8 @@ class LoraLinear(nn.Module):
         """The base product plus each user's low-rank term; rows of ``x`` are user-major."""
         a, b = (f.to(x.dtype) for f in self.factors)
         weight, bias = base_weight(self.linear)
-        if decoding.fits(x, a.shape[0], weight):
-            return decoding.linear((weight, bias), x, (a, b), self.scale)
+        if expert_mlp.fits_rows(x, a.shape[0], weight):
+            return expert_mlp.linear((weight, bias), x, (a, b), self.scale)
         y = self.linear(x)
         return y + low_rank(x.reshape(a.shape[0], -1, x.shape[-1]), a, b, self.scale).view(y.shape)
 

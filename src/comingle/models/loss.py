@@ -20,8 +20,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from comingle.models.kernels import cpu
 from comingle.models.kernels.expert_mlp import fused, wide
 from comingle.models.loading import Head
+from comingle.models.pretrained import PreTrainedModel
+from comingle.utils.files import cache_folder
 
 CHUNK_BYTES = 64 << 20
 """Size of one chunk of logits: large enough for efficient products, small enough to stay near the processor."""
@@ -103,3 +106,12 @@ def _transform(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         return scaled, torch.full_like(raw[:, :1], head.scale)
     bent = torch.tanh(scaled / head.softcap)
     return bent * head.softcap, (1 - bent * bent) * head.scale
+
+
+def faster(network: PreTrainedModel, *, attention: bool) -> None:
+    """Compute losses, and with ``attention`` the attention of ``network``, by native code from now on."""
+    global elsewhere
+    if cpu.enable(cache_folder() / "native"):
+        elsewhere = cpu.softmax
+        if attention:
+            cpu.use(network)

@@ -22,7 +22,7 @@ from torch import Tensor
 from comingle.config.settings import MECHANISMS, AggregationSection, PrivacySection
 from comingle.methods.base import Method, Part, Phase
 from comingle.methods.server import Received
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD
 from comingle.privacy.accounting import (
     Account,
     Participation,

@@ -11,8 +11,7 @@ from typing import Any
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY, protects_examples
 from comingle.data.populations import LazyPopulation
-from comingle.methods import make
-from comingle.methods.user_errors import own_errors
+from comingle.methods import make, own_errors
 from comingle.methods.user_files import check_origin
 from comingle.models.folders import digest_tokenizer
 from comingle.models.hardware import torch_defaults

@@ -18,8 +18,7 @@ from comingle.config.files import changed, check_used
 from comingle.config.settings import AUTO, MEMORY, AggregationSection, Training
 from comingle.data.populations import LazyPopulation, digest_names, names_of
 from comingle.data.samples.samples import SPLITS
-from comingle.methods import make
-from comingle.methods.user_errors import own_errors
+from comingle.methods import make, own_errors
 from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import keep_buffers, torch_defaults
 from comingle.privacy.base import RunSettings

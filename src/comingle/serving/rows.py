@@ -23,13 +23,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 from comingle.models.adapted import AdaptedModel
 from comingle.models.ensembles import EnsembleModel, mix_forward
 from comingle.models.floral.model import FloralModel
-from comingle.models.floral_language import MixedLanguageModel
 from comingle.models.kernels import expert_mlp
-from comingle.models.kernels.decoding import RowsLinear
+from comingle.models.kernels.expert_mlp import RowsLinear
 from comingle.models.lora import OUT, LoraLinear
 from comingle.models.model import share_weights
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedModel
+from comingle.models.stacked import MixedLanguageModel
 from comingle.utils.trees import CLIENT_ROUTER, Tree, lora_pairs
 
 ROOM = 256
@@ -253,7 +253,7 @@ def rows_of(people: Mapping[str, PersonalModel], most: int) -> Rows:
 def prepare(network: PreTrainedModel) -> None:
     """Make a base ready for steps of few rows on a CPU, in place.
 
-    Compiled code (:mod:`comingle.models.kernels.decoding`), where it is in use, takes weights as they are. Elsewhere
+    Compiled code (:mod:`comingle.models.kernels.expert_mlp`), where it is in use, takes weights as they are. Elsewhere
     float32 is stored column by column: PyTorch's products with few rows are faster so. For a base that nobody else has,
     as transformers does not save weights that lie so. Measured with 8 rows on SmolLM2-135M, one thread: a step in 128
     ms in place of 168; with one row little changes.

@@ -19,8 +19,7 @@ from comingle.config.settings import Training
 from comingle.data.populations import listed
 from comingle.data.samples.samples import epoch
 from comingle.methods.base import Phase, Stream
-from comingle.models.scoring import Gates
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD, Gates
 from comingle.training.settings import Portions
 from comingle.utils.seeds import generator
 

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from comingle.data.conversations.scoring import AnswerScore
 from comingle.methods.base import Phase
 from comingle.models.routers import Powers
-from comingle.models.scoring import Gates, SampleScore, Score
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD, Gates, SampleScore, Score
 from comingle.training.batch_sources import Feed
 from comingle.training.cohort_state import Members, learning_rate
 from comingle.training.settings import Portions, cohorts

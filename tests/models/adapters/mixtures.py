@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comingle.models import experts
+from comingle.models import injection as experts
 from comingle.models.kernels import expert_mlp
 
 ACTS: dict[str, Any] = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comingle.models.experts import RoutedMLP
-from comingle.models.kernels import decoding, expert_mlp
+from comingle.models.injection import RoutedMLP
+from comingle.models.kernels import expert_mlp
 from comingle.models.lora import LoraLinear
 
 SHAPES = [(8, 2, 8, 64, 192), (3, 3, 5, 20, 35), (1, 1, 1, 7, 9), (13, 2, 4, 130, 65)]
@@ -50,7 +50,7 @@ def test_a_linear_with_loras(
     lora = LoraLinear(linear.to(dtype), scale=0.7)
     lora.factors = (a.to(dtype), b.to(dtype))
     with torch.no_grad():
-        got, plain = lora(x.to(dtype)), decoding.RowsLinear(lora.linear)(x.to(dtype))  # type: ignore[arg-type]
+        got, plain = lora(x.to(dtype)), expert_mlp.RowsLinear(lora.linear)(x.to(dtype))  # type: ignore[arg-type]
     base = torch.einsum("oi,rti->rto", weight, x) + offset
     close(plain, base, dtype)
     close(got, base + 0.7 * torch.einsum("rko,rki,rti->rto", b, a, x), dtype)
@@ -111,12 +111,12 @@ def test_a_row_is_what_it_is_alone(library: Path, turned: bool) -> None:
     x, a, b = drawn(7, 1, 50).float(), drawn(7, 4, 50).float(), drawn(7, 4, 90).float()
     weights = (drawn(50, 90).float().t() if turned else drawn(90, 50).float(), None)
     with torch.no_grad():
-        together = decoding.linear(weights, x, (a, b), 0.5)
+        together = expert_mlp.linear(weights, x, (a, b), 0.5)
         for row in range(7):
             one = slice(row, row + 1)
-            assert torch.equal(decoding.linear(weights, x[one], (a[one], b[one]), 0.5), together[one])
+            assert torch.equal(expert_mlp.linear(weights, x[one], (a[one], b[one]), 0.5), together[one])
         torch.set_num_threads(3)
-        assert torch.equal(decoding.linear(weights, x, (a, b), 0.5), together)
+        assert torch.equal(expert_mlp.linear(weights, x, (a, b), 0.5), together)
         torch.set_num_threads(1)
 
 
@@ -125,7 +125,7 @@ def test_weights_that_lie_turned(library: Path, dtype: torch.dtype) -> None:
     """As GPT-2 has them; whole chunks of outputs, and what is left over of the last."""
     x, weight, bias = drawn(6, 1, 33), drawn(33, 150, seed=1), drawn(150, seed=2)
     with torch.no_grad():
-        got = decoding.linear((weight.to(dtype).t(), bias.to(dtype)), x.to(dtype))
+        got = expert_mlp.linear((weight.to(dtype).t(), bias.to(dtype)), x.to(dtype))
     close(got, x @ weight + bias, dtype)
 
 
@@ -154,15 +154,15 @@ def test_texts_of_one_user_share_its_adapters(library: Path) -> None:
 
 def test_what_it_is_not_for(library: Path) -> None:
     x, weight = drawn(4, 1, 8).float(), drawn(8, 8).float()
-    assert not decoding.fits(x, 4, weight)  # a gradient may be wanted
+    assert not expert_mlp.fits_rows(x, 4, weight)  # a gradient may be wanted
     with torch.no_grad():
-        assert decoding.fits(x, 4, weight)
-        assert decoding.fits(x, 2, weight)  # two texts of each user
-        assert not decoding.fits(x.bfloat16(), 2, weight.bfloat16())
-        assert not decoding.fits(x.view(2, 2, 8), 2, weight)  # two tokens of each text
-        assert not decoding.fits(x, 4, drawn(8, 16).float()[:, ::2])
-        assert not decoding.fits(x, 4, weight.bfloat16())
-        assert not decoding.fits(x.double(), 4, weight.double())
-        assert not decoding.fits(torch.zeros(65, 1, 8), 65, weight)
+        assert expert_mlp.fits_rows(x, 4, weight)
+        assert expert_mlp.fits_rows(x, 2, weight)  # two texts of each user
+        assert not expert_mlp.fits_rows(x.bfloat16(), 2, weight.bfloat16())
+        assert not expert_mlp.fits_rows(x.view(2, 2, 8), 2, weight)  # two tokens of each text
+        assert not expert_mlp.fits_rows(x, 4, drawn(8, 16).float()[:, ::2])
+        assert not expert_mlp.fits_rows(x, 4, weight.bfloat16())
+        assert not expert_mlp.fits_rows(x.double(), 4, weight.double())
+        assert not expert_mlp.fits_rows(torch.zeros(65, 1, 8), 65, weight)
         expert_mlp.disable()
-        assert not decoding.fits(x, 4, weight)
+        assert not expert_mlp.fits_rows(x, 4, weight)

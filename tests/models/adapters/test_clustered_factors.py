@@ -10,8 +10,7 @@ import torch
 from clusters import materialise, only_layer, scatter
 from torch import Tensor, nn
 
-from comingle.models.floral.gradients import centre, precondition
-from comingle.models.floral.layers import LowRankLayer
+from comingle.models.floral.layers import LowRankLayer, centre, precondition
 from comingle.models.floral.model import FloralModel
 from comingle.models.floral.wrapper import floral
 

@@ -12,8 +12,7 @@ from torch.func import functional_call, vmap
 
 from comingle.models.kernels.convolutions import Step
 from comingle.models.nets import make_net
-from comingle.models.side_by_side import FusedNorms
-from comingle.models.stacked_convolutions import Chained, UnknownLayerError
+from comingle.models.side_by_side import Chained, FusedNorms, UnknownLayerError
 from comingle.utils.seeds import generator
 
 USERS = 3

@@ -14,8 +14,8 @@ import comingle
 from comingle.models.kernels import convolutions
 from comingle.models.nets import make_net
 from comingle.models.scoring import CROSS_ENTROPY
+from comingle.models.side_by_side import FEWEST, form_of
 from comingle.models.stacked import StackedModel, stack
-from comingle.models.stacked_convolutions import FEWEST, form_of
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
 from comingle.training.kinds.nets import COMPILE_FROM

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from comingle.models.loading import load_base
-from comingle.models.merging import why_not_merged
-from comingle.models.personal import PersonalModel
+from comingle.models.personal import PersonalModel, why_not_merged
 from comingle.utils.errors import DataError
 from exporting import FAMILIES, IDS, RANKS, check_same, greedy, of_text, own_logits, trained
 

@@ -28,7 +28,7 @@ from comingle.data.streaming import FirstUsers, ListedRows, Rows, list_small
 from comingle.data.text.reading import DocumentsReader, tokenizer_here
 from comingle.models.base import Base
 from comingle.models.chat_templates import ChatTemplate, Encoded, begin_of
-from comingle.models.windows import PAD, hide
+from comingle.models.scoring import PAD, hide
 from comingle.utils.errors import DataError
 
 Split = Literal["train", "valid", "test"]
@@ -46,7 +46,7 @@ class Question:
 class Answers:
     """Conversations of one user, one a row of ``windows``, filled with ``PAD``.
 
-    Tokens that carry no loss, which is on responses, are hidden (:func:`comingle.models.windows.hide`). Response i,
+    Tokens that carry no loss, which is on responses, are hidden (:func:`comingle.models.scoring.hide`). Response i,
     ``references[i]`` as text, is in row ``owners[i]``, after ``prompt_tokens[i]`` tokens. ``limit`` is how many tokens
     the longest response of the user has, its end included; ``ends`` are the tokens that end one. ``measures`` is what
     is reported of it, first that by which models are compared: see :mod:`comingle.data.conversations.scoring`.

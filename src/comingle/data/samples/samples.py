@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from comingle.data.row_files import describe
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError
 
 Split = Literal["train", "valid", "test"]

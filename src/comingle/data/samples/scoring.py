@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from comingle.data.samples.samples import SampleBank
-from comingle.models.scoring import Loss, SampleScore
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD, Loss, SampleScore
 
 Forward = Callable[[Sequence[int], Float[Tensor, "slots batch *shape"]], Float[Tensor, "slots batch outputs"]]
 """Outputs for inputs; slot s uses the model of user ``rows[s]``. A user may hold several slots."""

@@ -39,8 +39,7 @@ from comingle.models.personal import (
 )
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.random_bases import PREFIX
-from comingle.models.scoring import perplexity_of
-from comingle.models.windows import PAD, inputs_of
+from comingle.models.scoring import PAD, inputs_of, perplexity_of
 from comingle.serving.export.gguf import KINDS, why_no_gguf, write_gguf
 from comingle.serving.export.networks import (
     SPARSE,

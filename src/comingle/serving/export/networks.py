@@ -20,13 +20,12 @@ from torch.nn import functional as F
 
 from comingle.models import routing
 from comingle.models.adapted import AdaptedModel
-from comingle.models.floral_language import MixedLanguageModel
 from comingle.models.kernels.expert_mlp import SHORT
 from comingle.models.layouts import linear_names
 from comingle.models.lora import base_weight
-from comingle.models.merging import WIDE, Change, averaged, changes_of_adapted, changes_of_mixed, why_not_merged
-from comingle.models.personal import About
+from comingle.models.personal import WIDE, About, Change, averaged, changes_of_adapted, changes_of_mixed, why_not_merged
 from comingle.models.pretrained import PreTrainedModel
+from comingle.models.stacked import MixedLanguageModel
 from comingle.utils.errors import BaseModelError, DataError
 from comingle.utils.records import write_json
 from comingle.utils.trees import Tree

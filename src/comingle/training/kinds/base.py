@@ -26,13 +26,13 @@ from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.base import Base
 from comingle.models.ensembles import EnsembleModel, ensemble
 from comingle.models.floral.wrapper import adaptor_size
-from comingle.models.floral_language import MixedLanguageModel, mix_language_model
 from comingle.models.hardware import require_room
 from comingle.models.injection import ExpertCounts
 from comingle.models.loading import backbone
 from comingle.models.lora import lora_scale
 from comingle.models.model import Model
 from comingle.models.personal import Personal
+from comingle.models.stacked import MixedLanguageModel, mix_language_model
 from comingle.training.client import Clients
 from comingle.training.state import NEEDS_CLUSTERS
 from comingle.utils.errors import DataError, PluginError, RecipeError
@@ -479,8 +479,7 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
         checkpointed=recipe.runtime.gradient_checkpointing,
     )
     for name in recipe.runtime.gpu:
-        from comingle.models.cuda_graphs import recorded
-        from comingle.models.gpu_experts import with_triton
+        from comingle.models.gpu import recorded, with_triton
 
         model = {"graphs": recorded, "triton": with_triton}[name](model)
     if mixture is None:

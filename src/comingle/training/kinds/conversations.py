@@ -36,8 +36,7 @@ from comingle.methods import make
 from comingle.methods.base import Method, Phase, Stream
 from comingle.models.base import tokenizer_of
 from comingle.models.model import Model
-from comingle.models.scoring import Gates, score_windows
-from comingle.models.windows import PAD
+from comingle.models.scoring import PAD, Gates, score_windows
 from comingle.training.batch_sources import SCORED_PER_SLOT, Generate, PassFeed, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import LoadBase, RunData, always_there, count_trainers, language_model

@@ -26,9 +26,8 @@ from comingle.models.floral.wrapper import adaptor_size, floral
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype
 from comingle.models.model import call_with
 from comingle.models.nets import make_net
-from comingle.models.scoring import Gates, Loss, SampleScore
+from comingle.models.scoring import PAD, Gates, Loss, SampleScore
 from comingle.models.stacked import StackedModel, gated_pair, stack
-from comingle.models.windows import PAD
 from comingle.training.batch_sources import PassFeed, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import ADAPTOR_SETS, NETS, always_there, later

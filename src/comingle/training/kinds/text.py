@@ -22,8 +22,7 @@ from comingle.methods.base import Method, Phase
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
 from comingle.models.personal import PersonalModel, Spoken
-from comingle.models.scoring import Gates, Score, score_streams
-from comingle.models.windows import PAD, evaluation_windows, fixed_windows, random_windows
+from comingle.models.scoring import PAD, Gates, Score, evaluation_windows, fixed_windows, random_windows, score_streams
 from comingle.training.batch_sources import SCORED_PER_SLOT, Feed, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import (
