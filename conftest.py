@@ -33,8 +33,7 @@ import yaml
 from tests.quick import TINY_TRAINING
 
 from comingle.config import parse_recipe
-from comingle.config.data import KINDS
-from comingle.config.settings import MECHANISMS
+from comingle.config.settings import KINDS, MECHANISMS
 from comingle.data.text.streams import UserData
 from comingle.methods import REGISTRY as METHODS
 from comingle.models.base import Base

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from comingle.config import load_recipe
-from comingle.config.data import KINDS
+from comingle.config.settings import KINDS
 from comingle.methods import REGISTRY, make, register, settings_of
 from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg

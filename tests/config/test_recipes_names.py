@@ -8,9 +8,9 @@ import pytest
 
 import comingle
 from comingle.config import parse_recipe
-from comingle.config.data import KINDS
 from comingle.config.hints import _KEYS, _paths
 from comingle.config.sections import Recipe
+from comingle.config.settings import KINDS
 from comingle.methods import make
 from comingle.utils.errors import RecipeError
 

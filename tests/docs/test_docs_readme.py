@@ -16,7 +16,7 @@ from documents import PAGES, README, REPOSITORY, blocks, read, table_at, table_r
 from pydantic import BaseModel
 
 from comingle.config import Recipe
-from comingle.config.data import KINDS
+from comingle.config.settings import KINDS
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import Method, Part
 from comingle.methods.dual_lora import Near

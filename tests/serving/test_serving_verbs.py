@@ -146,7 +146,7 @@ def test_a_run_or_a_user_that_is_not_there(runs: Path, typed: Any, arguments: li
 def test_a_base_that_is_large_enough_is_served_by_compiled_code(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Any
 ) -> None:
-    from comingle.models.kernels import compile, expert_mlp
+    from comingle.models.kernels import expert_mlp
     from comingle.serving import models as people
 
     monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "cache"))
@@ -160,7 +160,7 @@ def test_a_base_that_is_large_enough_is_served_by_compiled_code(
         assert not expert_mlp.is_enabled()
         monkeypatch.setattr(people, "WORTH_COMPILING", 100)
         opened = people.open_people(folder)
-        assert expert_mlp.is_enabled() == (compiled == "auto" and compile._compiler() is not None)
+        assert expert_mlp.is_enabled() == (compiled == "auto" and expert_mlp._compiler() is not None)
         said = opened.models["bob"].generate("one", max_new_tokens=8)
     finally:
         expert_mlp.disable()

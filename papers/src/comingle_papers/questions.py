@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, Field
 from transformers import PreTrainedTokenizerBase
 
 from comingle.config import Recipe
-from comingle.config.data import (
+from comingle.config.settings import (
     ON_LANGUAGE,
     Anchor,
     Count,

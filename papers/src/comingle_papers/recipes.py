@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from comingle.config.data import Section
 from comingle.config.files import read_yaml
 from comingle.config.hints import first_problem
+from comingle.config.settings import Section
 from comingle.utils.errors import RecipeError
 
 

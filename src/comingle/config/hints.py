@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from comingle.config.data import DataSection
+from comingle.config.settings import DataSection
 from comingle.utils.errors import ComingleError, did_you_mean
 
 _RATE = "training.experts.learning_rate"

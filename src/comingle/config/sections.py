@@ -13,17 +13,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from comingle.config.data import (
-    Count,
-    DataSection,
-    NotNegative,
-    Positive,
-    Section,
-    Steps,
-    number_in,
-    plain_name,
-    section_of,
-)
 from comingle.config.hints import first_problem
 from comingle.config.settings import (
     EVERYBODY,
@@ -31,9 +20,18 @@ from comingle.config.settings import (
     ROUTER_OPTIMIZER,
     AdaptersSection,
     AggregationSection,
+    Count,
+    DataSection,
+    NotNegative,
     OptimizerSection,
+    Positive,
     PrivacySection,
+    Section,
+    Steps,
     Training,
+    number_in,
+    plain_name,
+    section_of,
 )
 from comingle.protocol import Format
 from comingle.utils.errors import RecipeError

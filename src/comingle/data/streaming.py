@@ -19,7 +19,7 @@ import numpy as np
 from comingle.utils.errors import DataError, NoTextError
 
 if TYPE_CHECKING:  # which imports torch, as reading documents does not
-    from comingle.config.data import DataSection
+    from comingle.config.settings import DataSection
     from comingle.data.splits import UserText
     from comingle.models.base import Base
 

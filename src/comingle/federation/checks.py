@@ -13,8 +13,8 @@ import torch
 from pydantic import Field, StringConstraints, ValidationError, field_validator
 from torch import Tensor
 
-from comingle.config.data import Section, Steps
 from comingle.config.hints import first_problem
+from comingle.config.settings import Section, Steps
 from comingle.methods.base import Method
 from comingle.methods.server import Reported
 from comingle.privacy.base import CLIP_NORM, WITHIN, without_bound

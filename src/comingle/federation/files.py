@@ -21,9 +21,9 @@ import yaml
 from pydantic import Field, ValidationError
 
 from comingle.config import Recipe, parse_recipe
-from comingle.config.data import PATHS, Count, Positive, Section
 from comingle.config.files import read_yaml
 from comingle.config.hints import first_problem
+from comingle.config.settings import PATHS, Count, Positive, Section
 from comingle.federation.coordinator import Patience
 from comingle.federation.public import Own, check_possible, without_data
 from comingle.federation.run_folder import Plan

@@ -12,9 +12,8 @@ from pydantic import field_validator
 
 from comingle import __version__
 from comingle.config import Recipe, parse_recipe
-from comingle.config.data import Count, Section
 from comingle.config.sections import complete_older
-from comingle.config.settings import Training
+from comingle.config.settings import Count, Section, Training
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of

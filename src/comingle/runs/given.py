@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from comingle.config import Recipe, load_recipe, parse_recipe
-from comingle.config.data import KINDS
+from comingle.config.settings import KINDS
 from comingle.methods import Make, lent
 from comingle.methods.base import Method
 from comingle.models.base import Base, with_date

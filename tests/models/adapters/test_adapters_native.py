@@ -15,7 +15,7 @@ from torch import Tensor
 from comingle.config.settings import AdaptersSection
 from comingle.models.adapted import adapt
 from comingle.models.injection import ExpertCounts
-from comingle.models.kernels import compile, expert_mlp
+from comingle.models.kernels import expert_mlp
 from comingle.models.loading import load_base
 
 
@@ -157,7 +157,7 @@ def test_a_model_takes_it_and_computes_the_same(library: Path, monkeypatch: pyte
 def test_without_a_compiler_it_stays_off(
     compiler: str | None, tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile, "_compiler", lambda: compiler)
+    monkeypatch.setattr(expert_mlp, "_compiler", lambda: compiler)
     assert not expert_mlp.enable(tmp_path / "cache")
     assert not expert_mlp.supports(torch.zeros(1, 1, 4), expert_mlp.silu, 8)
 
@@ -181,7 +181,7 @@ def test_a_damaged_library_is_made_again(
         damaged.write_bytes(sound.read_bytes())
         return os.open(damaged, os.O_RDONLY)
 
-    monkeypatch.setattr(compile, "_compile", compile_again)
+    monkeypatch.setattr(expert_mlp, "_compile", compile_again)
     assert expert_mlp.enable(tmp_path)
     monkeypatch.setattr(expert_mlp, "_loaded", None)
     assert expert_mlp.enable(tmp_path)  # now out of the cache
@@ -197,7 +197,7 @@ def test_processors_without_wide_registers_or_tiles(
     processor: list[str], tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same source for AVX2 and without AMX: other instructions for exponentials, roundings and thin products."""
-    monkeypatch.setattr(compile, "FLAGS", [*compile.FLAGS, *processor])  # the last -march counts
+    monkeypatch.setattr(expert_mlp, "FLAGS", [*expert_mlp.FLAGS, *processor])  # the last -march counts
     if not expert_mlp.enable(tmp_path):
         pytest.skip("no C++ compiler that makes the native code")
     for dtype in expert_mlp.DTYPES:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from comingle.models.kernels import compile, expert_mlp
+from comingle.models.kernels import expert_mlp
 
 MARKING = '__attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }'
 SOMEBODY = 65534
@@ -36,7 +36,7 @@ def cache(tmp_path: Path, umask: None) -> Path:
 @pytest.fixture
 def quick(tmp_path: Path, umask: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that takes no time: whatever the source, its library has the two functions and does nothing."""
-    compiler = compile._compiler()
+    compiler = expert_mlp._compiler()
     if compiler is None:
         pytest.skip("no C++ compiler that makes the native code")
     source, library, script = tmp_path / "stub.cpp", tmp_path / "stub.so", tmp_path / "quick"
@@ -53,14 +53,14 @@ def quick(tmp_path: Path, umask: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def planted(cache: Path, tmp_path: Path) -> Path:
     """A library whose name fits and which leaves ``mark`` when it is loaded."""
-    compiler = compile._compiler()
+    compiler = expert_mlp._compiler()
     if compiler is None:
         pytest.skip("no C++ compiler that makes the native code")
     source, library = tmp_path / "mark.cpp", tmp_path / "mark.so"
     source.write_text("#include <cstdio>\n" + MARKING % (tmp_path / "mark"))
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     digest = hashlib.sha256(library.read_bytes()).hexdigest()[:16]
-    return library.rename(cache / f"mixture-{compile._fingerprint(compiler, expert_mlp.SOURCES)}-{digest}.so")
+    return library.rename(cache / f"mixture-{expert_mlp._fingerprint(compiler, expert_mlp.SOURCES)}-{digest}.so")
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_planted_library_never_runs(
 ) -> None:
     plant(planted)
     monkeypatch.setenv("CXX", str(shutil.which("false")))
-    monkeypatch.setattr(compile, "_fingerprint", lambda compiler, sources: planted.name.split("-")[1])
+    monkeypatch.setattr(expert_mlp, "_fingerprint", lambda compiler, sources: planted.name.split("-")[1])
     assert not enable(tmp_path / "cache")
     assert not (tmp_path / "mark").exists()
 
@@ -153,7 +153,7 @@ def test_a_compiler_that_takes_too_long_ends_with_all_that_it_started(
     script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {started}\nwait\n")
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script))
-    monkeypatch.setattr(compile, "COMPILE_SECONDS", 20.0 if os.getloadavg()[0] > 4 else 2.0)
+    monkeypatch.setattr(expert_mlp, "COMPILE_SECONDS", 20.0 if os.getloadavg()[0] > 4 else 2.0)
     assert not enable(cache)
     child = Path("/proc") / started.read_text().strip()
     for _ in range(100):

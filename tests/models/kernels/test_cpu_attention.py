@@ -14,7 +14,7 @@ from torch import Tensor
 from comingle.config.settings import AdaptersSection
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.injection import ExpertCounts
-from comingle.models.kernels import compile, cpu
+from comingle.models.kernels import cpu, expert_mlp
 from comingle.models.kernels import expert_mlp as mixtures
 from comingle.models.loading import load_base
 from comingle.models.random_bases import FAMILIES
@@ -109,7 +109,7 @@ def test_a_number_that_is_none_arrives(library: None) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86-64 level")
 @pytest.mark.parametrize("processor", ["x86-64-v3", "x86-64-v2"])
 def test_processors_without_wide_registers(processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "FLAGS", [*compile.FLAGS, f"-march={processor}"])  # the last one counts
+    monkeypatch.setattr(expert_mlp, "FLAGS", [*expert_mlp.FLAGS, f"-march={processor}"])  # the last one counts
     monkeypatch.setattr(cpu, "_library", None)
     if not cpu.enable(tmp_path):
         pytest.skip("no C++ compiler that makes the native code")

@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from comingle.config.data import Section
 from comingle.config.files import read_yaml
 from comingle.config.hints import first_problem
+from comingle.config.settings import Section
 from comingle.utils.errors import RecipeError, did_you_mean
 from comingle.utils.names import FOLDER_VARIABLE
 from comingle.utils.records import expand_home

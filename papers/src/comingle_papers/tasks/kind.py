@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.data import Count, DataSection, Fraction, Positive, Section, keys_of_text, plain_name
+from comingle.config.settings import Count, DataSection, Fraction, Positive, Section, keys_of_text, plain_name
 from comingle.data.samples.reading import Augment, Population
 from comingle.data.samples.samples import UserSamples, check, warn_unseen
 from comingle.data.samples.section import NO_WINDOWS, UNREAD

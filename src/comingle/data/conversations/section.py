@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from comingle.config.data import (
+from comingle.config.settings import (
     ON_LANGUAGE,
     Anchor,
     Count,

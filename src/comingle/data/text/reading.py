@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe, SplitSection
-from comingle.config.data import DataSection
+from comingle.config.settings import DataSection
 from comingle.data.duplicates import Repeated, warn_same_files
 from comingle.data.files import most_bytes
 from comingle.data.row_files import BadRows, BadRowsError

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comingle.models.kernels.compile import load_library
+from comingle.models.kernels.expert_mlp import load_library
 
 SOURCES = sorted(Path(__file__).parent.glob("layers*"), key=lambda path: path.suffix)  # the .cpp first
 DTYPES = {torch.float32: "float", torch.float64: "double"}

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from comingle.models.hardware import cpu_features
 from comingle.models.kernels import expert_mlp
-from comingle.models.kernels.compile import load_library
+from comingle.models.kernels.expert_mlp import load_library
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.random_bases import FAMILIES
 

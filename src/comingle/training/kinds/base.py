@@ -15,8 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from comingle.config import Recipe
-from comingle.config.data import KINDS
-from comingle.config.settings import Training
+from comingle.config.settings import KINDS, Training
 from comingle.data.populations import listed, part_of
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Overlap, UserText, find_overlap
