@@ -10,8 +10,8 @@ import pytest
 from comingle.config import parse_recipe
 from comingle.cost.counts import count_exchanges, mean_bytes, message_bytes
 from comingle.methods import REGISTRY, make
-from comingle.runs.session import check_method
 from comingle.training.evaluation import Clock
+from comingle.training.kinds.base import check_method
 from comingle.training.rounds import run_rounds
 
 

@@ -189,7 +189,7 @@ def test_a_model_that_has_learnt_its_labels_is_accurate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", sorted(REGISTRY))
 @pytest.mark.sampled(6)
 def test_methods_of_text_run(tmp_path: Path, method: str) -> None:
-    from comingle.runs.session import check_method
+    from comingle.training.kinds.base import check_method
     from comingle.utils.errors import RecipeError
 
     recipe = recipe_of(tmp_path, method, **{"runtime.dtype": "float32", "training.rounds": 1})

@@ -10,7 +10,8 @@ import torch
 
 from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.runs import api
-from comingle.runs.session import build, check_method, prepare
+from comingle.runs.session import build, prepare
+from comingle.training.kinds.base import check_method
 from comingle.utils.errors import ComingleError
 
 ON = {"data.train_on_valid": True}

@@ -31,7 +31,8 @@ from comingle.privacy.base import RunSettings
 from comingle.privacy.mechanisms import check_supported
 from comingle.protocol.wire import unpack
 from comingle.runs.results import Run
-from comingle.runs.session import check_method, prepare, run_in
+from comingle.runs.session import prepare, run_in
+from comingle.training.kinds.base import check_method
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import read_events
 from resuming import StoppedError, outcome, stop_in_round_3, told

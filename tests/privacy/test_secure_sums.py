@@ -20,8 +20,9 @@ from comingle.privacy.accounting import Release
 from comingle.privacy.base import REFERENCE, RunSettings
 from comingle.privacy.mechanisms import check_supported, release_of
 from comingle.privacy.secure_sum import VECTOR, Grid, Sums, flat
-from comingle.runs.session import build, check_method, prepare
+from comingle.runs.session import build, prepare
 from comingle.training.backends.local import InProcess
+from comingle.training.kinds.base import check_method
 from comingle.utils.errors import RecipeError
 from federations import crossing, local_round
 

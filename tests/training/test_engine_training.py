@@ -9,7 +9,7 @@ import torch
 
 from comingle.config import parse_recipe
 from comingle.config.settings import Training
-from comingle.runs.session import training_settings
+from comingle.training.privacy import training_settings
 from comingle.training.server import averaging_weights
 from comingle.training.settings import TOKENS_PER_PASS, cohorts, participants, portions
 from comingle.utils.errors import RecipeError

@@ -42,10 +42,11 @@ from comingle.runs.api import load
 from comingle.runs.given import NOTHING, AnyBase, Given, given_of
 from comingle.runs.progress import LOADING, Reporter, about, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import prepare, training_settings
+from comingle.runs.session import prepare
 from comingle.training.backends.launched import require_alone
 from comingle.training.client import Clients
 from comingle.training.events import Observer
+from comingle.training.privacy import training_settings
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.records import plural
 

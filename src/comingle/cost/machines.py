@@ -22,10 +22,10 @@ from comingle.cost.planning import largest_round, with_method
 from comingle.cost.records import MethodCost, Plan
 from comingle.cost.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
 from comingle.runs.distributed import cores
-from comingle.runs.session import test_limit_of
 from comingle.training.backends.launched import MEETING
 from comingle.training.evaluation import period
 from comingle.training.kinds.base import kind_of
+from comingle.training.privacy import test_limit_of
 from comingle.utils.errors import RecipeError
 
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})

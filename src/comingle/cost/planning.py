@@ -39,12 +39,12 @@ from comingle.models.quantised import packed_parameters
 from comingle.privacy.accounting import sample_size
 from comingle.runs.api import without_sums
 from comingle.runs.given import HANDED_OVER, NOTHING
-from comingle.runs.session import build, check_method, prepare, training_settings
+from comingle.runs.session import build, prepare
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
-from comingle.training.kinds.base import RunData, adapt_base, kind_of
+from comingle.training.kinds.base import RunData, adapt_base, check_method, kind_of
 from comingle.training.kinds.text import TextFeed
-from comingle.training.privacy import planned_releases, server_mechanisms
+from comingle.training.privacy import planned_releases, server_mechanisms, training_settings
 from comingle.training.settings import Portions, portions, round_sizes
 from comingle.training.storage.disk import check_storable
 from comingle.utils.errors import DataError, RecipeError

@@ -28,11 +28,11 @@ from comingle.models.pretrained import require_docstrings
 from comingle.models.quantised import BLOCKS, Bits, QuantisedLinear, replace_linears
 from comingle.models.random_bases import PREFIX, random_base
 from comingle.models.stacked import MixedLanguageModel, StackedModel
-from comingle.runs.session import training_settings
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients
 from comingle.training.kinds.base import check_on_language
 from comingle.training.kinds.nets import SampleFeed, build_nets
+from comingle.training.privacy import training_settings
 from comingle.utils.errors import BaseModelError
 from comingle.utils.records import expand_home
 from comingle.utils.trees import ADAPTOR, ROUTER, Layout, Slot

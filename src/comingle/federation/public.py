@@ -20,8 +20,8 @@ from comingle.models.base import Base, digests_of
 from comingle.models.model import Model
 from comingle.protocol.wire import FORMAT
 from comingle.runs.folders import BOS
-from comingle.runs.session import check_method, training_settings
-from comingle.training.kinds.base import RunData, kind_of, later
+from comingle.training.kinds.base import RunData, check_method, kind_of, later
+from comingle.training.privacy import training_settings
 from comingle.utils.errors import DataError, MessageError, RecipeError
 from comingle.utils.names import name_problem
 

@@ -24,10 +24,10 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.progress import LOADING, Reporter, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import check_method, prepare, run_in
+from comingle.runs.session import prepare, run_in
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import RunData
+from comingle.training.kinds.base import RunData, check_method
 from comingle.utils.errors import ComingleError, RecipeError, RunError
 from comingle.utils.inputs import recorded_date
 from comingle.utils.terminal import errors

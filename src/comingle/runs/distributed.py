@@ -28,13 +28,14 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import fitted, prepare, run_in, training_settings, warn_unread
+from comingle.runs.session import fitted, prepare, run_in, warn_unread
 from comingle.training.backends.distributed import Sharded
 from comingle.training.backends.launched import Place, find_place
 from comingle.training.backends.ranks import Ranks, joined
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData, later
+from comingle.training.privacy import training_settings
 from comingle.training.server import start_server
 from comingle.training.settings import cohorts
 from comingle.utils.errors import RecipeError, RunError

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,12 @@ import torch
 
 from comingle.config import Recipe
 from comingle.config.files import changed, check_used
-from comingle.config.settings import AUTO, MEMORY, AggregationSection, Training
+from comingle.config.settings import AUTO, MEMORY
 from comingle.data.populations import LazyPopulation, digest_names, names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make, own_errors
 from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import keep_buffers, torch_defaults
-from comingle.privacy.base import RunSettings
-from comingle.privacy.mechanisms import check_supported
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
@@ -49,20 +47,14 @@ from comingle.training.events import (
     check_trackers,
     tensorboard,
 )
-from comingle.training.kinds.base import RunData, kind_of
-from comingle.training.privacy import with_noise, with_sums
+from comingle.training.kinds.base import RunData, check_method, kind_of
+from comingle.training.privacy import training_settings
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
 from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs
 from comingle.utils.records import finite, read_evaluations, write_text
 from comingle.utils.registry import load_object
-
-
-def aggregation_of(recipe: Recipe) -> AggregationSection | None:
-    """The recipe's rule; None where it is the mean."""
-    return None if recipe.aggregation.is_mean else recipe.aggregation
-
 
 _FIT = "comingle.cost.planning:fit"
 """The search for the largest pass that fits; costs are counted on runs, so it is imported by name."""
@@ -80,46 +72,6 @@ def fitted(recipe: Recipe, materials: RunData) -> Recipe:
     return recipe.with_changes(
         {"runtime.users_per_step": chosen.users, "runtime.micro_batch": chosen.sequences}, where="runtime"
     )
-
-
-def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
-    """The engine's settings, with users named in ``participation`` turned into numbers.
-
-    Raises:
-        RecipeError: ``participation`` names somebody who is not a user.
-    """
-    section = recipe.training
-    participation: Any = section.participation
-    if isinstance(participation, list):
-        for name in (n for members in participation for n in members):
-            if name not in names:
-                raise RecipeError(f"training.participation: no user {name!r}; there are: {list_names(names)}")
-        participation = tuple(tuple(names.index(n) for n in members) for members in participation)
-    plain = {f.name: getattr(section, f.name) for f in fields(Training) if hasattr(section, f.name)}
-    training = Training(
-        **{
-            **plain,
-            "participation": participation,
-        },
-        seed=recipe.seed,
-        users_per_step=None if recipe.runtime.users_per_step == AUTO else recipe.runtime.users_per_step,
-        micro_batch=recipe.runtime.micro_batch,
-        evaluate=recipe.evaluation.model,
-        evaluate_every=recipe.evaluation.every,
-        evaluate_first=recipe.evaluation.first,
-        select=recipe.evaluation.select,
-        checkpoint_every=recipe.checkpoints.every,
-        evaluate_users=recipe.evaluation.users,
-        test_limit=test_limit_of(recipe),
-        privacy=recipe.privacy,
-        aggregation=aggregation_of(recipe),
-    )
-    return with_sums(with_noise(training, make(recipe.method.name, **recipe.method.settings), names), names)
-
-
-def test_limit_of(recipe: Recipe) -> str:
-    """Return the recipe key that limits each user's test data; empty where the kind of data has none."""
-    return "data.max_test_tokens" if hasattr(recipe.data, "max_test_tokens") else ""
 
 
 def boards(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
@@ -230,29 +182,6 @@ def get_ready(recipe: Recipe) -> None:
     keep_buffers()
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
-
-
-def check_method(recipe: Recipe) -> None:
-    """Whether the recipe's method exists and is for the kind of users that the recipe has; reads no data.
-
-    Raises:
-        RecipeError: it does not, a setting is wrong, or it needs another kind.
-    """
-    method = make(recipe.method.name, **recipe.method.settings)
-    kind_of(recipe).check(recipe, method)
-    check_supported(
-        method,
-        RunSettings(
-            privacy=recipe.privacy,
-            aggregation=aggregation_of(recipe),
-            weighting=recipe.training.weighting,
-            select=recipe.evaluation.select,
-            uploads=recipe.training.uploads,
-            clip_norm=recipe.training.experts.clip_norm,
-            train_on_valid=bool(getattr(recipe.data, "train_on_valid", False)),
-            dtype=recipe.runtime.dtype,
-        ),
-    )
 
 
 def warn_unread(recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import KEY, Terms, Training
+from comingle.config import Recipe
+from comingle.config.settings import AUTO, KEY, AggregationSection, Terms, Training
+from comingle.methods import make
 from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
 from comingle.privacy.accounting import Work, most_releases
@@ -36,7 +38,7 @@ from comingle.privacy.secure_sum import Sums
 from comingle.training.batch_sources import Feed
 from comingle.training.cohort_state import Members
 from comingle.training.settings import Portions, exchanged_after, participants
-from comingle.utils.errors import RecipeError
+from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.trees import Layout, Tree, restrict
 
 
@@ -346,3 +348,48 @@ def private_steps(
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
     return steps
+
+
+def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
+    """The engine's settings, with users named in ``participation`` turned into numbers.
+
+    Raises:
+        RecipeError: ``participation`` names somebody who is not a user.
+    """
+    section = recipe.training
+    participation: Any = section.participation
+    if isinstance(participation, list):
+        for name in (n for members in participation for n in members):
+            if name not in names:
+                raise RecipeError(f"training.participation: no user {name!r}; there are: {list_names(names)}")
+        participation = tuple(tuple(names.index(n) for n in members) for members in participation)
+    plain = {f.name: getattr(section, f.name) for f in fields(Training) if hasattr(section, f.name)}
+    training = Training(
+        **{
+            **plain,
+            "participation": participation,
+        },
+        seed=recipe.seed,
+        users_per_step=None if recipe.runtime.users_per_step == AUTO else recipe.runtime.users_per_step,
+        micro_batch=recipe.runtime.micro_batch,
+        evaluate=recipe.evaluation.model,
+        evaluate_every=recipe.evaluation.every,
+        evaluate_first=recipe.evaluation.first,
+        select=recipe.evaluation.select,
+        checkpoint_every=recipe.checkpoints.every,
+        evaluate_users=recipe.evaluation.users,
+        test_limit=test_limit_of(recipe),
+        privacy=recipe.privacy,
+        aggregation=aggregation_of(recipe),
+    )
+    return with_sums(with_noise(training, make(recipe.method.name, **recipe.method.settings), names), names)
+
+
+def test_limit_of(recipe: Recipe) -> str:
+    """Return the recipe key that limits each user's test data; empty where the kind of data has none."""
+    return "data.max_test_tokens" if hasattr(recipe.data, "max_test_tokens") else ""
+
+
+def aggregation_of(recipe: Recipe) -> AggregationSection | None:
+    """The recipe's rule; None where it is the mean."""
+    return None if recipe.aggregation.is_mean else recipe.aggregation

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,11 +28,15 @@ from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
 from comingle.training.batch_sources import Feed, Prefetcher
 from comingle.training.cohort_state import Held, Members, accumulate, holding, keep_statistics, learning_rate, take_step
-from comingle.training.privacy import PrivateSteps
 from comingle.training.settings import Portions, check_needs
 from comingle.utils.errors import DivergenceError, RecipeError, lacks_memory
 from comingle.utils.seeds import generator
 from comingle.utils.trees import CLIENT_ROUTER, STATISTICS, Layout, Tree, restrict
+
+if TYPE_CHECKING:
+    from comingle.training.privacy import PrivateSteps
+else:
+    PrivateSteps = object  # what a runtime type checker sees
 
 
 @contextmanager

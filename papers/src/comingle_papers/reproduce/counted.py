@@ -21,10 +21,11 @@ from comingle.data.samples.samples import UserSamples
 from comingle.methods import make
 from comingle.models.nets import make_net
 from comingle.protocol.messages import LOSS
-from comingle.runs.session import prepare, training_settings
+from comingle.runs.session import prepare
 from comingle.training.backends.local import federate
 from comingle.training.kinds.base import NETS
 from comingle.training.kinds.nets import build_nets
+from comingle.training.privacy import training_settings
 from comingle.training.server import ServerHalf
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import write_json, write_text

@@ -41,7 +41,6 @@ from comingle.utils.records import expand_home, read_metrics, write_json, write_
 from comingle.utils.terminal import errors
 from comingle.utils.trees import digest_all
 from comingle_papers.recipes import published_runs
-from comingle_papers.reproduce.counted import draw_usage
 from comingle_papers.reproduce.plan import Cell, Plan, name_of
 
 if TYPE_CHECKING:
@@ -494,6 +493,8 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
         from comingle.reports.canvas import save
     except ImportError:
         raise RunError("figures need the package matplotlib: pip install 'comingle[reports]'") from None
+    from comingle_papers.reproduce.counted import draw_usage
+
     assert plan.experiment.plot is not None
     kinds: dict[str, Callable[[Plan, Entries], Figures]] = {
         "curves": _curves,

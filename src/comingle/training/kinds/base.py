@@ -20,6 +20,7 @@ from comingle.data.populations import listed, part_of
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Overlap, UserText, find_overlap
 from comingle.data.streaming import ListedRows, StreamingReader
+from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.base import Base
@@ -32,7 +33,10 @@ from comingle.models.lora import lora_scale
 from comingle.models.model import Model
 from comingle.models.personal import Personal
 from comingle.models.stacked import MixedLanguageModel, mix_language_model
+from comingle.privacy.base import RunSettings
+from comingle.privacy.mechanisms import check_supported
 from comingle.training.client import Clients
+from comingle.training.privacy import aggregation_of
 from comingle.training.state import NEEDS_CLUSTERS
 from comingle.utils.errors import DataError, PluginError, RecipeError
 from comingle.utils.names import name_problem
@@ -518,3 +522,26 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn("comingle.training.kinds.base.Materials is now RunData", DeprecationWarning, stacklevel=2)
     return RunData
+
+
+def check_method(recipe: Recipe) -> None:
+    """Whether the recipe's method exists and is for the kind of users that the recipe has; reads no data.
+
+    Raises:
+        RecipeError: it does not, a setting is wrong, or it needs another kind.
+    """
+    method = make(recipe.method.name, **recipe.method.settings)
+    kind_of(recipe).check(recipe, method)
+    check_supported(
+        method,
+        RunSettings(
+            privacy=recipe.privacy,
+            aggregation=aggregation_of(recipe),
+            weighting=recipe.training.weighting,
+            select=recipe.evaluation.select,
+            uploads=recipe.training.uploads,
+            clip_norm=recipe.training.experts.clip_norm,
+            train_on_valid=bool(getattr(recipe.data, "train_on_valid", False)),
+            dtype=recipe.runtime.dtype,
+        ),
+    )
