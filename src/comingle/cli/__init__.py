@@ -27,17 +27,14 @@ from comingle.utils.errors import PluginError, RecipeError
 
 # isort: split
 from comingle import __version__
-from comingle.cli.advise import advise
 from comingle.cli.audit import audit
 from comingle.cli.compare import compare
-from comingle.cli.cost import cost
-from comingle.cli.data import data
+from comingle.cli.cost import advise, cost
+from comingle.cli.data import data, methods
 from comingle.cli.demo import demo
 from comingle.cli.export import export
 from comingle.cli.federation import client, federate, server
-from comingle.cli.join import join
-from comingle.cli.methods import methods
-from comingle.cli.run import run
+from comingle.cli.run import join, run
 from comingle.cli.serve import chat, serve
 from comingle.cli.show import plot, report, show
 from comingle.training.backends.launched import speaks

@@ -1,4 +1,4 @@
-"""``comingle cost``: what a recipe will cost, before any training."""
+"""``comingle cost`` and ``comingle advise``: what a recipe will cost, and whether training together pays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.cli.options import RecipePath, Sets, console, finite, method_settings, read_recipe, status
+from comingle.cli.compare import split_names, split_seeds
+from comingle.cli.options import Quiet, RecipePath, Sets, console, finite, method_settings, read_recipe, status
+from comingle.runs import METHODS, ROUNDS, shortened
 from comingle.utils.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -129,3 +131,35 @@ def cost(
         console.print(line, style="green" if fits else "bold red", highlight=False)
     for part in render_times(planned["time"]) if "time" in planned else ():
         console.print(part, highlight=False)
+
+
+def advise(
+    recipe: RecipePath,
+    methods: Annotated[
+        str, typer.Option("--methods", help="Methods to hold against local, separated by commas.")
+    ] = ",".join(METHODS),
+    seeds: Annotated[
+        str | None,
+        typer.Option("--seeds", help="Seeds, separated by commas; intervals need two (default: 3 or 5, by the data)."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each run.")] = ROUNDS,
+    sets: Sets = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say who should train alone, who gains from whom and by which method, as far as short runs show it.
+
+    Runs local and the methods with everybody, and the first method with smaller groups: every pair of up to five users,
+    all but one of up to twelve. Nothing is written.
+    """
+    read, names = read_recipe(recipe, sets), split_names(methods)
+    numbers = None if seeds is None else split_seeds(seeds)
+    from comingle.reports.advice import paragraph, render_advice
+    from comingle.runs.advise import advise_runs
+    from comingle.runs.progress import reporting
+
+    short = read.with_changes(shortened(rounds))
+    with reporting(quiet=quiet) as reporter:
+        advice = advise_runs(short, names, numbers, reporter)
+    console.print(paragraph(advice), highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    console.print(render_advice(advice))

@@ -1,7 +1,8 @@
-"""``comingle run``: one recipe, one run folder; in one process or in several."""
+"""``comingle run`` and ``comingle join``: one recipe, one run folder; and a newcomer to a finished run."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ from comingle.cli.options import (
     console,
     default_folder,
     read_recipe,
+    status,
 )
 from comingle.training.backends.launched import find_place
 from comingle.utils.errors import RecipeError
@@ -58,3 +60,42 @@ def run(
         folder, done = trained
         console.print(render_run(done.metrics, everybody=everybody))
         console.print(words(f"{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/", "dim"))
+
+
+def join(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder; it is only read.")],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The newcomer's name.")],
+    data: Annotated[
+        str,
+        typer.Option("--data", metavar="<path>", help="The newcomer's data, of the kind that the run's users have."),
+    ],
+    out: Out = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", min=1, help="Rounds of training alone (default: as many as the run had).")
+    ] = None,
+    local_step: Annotated[
+        bool, typer.Option("--local-step", help="One round more, in which what was taken is trained too.")
+    ] = False,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Give a newcomer a model out of a finished federation, without anybody else training again.
+
+    What is shared is taken as it is; what a user has of its own is trained on the newcomer's data alone.
+    """
+    from comingle.reports.tables import render_joined
+    from comingle.runs.api import load
+    from comingle.runs.given import NOTHING
+    from comingle.runs.join import join_run, newcomer
+    from comingle.runs.progress import reporting
+    from comingle.utils.names import as_folder
+    from comingle.utils.terminal import words
+
+    with status("opening the run"):
+        opened = load(run)
+    folder = out or Path("runs") / f"{run.resolve().name}-{as_folder(name)}"
+    who = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
+    with reporting(quiet=quiet) as reporter:
+        done = join_run(opened, who, folder, reporter, given=NOTHING, force=force)
+    console.print(render_joined(name, done.measure, done.rows))
+    console.print(words(f"{folder}/  a run of {name} alone, for export, chat and serve", "dim"))
