@@ -95,7 +95,7 @@ def test_masks_put_on_and_taken_off_change_no_bit(
     federations[1].serialise = True
     one, two = (model_after(federation, [0, 1, 3]) for federation in federations)
     assert torch.equal(one, two)
-    assert federations[0].upload_bytes == federations[1].upload_bytes
+    assert federations[0].clock.upload_bytes == federations[1].clock.upload_bytes
 
 
 def test_too_few_users_end_the_round_without_a_sum(federate: Any, caplog: pytest.LogCaptureFixture) -> None:
