@@ -1,4 +1,4 @@
-"""Exceptions in a user's own method, as one line with the place; those of other code stay as they are."""
+"""The registry of methods, the built-in ones by name, and errors in users' own methods as one line with the place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block's MLP as a mixture of LoRA experts, for all users of a cohort at once.
+"""Adapters injected into a frozen causal language model; an MLP becomes a mixture of LoRA experts.
 
 An expert is the whole MLP with its own LoRA on every linear; the outputs are mixed after the last one::
 

@@ -1,4 +1,4 @@
-"""Adapters merged into the weights of the base model."""
+"""One user's model apart from the federation, and its adapters merged into the weights of the base model."""
 
 from __future__ import annotations
 

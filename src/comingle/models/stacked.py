@@ -1,11 +1,11 @@
-"""Small nets trained whole, one copy per user, stacked.
+"""Models stacked over users: small nets trained whole, and language models with a client-level mixture of adaptors.
 
 Parameters ``(users, ...)`` go through ``torch.func.functional_call`` under ``vmap``, so users are a batch dimension
 here too. A user's model may be a mixture (:class:`~comingle.models.routers.ClientMixture`) of C adaptor sets or of C
 whole models; then the components are the leading axis of their tensors.
 
-The base is one module for all; only adaptors and routers are stacked over users, so that ``vmap`` shares every product
-with a base weight.
+The base of language models is one module for all; only adaptors and routers are stacked over users, so that ``vmap``
+shares every product with a base weight.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Libraries out of C++ sources, compiled once for each machine into a cache folder that is the user's alone.
+"""The hidden part of a mixture of experts: one pass forward, one backward; compiled on a CPU.
 
-What is found there is loaded only if nobody else could have written it, and if it is what was written.
+Libraries are compiled once for each machine into a cache folder that is the user's alone. What is found there is loaded
+only if no other user could have written it, and if it is what was written.
 
 With ``E`` experts per block the hidden activations are the largest tensors of a step, so passes over them are what a
 routed block costs beyond its base. The forward pass therefore emits the derivative (one exponential instead of two),
