@@ -21,7 +21,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from clocks import add_clock, clock_of
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan, TrainingSection
 from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, encode
 from comingle.models.hardware import keep_buffers
 from comingle.models.loading import load_base
@@ -79,7 +79,7 @@ def main() -> None:
     name = "random:gpt2?" + "&".join(f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab"))
     base = load_base(name, dtype=args.dtype, device="cpu")
     clients, users = stirred(clients_of(argparse.Namespace(**shape, **rest, **switches), base)), users_of(args)
-    feed = feeding.AnswerFeed(users, Training(context=128), 4, tokenizer=byte_tokenizer())
+    feed = feeding.AnswerFeed(users, RunPlan(training=TrainingSection(context=128)), 4, tokenizer=byte_tokenizer())
     portions = Portions(users=1, sequences=max(1, TRAINED_AT_ONCE // (args.prompt + args.new)))
     generate, sets = partial(clients.scorer.generate, clients.models), [user.test for user in users]
 

@@ -22,7 +22,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
-from comingle.config.settings import AdaptersSection, Training
+from comingle.config.settings import AdaptersSection, RunPlan, RuntimeSection, TrainingSection
 from comingle.cost.memory import LiveBytes
 from comingle.data.text.streams import UserData
 from comingle.methods import make
@@ -53,9 +53,12 @@ def step(base: Base, tokens: torch.Tensor, batch: int, *, checkpointed: bool) ->
     counts = ExpertCounts(generalists=1, specialists=(1,))
     model = adapt(base, AdaptersSection(), counts, routed=True, compiled=False, checkpointed=checkpointed)
     user = UserData(name="one", train=tokens.int(), valid=tokens.int(), test=tokens.int())
-    training = Training(rounds=9, local_steps=1, batch_size=batch, context=WINDOW, micro_batch=batch)
-    feed = TextFeed([user], training, batch_size(method, training, 1))
-    clients = Clients(model, method, training, trainers=[user], users=[user], feed=feed)
+    plan = RunPlan(
+        training=TrainingSection(rounds=9, local_steps=1, batch_size=batch, context=WINDOW),
+        runtime=RuntimeSection(micro_batch=batch),
+    )
+    feed = TextFeed([user], plan, batch_size(method, plan, 1))
+    clients = Clients(model, method, plan, trainers=[user], users=[user], feed=feed)
     with LiveBytes() as live:
         train(clients, [0], 0)
     times = []

@@ -1,4 +1,4 @@
-"""Training speed of stacked users on a random GPT-2, against its own frozen base in the same run.
+"""RunPlan speed of stacked users on a random GPT-2, against its own frozen base in the same run.
 
     python benchmarks/throughput.py --layers 4 --dim 256 --heads 4 --vocab 8192 --users 4 --batch 16 --ctx 128 --iters 4
 
@@ -25,7 +25,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from clocks import add_clock, clock_of
-from comingle.config.settings import AdaptersSection, Training
+from comingle.config.settings import AdaptersSection, RunPlan, RuntimeSection, TrainingSection
 from comingle.data.text.streams import UserData
 from comingle.methods import make
 from comingle.models.adapted import adapt
@@ -89,16 +89,12 @@ def clients_of(args: argparse.Namespace, base: Base) -> Clients:
     draw = torch.Generator().manual_seed(0)
     text = [torch.randint(args.vocab, (20_000,), generator=draw, dtype=torch.int32) for _ in range(args.users)]
     users = [UserData(name=f"user{i}", train=t, valid=t, test=t) for i, t in enumerate(text)]
-    training = Training(
-        rounds=100,
-        local_steps=1,
-        batch_size=args.batch,
-        context=args.ctx,
-        users_per_step=args.users_per_step,
-        micro_batch=args.micro_batch,
+    plan = RunPlan(
+        training=TrainingSection(rounds=100, local_steps=1, batch_size=args.batch, context=args.ctx),
+        runtime=RuntimeSection(users_per_step=args.users_per_step, micro_batch=args.micro_batch),
     )
-    feed = TextFeed(users, training, batch_size(method, training, len(users)))
-    return Clients(model, method, training, trainers=users, users=users, feed=feed)
+    feed = TextFeed(users, plan, batch_size(method, plan, len(users)))
+    return Clients(model, method, plan, trainers=users, users=users, feed=feed)
 
 
 def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[[], None]:

@@ -284,7 +284,7 @@ def leftover(run: Run) -> dict[str, Perplexities]:
             views[slot.name][:, :2] = shared[slot.name][:, 0]
     held = clients.model.layout.mask({ATTENTION, GENERALIST})
     before = clients.state.rows[:, held].clone()
-    clients.steps.held = Held(columns=held, rounds=clients.training.rounds)
+    clients.steps.held = Held(columns=held, rounds=clients.plan.training.rounds)
     clients.shares = False  # nothing of it moves, so nothing is sent
     run_rounds(federation, observe=lambda event: None)
     assert torch.equal(clients.state.rows[:, held], before)

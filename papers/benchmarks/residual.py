@@ -64,10 +64,10 @@ def measure(run: Run) -> dict[str, Any]:
     shared = layout.mask({GENERALIST})
     started.rows[:, shared] = state.rows[:, shared]
     clients.state, clients.model = started, together
-    held = Held(columns=~layout.mask({SPECIALIST}), rounds=clients.training.rounds)
+    held = Held(columns=~layout.mask({SPECIALIST}), rounds=clients.plan.training.rounds)
     clients.steps = replace(clients.steps, model=together, held=held)
     clients.scorer = Scorer(steps=clients.steps)
-    for number in range(clients.training.rounds):
+    for number in range(clients.plan.training.rounds):
         train(clients, range(len(clients.trainers)), number)
         settle(clients)
     assert torch.equal(clients.state.rows[:, shared], state.rows[:, shared])

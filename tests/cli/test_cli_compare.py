@@ -81,7 +81,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(
     """A user's numbers leave the real ones in one of six runs."""
 
     def watch(clients: Clients, *options: Any) -> Any:
-        if clients.method.name == "fedavg" and clients.training.seed == 1:
+        if clients.method.name == "fedavg" and clients.plan.seed == 1:
             clients.state.rows[0, 0] = torch.nan
         return lambda event: None
 

@@ -11,13 +11,13 @@ from comingle.config import parse_recipe
 from comingle.cost.counts import count_exchanges, mean_bytes, message_bytes
 from comingle.methods import REGISTRY, make
 from comingle.training.evaluation import Clock
-from comingle.training.kinds.base import check_method
+from comingle.training.kinds.base import check_recipe
 from comingle.training.rounds import run_rounds
 
 
 def runs_on_text(name: str) -> bool:
     try:
-        check_method(parse_recipe({"method": name, "data": {"users": {"a": "b"}}}))
+        check_recipe(parse_recipe({"method": name, "data": {"users": {"a": "b"}}}))
     except ValueError:
         return False
     return True

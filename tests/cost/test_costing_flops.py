@@ -49,7 +49,7 @@ def test_flops_are_those_of_torchs_counter(family: str, mix: str, method: str, f
     changes = {**CHANGES, "adapters.mix": mix}
     clients = federate(method, base=f"random:{family}", dtype="float32", changes=changes).clients
     shape, members = shape_of(clients), [0, 1, 2]
-    tokens = len(members) * clients.batch_size * clients.training.context
+    tokens = len(members) * clients.batch_size * clients.plan.training.context
     for phase in clients.phases:
         windows = clients.feed.draw(members, phase, 0, 0, 0)
         found = counted(lambda w=windows, p=phase: clients.steps.gradient(clients.cohort(members, 0), w, p))
@@ -68,7 +68,7 @@ def test_a_user_of_a_smaller_size_computes_what_it_would_alone(federate: Any) ->
         for phase, own in zip(together.phases, alone.phases, strict=True):
             windows = alone.feed.draw([0], own, 0, 0, 0)
             found = counted(lambda s=alone, w=windows, p=own: s.steps.gradient(s.cohort([0], 0), w, p))
-            tokens = alone.batch_size * alone.training.context
+            tokens = alone.batch_size * alone.plan.training.context
             assert shape_of(together, row).training(phase).total * tokens == pytest.approx(found, rel=WITHIN)
 
 
@@ -82,7 +82,7 @@ def test_a_round_is_the_sum_of_its_steps(federate: Any) -> None:
     assert cost.round.total * 2 * 6 == pytest.approx(found, rel=WITHIN)
     experts, router = clients.phases
     one, other = shape_of(clients).training(experts), shape_of(clients).training(router)
-    tokens = clients.batch_size * clients.training.context
+    tokens = clients.batch_size * clients.plan.training.context
     assert cost.round.total == pytest.approx((2 * one.total + 8 / 6 * other.total) * tokens)
     assert cost.training.total == pytest.approx(cost.round.total / tokens / 2)
 

@@ -189,13 +189,13 @@ def test_a_model_that_has_learnt_its_labels_is_accurate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", sorted(REGISTRY))
 @pytest.mark.sampled(6)
 def test_methods_of_text_run(tmp_path: Path, method: str) -> None:
-    from comingle.training.kinds.base import check_method
+    from comingle.training.kinds.base import check_recipe
     from comingle.utils.errors import RecipeError
 
     recipe = recipe_of(tmp_path, method, **{"runtime.dtype": "float32", "training.rounds": 1})
     text = recipe.with_changes({"data": {"users": {"ada": "x", "ben": "y"}}})
     try:
-        check_method(text)
+        check_recipe(text)
     except RecipeError:
         pytest.skip("not for text")
     assert math.isfinite(api.run(recipe).metrics["mean_test_perplexity"])

@@ -11,7 +11,7 @@ import torch
 from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import build, prepare
-from comingle.training.kinds.base import check_method
+from comingle.training.kinds.base import check_recipe
 from comingle.utils.errors import ComingleError
 
 ON = {"data.train_on_valid": True}
@@ -89,6 +89,6 @@ def test_there_must_be_some(recipe: Recipe) -> None:
 )
 def test_where_rounds_are_passes_it_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(ComingleError) as caught:
-        check_method(parse_recipe({"data": {**data, "train_on_valid": True}}))
+        check_recipe(parse_recipe({"data": {**data, "train_on_valid": True}}))
     assert "train_on_valid is not read for" in str(caught.value)
     assert "rounds are passes, which would be longer with more to train on" in str(caught.value)

@@ -52,13 +52,13 @@ STREAMS = {"valid": re.compile(r"\bvalidation text\b"), "train": re.compile(r"\b
 
 def windows(federation: InProcess, stream: str, purpose: str, step: int, repeat: int) -> Tensor:
     """Everybody's batch of the first round, straight out of the named text."""
-    training = federation.clients.training
+    plan = federation.clients.plan
     drawn = [
         random_windows(
             getattr(user, stream),
-            count=training.batch_size,
-            context=training.context,
-            generator=generator(training.seed, user.name, 0, purpose, step, repeat),
+            count=plan.training.batch_size,
+            context=plan.training.context,
+            generator=generator(plan.seed, user.name, 0, purpose, step, repeat),
         )
         for user in federation.clients.trainers
     ]
@@ -135,7 +135,8 @@ def test_two_optimisers_and_no_leak(federate: Any, alternating: dict[str, Any]) 
     A gradient that leaks from one phase into the other, a shared moment or a shared step count would show at once.
     """
     federation = federate(alternating, changes={"training.local_steps": 2 * alternating["router_every"] + 1})
-    expected = naive_alternation(federation, federation.clients.training.local_steps, documented_stream(alternating))
+    steps = federation.clients.plan.training.local_steps
+    expected = naive_alternation(federation, steps, documented_stream(alternating))
     local_round(federation, EVERYONE, 0)
     for name, tensor in federation.clients.model.layout.views(federation.clients.state.rows).items():
         torch.testing.assert_close(tensor, expected[name], **CLOSE, msg=name)
@@ -143,10 +144,10 @@ def test_two_optimisers_and_no_leak(federate: Any, alternating: dict[str, Any]) 
 
 def naive_alternation(federation: InProcess, iterations: int, router_stream: str) -> dict[str, Tensor]:
     """All users' tensors after some iterations, by autograd and ``torch.optim``."""
-    layout, training = federation.clients.model.layout, federation.clients.training
+    layout, plan = federation.clients.model.layout, federation.clients.plan
     tensors = {name: t.clone().requires_grad_() for name, t in layout.views(federation.clients.state.rows).items()}
     routers = [name for name in tensors if name.endswith(".router")]
-    options = {"lr": training.experts.learning_rate, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    options = {"lr": plan.training.experts.learning_rate, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
     of_experts = torch.optim.AdamW([t for name, t in tensors.items() if name not in routers], **options)
     of_routers = torch.optim.AdamW([tensors[name] for name in routers], **options) if routers else None
 
@@ -154,13 +155,13 @@ def naive_alternation(federation: InProcess, iterations: int, router_stream: str
         losses, penalty = federation.clients.model.losses(tensors, EVERYONE, batch)
         for tensor in tensors.values():
             tensor.grad = None
-        (losses.mean((1, 2)) + training.balance_weight * penalty).sum().backward()
+        (losses.mean((1, 2)) + plan.training.balance_weight * penalty).sum().backward()
         optimizer.step()
 
     _, router = both(federation)
     for at in range(iterations):
-        cosine = 0.5 * (1 + math.cos(math.pi * at / training.iterations))
-        of_experts.param_groups[0]["lr"] = training.experts.learning_rate * (0.1 + 0.9 * cosine)
+        cosine = 0.5 * (1 + math.cos(math.pi * at / plan.iterations))
+        of_experts.param_groups[0]["lr"] = plan.training.experts.learning_rate * (0.1 + 0.9 * cosine)
         step(of_experts, windows(federation, "train", "experts", at, 0))
         if of_routers and (at + 1) % router.every == 0:
             for repeat in range(router.steps):

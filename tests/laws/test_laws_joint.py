@@ -36,7 +36,7 @@ def test_experts_follow_a_cosine_and_routers_a_constant_rate(federate: Any, name
         batch = federation.clients.feed.draw(EVERYONE, federation.clients.phases[0], 0, step, 0)
         losses, penalty = federation.clients.model.losses(tensors, EVERYONE, batch)
         optimizer.zero_grad()
-        (losses.mean((1, 2)) + federation.clients.training.balance_weight * penalty).sum().backward()
+        (losses.mean((1, 2)) + federation.clients.plan.training.balance_weight * penalty).sum().backward()
         optimizer.step()
     assert routers
     local_round(federation, EVERYONE, 0)

@@ -46,7 +46,7 @@ def documented_bytes(federation: InProcess, row: int) -> int:
     clients, user = federation.clients, federation.clients.trainers[row]
     tensors = restrict(clients.model.layout.views(clients.state.rows), clients.model.layout, clients.method.shared)
     reports = {LOSS: torch.zeros(())}
-    if clients.training.weighting != "uniform":
+    if clients.plan.training.weighting != "uniform":
         reports[COUNT] = torch.tensor(len(user.train))
     for part in clients.method.client.parts:
         for name, report in part.reports.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -353,10 +352,9 @@ def test_what_breaks_in_the_last_step_is_seen_in_the_rows(federate_nets: Any) ->
     federation = federate_nets({"name": "fedmerge", "models": MODELS}, changes=changes)
     bank = federation.clients.feed.banks["train"]
     bank.inputs[int(bank.starts[1])] = 1e15  # its loss and its gradient are numbers still
-    training = federation.clients.training
-    federation.clients.steps.training = replace(
-        training, experts=training.experts.model_copy(update={"learning_rate": 1e300})
-    )
+    plan = federation.clients.plan
+    experts = plan.training.experts.model_copy(update={"learning_rate": 1e300})
+    federation.clients.steps.plan = plan.updated("training", experts=experts)
     download_all(federation)
     before = federation.clients.state.rows[1].clone()
     found = local_round(federation, EVERYONE, 0)

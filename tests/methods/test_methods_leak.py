@@ -36,7 +36,7 @@ class Person:
 
     def __init__(self, federation: InProcess, user: int):
         clients = federation.clients
-        self.training, self.data = clients.training, clients.trainers[user]
+        self.plan, self.data = clients.plan, clients.trainers[user]
         views = clients.model.layout.views(clients.state.rows)
         self.own = {name: t[user].clone().requires_grad_() for name, t in views.items()}
         plain = load_base(TINY, dtype="float64", device="cpu").model
@@ -49,13 +49,13 @@ class Person:
 
     def batch(self, stream: str, purpose: str, *place: int) -> Tensor:
         """The text that the federation draws there."""
-        random = generator(self.training.seed, self.data.name, place[0], purpose, *place[1:])
-        size, context = self.training.batch_size, self.training.context
+        random = generator(self.plan.seed, self.data.name, place[0], purpose, *place[1:])
+        size, context = self.plan.training.batch_size, self.plan.training.context
         return random_windows(getattr(self.data, stream), count=size, context=context, generator=random)
 
     def step(self, optimizer: torch.optim.Optimizer, batch: Tensor, *, leaks: bool) -> None:
         losses, penalty = self.model.losses(batch)
-        (losses.mean() + self.training.balance_weight * penalty).backward()
+        (losses.mean() + self.plan.training.balance_weight * penalty).backward()
         optimizer.step()
         for one in (optimizer,) if leaks else (self.of_experts, self.of_router):
             one.zero_grad()

@@ -160,7 +160,7 @@ def step(federation: Any, own: Own, windows: Tensor, mix: str) -> Own:
     """One of plain descent on everything."""
     leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
     losses, penalty = reference(federation, leaves, mix, routed=True).losses(windows)
-    objective = losses.mean() + federation.clients.training.balance_weight * penalty
+    objective = losses.mean() + federation.clients.plan.training.balance_weight * penalty
     found = torch.autograd.grad(objective, list(leaves.values()), materialize_grads=True)
     return {name: own[name] - RATE * gradient for (name, gradient) in zip(leaves, found, strict=True)}
 
@@ -237,7 +237,7 @@ def test_fedamole_is_its_algorithm(tiny: Any, mix: str) -> None:
             uploads, told = {}, {}
             for user in members:
                 own = hand.sent(user)
-                for at in range(clients.training.local_steps):
+                for at in range(clients.plan.training.local_steps):
                     windows = clients.feed.draw([user], clients.phases[0], number, at, 0)[0].long()
                     own = step(federation, own, windows, mix)
                 told[user] = [math.sqrt(32) * d for d in directions(federation, own, user, number, mix)]

@@ -68,7 +68,7 @@ def local_round(federation: Any, own: Own, user: int, number: int, mix: str) -> 
     """The local LoRA with half of the global one, which stands still; then the global one alone."""
     clients = federation.clients
     alone, everybody = clients.phases
-    for at in range(clients.training.local_steps):
+    for at in range(clients.plan.training.local_steps):
         own = step(federation, own, clients.feed.draw([user], alone, number, at, 0)[0].long(), mix, 1, [0, 1])
         own = step(federation, own, clients.feed.draw([user], everybody, number, at, 0)[0].long(), mix, 0, [0])
     return own
@@ -170,7 +170,7 @@ def test_the_local_lora_has_scaling_times_the_mean_cosine_with_training_instance
     base, phase = clients.model.base.model, Phase(roles=frozenset(), label="instances")
     routers = clients.model.layout.mask(["router"])
     assert torch.equal(clients.state.rows[:, ~routers], before[:, ~routers])
-    drawn = torch.cat([clients.feed.draw(USERS, phase, clients.training.rounds, 0, i) for i in range(2)], 1).long()
+    drawn = torch.cat([clients.feed.draw(USERS, phase, clients.plan.training.rounds, 0, i) for i in range(2)], 1).long()
     tests = torch.stack([user.test[:17].long() for user in clients.users]).unsqueeze(1)
     weights: list[float] = []
     with honest_double(), torch.no_grad():
@@ -192,7 +192,7 @@ def test_directions_are_a_users_own(tiny: Any) -> None:
     """Whoever else is there: the mean of unit vectors, so shorter than one."""
     three, one = tiny(), tiny()
     settle(three.clients)
-    cohort = one.clients.cohort([1], one.clients.training.rounds)
+    cohort = one.clients.cohort([1], one.clients.plan.training.rounds)
     for name, mean in cohort.router_directions(INSTANCES).items():
         wanted = three.clients.model.layout.views(three.clients.state.rows)[name][1:2, 0]
         torch.testing.assert_close(SCALING * mean, wanted, rtol=1e-12, atol=1e-14)

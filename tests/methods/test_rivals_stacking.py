@@ -216,7 +216,7 @@ def tempered(federate: Any) -> Any:
 def of_validation_text(federation: Any, user: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities ``(models, tokens, vocab)`` under both of a user's models, and the tokens that came."""
     clients = federation.clients
-    windows = evaluation_windows(clients.users[user].valid, context=clients.training.context)
+    windows = evaluation_windows(clients.users[user].valid, context=clients.plan.training.context)
     clients.model.bind(clients.model.tensors(clients.state.rows[[user]]), [user])
     found = clients.model.inner.network(input_ids=inputs_of(windows).repeat(2, 1), use_cache=False).logits
     here = windows[:, 1:] != PAD

@@ -49,7 +49,7 @@ def test_the_mean_of_the_gates_is_the_score_of_the_evaluation(clients: Any) -> N
     """The same numbers by two ways, but for the last token of the test text, which is only a target there."""
     for row, score in enumerate(clients.evaluate()):
         tokens, one = clients.users[row].test, person(clients, row)
-        gates = one.route(tokens[:-1], context=clients.training.context).gates.double()
+        gates = one.route(tokens[:-1], context=clients.plan.training.context).gates.double()
         for layer, expected in zip(gates.mean(1).tolist(), score.expert_scores, strict=True):
             assert layer == pytest.approx(expected[: len(layer)], abs=1e-3)
 

@@ -17,7 +17,7 @@ USERS = ("ann", "bob", "cem")
 def naive_scores(clients: Any, row: int) -> list[list[float]]:
     """One window at a time: softmax of the router's own product with the MLP's input, averaged over positions."""
     tensors = {name: tensor[row : row + 1] for name, tensor in clients.model.layout.views(clients.state.rows).items()}
-    tokens, context = clients.users[row].test.long(), clients.training.context
+    tokens, context = clients.users[row].test.long(), clients.plan.training.context
     count = int(clients.model.adapters.present[row].sum())
     total: dict[str, torch.Tensor] = {}
     hooks: list[Any] = []

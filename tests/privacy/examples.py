@@ -68,5 +68,5 @@ def sums_of(federation: InProcess, numbers: list[list[int]]) -> tuple[Tree, Tens
     tensors = restrict(clients.model.tensors(cohort.part.rows), layout, layout.roles - noised.own(layout))
     part = padded([torch.tensor(one, dtype=torch.int64) for one in numbers], 1)
     leaves = noised.leaves(shared_phase(federation), layout)
-    bound = float(clients.training.privacy.first_bound)
+    bound = float(clients.plan.privacy.first_bound)
     return noised.clipped_sums(clients.model, clients.feed, tensors, leaves, cohort, part, bound)

@@ -32,7 +32,7 @@ from comingle.privacy.mechanisms import check_supported
 from comingle.protocol.wire import unpack
 from comingle.runs.results import Run
 from comingle.runs.session import prepare, run_in
-from comingle.training.kinds.base import check_method
+from comingle.training.kinds.base import check_recipe
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import read_events
 from resuming import StoppedError, outcome, stop_in_round_3, told
@@ -408,7 +408,7 @@ def test_what_breaks_the_account_is_refused_with_the_reason(method: str, setting
 def test_settings_that_break_the_account_are_refused(changes: dict[str, Any], why: str) -> None:
     content = {"data": {"users": {"a": "x"}}, "method": "fedavg", "privacy": HIDDEN}
     with pytest.raises(RecipeError, match=why):
-        check_method(parse_recipe(content).with_changes(changes))
+        check_recipe(parse_recipe(content).with_changes(changes))
 
 
 def test_a_delta_that_allows_an_example_to_be_published_is_refused(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_without_it_nothing_is_different(tmp_path: Path) -> None:
     content = {key: value for key, value in recipe(tmp_path).items() if key != "privacy"}
     done = run(content, tmp_path / "run")
     assert done.federation.clients.steps.private is None
-    assert done.federation.clients.training.users == ()
+    assert done.federation.clients.plan.users == ()
     assert not (tmp_path / "run" / KEY).exists()
 
 

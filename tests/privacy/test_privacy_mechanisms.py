@@ -432,11 +432,11 @@ def test_what_does_not_apply_is_refused_with_the_reason(method: str, mechanism: 
 )
 def test_settings_that_do_not_go_together_are_refused(federate: Any, changes: dict[str, Any], why: str) -> None:
     from comingle.config import parse_recipe
-    from comingle.training.kinds.base import check_method
+    from comingle.training.kinds.base import check_recipe
 
     base = {"data": {"users": {"a": "x"}}, "method": "fedavg", "privacy": {"noise_multiplier": 1.0}}
     with pytest.raises(RecipeError, match=why):  # noqa: PT012
-        check_method(parse_recipe(base).with_changes(changes))
+        check_recipe(parse_recipe(base).with_changes(changes))
         private(federate, **{key.removeprefix("privacy."): value for key, value in changes.items()})
 
 

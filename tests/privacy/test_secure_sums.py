@@ -22,7 +22,7 @@ from comingle.privacy.mechanisms import check_supported, release_of
 from comingle.privacy.secure_sum import VECTOR, Grid, Sums, flat
 from comingle.runs.session import build, prepare
 from comingle.training.backends.local import InProcess
-from comingle.training.kinds.base import check_method
+from comingle.training.kinds.base import check_recipe
 from comingle.utils.errors import RecipeError
 from federations import crossing, local_round
 
@@ -145,7 +145,7 @@ def noisy(federate: Any, **changes: Any) -> InProcess:
 def test_the_users_parts_are_the_noise_that_is_counted(federate: Any) -> None:
     """Of three of four users, the threshold, the noise is that of the multiplier; each has its own."""
     federation = noisy(federate)
-    clients, sums = federation.clients, federation.clients.training.sums
+    clients, sums = federation.clients, federation.clients.plan.sums
     assert sums is not None
     grid = sums.grid(1)
     sent = clients.upload([0, 1, 2, 3], 1, {}).tensors[VECTOR].double() * grid.step  # nobody has trained
@@ -156,7 +156,7 @@ def test_the_users_parts_are_the_noise_that_is_counted(federate: Any) -> None:
 
 
 def test_colluders_noise_is_not_counted_on(federate: Any) -> None:
-    sums = noisy(federate, **{"privacy.secure_aggregation.colluders": 1}).clients.training.sums
+    sums = noisy(federate, **{"privacy.secure_aggregation.colluders": 1}).clients.plan.sums
     assert sums is not None
     assert sums.deviation(1) == pytest.approx(0.05 / 2**0.5)
 
@@ -164,7 +164,7 @@ def test_colluders_noise_is_not_counted_on(federate: Any) -> None:
 def test_rounded_changes_are_no_longer_than_the_clip_norm(federate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise aside, also on the coarsest grid that is allowed, and whatever has been trained."""
     federation = noisy(federate, **{"privacy.secure_aggregation.bits": 20})
-    clients, sums = federation.clients, federation.clients.training.sums
+    clients, sums = federation.clients, federation.clients.plan.sums
     assert sums is not None
     clients.state.rows += torch.randn(clients.state.rows.shape, dtype=torch.float64)
     monkeypatch.setattr(
@@ -270,9 +270,9 @@ def test_settings_that_do_not_go_with_sums_are_refused(changes: dict[str, Any], 
         "method": "fedavg",
         "privacy": {"mechanism": "none", "secure_aggregation": {"threshold": 0.6}},
     }
-    check_method(parse_recipe(base))
+    check_recipe(parse_recipe(base))
     with pytest.raises(RecipeError, match=reason.replace("(", r"\(")):
-        check_method(parse_recipe(base).with_changes(changes))
+        check_recipe(parse_recipe(base).with_changes(changes))
 
 
 def sums(users: int, participation: Any = 1.0, **secure: Any) -> Sums:
@@ -316,6 +316,6 @@ def test_what_is_planned_is_what_is_sent(tmp_path: Path) -> None:
 def test_off_there_is_nothing_of_it(federate: Any) -> None:
     federation = made(federate)
     assert federation.server.sums is None
-    assert federation.clients.training.sums is None
+    assert federation.clients.plan.sums is None
     assert not federation.clients.mechanisms
     assert not any(name.startswith(REFERENCE) for name in federation.clients.state.kept)

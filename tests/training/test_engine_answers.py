@@ -16,7 +16,7 @@ from tests.quick import quick
 from torch import Tensor
 
 from comingle.config import Recipe, parse_recipe
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan, TrainingSection
 from comingle.data.conversations.encoding import Answers, Question, UserAnswers, as_answers, encode
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
@@ -129,7 +129,7 @@ def present(windows: Tensor) -> list[tuple[int, ...]]:
 def test_training_tokens_are_those_of_all_passes_without_padding(ask: Ask) -> None:
     sim = ask("fedavg", [make_user("ann"), make_user("bob", train=3)], **{"training.local_epochs": 3}).clients
     own = [len(user.train.tokens(number)) for user in sim.trainers for number in range(len(user.train))]
-    assert training_tokens(sim.trainers, sim.training) == 2 * 3 * sum(own)
+    assert training_tokens(sim.trainers, sim.plan) == 2 * 3 * sum(own)
 
 
 def test_batches_are_as_wide_as_their_longest_question_unless_tokens_are_routed(ask: Ask) -> None:
@@ -261,7 +261,7 @@ def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, mo
 
 def test_an_answer_ends_at_the_end_of_text_or_at_the_users_limit() -> None:
     """A model that counts up from its row's number."""
-    feed = AnswerFeed([make_user("ann")], Training(context=24), 2, tokenizer=byte_tokenizer())
+    feed = AnswerFeed([make_user("ann")], RunPlan(training=TrainingSection(context=24)), 2, tokenizer=byte_tokenizer())
 
     def count(rows: Sequence[int], prompts: Tensor, limit: int) -> Tensor:
         assert bool((prompts[..., -1] != PAD).all())

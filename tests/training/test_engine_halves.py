@@ -44,7 +44,7 @@ def play(federation: InProcess, first: int, last: int) -> None:
     """Rounds ``first`` to ``last`` - 1, with those who take part in a run."""
     clients = federation.clients
     for number in range(first, last):
-        play_round(federation, number, participants(clients.training, number, [t.name for t in clients.trainers]))
+        play_round(federation, number, participants(clients.plan, number, [t.name for t in clients.trainers]))
 
 
 @over_methods

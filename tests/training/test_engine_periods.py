@@ -15,7 +15,7 @@ from tests.federation.tiny import one_base, tiny
 
 import comingle
 from comingle.config import parse_recipe
-from comingle.config.settings import SHORTEST, Training
+from comingle.config.settings import SHORTEST, EvaluationSection, RunPlan, TrainingSection
 from comingle.federation import run_folder
 from comingle.runs import api
 from comingle.training import evaluation
@@ -133,13 +133,13 @@ def test_advice_names_no_key_that_other_kinds_of_data_refuse(
 
 def test_a_period_is_the_smallest_that_keeps_to_it() -> None:
     """A tenth of ten rounds of 100 has room for 230 that are read once: two evaluations of 115."""
-    training = Training(rounds=10, evaluate_first=False)
-    assert evaluation.period(training, [1, 100, 115], 1) == SHORTEST
-    assert evaluation.period(training, [1, 100, 116], 1) == 10
+    plan = RunPlan(training=TrainingSection(rounds=10), evaluation=EvaluationSection(first=False))
+    assert evaluation.period(plan, [1, 100, 115], 1) == SHORTEST
+    assert evaluation.period(plan, [1, 100, 116], 1) == 10
 
 
 def test_nothing_is_known_of_nobody() -> None:
-    assert evaluation.period(Training(), [0, 0, 0], 4) == SHORTEST
+    assert evaluation.period(RunPlan(), [0, 0, 0], 4) == SHORTEST
 
 
 def test_a_word_that_is_none_is_refused() -> None:

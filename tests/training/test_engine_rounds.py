@@ -65,7 +65,7 @@ def test_a_step_is_told_for_every_iteration_of_every_cohort(federate: Any) -> No
     events: Events = []
     run_rounds(sim, observe=events.append)
     steps = [event["advance"] for event in events if event["event"] == "step" and event["round"] == 1]
-    assert sum(steps) == 2 * sim.clients.training.local_steps
+    assert sum(steps) == 2 * sim.clients.plan.training.local_steps
 
 
 def test_a_round_tells_tokens_losses_and_bytes_of_those_who_took_part(federate: Any) -> None:
@@ -125,7 +125,7 @@ def test_the_pooled_trainer_has_everybodys_text_and_batch(federate: Any) -> None
     clients = sim.clients
     assert [trainer.name for trainer in clients.trainers] == ["everyone"]
     assert torch.equal(clients.trainers[0].train, torch.cat([user.train for user in clients.users]))
-    assert clients.feed.draw([0], clients.phases[0], 0, 0, 0).shape == (1, 3 * clients.training.batch_size, 17)
+    assert clients.feed.draw([0], clients.phases[0], 0, 0, 0).shape == (1, 3 * clients.plan.training.batch_size, 17)
     local = federate("local")
     tokens = [followed(each)[1][1]["tokens"] for each in (sim, local)]
     assert tokens[0] == tokens[1]

@@ -71,7 +71,7 @@ def test_a_federation_scores_as_a_loop_over_windows_does(federate: Any, make_use
 
 
 def naive_score(sim: Any, row: int) -> tuple[float, int]:
-    tokens, context = sim.users[row].test.long(), sim.training.context
+    tokens, context = sim.users[row].test.long(), sim.plan.training.context
     tensors = {name: tensor[row : row + 1] for name, tensor in sim.model.layout.views(sim.state.rows).items()}
     loss = 0.0
     for start in range(0, len(tokens) - 1, context):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from comingle.config import parse_recipe
-from comingle.config.settings import Training
-from comingle.training.privacy import training_settings
+from comingle.config.settings import RunPlan, RuntimeSection, TrainingSection
+from comingle.training.privacy import make_plan
 from comingle.training.server import averaging_weights
 from comingle.training.settings import TOKENS_PER_PASS, cohorts, participants, portions
 from comingle.utils.errors import RecipeError
@@ -19,21 +19,25 @@ CPU = torch.device("cpu")
 NAMES = [f"user {i}" for i in range(10)]
 
 
+def plan_of(*, context: int, **runtime: int) -> RunPlan:
+    return RunPlan(training=TrainingSection(context=context), runtime=RuntimeSection.model_validate(runtime))
+
+
 def test_everybody_takes_part_by_default() -> None:
-    assert [participants(Training(), number, NAMES[:4]) for number in range(3)] == [[0, 1, 2, 3]] * 3
+    assert [participants(RunPlan(), number, NAMES[:4]) for number in range(3)] == [[0, 1, 2, 3]] * 3
 
 
 @pytest.mark.parametrize(
     ("fraction", "users", "count"), [(0.5, 4, 2), (0.5, 5, 3), (0.7, 10, 7), (0.01, 3, 1), (1, 3, 3)]
 )
 def test_a_fraction_is_rounded_up(fraction: float, users: int, count: int) -> None:
-    drawn = [participants(Training(participation=fraction), number, NAMES[:users]) for number in range(20)]
+    drawn = [participants(RunPlan(participation=fraction), number, NAMES[:users]) for number in range(20)]
     assert all(len(members) == count and members == sorted(set(members)) for members in drawn)
     assert {user for members in drawn for user in members} == set(range(users))
 
 
 def test_a_draw_depends_on_seed_and_round_alone() -> None:
-    half, other = Training(participation=0.5), Training(participation=0.5, seed=1)
+    half, other = RunPlan(participation=0.5), RunPlan(participation=0.5, seed=1)
     drawn = [participants(half, number, NAMES[:8]) for number in range(10)]
     assert [participants(half, number, NAMES[:8]) for number in reversed(range(10))] == drawn[::-1]
     assert len({tuple(members) for members in drawn}) > 1
@@ -41,28 +45,28 @@ def test_a_draw_depends_on_seed_and_round_alone() -> None:
 
 
 def test_a_draw_is_of_names_whatever_their_order() -> None:
-    training = Training(participation=0.5)
+    plan = RunPlan(participation=0.5)
     for number in range(10):
-        drawn = {NAMES[i] for i in participants(training, number, NAMES)}
-        again = {NAMES[::-1][i] for i in participants(training, number, NAMES[::-1])}
+        drawn = {NAMES[i] for i in participants(plan, number, NAMES)}
+        again = {NAMES[::-1][i] for i in participants(plan, number, NAMES[::-1])}
         assert again == drawn
 
 
 def test_everybody_is_drawn_equally_often() -> None:
-    training = Training(participation=0.3)
-    drawn = [user for number in range(2000) for user in participants(training, number, NAMES)]
+    plan = RunPlan(participation=0.3)
+    drawn = [user for number in range(2000) for user in participants(plan, number, NAMES)]
     counts = torch.tensor(drawn).bincount(minlength=len(NAMES))
     assert (counts - 600).abs().max() < 4 * (2000 * 0.3 * 0.7) ** 0.5
 
 
 def test_a_list_names_the_users_of_each_round_and_repeats() -> None:
-    training = Training(participation=((2, 0), (1,)))
-    assert [participants(training, number, NAMES[:3]) for number in range(4)] == [[0, 2], [1], [0, 2], [1]]
+    plan = RunPlan(participation=((2, 0), (1,)))
+    assert [participants(plan, number, NAMES[:3]) for number in range(4)] == [[0, 2], [1], [0, 2], [1]]
 
 
 def test_a_list_with_a_number_too_high_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"training.participation: user 3; allowed: 0 to 2"):
-        participants(Training(participation=((3,),)), 0, NAMES[:3])
+        participants(RunPlan(participation=((3,),)), 0, NAMES[:3])
 
 
 def test_names_in_a_recipe_become_numbers() -> None:
@@ -70,9 +74,9 @@ def test_names_in_a_recipe_become_numbers() -> None:
         "data": {"users": {"ann": "a", "bob": "b"}},
         "training": {"participation": [["bob"], ["ann"]]},
     }
-    assert training_settings(parse_recipe(content), ["ann", "bob"]).participation == ((1,), (0,))
+    assert make_plan(parse_recipe(content), ["ann", "bob"]).participation == ((1,), (0,))
     with pytest.raises(RecipeError, match=r"training.participation: no user 'bob'; there are: ann, cem"):
-        training_settings(parse_recipe(content), ["ann", "cem"])
+        make_plan(parse_recipe(content), ["ann", "cem"])
 
 
 def test_cohorts_are_consecutive_and_bounded() -> None:
@@ -83,15 +87,15 @@ def test_cohorts_are_consecutive_and_bounded() -> None:
 def test_portions_bound_the_tokens_of_a_pass() -> None:
     room = TOKENS_PER_PASS["cpu"]
     for batch, context in [(64, 128), (1, 16), (8, room), (3, 2 * room)]:
-        found = portions(Training(context=context), CPU, batch)
+        found = portions(RunPlan(training=TrainingSection(context=context)), CPU, batch)
         assert found.users * found.sequences * context <= max(room, context)
         assert 1 <= found.sequences <= batch
-    chosen = portions(Training(users_per_step=3, micro_batch=2, context=16), CPU, 64)
+    chosen = portions(plan_of(context=16, users_per_step=3, micro_batch=2), CPU, 64)
     assert (chosen.users, chosen.sequences) == (3, 2)
 
 
 def test_a_micro_batch_is_no_larger_than_the_batch() -> None:
-    assert portions(Training(micro_batch=16, context=16), CPU, 4).sequences == 4
+    assert portions(plan_of(context=16, micro_batch=16), CPU, 4).sequences == 4
 
 
 @pytest.mark.parametrize(("weighting", "shares"), [("uniform", [0.5, 0.5]), ("tokens", [0.25, 0.75])])

@@ -46,7 +46,7 @@ from comingle.runs.session import prepare
 from comingle.training.backends.launched import require_alone
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.privacy import training_settings
+from comingle.training.privacy import make_plan
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.records import plural
 
@@ -306,16 +306,16 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
     privacy = recipe.privacy
     if privacy is None or privacy.noise == "reproducible" or (privacy.noise_at == "server" and view == SERVER):
         return None
-    training = training_settings(recipe, names)
-    assert training.privacy is not None
+    plan = make_plan(recipe, names)
+    assert plan.privacy is not None
     count = max(trial.metrics["privacy"]["releases"] for trial in trials)
     if of_examples(recipe):
         rate = max(work.rate for trial in trials for work in trial.works.values())
-        release = Release(noise=training.privacy.multiplier, rate=rate)
+        release = Release(noise=plan.privacy.multiplier, rate=rate)
     else:
-        release = release_of(training.privacy, training.participation, len(names))
+        release = release_of(plan.privacy, plan.participation, len(names))
     replaced = MECHANISMS[privacy.mechanism].load().replaces
-    return epsilon_of_replacing(release, count, privacy.delta, training.privacy.accountant, counted=replaced)
+    return epsilon_of_replacing(release, count, privacy.delta, plan.privacy.accountant, counted=replaced)
 
 
 @torch_defaults()

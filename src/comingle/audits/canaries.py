@@ -149,8 +149,8 @@ class Attacker:
 
     def rows(self, users: int) -> Float[Tensor, "users columns"]:
         """The public start, on which a base with adapters says what it says without them."""
-        model, training = self.clients.model, self.clients.training
-        start = draw(model.layout, training.seed, "server").to(self.clients.state.rows)
+        model, plan = self.clients.model, self.clients.plan
+        start = draw(model.layout, plan.seed, "server").to(self.clients.state.rows)
         return start.repeat(users, 1)
 
     @torch.no_grad()
@@ -397,7 +397,7 @@ def infer(run: Run) -> list[Membership]:
     all_tokens = getattr(run.recipe.data, "loss_on", "") == "all"  # test splits have targets in responses alone
     for number, user in enumerate(clients.users):
         own = {name: t[number : number + 1] for name, t in seen.items()}
-        sets = [windows_of(part, clients.training.context).unsqueeze(0) for part in (user.train, user.test)]
+        sets = [windows_of(part, clients.plan.training.context).unsqueeze(0) for part in (user.train, user.test)]
         sets = [show(windows) if all_tokens else windows for windows in sets]
         plain = [attacker.losses([number], own, one)[0] for one in sets]
         base = [attacker.losses([number], {}, one)[0] for one in sets]

@@ -240,7 +240,8 @@ def main() -> None:
         if (line := _line(error)) is None:
             raise
         if speaks():
-            print(f"comingle: {printable(line)}", file=sys.stderr)
+            for problem in error.problems if isinstance(error, RecipeError) and len(error.problems) > 1 else (line,):
+                print(f"comingle: {printable(problem)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -15,25 +15,21 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 
 from comingle.config.hints import first_problem
 from comingle.config.settings import (
-    EVERYBODY,
-    EXPERTS_OPTIMIZER,
-    ROUTER_OPTIMIZER,
     AdaptersSection,
     AggregationSection,
+    CheckpointSection,
     Count,
     DataSection,
-    NotNegative,
-    OptimizerSection,
+    EvaluationSection,
     Positive,
     PrivacySection,
+    RuntimeSection,
     Section,
-    Steps,
-    Training,
+    TrainingSection,
     number_in,
     plain_name,
     section_of,
 )
-from comingle.protocol import Format
 from comingle.utils.errors import RecipeError
 
 
@@ -63,77 +59,6 @@ class FloralSection(Section):
     bias: bool = True
     norm: bool = True
     batch_nora: bool = False
-
-
-class TrainingSection(Section):
-    """How long, on how much, with which optimisers."""
-
-    rounds: Steps = Training.rounds
-    local_steps: Steps = Training.local_steps
-    local_epochs: Steps = Training.local_epochs
-    batch_size: Count = Training.batch_size
-    context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = Training.context
-    experts: OptimizerSection = EXPERTS_OPTIMIZER
-    router: OptimizerSection = ROUTER_OPTIMIZER
-    balance_weight: NotNegative = Training.balance_weight
-    weighting: Literal["uniform", "tokens", "samples"] = Training.weighting
-    participation: Annotated[float, Field(gt=0, le=1)] | list[list[str]] = EVERYBODY
-    uploads: Format = Training.uploads
-
-    @field_validator("router", mode="before")
-    @classmethod
-    def _constant_router(cls, router: Any) -> Any:
-        return {"schedule": ROUTER_OPTIMIZER.schedule, **router} if isinstance(router, Mapping) else router
-
-    @field_validator("participation")
-    @classmethod
-    def _somebody_each_round(cls, participation: Any) -> Any:
-        if isinstance(participation, list) and (not participation or not all(participation)):
-            raise ValueError("a round without users; list at least one user for each round")
-        for number, members in enumerate(participation if isinstance(participation, list) else (), start=1):
-            if twice := next((name for i, name in enumerate(members) if name in members[:i]), None):
-                raise ValueError(f"user {twice!r} twice in round {number}; list each once")
-        return participation
-
-
-class EvaluationSection(Section):
-    """When the test text is scored, on which model (as it is after the local steps, or after the exchange), and which
-    round's models the run ends with: the last, or those whose validation loss was the lowest. ``users`` says how many
-    are evaluated, drawn once; all are without it."""
-
-    every: Literal["auto"] | Count = Training.evaluate_every
-    users: Count | None = Training.evaluate_users
-    first: bool = Training.evaluate_first
-    model: Literal["local", "exchanged"] = Training.evaluate
-    select: Literal["last", "best"] = Training.select
-
-
-class CheckpointSection(Section):
-    """How often everything is saved, and how many checkpoints are kept."""
-
-    every: Count = Training.checkpoint_every
-    keep: Count = 2
-
-
-class RuntimeSection(Section):
-    """The machine: nothing here changes what is computed, but for rounding.
-
-    One exception: where the load-balancing penalty has a gradient (more than two experts, or top-1), it is the mean
-    over micro-batches, as in the paper's code.
-    """
-
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
-    compile: Literal["auto"] | bool = "auto"
-    threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
-    shard_sums: Literal["reduced", "ordered"] = "reduced"
-    store: Literal["memory", "disk", "disk-bf16"] = Training.store
-    users_per_step: Literal["auto"] | Count | None = Training.users_per_step
-    gradient_checkpointing: bool = False
-    gpu: list[Literal["triton", "graphs"]] = Field(default_factory=list)
-    micro_batch: Count | None = Training.micro_batch
-    track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
 
 
 _LATER_DATA_KEYS = {

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -523,61 +523,133 @@ EXPERTS_OPTIMIZER = OptimizerSection()
 ROUTER_OPTIMIZER = OptimizerSection(schedule="constant")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How long, on how much, in what portions.
+class TrainingSection(Section):
+    """How long, on how much, with which optimisers.
 
-    A round has ``local_steps`` iterations on random windows of text, or ``local_epochs`` passes over samples.
-    ``uploads`` is the format of what users send, see :mod:`comingle.protocol.messages`.
-    ``users_per_step`` and ``micro_batch`` (sequences of one user in one pass) bound memory; None chooses them.
-    ``participation`` is a fraction of the users drawn each round, or a list of users (by number) for each round, which
-    is repeated when it ends. ``evaluate`` says which model counts: "local", as a user has it after its local steps
-    (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
-    ``evaluate_first`` there is an evaluation before any training too; how often there are others, ``evaluate_every``,
-    may be left to :mod:`comingle.training.rounds`. ``select`` says with which round's models a run
-    ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
-    ``evaluate_users`` are drawn once for all evaluations; None: everybody is evaluated. ``store`` says where the
-    tensors of users are whom nobody works on, see :class:`comingle.training.state.State`.
-    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known, but for that on
-    single examples, which follows from how many rounds each of all ``users`` takes part in. ``sums`` is there where the
-    server sees sums of uploads alone. ``aggregation`` says what it makes of uploads some of which may be hostile; None
-    is the method's mean.
+    A round has ``local_steps`` steps on random windows of text, or ``local_epochs`` passes over samples. ``uploads`` is
+    the format of what users send, see :mod:`comingle.protocol.messages`. ``participation`` is a fraction of the users
+    drawn each round, or a list of users for each round, which is repeated when it ends.
     """
 
-    rounds: int = 20
-    local_steps: int = 10
-    local_epochs: int = 1
-    batch_size: int = 64
-    context: int = 128
+    rounds: Steps = 20
+    local_steps: Steps = 10
+    local_epochs: Steps = 1
+    batch_size: Count = 64
+    context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = 128
     experts: OptimizerSection = EXPERTS_OPTIMIZER
     router: OptimizerSection = ROUTER_OPTIMIZER
-    balance_weight: float = 0.01
+    balance_weight: NotNegative = 0.01
     weighting: Literal["uniform", "tokens", "samples"] = "uniform"
-    participation: float | tuple[tuple[int, ...], ...] = EVERYBODY
+    participation: Annotated[float, Field(gt=0, le=1)] | list[list[str]] = EVERYBODY
     uploads: Format = "float32"
-    users_per_step: int | None = None
-    micro_batch: int | None = None
-    evaluate: Literal["local", "exchanged"] = "local"
-    evaluate_every: int | Literal["auto"] = AUTO
-    evaluate_first: bool = True
+
+    @field_validator("router", mode="before")
+    @classmethod
+    def _constant_router(cls, router: Any) -> Any:
+        return {"schedule": ROUTER_OPTIMIZER.schedule, **router} if isinstance(router, Mapping) else router
+
+    @field_validator("participation")
+    @classmethod
+    def _somebody_each_round(cls, participation: Any) -> Any:
+        if isinstance(participation, list) and (not participation or not all(participation)):
+            raise ValueError("a round without users; list at least one user for each round")
+        for number, members in enumerate(participation if isinstance(participation, list) else (), start=1):
+            if twice := next((name for i, name in enumerate(members) if name in members[:i]), None):
+                raise ValueError(f"user {twice!r} twice in round {number}; list each once")
+        return participation
+
+
+class EvaluationSection(Section):
+    """When test data is scored, on which model, and with which round's models a run ends.
+
+    ``every`` may be left to :mod:`comingle.training.rounds`; with ``first`` there is an evaluation before any training.
+    ``users`` are drawn once for all evaluations; None: all are evaluated. ``model`` is the one that counts: "local", as
+    a user has it after its local steps (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange
+    that ends the round. ``select`` says with which round's models a run ends: the "last", or of those that were
+    evaluated the "best", with the lowest validation loss, mean over users.
+    """
+
+    every: Literal["auto"] | Count = AUTO
+    users: Count | None = None
+    first: bool = True
+    model: Literal["local", "exchanged"] = "local"
     select: Literal["last", "best"] = "last"
-    checkpoint_every: int = 5
-    evaluate_users: int | None = None
+
+
+class CheckpointSection(Section):
+    """How often everything is saved, and how many checkpoints are kept."""
+
+    every: Count = 5
+    keep: Count = 2
+
+
+class RuntimeSection(Section):
+    """The machine: nothing here changes what is computed, but for rounding.
+
+    One exception: where the load-balancing penalty has a gradient (more than two experts, or top-1), it is the mean
+    over micro-batches, as in the paper's code. ``users_per_step`` and ``micro_batch`` (sequences of one user in one
+    pass) bound memory; None chooses them. ``store`` says where the tensors of users are whom nobody works on.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+    compile: Literal["auto"] | bool = "auto"
+    threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
+    shard_sums: Literal["reduced", "ordered"] = "reduced"
     store: Literal["memory", "disk", "disk-bf16"] = MEMORY
-    seed: int = 0
+    users_per_step: Literal["auto"] | Count | None = None
+    gradient_checkpointing: bool = False
+    gpu: list[Literal["triton", "graphs"]] = Field(default_factory=list)
+    micro_batch: Count | None = None
+    track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Settings of a run for its users: sections of the recipe, and what follows from them and from the users.
+
+    Args:
+        training: Section of the recipe.
+        evaluation: Section of the recipe; ``every`` is a number once the users' data is known.
+        checkpoints: Section of the recipe.
+        runtime: Section of the recipe.
+        privacy: Section of the recipe, with the noise multiplier that its budget allows.
+        aggregation: Section of the recipe; None where uploads are combined as the method says.
+        seed: Seed of all random streams.
+        participation: Fraction of the users drawn each round, or the users of each round by number.
+        users: Names of all users, where the noise on single examples follows from how many rounds each takes part in.
+        sums: Settings of secure sums; None where the server sees single uploads.
+        test_limit: Recipe key that limits each user's test data; empty where the kind of data has none.
+    """
+
+    training: TrainingSection = field(default_factory=TrainingSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
+    runtime: RuntimeSection = field(default_factory=RuntimeSection)
     privacy: PrivacySection | None = None
+    aggregation: AggregationSection | None = None
+    seed: int = 0
+    participation: float | tuple[tuple[int, ...], ...] = EVERYBODY
     users: tuple[str, ...] = ()
     sums: Sums | None = None
-    aggregation: AggregationSection | None = None
     test_limit: str = ""
-    """Recipe key that limits each user's test data; empty where the kind of data has none."""
 
     @property
     def period(self) -> int:
         """Rounds from one evaluation to the next; at least, where that is still to be found."""
-        return SHORTEST if self.evaluate_every == AUTO else self.evaluate_every
+        return SHORTEST if self.evaluation.every == AUTO else self.evaluation.every
+
+    @property
+    def users_per_step(self) -> int | None:
+        """How many users go through the model at once; None where a pass takes as many as fit its tokens."""
+        return None if self.runtime.users_per_step == AUTO else self.runtime.users_per_step
 
     @property
     def iterations(self) -> int:
-        """Local iterations of a user who takes part in every round."""
-        return self.rounds * self.local_steps
+        """Local steps of a user who takes part in every round."""
+        return self.training.rounds * self.training.local_steps
+
+    def updated(self, section: str, **values: Any) -> RunPlan:
+        """Return a copy with values of one section replaced."""
+        return replace(self, **{section: getattr(self, section).model_copy(update=values)})

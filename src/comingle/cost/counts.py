@@ -73,9 +73,9 @@ def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Downl
 
 def count_exchanges(federation: InProcess) -> int:
     """How many there are in a whole run."""
-    clients, method, training = federation.clients, federation.clients.method, federation.clients.training
-    rounds = training.rounds if method.trains else 0
-    return sum(exchanged_after(method, training, clients.shares, done) for done in range(1, rounds + 1))
+    clients, method, plan = federation.clients, federation.clients.method, federation.clients.plan
+    rounds = plan.training.rounds if method.trains else 0
+    return sum(exchanged_after(method, plan, clients.shares, done) for done in range(1, rounds + 1))
 
 
 ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)
@@ -107,12 +107,12 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
 
 def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent: int, received: int) -> UserCost:
     clients, row = shape.clients, shape.row
-    training, method = clients.training, clients.method
+    plan, method = clients.plan, clients.method
     # As much text as is trained on, under every model that is chosen from, and no step.
-    passes = shape.forward() * (method.server.server_models * method.client.sweeps * training.local_steps)
+    passes = shape.forward() * (method.server.server_models * method.client.sweeps * plan.training.local_steps)
     for phase in clients.phases:
-        steps = training.iterations // phase.every * phase.steps / training.rounds
-        steps *= phase.rounds_of(training.rounds) / training.rounds
+        steps = plan.iterations // phase.every * phase.steps / plan.training.rounds
+        steps *= phase.rounds_of(plan.training.rounds) / plan.training.rounds
         passes += shape.training(phase) * (steps * method.placement.copies)
     return UserCost(
         names=names,
@@ -121,8 +121,8 @@ def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent
         upload_bytes=sent,
         download_bytes=received,
         forward=shape.forward(),
-        training=passes * (1 / training.local_steps),
-        round=passes * (clients.batch_size * training.context),
+        training=passes * (1 / plan.training.local_steps),
+        round=passes * (clients.batch_size * plan.training.context),
     )
 
 
@@ -215,7 +215,7 @@ class Shape:
         config = self.adapted.network.config
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return self.clients.training.context * heads * size
+        return self.clients.plan.training.context * heads * size
 
     def _parallel(self) -> bool:
         config = self.adapted.network.config
@@ -266,8 +266,8 @@ BaseFlops = Callable[[Load], tuple[Flops, Flops]]
 
 def text_load(clients: Clients) -> Load:
     """The same for all users."""
-    steps, size = clients.training.local_steps, clients.batch_size
-    return Load(sizes=(size,), epochs=steps, sweeps=steps, swept=steps * size, unit=clients.training.context)
+    steps, size = clients.plan.training.local_steps, clients.batch_size
+    return Load(sizes=(size,), epochs=steps, sweeps=steps, swept=steps * size, unit=clients.plan.training.context)
 
 
 def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) -> list[UserCost]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.config.settings import AUTO, MEMORY, Training
+from comingle.config.settings import AUTO, MEMORY, RunPlan
 from comingle.cost.planning import largest_round, with_method
 from comingle.cost.records import MethodCost, Plan
 from comingle.cost.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
@@ -223,14 +223,13 @@ def _period(recipe: Recipe, found: Found, users: int, present: int, evaluated: i
     if recipe.evaluation.every != AUTO:
         return recipe.evaluation.every
     trainers, trained, scored = found.amounts
-    training = Training(
-        rounds=recipe.training.rounds,
+    plan = RunPlan(
+        training=recipe.training,
+        evaluation=recipe.evaluation,
         participation=present / users,
-        evaluate_first=recipe.evaluation.first,
-        select=recipe.evaluation.select,
         test_limit=test_limit_of(recipe),
     )
-    return period(training, [trainers, trained, scored * evaluated // trainers], users)
+    return period(plan, [trainers, trained, scored * evaluated // trainers], users)
 
 
 def _present(participation: Any, own: int, users: int) -> int:

@@ -488,7 +488,7 @@ def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
     if alone or stage.store == MEMORY:
         return live.peak * (1 if alone else stage.present)
     user = user_bytes(clients.state, stage.store)
-    evaluated = min(clients.at_once, clients.training.evaluate_users or stage.trainers)
+    evaluated = min(clients.at_once, clients.plan.evaluation.users or stage.trainers)
     return max(stage.present * (live.peak + taken_bytes(user)), evaluated * received_bytes(user))
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.config.files import check_used
 from comingle.config.settings import EVERYBODY, MEMORY, protects_examples
 from comingle.cost.counts import BaseFlops, Load, count_exchanges, count_stacked, count_users, measured_base, text_load
 from comingle.cost.memory import (
@@ -42,9 +41,9 @@ from comingle.runs.given import HANDED_OVER, NOTHING
 from comingle.runs.session import build, prepare
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
-from comingle.training.kinds.base import RunData, adapt_base, check_method, kind_of
+from comingle.training.kinds.base import RunData, adapt_base, check_recipe, kind_of
 from comingle.training.kinds.text import TextFeed
-from comingle.training.privacy import planned_releases, server_mechanisms, training_settings
+from comingle.training.privacy import make_plan, planned_releases, server_mechanisms
 from comingle.training.settings import Portions, portions, round_sizes
 from comingle.training.storage.disk import check_storable
 from comingle.utils.errors import DataError, RecipeError
@@ -78,17 +77,17 @@ def with_privacy(
     if recipe.privacy is None and recipe.aggregation.is_mean:
         return cost
     recipe = recipe.with_changes({"training.participation": participation})
-    method, training = make(recipe.method.name, **recipe.method.settings), training_settings(recipe, names)
-    mechanisms = server_mechanisms(training, names)
+    method, plan = make(recipe.method.name, **recipe.method.settings), make_plan(recipe, names)
+    mechanisms = server_mechanisms(plan, names)
     if method.shared:
         for mechanism in mechanisms:
-            mechanism.check_rounds(round_sizes(training, names), same_ranks=True)
+            mechanism.check_rounds(round_sizes(plan, names), same_ranks=True)
     if recipe.privacy is None:
         return cost
     if protects_examples(recipe.privacy.mechanism):  # epsilon follows from how many a user has: their data is read
         read = (whole or recipe).with_changes({"training.participation": participation})
         mechanisms = build(read, prepare(read)).server.mechanisms
-    planned = planned_releases(training, method, names)
+    planned = planned_releases(plan, method, names)
     return replace(cost, privacy={key: v for one in mechanisms for key, v in one.forecast(planned).items()})
 
 
@@ -128,7 +127,7 @@ def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int, *, keep: i
 
 
 def _store_bytes(stage: Rehearsal, keep: int) -> int:
-    clients, training = stage.federation.clients, stage.federation.clients.training
+    clients, plan = stage.federation.clients, stage.federation.clients.plan
     if stage.store == MEMORY:
         return 0
     check_storable(clients)
@@ -136,10 +135,10 @@ def _store_bytes(stage: Rehearsal, keep: int) -> int:
     writes = Writes(
         users=stage.trainers * copies,
         present=stage.present * copies,
-        evaluated=min(training.evaluate_users or stage.trainers, stage.trainers) * copies,
-        rounds=training.rounds,
-        evaluate_every=training.period,
-        every=training.checkpoint_every,
+        evaluated=min(plan.evaluation.users or stage.trainers, stage.trainers) * copies,
+        rounds=plan.training.rounds,
+        evaluate_every=plan.period,
+        every=plan.checkpoints.every,
         keep=keep,
     )
     return store_bytes(user_bytes(clients.state, stage.store), writes)
@@ -195,9 +194,9 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
         dtype=str(clients.model.dtype).removeprefix("torch."),
         device=str(clients.model.device),
         users=names,
-        rounds=clients.training.rounds,
+        rounds=clients.plan.training.rounds,
         local_steps=max(load.steps for load in loads_of(clients, population).values()),
-        batch_size=clients.training.batch_size,
+        batch_size=clients.plan.training.batch_size,
         context=0,
         base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
@@ -241,7 +240,7 @@ def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
     loads, known = dict[str, Load](), dict[Load, Load]()
     for name, user in users:
         sizes, swept = clients.feed.batch_sizes(user)
-        load = Load(sizes=sizes, epochs=clients.training.local_epochs, sweeps=len(swept), swept=sum(swept))
+        load = Load(sizes=sizes, epochs=clients.plan.training.local_epochs, sweeps=len(swept), swept=sum(swept))
         loads[name] = known.setdefault(load, load)
     return loads
 
@@ -281,8 +280,7 @@ def plan(
     present = recipe.training.participation
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
     for one in recipes:
-        check_method(one)
-        check_used(one)
+        check_recipe(one)
     if (kind := kind_of(recipe)).read_for_costs:
         return plan_nets(recipes, users, present)
     check_count(users)
@@ -354,12 +352,12 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
     users are alike, only as many as share a pass are.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    training = training_settings(recipe, names)
+    plan = make_plan(recipe, names).updated("runtime", store=MEMORY)
     placement = method.placement
     alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
     numbers = range(len(names)) if here is None else here
     if alike and not placement.pooled:
-        numbers = numbers[: portions(training, base.device, training.batch_size).users]
+        numbers = numbers[: portions(plan, base.device, plan.training.batch_size).users]
     people = [_nobody(names[number]) for number in numbers]
     trainers = [_nobody("everyone")] if placement.pooled else people
     if placement.mixture is not None and not placement.mixture.trains_apart:
@@ -367,11 +365,11 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
     else:
         unlike = not alike and not placement.pooled  # then everybody is listed
         among = len(names) if unlike else len(trainers)
-        tokens = among * training.iterations * training.batch_size * training.context
+        tokens = among * plan.iterations * plan.training.batch_size * plan.training.context
         model = adapt_base(recipe, base, method, among, tokens)
         model = model.only(numbers) if unlike else model
-    feed = TextFeed(trainers, training, batch_size(method, training, len(people)))
-    return federate(Clients(model, method, training, trainers=trainers, users=people, feed=feed, reads=False))
+    feed = TextFeed(trainers, plan, batch_size(method, plan, len(people)))
+    return federate(Clients(model, method, plan, trainers=trainers, users=people, feed=feed, reads=False))
 
 
 def _nobody(name: str) -> UserData:

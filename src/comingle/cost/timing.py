@@ -338,8 +338,8 @@ def rounds_of(federation: InProcess, each: int, size: int) -> tuple[float, float
     clients = federation.clients
     here, first = len(clients.trainers), federation.server.version
     members = tuple(rank * here + i for rank in range(size) for i in range(each))
-    endless = {"rounds": 10**6, "evaluate_every": 10**6, "evaluate_first": False, "checkpoint_every": 1}
-    clients.training = replace(clients.training, participation=(members,), **endless)
+    plan = replace(clients.plan, participation=(members,)).updated("training", rounds=10**6)
+    clients.plan = plan.updated("evaluation", every=10**6, first=False).updated("checkpoints", every=1)
     steps: list[float] = []
     marks: list[float] = []
 
@@ -380,7 +380,7 @@ def about(federation: InProcess) -> dict[str, Any]:
     """What messages and users are as large as, and whether the server needs sums alone."""
     clients, server = federation.clients, federation.server
     found: dict[str, Any] = {"adds": bool(server.adds and not getattr(federation, "ordered", False))}
-    user = user_bytes(clients.state, clients.training.store)
+    user = user_bytes(clients.state, clients.plan.runtime.store)
     return found | {"shared": server.size, "state_bytes": user.record, "columns": clients.model.layout.columns}
 
 
@@ -406,7 +406,7 @@ def exchange_of(federation: InProcess) -> dict[str, Any]:
             largest = largest_terms(upload.tensors, weights)
             whole_sums(upload.tensors, weights, shifts_of(largest, len(members)))
 
-        found["sum_s"] = timed(summed, 3) if clients.training.uploads == "float32" else send_s
+        found["sum_s"] = timed(summed, 3) if clients.plan.training.uploads == "float32" else send_s
     common = message is None or all(t.stride(0) == 0 or len(names) == 1 for t in message.tensors.values())
     return {key: value / len(members) for key, value in found.items()} | {"common": common}
 

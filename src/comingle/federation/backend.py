@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.federation.checks import check_upload, validation_loss
 from comingle.federation.coordinator import Coordinator
 from comingle.federation.messages import Answer, counts_samples
@@ -128,7 +128,7 @@ def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) ->
 def validation_losses(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
     """What users report of their models after ``done`` rounds, where that decides which round's are kept."""
     losses: dict[str, float] = {}
-    if coordinator.house.training.select != "best":
+    if coordinator.house.plan.evaluation.select != "best":
         return losses
     for name in coordinator.public.users:
         for data in answers[name].messages[-1:] if name in answers else ():  # behind an upload, if there is one
@@ -149,7 +149,7 @@ def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -
     """
     server = coordinator.server
     assert server.sums is not None
-    terms = terms_of(coordinator.house.training, coordinator.run, done, server.size)
+    terms = terms_of(coordinator.house.plan, coordinator.run, done, server.size)
     work = _Sum(coordinator=coordinator, collection=SumCollector(terms=terms))
     try:
         total = work.total(answers, server.sums.largest(done))
@@ -301,21 +301,21 @@ class NetworkBackend(Backend[Told]):
     def rounds(self) -> int:
         """After how many rounds the run ends: as planned, or before the privacy budget would be exceeded."""
         house = self.coordinator.house
-        planned = house.training.rounds if house.method.trains else 0
+        planned = house.plan.training.rounds if house.method.trains else 0
         return planned if self.stopped_after is None else self.stopped_after
 
-    def start(self, observe: Observer, clock: Clock) -> tuple[Training, int]:
+    def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
         """Send events to ``observe`` and count on ``clock``; a checkpoint follows every round.
 
         A user can go back by one task and no more.
         """
         self.coordinator.observe, self.coordinator.clock = observe, clock
-        return replace(self.coordinator.house.training, checkpoint_every=1), self.rounds
+        return self.coordinator.house.plan.updated("checkpoints", every=1), self.rounds
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
         """Return the participants of a round, or None and end the run where the privacy budget allows no more."""
-        training = self.coordinator.house.training
-        participants = self.server.invite(training, plan.number, releases=plan.exchanges)
+        run = self.coordinator.house.plan
+        participants = self.server.invite(run, plan.number, releases=plan.exchanges)
         if participants is None:
             self.stopped_after = plan.number
         return participants
@@ -391,7 +391,7 @@ class NetworkBackend(Backend[Told]):
 
     def choose(self, rounds: int, scores: Told | None) -> Told | None:
         """Tell users to end with the models of the best round, where that is selected, and return their scores."""
-        if self.coordinator.house.training.select != "best":
+        if self.coordinator.house.plan.evaluation.select != "best":
             return scores
         again = ("evaluate",) if self.coordinator.best_round != rounds else ()
         answers = self.coordinator.ask(dict.fromkeys(self._names, ("choose", *again)), rounds)
@@ -407,10 +407,10 @@ class NetworkBackend(Backend[Told]):
             users,
             coordinator.model,
             house.method,
-            house.training,
+            house.plan,
             coordinator.clock,
             rounds=self.rounds,
-            selected=coordinator.best_round if house.training.select == "best" else self.rounds,
+            selected=coordinator.best_round if house.plan.evaluation.select == "best" else self.rounds,
             measure=measure,
             unit=_most([str(one["unit"]) for one in coordinator.joined.values() if "unit" in one], "tokens"),
         )

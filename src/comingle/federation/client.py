@@ -115,9 +115,9 @@ def _current(home: Home, task: Task) -> Session:
 
 def _terms(home: Home, task: Task) -> Terms:
     clients = home.clients
-    if clients.training.sums is None:
+    if clients.plan.sums is None:
         raise MessageError("task: a sum behind masks; this federation has none")
-    return terms_of(clients.training, task.run, task.round + 1, clients.model.layout.count(clients.method.shared))
+    return terms_of(clients.plan, task.run, task.round + 1, clients.model.layout.count(clients.method.shared))
 
 
 def open_home(folder: Path, own: Own, public: Public) -> Home:
@@ -139,7 +139,7 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     common = house.materials.common
     common = None if common is None else replace(common, users=users)
     materials = replace(house.materials, users=users, common=common, here=(number,), unread=False)
-    clients = materials.kind.clients(recipe, materials, house.method, house.training)
+    clients = materials.kind.clients(recipe, materials, house.method, house.plan)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
@@ -316,7 +316,7 @@ class Node:
         home = self._known(task.run)
         if (answer := home.answered(task.serial, data)) is not None:
             return answer
-        check_task(task, home.clients.training, Work.STEPS, counted=counts_samples(home.recipe))
+        check_task(task, home.clients.plan, Work.STEPS, counted=counts_samples(home.recipe))
         if task.serial <= home.serial:  # the server has not counted what was done, and asks for something else
             self.say(GONE_ON)
             home.go_back_to(task.serial - 1)
@@ -384,13 +384,13 @@ class Work:
 
     def _receive(self) -> None:
         download, clients, name, users = self._next(), self.clients, self.own.name, self.home.public.users
-        rounds, rank = clients.training.rounds, int(clients.model.ranks.max())
+        rounds, rank = clients.plan.training.rounds, int(clients.model.ranks.max())
         check_download(download, clients.model.layout, clients.method, user=name, users=users, rounds=rounds, rank=rank)
         clients.receive(download)
 
     def _hear(self) -> None:
         verdict = self._next()
-        check_verdict(verdict, LOWEST, user=self.own.name, rounds=self.clients.training.rounds)
+        check_verdict(verdict, LOWEST, user=self.own.name, rounds=self.clients.plan.training.rounds)
         self.clients.hear(verdict)
 
     def _train(self) -> None:
@@ -409,11 +409,11 @@ class Work:
             self.told |= {"tokens": work.tokens, "train_seconds": work.seconds}
         if work.rejected:
             self.told["left_out"] = work.rejected[0]
-        elif self.tells != "nothing" and self.clients.training.privacy is None:
+        elif self.tells != "nothing" and self.clients.plan.privacy is None:
             self.told["train_loss"] = work.losses[0]
 
     def _upload(self) -> None:
-        if self.clients.training.sums is not None:
+        if self.clients.plan.sums is not None:
             raise MessageError("task: an upload without masks; this federation's are summed behind them")
         if "left_out" in self.told:
             return
@@ -474,7 +474,7 @@ def what_leaves(home: Home) -> str:
     if not clients.shares:
         return f"user {clients.users[0].name!r}: method {method.name} sends nothing but what you let it tell{stays}"
     shared = ", ".join(sorted(method.shared & clients.model.layout.roles) or sorted(method.shared))
-    size, how = f"{clients.upload_bytes()[0]:,} bytes", "" if clients.training.sums is None else " behind masks"
+    size, how = f"{clients.upload_bytes()[0]:,} bytes", "" if clients.plan.sums is None else " behind masks"
     name = clients.users[0].name
     return f"user {name!r}: {shared} ({size}) leave this machine{how} each round you take part in{stays}"
 

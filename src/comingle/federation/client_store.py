@@ -137,7 +137,7 @@ class Home:
     @property
     def keeps(self) -> int:
         """How many tasks can be undone."""
-        return KEPT if self.clients.training.sums is None else KEPT_OF_SUMS
+        return KEPT if self.clients.plan.sums is None else KEPT_OF_SUMS
 
     def answered(self, serial: int, task: bytes) -> bytes | None:
         """What was answered to this very task, if it was done."""
@@ -221,7 +221,7 @@ class Home:
 
     def tells(self, own: Own) -> Tells:
         """What the user tells of itself: with privacy nothing, unless its own file says so."""
-        return own.tells or ("scores" if self.clients.training.privacy is None else "nothing")
+        return own.tells or ("scores" if self.clients.plan.privacy is None else "nothing")
 
     def note_release(self, data: bytes) -> str:
         """Write down, before it leaves, that an upload with the user's own noise does; why it may not, if it may not.
@@ -246,7 +246,7 @@ class Home:
         path = self.folder / LEDGER
         known = json.loads(path.read_text(encoding="utf-8"))["releases"] if path.exists() else []
         releases = sorted({*known, release})
-        privacy = self.clients.training.privacy
+        privacy = self.clients.plan.privacy
         assert privacy is not None
         spent, budget = epsilon(len(releases)), privacy.epsilon
         if budget is not None and spent > budget:

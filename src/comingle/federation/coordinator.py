@@ -479,9 +479,9 @@ def new_coordinator(
         RecipeError: the method's server cannot serve such users.
     """
     model = house.model()
-    server = start_server(model, house.method, public.users, house.training)
-    server.check_rounds(house.training)
-    server.warn_of_noise(house.training)
+    server = start_server(model, house.method, public.users, house.plan)
+    server.check_rounds(house.plan)
+    server.warn_of_noise(house.plan)
     coordinator = Coordinator(
         run=run,
         public=public,

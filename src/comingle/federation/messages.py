@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from comingle.config import Recipe
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.federation.public import House
 from comingle.privacy.accounting import Work
 from comingle.protocol.wire import FORMAT, MAX_BYTES
@@ -172,7 +172,7 @@ def check_address(task: Task, user: str) -> None:
         raise MessageError(f"task: of run {task.run[:70]!r}; a run is called by up to 64 letters and digits")
 
 
-def check_task(task: Task, training: Training, steps: Collection[str], *, counted: bool) -> None:
+def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bool) -> None:
     """Whether its steps are known, each once, with the messages that they need, about a round that there is.
 
     Local iterations are ``counted`` from users' data, or as many as the recipe says.
@@ -192,9 +192,9 @@ def check_task(task: Task, training: Training, steps: Collection[str], *, counte
         raise MessageError("task: a step needs a message that is not there")
     if len(task.messages) > needed:
         raise MessageError("task: a message that no step needs")
-    _check_number("round", task.round, training.rounds)
-    _check_number("done", task.about.get("done", 0), training.rounds)
-    said, own = task.about.get("local_steps", 0), training.local_steps
+    _check_number("round", task.round, plan.training.rounds)
+    _check_number("done", task.about.get("done", 0), plan.training.rounds)
+    said, own = task.about.get("local_steps", 0), plan.training.local_steps
     _check_number("local_steps", said, _MOST_STEPS)
     if not counted and said not in (0, own):
         raise MessageError(f"task: local_steps is {said}; the recipe's are {own}")
@@ -212,17 +212,17 @@ def counts_samples(recipe: Recipe) -> bool:
 
 def most_steps(house: House, max_samples: int) -> int:
     """Local iterations of a round that a user may have: ``local_epochs`` passes over at most so many samples."""
-    training = house.training
+    plan = house.plan
     if not counts_samples(house.recipe):
-        return training.local_steps
-    return training.local_epochs * max(1, -(-max_samples // training.batch_size))
+        return plan.training.local_steps
+    return plan.training.local_epochs * max(1, -(-max_samples // plan.training.batch_size))
 
 
 def works_of(house: House, examples: Mapping[str, int]) -> dict[str, Work]:
     """What each user does, where privacy hides examples, of which these have said that they have so many."""
-    training, method = house.training, house.method
+    plan, method = house.plan, house.method
     return {
-        name: work_of(training, method, name, examples=count, iterations=most_steps(house, count))
+        name: work_of(plan, method, name, examples=count, iterations=most_steps(house, count))
         for name, count in examples.items()
     }
 

@@ -13,15 +13,15 @@ from pydantic import field_validator
 from comingle import __version__
 from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import complete_older
-from comingle.config.settings import Count, Section, Training
+from comingle.config.settings import MEMORY, Count, RunPlan, Section
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of
 from comingle.models.model import Model
 from comingle.protocol.wire import FORMAT
 from comingle.runs.folders import BOS
-from comingle.training.kinds.base import RunData, check_method, kind_of, later
-from comingle.training.privacy import training_settings
+from comingle.training.kinds.base import RunData, check_recipe, kind_of, later
+from comingle.training.privacy import make_plan
 from comingle.utils.errors import DataError, MessageError, RecipeError
 from comingle.utils.names import name_problem
 
@@ -179,8 +179,7 @@ def check_possible(recipe: Recipe) -> None:
     Raises:
         RecipeError: they cannot; says why.
     """
-    check_method(recipe)
-    method = make(recipe.method.name, **recipe.method.settings)
+    method = check_recipe(recipe)
     kind, mixture = kind_of(recipe).name, method.placement.mixture
     if kind not in KINDS:
         raise RecipeError(f"data: {kind} is made or read for all users at once; allowed elsewhere: {', '.join(KINDS)}")
@@ -203,13 +202,13 @@ class House:
 
     recipe: Recipe
     method: Method
-    training: Training
+    plan: RunPlan
     materials: RunData
     """Everybody, none of whose data can be read but of those who are here."""
 
     def model(self) -> Model:
         """The model of all users."""
-        return self.materials.kind.model(self.recipe, self.materials, self.method, self.training)
+        return self.materials.kind.model(self.recipe, self.materials, self.method, self.plan)
 
 
 def build_house(public: Public, recipe: Recipe, base: Base | None) -> House:
@@ -220,7 +219,7 @@ def build_house(public: Public, recipe: Recipe, base: Base | None) -> House:
     return House(
         recipe=recipe,
         method=make(recipe.method.name, **recipe.method.settings),
-        training=training_settings(recipe, list(public.users)),
+        plan=make_plan(recipe, list(public.users)).updated("runtime", store=MEMORY),
         materials=replace(materials, here=()),
     )
 

@@ -181,7 +181,7 @@ def _run(
     progress = read_progress(newest[0]) if newest else None
     path, ending = folder / "events.jsonl", _is_ending(folder)
     log = EventLog(path, keep_bytes=path.stat().st_size if ending else progress.events_bytes if progress else 0)
-    rounds = house.training.rounds if house.method.trains else 0
+    rounds = house.plan.training.rounds if house.method.trains else 0
     evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
     sinks = [log, Board(folder, plan.users, rounds), evaluations, *observers]
 
@@ -198,7 +198,7 @@ def _run(
         if progress is None:
             _settle(coordinator)
         if log.size_bytes == 0 or progress is None:
-            started = start_event(house.method, house.training, coordinator.model.name, _amounts(coordinator))
+            started = start_event(house.method, house.plan, coordinator.model.name, _amounts(coordinator))
             observe(started | _skipped_rows(coordinator))
 
         start = progress.round if progress else 0
@@ -260,18 +260,18 @@ def _write_down(folder: Path, run: str, public: Public, *, ending: bool = False)
 
 def _settle(coordinator: Coordinator) -> None:
     """Find out how often users evaluate, as :mod:`comingle.training.rounds` does; those who tell stand for all."""
-    training, users = coordinator.house.training, len(coordinator.public.users)
+    plan, users = coordinator.house.plan, len(coordinator.public.users)
     told = [one["works"] for one in coordinator.joined.values() if one.get("works", (0, 0))[0]]
-    if training.evaluate_every == AUTO and coordinator.house.method.trains and told:
+    if plan.evaluation.every == AUTO and coordinator.house.method.trains and told:
         trained, scored = map(sum, zip(*told, strict=True))
-        evaluated = min(training.evaluate_users or users, users)
+        evaluated = min(plan.evaluation.users or users, users)
         amounts = [len(told), trained, scored * evaluated // len(told)]
-        _evaluate_every(coordinator, period(training, amounts, users))
+        _evaluate_every(coordinator, period(plan, amounts, users))
 
 
 def _evaluate_every(coordinator: Coordinator, rounds: int) -> None:
-    training = replace(coordinator.house.training, evaluate_every=rounds)
-    coordinator.house = replace(coordinator.house, training=training)
+    plan = coordinator.house.plan.updated("evaluation", every=rounds)
+    coordinator.house = replace(coordinator.house, plan=plan)
 
 
 def _amounts(coordinator: Coordinator) -> dict[str, dict[str, Any]]:
@@ -306,7 +306,7 @@ def _own_tensors(coordinator: Coordinator) -> Tree:
         "verdict_rounds": [said[name].version if name in said else 0 for name in names],
         "local_steps": coordinator.local_steps,
         "best_round": coordinator.best_round,
-        "evaluate_every": coordinator.house.training.period,
+        "evaluate_every": coordinator.house.plan.period,
     }
     return {_OWN + name: torch.tensor(value) for name, value in numbers.items()}
 
@@ -317,7 +317,7 @@ def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> 
     _, kept = load_checkpoint(checkpoint, coordinator.model.layout, _no_rows(coordinator), like)
     own = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
     server.restore(kept)
-    if progress.round < coordinator.house.training.rounds and not progress.stopped:
+    if progress.round < coordinator.house.plan.training.rounds and not progress.stopped:
         # The round after it may have been published, and will be again, perhaps with other participants.
         server.charge(range(len(names)))
     coordinator.serials = dict(zip(names, own["serials"].tolist(), strict=True))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,7 +60,7 @@ from comingle.privacy.noise import (
 )
 from comingle.privacy.robust import RobustRule
 from comingle.privacy.secure_sum import SecureSum, Sums
-from comingle.utils.errors import RecipeError
+from comingle.utils.errors import RecipeError, run_checks
 from comingle.utils.trees import STATISTICS, Layout, Tree
 
 COUNTS, BOUND = "privacy/releases", "privacy/clip_norm"
@@ -610,14 +611,14 @@ def make_mechanisms(
 
 
 def check_supported(method: Method, settings: RunSettings) -> None:
-    """Check that all mechanisms of a recipe cover the method and the other settings.
+    """Ask all mechanisms of a recipe whether they support the method and the other settings.
 
     Raises:
-        RecipeError: One does not; gives the reason.
+        RecipeError: One or more do not; the message has a line for each.
     """
     found = make_mechanisms(settings.privacy, settings.aggregation)
-    for mechanism in sorted(found, key=lambda one: not isinstance(one, SecureSum)):  # which needs most of a method
-        mechanism.supports(method, settings)
+    in_order = sorted(found, key=lambda one: not isinstance(one, SecureSum))  # which needs most of a method
+    run_checks(*(partial(mechanism.supports, method, settings) for mechanism in in_order))
 
 
 def release_of(privacy: PrivacySection, participation: Participation, users: int) -> Release:

@@ -27,7 +27,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import prepare, run_in
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import RunData, check_method
+from comingle.training.kinds.base import RunData, check_recipe
 from comingle.utils.errors import ComingleError, RecipeError, RunError
 from comingle.utils.inputs import recorded_date
 from comingle.utils.terminal import errors
@@ -171,7 +171,7 @@ def recipes_of(
         if same := next(alike, None):
             raise RecipeError(f"methods: {same!r} and {label!r} have the same settings; each is compared once")
     for one in recipes.values():
-        check_method(one)
+        check_recipe(one)
     return recipes
 
 

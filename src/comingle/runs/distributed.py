@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.data.populations import LazyPopulation, names_of
 from comingle.methods import make
 from comingle.methods.base import Method
@@ -35,7 +35,7 @@ from comingle.training.backends.ranks import Ranks, joined
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData, later
-from comingle.training.privacy import training_settings
+from comingle.training.privacy import make_plan
 from comingle.training.server import start_server
 from comingle.training.settings import cohorts
 from comingle.utils.errors import RecipeError, RunError
@@ -122,9 +122,9 @@ def build_sharded(recipe: Recipe, materials: RunData, ranks: Ranks) -> Sharded:
     """
     recipe = ranks.each(lambda: fitted(recipe, materials))
     method = make(recipe.method.name, **recipe.method.settings)
-    training = training_settings(recipe, names_of(materials.users))
-    training = replace(training, store=recipe.runtime.store)
-    federation = ranks.each(lambda: _built(recipe, materials, method, training, ranks))
+    plan = make_plan(recipe, names_of(materials.users))
+    plan = plan.updated("runtime", store=recipe.runtime.store)
+    federation = ranks.each(lambda: _built(recipe, materials, method, plan, ranks))
     clients = federation.clients
     _check_alike(federation)
     most = ranks.gather(lambda: clients.steps.local_steps)
@@ -136,7 +136,7 @@ def build_sharded(recipe: Recipe, materials: RunData, ranks: Ranks) -> Sharded:
         shared = ranks.share(lambda: {name: work for part in parts for name, work in part.items()})
         works = {name: Work(**work) for name, work in shared.items()}
         federation.server.set_works(lambda: works)
-    if training.select == "best":
+    if plan.evaluation.select == "best":
         valid = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
         ranks.share(lambda: clients.require_validation(any(valid)))
     if not federation.leads:
@@ -169,16 +169,16 @@ def run_sharded(
     return run_in(folder, recipe, materials, **how, building=building, entering=enter)
 
 
-def _built(recipe: Recipe, materials: RunData, method: Method, training: Training, ranks: Ranks) -> Sharded:
+def _built(recipe: Recipe, materials: RunData, method: Method, plan: RunPlan, ranks: Ranks) -> Sharded:
     if method.placement.pooled:
         raise RecipeError(f"method {method.name}: trains one model on everybody's data; allowed: one process")
     names = names_of(materials.users)
-    whole = materials.kind.model(recipe, materials, method, training)
-    server = start_server(whole, method, names, training)
-    server.check_rounds(training)
+    whole = materials.kind.model(recipe, materials, method, plan)
+    server = start_server(whole, method, names, plan)
+    server.check_rounds(plan)
     here = materials.here
     assert here is not None
-    clients = materials.kind.clients(recipe, materials, method, training)
+    clients = materials.kind.clients(recipe, materials, method, plan)
     clients.everybody = names
     clients.state.share_out(ranks.rank, ranks.size, range(here[0], here[-1] + 1), len(names))
     return Sharded(

@@ -69,14 +69,14 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
 
 def steps_before(clients: Clients) -> Callable[[int], int]:
     """How many local iterations of cohorts there are before a round; which of them have how many comes round again."""
-    training, names = clients.training, clients.everybody
+    plan, names = clients.plan, clients.everybody
     copies, most, each = clients.method.placement.copies, clients.portions.users, clients.steps.local_steps
-    if isinstance(training.participation, float | int) and len(names) == len(clients.trainers):
-        whole = -(-sample_size(training.participation, len(names)) * copies // most) * each
+    if isinstance(plan.participation, float | int) and len(names) == len(clients.trainers):
+        whole = -(-sample_size(plan.participation, len(names)) * copies // most) * each
         return lambda rounds: rounds * whole
     here = set(clients.names)
-    period = len(training.participation) if isinstance(training.participation, Sequence) else 1
-    present = [[n for n in participants(training, r, names) if names[n] in here] for r in range(period)]
+    period = len(plan.participation) if isinstance(plan.participation, Sequence) else 1
+    present = [[n for n in participants(plan, r, names) if names[n] in here] for r in range(period)]
     steps = [len(cohorts(who * copies, most)) * each for who in present]
     return lambda rounds: rounds // period * sum(steps) + sum(steps[: rounds % period])
 
@@ -93,9 +93,9 @@ class Course:
     """How far a run is, out of its events, and how long the rest may take; a resumed one starts in its middle."""
 
     def __init__(self, clients: Clients, title: str | None):
-        self.title = title or f"{clients.method.name}, seed {clients.training.seed}"
+        self.title = title or f"{clients.method.name}, seed {clients.plan.seed}"
         self._before = steps_before(clients)
-        self.rounds = clients.training.rounds if clients.method.trains else 0
+        self.rounds = clients.plan.training.rounds if clients.method.trains else 0
         self.total = self._before(self.rounds)
         self.round, self.done, self.started_at = 0, 0, -1
         self.evaluating, self.result = False, ""

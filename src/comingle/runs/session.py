@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.config.files import changed, check_used
+from comingle.config.files import changed
 from comingle.config.settings import AUTO, MEMORY
 from comingle.data.populations import LazyPopulation, digest_names, names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make, own_errors
+from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import keep_buffers, torch_defaults
 from comingle.runs.folders import SKIPPED, open_folder
@@ -44,11 +45,10 @@ from comingle.training.events import (
     Summarised,
     Tracked,
     Tracker,
-    check_trackers,
     tensorboard,
 )
-from comingle.training.kinds.base import RunData, check_method, kind_of
-from comingle.training.privacy import training_settings
+from comingle.training.kinds.base import RunData, check_recipe, kind_of
+from comingle.training.privacy import make_plan
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
 from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
@@ -133,10 +133,9 @@ def prepare(
         BaseModelError: the base cannot be used.
         DataError: some user's data cannot.
     """
-    get_ready(recipe)
-    check_trackers(recipe.runtime.track)
+    method = get_ready(recipe)
     if validates is None:
-        validates = make(recipe.method.name, **recipe.method.settings).client.needs_validation
+        validates = method.client.needs_validation
     given.check(recipe)
     kind = kind_of(recipe)
 
@@ -171,17 +170,17 @@ def with_clusters(recipe: Recipe, materials: RunData) -> RunData:
     return materials.with_users(tuple(replace(user, cluster=clusters[user.name]) for user in materials.users))
 
 
-def get_ready(recipe: Recipe) -> None:
-    """Check the recipe, and set up the process as it asks for.
+def get_ready(recipe: Recipe) -> Method:
+    """Check the recipe, set up the process as it asks for, and return its method.
 
     Raises:
-        RecipeError: the method is none, or not for such users, or a setting would not be read.
+        RecipeError: As :func:`check_recipe`.
     """
-    check_method(recipe)
-    check_used(recipe)
+    method = check_recipe(recipe)
     keep_buffers()
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
+    return method
 
 
 def warn_unread(recipe: Recipe) -> None:
@@ -230,10 +229,10 @@ def build(recipe: Recipe, materials: RunData, *, store: str | None = None) -> In
     """
     recipe = fitted(recipe, materials)
     method = make(recipe.method.name, **recipe.method.settings)
-    training = training_settings(recipe, names_of(materials.users))
-    training = replace(training, store=store or recipe.runtime.store)
-    federation = federate(materials.kind.clients(recipe, materials, method, training))
-    federation.server.check_rounds(training)
+    plan = make_plan(recipe, names_of(materials.users))
+    plan = plan.updated("runtime", store=store or recipe.runtime.store)
+    federation = federate(materials.kind.clients(recipe, materials, method, plan))
+    federation.server.check_rounds(plan)
     return federation
 
 
@@ -300,7 +299,7 @@ def execute(
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
     federation.keep_key(folder, resume=resume)
     if federation.leads:
-        federation.server.warn_of_noise(clients.training)
+        federation.server.warn_of_noise(clients.plan)
     if folder is not None and federation.open_folder(folder, resume=resume):
         progress = federation.restore(folder, recipe.fingerprint)
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
@@ -323,7 +322,7 @@ def execute(
         write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
     has = federation.merge_users(lambda: {one.name: amounts(one, clients.feed.unit) for one in clients.scored_users})
     if (log is not None and log.size_bytes == 0) or not kept:  # a log that was lost begins anew
-        observe(start_event(clients.method, clients.training, clients.model.name, has) | clients.left_out)
+        observe(start_event(clients.method, clients.plan, clients.model.name, has) | clients.left_out)
     try:
         writing = saving(federation, recipe, folder, log)
         scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock) or []

@@ -103,7 +103,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     else:
         streams = [(u.name, u.name, kind.sample(u)[:length]) for u in clients.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
-    routes = [[one.route(ids, context=clients.training.context) for one in people] for _, _, ids in streams]
+    routes = [[one.route(ids, context=clients.plan.training.context) for one in people] for _, _, ids in streams]
     return TokenView(
         label=label,
         users=tuple(users),

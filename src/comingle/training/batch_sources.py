@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.data.populations import listed
 from comingle.data.samples.samples import epoch
 from comingle.methods.base import Phase, Stream
@@ -37,7 +37,7 @@ class Feed(ABC):
 
     unit: str
     """What data is counted in."""
-    training: Training
+    plan: RunPlan
     trainers: Sequence[Any]
     batch_size: int
 
@@ -73,7 +73,7 @@ class Feed(ABC):
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int[Tensor, "users batch ..."]:
-        """Training examples of these numbers as :meth:`draw` has them, ``PAD`` for none; each as if it were alone."""
+        """RunPlan examples of these numbers as :meth:`draw` has them, ``PAD`` for none; each as if it were alone."""
         raise NotImplementedError(f"{type(self).__name__}: has no examples that could be numbered")
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Feed(ABC):
 
     def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int[Tensor, "users count ..."]:
         """A batch as :meth:`draw` has it, without data: windows of ``context + 1`` tokens."""
-        return fake(torch.empty(users, count, self.training.context + 1, dtype=torch.int64, device="meta"))
+        return fake(torch.empty(users, count, self.plan.training.context + 1, dtype=torch.int64, device="meta"))
 
     def blank_inputs(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Tensor:
         """What a model predicts from when it is scored, without data."""
@@ -152,8 +152,8 @@ class PassFeed(Feed):
     even = False
     """Whether all batches have one shape, whoever shares a step."""
 
-    def __init__(self, trainers: Sequence[Any], training: Training, batch_size: int, *, least: int = 1):
-        self.trainers, self.training, self.batch_size, self.least = listed(trainers), training, batch_size, least
+    def __init__(self, trainers: Sequence[Any], plan: RunPlan, batch_size: int, *, least: int = 1):
+        self.trainers, self.plan, self.batch_size, self.least = listed(trainers), plan, batch_size, least
         self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
         self._round = -1
 
@@ -178,12 +178,12 @@ class PassFeed(Feed):
 
     def steps(self, trainer: int) -> int:
         """Batches of all local epochs."""
-        return self.training.local_epochs * self._batches(self.count(trainer, "train"))
+        return self.plan.training.local_epochs * self._batches(self.count(trainer, "train"))
 
     def seen(self, trainer: int) -> int:
-        """Training samples of a round."""
+        """RunPlan samples of a round."""
         count = self.count(trainer, "train")
-        return self.training.local_epochs * min(count, self._batches(count) * self.batch_size)
+        return self.plan.training.local_epochs * min(count, self._batches(count) * self.batch_size)
 
     def numbers(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
@@ -210,7 +210,7 @@ class PassFeed(Feed):
         number, at = divmod(place, max(1, self._batches(count)))
         key = (trainer, purpose, number)
         if key not in self._order:
-            random = generator(self.training.seed, self.trainers[trainer].name, round_number, purpose, number)
+            random = generator(self.plan.seed, self.trainers[trainer].name, round_number, purpose, number)
             self._order[key] = epoch(count, self.batch_size, random)
         return self._order[key][at]
 

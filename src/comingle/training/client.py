@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.config.settings import MEMORY, Training
+from comingle.config.settings import MEMORY, RunPlan
 from comingle.data.populations import Numbers, drawn, names_of
 from comingle.methods.base import Method, Part
 from comingle.models.hardware import require_bytes
@@ -72,9 +72,9 @@ STORES: Registry[Any] = Registry(
 """Classes that keep users' tensors outside of memory, by the value of ``runtime.store``."""
 
 
-def batch_size(method: Method, training: Training, users: int) -> int:
+def batch_size(method: Method, plan: RunPlan, users: int) -> int:
     """Sequences or samples in a trainer's step: a pooled one sees as many as its users would have together."""
-    return training.batch_size * (users if method.placement.pooled else 1)
+    return plan.training.batch_size * (users if method.placement.pooled else 1)
 
 
 class Users:
@@ -91,7 +91,7 @@ class Users:
         self,
         model: Model,
         method: Method,
-        training: Training,
+        plan: RunPlan,
         *,
         trainers: Population,
         users: Population,
@@ -100,7 +100,7 @@ class Users:
         skipped: Mapping[str, str] = MappingProxyType({}),
         skipped_rows: int = 0,
     ):
-        self.model, self.method, self.training = model, method, training
+        self.model, self.method, self.plan = model, method, plan
         self.trainers, self.users, self.skipped = trainers, users, skipped
         self.skipped_rows = skipped_rows
         self.names = names_of(trainers)
@@ -109,19 +109,19 @@ class Users:
         self.rows = method.placement.copies * len(trainers)
         last = self.rows - len(trainers)
         self.row_of: Sequence[int] = [last] * len(users) if method.placement.pooled else range(last, last + len(users))
-        self.batch_size = batch_size(method, training, len(users))
+        self.batch_size = batch_size(method, plan, len(users))
         self.stopped_after: int | None = None  # where the privacy budget allows no more rounds
-        self.steps = Steps(model=model, method=method, training=training, trainers=len(trainers), source=feed)
+        self.steps = Steps(model=model, method=method, plan=plan, trainers=len(trainers), source=feed)
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.client.phases if model.layout.touching(phase.roles).slots]
         self.scorer = Scorer(steps=self.steps)
         self.shares = bool(model.layout.mask(method.shared).any())
-        self.mechanisms: tuple[PrivacyMechanism, ...] = client_mechanisms(training) if self.shares else ()
-        self.steps.private = private_steps(self.mechanisms, model, method, training)
+        self.mechanisms: tuple[PrivacyMechanism, ...] = client_mechanisms(plan) if self.shares else ()
+        self.steps.private = private_steps(self.mechanisms, model, method, plan)
         self.state = self._started()
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.resized()
-        if training.select == "best":
+        if plan.evaluation.select == "best":
             if reads:
                 self.require_validation(any(len(user.valid) for user in self.users))
             self.state.remember(0)
@@ -147,8 +147,8 @@ class Users:
     # ---------------------------------------------------------------- state
 
     def _started(self) -> State:
-        if self.training.store != MEMORY:
-            return STORES[self.training.store](self)
+        if self.plan.runtime.store != MEMORY:
+            return STORES[self.plan.runtime.store](self)
         what = f"method {self.method.name}: the trained tensors of {len(self.trainers)} users"
         advice = "; runtime.store: disk keeps those elsewhere who do not take part"
         require_bytes(what, 4 * self.rows * self.model.layout.columns, advice)
@@ -156,7 +156,7 @@ class Users:
 
     @cached_property
     def _first(self) -> Tensor:
-        return draw(self.model.layout, self.training.seed, "server")
+        return draw(self.model.layout, self.plan.seed, "server")
 
     def begin(self, rows: Sequence[int]) -> State:
         """What some rows are before the first round: it follows from the seed and whose they are, and nothing else."""
@@ -168,20 +168,20 @@ class Users:
             names=names,
             local=layout.mask(method.client.trained) & ~layout.mask(method.shared),
             ranks=model.ranks,
-            seed=self.training.seed,
+            seed=self.plan.seed,
             first=self._first,
-            moments=self.training.experts.moments | self.training.router.moments,
+            moments=self.plan.training.experts.moments | self.plan.training.router.moments,
             accumulates=method.client.accumulates,
             # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.
             dtype=torch.promote_types(self.model.dtype, torch.float32),
         )
         shared = restrict(layout.views(state.rows), layout, method.shared)
         for part in method.client.parts:
-            state.kept |= part.start(names, self.training.seed) | part.start_like(shared)
-        if self.training.uploads == "int8":
+            state.kept |= part.start(names, self.plan.seed) | part.start_like(shared)
+        if self.plan.training.uploads == "int8":
             state.kept |= {RESIDUAL + name: torch.zeros_like(t) for name, t in shared.items()}
-        if change_updates(self.mechanisms) and self.training.privacy is not None:
-            state.kept |= start_references(shared, self.training.privacy.first_bound)
+        if change_updates(self.mechanisms) and self.plan.privacy is not None:
+            state.kept |= start_references(shared, self.plan.privacy.first_bound)
         if method.server.first_download:
             state.versions -= 1
         if (mixture := method.placement.mixture) is not None and mixture.optimal:
@@ -246,10 +246,10 @@ class Users:
     @cached_property
     def scored(self) -> Sequence[int]:
         """The users who are evaluated, by number: all, or those who were drawn once for the whole run."""
-        count = self.training.evaluate_users
+        count = self.plan.evaluation.users
         if count is None or count >= len(self.everybody):
             return range(len(self.users))
-        chosen = drawn(self.everybody, count, self.training.seed, "evaluation")
+        chosen = drawn(self.everybody, count, self.plan.seed, "evaluation")
         if len(self.everybody) == len(self.users):
             return chosen
         return Numbers(names_of(self.users)).there([self.everybody[number] for number in chosen])
@@ -354,11 +354,11 @@ class Clients(Users):
         cohort = self.cohort(list(members), round_number, state=state)
         tensors = restrict(cohort.tensors, self.model.layout, self.method.shared)
         copies = {name: t.clone() for name, t in tensors.items()}
-        reports = losses if self.training.privacy is None else {}
+        reports = losses if self.plan.privacy is None else {}
         if change_updates(self.mechanisms):
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = protect_uploads(self.mechanisms, copies, cohort, amounts, round_number)
-        form, places = self.training.uploads, list(range(len(cohort.rows)))
+        form, places = self.plan.training.uploads, list(range(len(cohort.rows)))
         sent = compress_kept(copies, form, cohort.kept, places, remembers=not counts)
         if form == "int8" and not counts:
             state.put(cohort.rows, cohort.part)
@@ -372,7 +372,7 @@ class Clients(Users):
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
         counts = {COUNT: torch.tensor([len(self.trainers[member].train) for member in members])}
-        reports = counts if self.training.weighting != "uniform" and self.training.privacy is None else {}
+        reports = counts if self.plan.training.weighting != "uniform" and self.plan.privacy is None else {}
         for part in self.method.client.parts:
             reports = reports | part.report(cohort)
         return reports
@@ -410,7 +410,7 @@ class Clients(Users):
     @property
     def rounds_done(self) -> int:
         """After how many rounds the run ends: as planned, or before the privacy budget would be exceeded."""
-        return self.training.rounds * self.method.trains if self.stopped_after is None else self.stopped_after
+        return self.plan.training.rounds * self.method.trains if self.stopped_after is None else self.stopped_after
 
     def choose(self) -> None:
         """End with the models of the best round, where that is asked for."""
@@ -432,7 +432,7 @@ class Clients(Users):
         """Bytes that each of them sends in an exchange in which it takes part; 0 where there is none."""
         if not self.shares:
             return [0] * len(self.scored)
-        if (sums := self.training.sums) is not None:
+        if (sums := self.plan.sums) is not None:
             size = self.model.layout.count(self.method.shared)
             return [sums.sent_bytes(self.name(row), size) for row in self.scored_rows]
         sent: dict[int, int] = {}
@@ -539,7 +539,7 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
     if not clients.method.client.finetunes or any(phase.label == TUNING for phase in clients.phases):
         yield
         return
-    last = clients.training.rounds - 1
+    last = clients.plan.training.rounds - 1
     state, phases = clients.state, clients.phases
     clients.state = state.copy()
     clients.phases = [replace(phase, label=TUNING) for phase in clients.method.client.tuning or phases]
@@ -564,7 +564,7 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
     some = range(trainers) if ends else clients.scored_trainers
     everything = [copy * trainers + trainer for copy in range(copies) for trainer in some] if parts else []
     for rows in cohorts(everything, clients.portions.users):
-        cohort = clients.cohort(rows, clients.training.rounds, state=clients.state.without_moments())
+        cohort = clients.cohort(rows, clients.plan.training.rounds, state=clients.state.without_moments())
         for part in parts:
             part.settle(cohort)
         clients.state.put(rows, cohort.part)
@@ -577,6 +577,6 @@ def finish(clients: Clients) -> None:
     for some in cohorts(range(trainers), clients.at_once) if parts else ():
         everything = [copy * trainers + trainer for copy in range(copies) for trainer in some]
         for part in parts:
-            cohort = clients.cohort(everything, clients.training.rounds)
+            cohort = clients.cohort(everything, clients.plan.training.rounds)
             cohort.part.rows[-len(some) :] = part.finish(cohort)
             clients.state.put(everything, cohort.part)

@@ -145,8 +145,8 @@ class Cohort(Members):
     @property
     def router_rate(self) -> float:
         """The router's learning rate in this round."""
-        training = self.steps.training
-        return learning_rate(training.router, self.round_number, training.rounds)
+        plan = self.steps.plan
+        return learning_rate(plan.training.router, self.round_number, plan.training.rounds)
 
     def reset(self, roles: frozenset[str]) -> None:
         """Make the tensors of some roles what they were before any training."""

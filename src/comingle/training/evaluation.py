@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.config.settings import SHORTEST, Training
+from comingle.config.settings import SHORTEST, RunPlan
 from comingle.methods.base import Method
 from comingle.methods.server import aggregation_weights
 from comingle.models.hardware import peak_memory_bytes
@@ -69,12 +69,15 @@ TRAIN_COST = Fraction(23, 10)
 
 def amounts_of(clients: Clients) -> list[int]:
     """Return how many evaluated users train, on how many tokens or samples a round, and how many are scored at once."""
-    trainers, splits = clients.scored_trainers, ("test", "valid") if clients.training.select == "best" else ("test",)
+    trainers, splits = (
+        clients.scored_trainers,
+        ("test", "valid") if clients.plan.evaluation.select == "best" else ("test",),
+    )
     scored = [clients.feed.scoring(getattr(user, split)) for user in clients.scored_users for split in splits]
     return [len(trainers), sum(map(clients.feed.seen, trainers)), sum(scored)]
 
 
-def period(training: Training, amounts: Sequence[int], users: int) -> int:
+def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
     """Return the number of rounds from one evaluation to the next.
 
     Warns if the evaluations that every run has take more than :data:`EVALUATION_SHARE`.
@@ -84,16 +87,16 @@ def period(training: Training, amounts: Sequence[int], users: int) -> int:
         amounts: As :func:`amounts_of`, of trainers that stand for all users.
         users: Number of all users.
     """
-    (trainers, trained, scored), part = amounts, training.participation
+    (trainers, trained, scored), part = amounts, plan.participation
     if not trained or not scored:
         return SHORTEST
     present = sample_size(part, users) if isinstance(part, float | int) else Fraction(sum(map(len, part)), len(part))
-    room = EVALUATION_SHARE * TRAIN_COST * training.rounds * present * Fraction(trained, trainers) / scored
-    others = training.evaluate_first + (training.select == "best")  # whose models are scored once more
-    every = max(SHORTEST, math.ceil(training.rounds / max(1, math.floor(room) - others)))
-    if (count := others + math.ceil(training.rounds / every)) > room:
-        less = f"lower {training.test_limit}" if training.test_limit else "give less test data"
-        first = " or set evaluation.first: false" if training.evaluate_first else ""
+    room = EVALUATION_SHARE * TRAIN_COST * plan.training.rounds * present * Fraction(trained, trainers) / scored
+    others = plan.evaluation.first + (plan.evaluation.select == "best")  # whose models are scored once more
+    every = max(SHORTEST, math.ceil(plan.training.rounds / max(1, math.floor(room) - others)))
+    if (count := others + math.ceil(plan.training.rounds / every)) > room:
+        less = f"lower {plan.test_limit}" if plan.test_limit else "give less test data"
+        first = " or set evaluation.first: false" if plan.evaluation.first else ""
         _say(float(100 * count * EVALUATION_SHARE / room), less + first)
     return every
 
@@ -126,7 +129,7 @@ def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, Mapp
     if None not in truth:
         event["clusters"] = dict(zip(names, truth, strict=True))
     if None not in truth and _are_shares(shares):
-        weights = _sizes([of_user["count"] for of_user in users.values()], clients.training)
+        weights = _sizes([of_user["count"] for of_user in users.values()], clients.plan)
         event["aggregation_mismatch"] = round(float(mismatch(shares, torch.tensor(truth), weights).mean()), PRECISION)
     return event
 
@@ -168,9 +171,9 @@ def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None
     return next((shares.double().cpu() for shares in chosen if shares is not None), None)
 
 
-def _sizes(counts: Sequence[int], training: Training) -> Float[Tensor, " users"]:
+def _sizes(counts: Sequence[int], plan: RunPlan) -> Float[Tensor, " users"]:
     """Each user's share of the training data, p(k), or equal shares where means are uniform."""
-    return averaging_weights(torch.tensor(counts) if training.weighting != "uniform" else torch.ones(len(counts)))
+    return averaging_weights(torch.tensor(counts) if plan.training.weighting != "uniform" else torch.ones(len(counts)))
 
 
 def entropy(mixture: Float[Tensor, "users clusters"]) -> Float[Tensor, " users"]:
@@ -275,16 +278,14 @@ def measured(score: AnyScore) -> dict[str, float]:
     return {f"test_{name}": value for name, value in score.measures.items()}
 
 
-def start_event(
-    method: Method, training: Training, base: str, users: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+def start_event(method: Method, plan: RunPlan, base: str, users: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What a run says first: what it is, and how much everybody has, by :func:`amounts`."""
     return {
         "event": "start",
         "method": method.name,
-        "seed": training.seed,
+        "seed": plan.seed,
         "base": base,
-        "rounds": training.rounds if method.trains else 0,
+        "rounds": plan.training.rounds if method.trains else 0,
         "users": users,
     }
 
@@ -340,7 +341,7 @@ def summarise(
         users_metrics(clients, scores) if users is None else users,
         clients.model,
         clients.method,
-        clients.training,
+        clients.plan,
         clock,
         rounds=clients.rounds_done,
         selected=clients.chosen_round,
@@ -353,7 +354,7 @@ def metrics_of(
     users: dict[str, dict[str, Any]],
     model: Model,
     method: Method,
-    training: Training,
+    plan: RunPlan,
     clock: Clock,
     *,
     rounds: int,
@@ -364,10 +365,10 @@ def metrics_of(
     """The same out of what is known of each user."""
     return Metrics(
         method=method.name,
-        seed=training.seed,
+        seed=plan.seed,
         base=model.name,
         rounds=rounds,
-        planned_rounds=training.rounds if rounds < training.rounds * method.trains else None,
+        planned_rounds=plan.training.rounds if rounds < plan.training.rounds * method.trains else None,
         selected_round=selected,
         measure=measure,
         unit=unit,

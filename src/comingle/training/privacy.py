@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import AUTO, KEY, AggregationSection, Terms, Training
+from comingle.config.settings import KEY, AggregationSection, RunPlan, Terms
 from comingle.methods import make
 from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
@@ -42,60 +42,60 @@ from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.trees import Layout, Tree, restrict
 
 
-def client_mechanisms(training: Training) -> tuple[PrivacyMechanism, ...]:
+def client_mechanisms(plan: RunPlan) -> tuple[PrivacyMechanism, ...]:
     """Return the privacy mechanisms of a client."""
-    return make_mechanisms(
-        training.privacy, sums=training.sums, participation=training.participation, key=_key(training)
-    )
+    return make_mechanisms(plan.privacy, sums=plan.sums, participation=plan.participation, key=_key(plan))
 
 
-def server_mechanisms(training: Training, users: Sequence[str]) -> tuple[PrivacyMechanism, ...]:
+def server_mechanisms(plan: RunPlan, users: Sequence[str]) -> tuple[PrivacyMechanism, ...]:
     """Return the privacy mechanisms of a server of these users."""
     return make_mechanisms(
-        training.privacy,
-        training.aggregation,
-        sums=training.sums,
-        participation=training.participation,
+        plan.privacy,
+        plan.aggregation,
+        sums=plan.sums,
+        participation=plan.participation,
         users=users,
-        key=_key(training),
+        key=_key(plan),
     )
 
 
-def work_of(training: Training, method: Method, name: str, *, examples: int, iterations: int) -> Work:
+def work_of(plan: RunPlan, method: Method, name: str, *, examples: int, iterations: int) -> Work:
     """What a user with so many examples, and so many local iterations in a round, does in a whole run."""
     steps = [phase.steps * -(-iterations // phase.every) for phase in sharing(method)]
-    rounds = _turns(training)[name]
-    return Work(examples=examples, batch=training.batch_size, steps=sum(steps), rounds=rounds)
+    rounds = _rounds_of_users(plan.participation, plan.seed, plan.training.rounds, plan.users)[name]
+    return Work(examples=examples, batch=plan.training.batch_size, steps=sum(steps), rounds=rounds)
 
 
 @lru_cache(maxsize=16)
-def _turns(training: Training) -> Counter[str]:
-    """In how many rounds each user takes part."""
-    rounds = (participants(training, number, training.users) for number in range(training.rounds))
-    return Counter(training.users[user] for members in rounds for user in members)
+def _rounds_of_users(
+    participation: float | tuple[tuple[int, ...], ...], seed: int, rounds: int, users: tuple[str, ...]
+) -> Counter[str]:
+    """Return the number of rounds in which each user takes part."""
+    plan = RunPlan(participation=participation, seed=seed)
+    return Counter(users[user] for number in range(rounds) for user in participants(plan, number, users))
 
 
-def terms_of(training: Training, run: str, done: int, size: int) -> Terms:
+def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
     """What all know of the sum of round ``done`` (from 1) of so many numbers; who is asked is drawn from the seed."""
-    assert training.sums is not None
-    names = training.sums.users
-    asked = tuple(names[user] for user in participants(training, done - 1, names))
-    return training.sums.terms(run, done, size, asked)
+    assert plan.sums is not None
+    names = plan.sums.users
+    asked = tuple(names[user] for user in participants(plan, done - 1, names))
+    return plan.sums.terms(run, done, size, asked)
 
 
-def with_sums(training: Training, users: Sequence[str]) -> Training:
+def with_sums(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     """The settings with how uploads are summed, where the server sees sums alone; ``users`` are all of the federation.
 
     Raises:
         RecipeError: a round has too few users for a sum, or the grid is too coarse for the noise.
     """
-    privacy = training.privacy
+    privacy = plan.privacy
     if privacy is None or privacy.secure_aggregation is None:
-        return training
-    weighted = training.weighting != "uniform" and not privacy.noisy
-    sums = Sums(privacy=privacy, participation=training.participation, users=tuple(users), weighted=weighted)
+        return plan
+    weighted = plan.training.weighting != "uniform" and not privacy.noisy
+    sums = Sums(privacy=privacy, participation=plan.participation, users=tuple(users), weighted=weighted)
     sums.check()
-    return replace(training, sums=sums)
+    return replace(plan, sums=sums)
 
 
 def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, begun: bool = False) -> None:
@@ -129,38 +129,38 @@ def set_key(key: str, *mechanisms: PrivacyMechanism) -> None:
         mechanism.key = key
 
 
-def _key(training: Training) -> str:
+def _key(plan: RunPlan) -> str:
     """A new key until a kept one takes its place; in simulations that ask for it, the seed."""
-    reproducible = training.privacy is not None and training.privacy.noise == "reproducible"
-    return f"seed {training.seed}" if reproducible else new_key()
+    reproducible = plan.privacy is not None and plan.privacy.noise == "reproducible"
+    return f"seed {plan.seed}" if reproducible else new_key()
 
 
-def with_noise(training: Training, method: Method, users: Sequence[str]) -> Training:
+def with_noise(plan: RunPlan, method: Method, users: Sequence[str]) -> RunPlan:
     """The settings with a noise multiplier: given, or the least with which the planned rounds spend epsilon.
 
     Raises:
         RecipeError: the package that computes it is not installed, or no noise is enough.
     """
-    privacy = training.privacy
+    privacy = plan.privacy
     if privacy is not None and privacy.protects == "example":
-        return replace(training, users=tuple(users))
+        return replace(plan, users=tuple(users))
     if privacy is None or not privacy.noisy or privacy.noise_multiplier is not None:
-        return training
-    count = planned_releases(training, method, users)
-    multiplier = calibrate(privacy, training.participation, len(users), count)
-    return replace(training, privacy=privacy.model_copy(update={"noise_multiplier": multiplier}))
+        return plan
+    count = planned_releases(plan, method, users)
+    multiplier = calibrate(privacy, plan.participation, len(users), count)
+    return replace(plan, privacy=privacy.model_copy(update={"noise_multiplier": multiplier}))
 
 
-def planned_releases(training: Training, method: Method, users: Sequence[str]) -> int:
+def planned_releases(plan: RunPlan, method: Method, users: Sequence[str]) -> int:
     """In how many rounds of a whole run something is revealed of the user of whom most is."""
-    privacy = training.privacy
+    privacy = plan.privacy
     assert privacy is not None
-    rounds = training.rounds if method.trains else 0
-    exchanging = [n for n in range(rounds) if exchanged_after(method, training, bool(method.shared), n + 1)]
+    rounds = plan.training.rounds if method.trains else 0
+    exchanging = [n for n in range(rounds) if exchanged_after(method, plan, bool(method.shared), n + 1)]
     known = privacy.model_copy(update={"noise_multiplier": privacy.noise_multiplier or 1.0})
-    if release_of(known, training.participation, len(users)).sampled:
+    if release_of(known, plan.participation, len(users)).sampled:
         return len(exchanging)
-    return most_releases([participants(training, number, users) for number in exchanging])
+    return most_releases([participants(plan, number, users) for number in exchanging])
 
 
 TUNING = "tuning"
@@ -179,7 +179,7 @@ class PrivateSteps:
 
     mechanism: PrivacyMechanism
     method: Method
-    training: Training
+    plan: RunPlan
 
     def applies(self, phase: Phase, layout: Layout) -> bool:
         """Whether a phase trains something that is sent."""
@@ -212,9 +212,9 @@ class PrivateSteps:
             RecipeError: it has so many examples that delta would allow one of them to be published.
         """
         name, count = feed.trainers[trainer].name, feed.examples(trainer)
-        if self.training.privacy is not None:
-            check_delta(self.training.privacy, name, count)
-        return work_of(self.training, self.method, name, examples=count, iterations=feed.steps(trainer))
+        if self.plan.privacy is not None:
+            check_delta(self.plan.privacy, name, count)
+        return work_of(self.plan, self.method, name, examples=count, iterations=feed.steps(trainer))
 
     # ---------------------------------------------------------------- a step
 
@@ -326,7 +326,7 @@ class PrivateSteps:
 
 
 def private_steps(
-    mechanisms: Sequence[PrivacyMechanism], model: Model, method: Method, training: Training
+    mechanisms: Sequence[PrivacyMechanism], model: Model, method: Method, plan: RunPlan
 ) -> PrivateSteps | None:
     """Return the local steps of a mechanism that protects single examples, if a run has one.
 
@@ -342,7 +342,7 @@ def private_steps(
             f"{where}: statistics of batch norm are of all examples of a batch together; allowed: a net with "
             "group norm, as net:resnet9-group"
         )
-    steps = PrivateSteps(mechanism=mechanism, method=method, training=training)
+    steps = PrivateSteps(mechanism=mechanism, method=method, plan=plan)
     try:
         model.without(steps.own(model.layout))
     except RecipeError as error:
@@ -350,39 +350,34 @@ def private_steps(
     return steps
 
 
-def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
-    """The engine's settings, with users named in ``participation`` turned into numbers.
+def make_plan(recipe: Recipe, names: Sequence[str]) -> RunPlan:
+    """Return the plan of a recipe for its users, with noise and sums as its privacy asks for.
+
+    Args:
+        recipe: The recipe.
+        names: Names of all users, in order.
 
     Raises:
-        RecipeError: ``participation`` names somebody who is not a user.
+        RecipeError: ``participation`` names somebody who is not a user, or no noise is enough.
     """
-    section = recipe.training
-    participation: Any = section.participation
+    participation: Any = recipe.training.participation
     if isinstance(participation, list):
         for name in (n for members in participation for n in members):
             if name not in names:
                 raise RecipeError(f"training.participation: no user {name!r}; there are: {list_names(names)}")
         participation = tuple(tuple(names.index(n) for n in members) for members in participation)
-    plain = {f.name: getattr(section, f.name) for f in fields(Training) if hasattr(section, f.name)}
-    training = Training(
-        **{
-            **plain,
-            "participation": participation,
-        },
-        seed=recipe.seed,
-        users_per_step=None if recipe.runtime.users_per_step == AUTO else recipe.runtime.users_per_step,
-        micro_batch=recipe.runtime.micro_batch,
-        evaluate=recipe.evaluation.model,
-        evaluate_every=recipe.evaluation.every,
-        evaluate_first=recipe.evaluation.first,
-        select=recipe.evaluation.select,
-        checkpoint_every=recipe.checkpoints.every,
-        evaluate_users=recipe.evaluation.users,
-        test_limit=test_limit_of(recipe),
+    plan = RunPlan(
+        training=recipe.training,
+        evaluation=recipe.evaluation,
+        checkpoints=recipe.checkpoints,
+        runtime=recipe.runtime,
         privacy=recipe.privacy,
         aggregation=aggregation_of(recipe),
+        seed=recipe.seed,
+        participation=participation,
+        test_limit=test_limit_of(recipe),
     )
-    return with_sums(with_noise(training, make(recipe.method.name, **recipe.method.settings), names), names)
+    return with_sums(with_noise(plan, make(recipe.method.name, **recipe.method.settings), names), names)
 
 
 def test_limit_of(recipe: Recipe) -> str:

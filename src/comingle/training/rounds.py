@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from comingle.config.settings import Training, protects_examples
+from comingle.config.settings import RunPlan, protects_examples
 from comingle.methods.base import ROUTERS, Method
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, S
 from comingle.training.evaluation import Clock
@@ -161,10 +161,10 @@ def run_rounds(
     """
     clock = clock or Clock()
     clock.started = time.perf_counter()
-    training, rounds = backend.start(observe, clock)
+    run, rounds = backend.start(observe, clock)
     method, account, shares = backend.server.method, backend.server.account, backend.server.shares
-    exchanged = counts_exchanged(method, training)
-    stopped = rounds < training.rounds * method.trains  # by the privacy budget, before the run was resumed
+    exchanged = counts_exchanged(method, run)
+    stopped = rounds < run.training.rounds * method.trains  # by the privacy budget, before the run was resumed
     scores: S | None = None
 
     def evaluate(done: int, *, receives: bool = True, finishes: bool = False, silent: bool = False) -> S | None:
@@ -173,16 +173,16 @@ def run_rounds(
             observe(event)
         return scores if found is None else found
 
-    if rounds and first_round == 0 and training.evaluate_first:
+    if rounds and first_round == 0 and run.evaluation.first:
         scores = evaluate(0)  # where every curve starts: the pretrained model
     for round_number in range(first_round, rounds):
-        plan = plan_round(method, training, shares, round_number)
+        plan = plan_round(method, run, shares, round_number)
         participants = backend.select_participants(plan)
         if participants is None:
-            told = method.name, round_number, training.rounds
+            told = method.name, round_number, run.training.rounds
             logger.warning("%s: the privacy budget is spent after round %d of %d", *told)
             finishes = exchanged and any(part.finishes for part in method.client.parts)
-            if backend.remote or finishes or round_number % training.period:
+            if backend.remote or finishes or round_number % run.period:
                 scores = None
                 scores = evaluate(round_number, receives=exchanged, finishes=exchanged)
             rounds = round_number
@@ -213,23 +213,23 @@ def run_rounds(
     return scores
 
 
-def plan_round(method: Method, training: Training, shares: bool, round_number: int) -> RoundPlan:
+def plan_round(method: Method, run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
     """Return the plan of a round.
 
     Args:
         method: The method of the run.
-        training: The settings of the run.
+        run: The settings of the run.
         shares: Whether users have anything to upload.
         round_number: The round, counted from 0.
     """
     done = round_number + 1
-    ends, counts = done == training.rounds, "exchanged" if counts_exchanged(method, training) else "local"
+    ends, counts = done == run.training.rounds, "exchanged" if counts_exchanged(method, run) else "local"
     return RoundPlan(
         number=round_number,
         ends=ends,
-        exchanges=exchanged_after(method, training, shares, done),
-        evaluates=counts if ends or done % training.period == 0 else None,
-        saves=ends or done % training.checkpoint_every == 0,
+        exchanges=exchanged_after(method, run, shares, done),
+        evaluates=counts if ends or done % run.period == 0 else None,
+        saves=ends or done % run.checkpoints.every == 0,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.data.populations import LOTS, Numbers
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Received, ServerSetup
@@ -110,31 +110,31 @@ class ServerHalf:
         """What of its state has the users on its leading dimension."""
         return self.method.server.by_user | {RANKS} | {name for one in self.mechanisms for name in one.by_user}
 
-    def invite(self, training: Training, number: int, *, releases: bool = True) -> list[int] | None:
+    def invite(self, plan: RunPlan, number: int, *, releases: bool = True) -> list[int] | None:
         """Return the participants of round ``number`` (from 0), by number; None where the privacy budget ends the run.
 
         No user may take part where users are drawn one by one. A round that ``releases`` nothing costs nothing.
         """
-        members: list[int] | None = participants(training, number, self.users)
+        members: list[int] | None = participants(plan, number, self.users)
         for mechanism in self.mechanisms:
             members = None if members is None else mechanism.admit(members, number, releases=releases)
         return members
 
-    def check_rounds(self, training: Training) -> None:
+    def check_rounds(self, plan: RunPlan) -> None:
         """Check that rounds are large enough for all privacy mechanisms.
 
         Raises:
             RecipeError: They are not, or users' ranks differ where they must not.
         """
         if self.shares and self.mechanisms:
-            sizes, same = round_sizes(training, self.users), len(set(self.ranks.tolist())) == 1
+            sizes, same = round_sizes(plan, self.users), len(set(self.ranks.tolist())) == 1
             for mechanism in self.mechanisms:
                 mechanism.check_rounds(sizes, same_ranks=same)
 
-    def warn_of_noise(self, training: Training) -> None:
+    def warn_of_noise(self, plan: RunPlan) -> None:
         """Log a warning where the noise of a private run drowns what its users can change."""
         for mechanism in self.mechanisms if self.shares else ():
-            if why := mechanism.warn(self.size, training.rounds):
+            if why := mechanism.warn(self.size, plan.training.rounds):
                 logger.warning("%s", why)
 
     def download(self, users: Sequence[str]) -> Download:
@@ -312,13 +312,13 @@ def clustered(model: Model, method: Method) -> tuple[str, ...]:
     )
 
 
-def start_server(model: Model, method: Method, users: Sequence[str], training: Training) -> ServerHalf:
+def start_server(model: Model, method: Method, users: Sequence[str], plan: RunPlan) -> ServerHalf:
     """The server before the first round.
 
     Raises:
         RecipeError: it merges or hands out whole models, and users' ranks differ; or it passes uploads on, compressed.
     """
-    uploads, mechanisms = training.uploads, server_mechanisms(training, users)
+    uploads, mechanisms = plan.training.uploads, server_mechanisms(plan, users)
     for mechanism in mechanisms:
         mechanism.check_server(method, model.layout, len(users))
     if method.server.peer_to_peer and uploads != "float32":
@@ -335,18 +335,18 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
         users=users,
         scales=_of_each(model.scales, len(users)),
         ranks=_of_each(model.ranks, len(users)),
-        weighted=training.weighting != "uniform" and training.privacy is None,
+        weighted=plan.training.weighting != "uniform" and plan.privacy is None,
         uploads=uploads,
         clustered=clustered(model, method),
         centred=model.centre,
         mechanisms=mechanisms,
-        sums=training.sums,
+        sums=plan.sums,
     )
     if method.shared:
-        first = model.layout.views(_first_models(model, method, training.seed))
+        first = model.layout.views(_first_models(model, method, plan.seed))
         models = restrict(first, model.layout, method.received)
         roles = model.layout.named_roles(method.received)
-        setup = ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed, roles=roles)
+        setup = ServerSetup(models=models, users=half.users, scales=half.scales, seed=plan.seed, roles=roles)
         kept = method.server.start(setup)
         half.kept = {name: t.to(model.device) for name, t in kept.items()}
     return half

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.data.populations import drawn
 from comingle.methods.base import Method
 from comingle.privacy.accounting import sample_size
@@ -45,17 +45,17 @@ class Portions:
         return batch, max(1, room // batch)
 
 
-def portions(training: Training, device: torch.device, batch_size: int) -> Portions:
+def portions(plan: RunPlan, device: torch.device, batch_size: int) -> Portions:
     """Fill in what the settings leave open: whole batches of as many users as a pass takes.
 
     The number of sequences does not depend on ``users_per_step``, so that results do not either.
     """
-    room = max(1, TOKENS_PER_PASS.get(device.type, TOKENS_PER_PASS["cpu"]) // training.context)
-    sequences = min(training.micro_batch or room, batch_size)
-    return Portions(users=training.users_per_step or max(1, room // sequences), sequences=sequences)
+    room = max(1, TOKENS_PER_PASS.get(device.type, TOKENS_PER_PASS["cpu"]) // plan.training.context)
+    sequences = min(plan.runtime.micro_batch or room, batch_size)
+    return Portions(users=plan.users_per_step or max(1, room // sequences), sequences=sequences)
 
 
-def participants(training: Training, round_number: int, users: Sequence[str]) -> list[int]:
+def participants(plan: RunPlan, round_number: int, users: Sequence[str]) -> list[int]:
     """Which of the users take part in this round (from 0), by number, in ascending order.
 
     They are :func:`comingle.data.populations.drawn`.
@@ -63,31 +63,31 @@ def participants(training: Training, round_number: int, users: Sequence[str]) ->
     Raises:
         RecipeError: a list names a user who does not exist.
     """
-    if isinstance(training.participation, float | int):
-        count = sample_size(training.participation, len(users))
-        return drawn(users, count, training.seed, round_number, "participation")
-    chosen = training.participation[round_number % len(training.participation)]
+    if isinstance(plan.participation, float | int):
+        count = sample_size(plan.participation, len(users))
+        return drawn(users, count, plan.seed, round_number, "participation")
+    chosen = plan.participation[round_number % len(plan.participation)]
     if wrong := [u for u in chosen if not 0 <= u < len(users)]:
         raise RecipeError(f"training.participation: user {wrong[0]}; allowed: 0 to {len(users) - 1}")
     return sorted(set(chosen))
 
 
-def round_sizes(training: Training, users: Sequence[str]) -> set[int]:
+def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
     """How many of the users take part in a round: the numbers that occur."""
-    listed = training.participation
+    listed = plan.participation
     if isinstance(listed, float | int):
         return {sample_size(listed, len(users))}
-    return {len(participants(training, number, users)) for number in range(len(listed))}
+    return {len(participants(plan, number, users)) for number in range(len(listed))}
 
 
-def counts_exchanged(method: Method, training: Training) -> bool:
+def counts_exchanged(method: Method, plan: RunPlan) -> bool:
     """Whether the models that count are those behind the exchange that ends a round, not the local ones before it."""
-    return training.evaluate == "exchanged" or method.client.ends_exchanged
+    return plan.evaluation.model == "exchanged" or method.client.ends_exchanged
 
 
-def exchanged_after(method: Method, training: Training, shares: bool, done: int) -> bool:
+def exchanged_after(method: Method, plan: RunPlan, shares: bool, done: int) -> bool:
     """Whether there is an exchange after round ``done`` of a run: none after the last where local models count."""
-    wanted = done < training.rounds or counts_exchanged(method, training)
+    wanted = done < plan.training.rounds or counts_exchanged(method, plan)
     return wanted and shares and method.server.exchanges(done)
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.data.populations import LazyPopulation
 from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
@@ -135,7 +135,7 @@ class Steps:
 
     model: Model
     method: Method
-    training: Training
+    plan: RunPlan
     trainers: int
     source: Feed | Callable[[], Feed]
     """The trainers' data, or what makes it a feed when something needs it."""
@@ -180,7 +180,7 @@ class Steps:
     @property
     def iterations(self) -> int:
         """Local iterations of a whole run, by which learning rates decay."""
-        return self.training.rounds * self.local_steps
+        return self.plan.training.rounds * self.local_steps
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
         """Named tensors as the model computes with them."""
@@ -236,7 +236,7 @@ class Steps:
         number = cohort.round_number
         drawn = self.batches.draw(cohort.owners, phase, number, step, repeat)
         noise = self._noise(cohort.names, number, phase.purpose, step, repeat)
-        with self.model.randomness(self.training.seed, cohort.names[0], number, step, repeat):
+        with self.model.randomness(self.plan.seed, cohort.names[0], number, step, repeat):
             return self.gradient(cohort, drawn, phase, noise, names)
 
     def _private(
@@ -262,7 +262,7 @@ class Steps:
         mixture = self.method.placement.mixture
         if mixture is None or not mixture.noise:
             return None
-        streams = (generator(self.training.seed, name, "router noise", *place) for name in names)
+        streams = (generator(self.plan.seed, name, "router noise", *place) for name in names)
         shape = next(slot.shape for slot in self.model.layout.slots if slot.name == CLIENT_ROUTER)
         drawn = torch.stack([torch.randn(shape, generator=stream) for stream in streams])
         return mixture.noise * drawn.to(self.model.device, self.model.dtype)
@@ -283,7 +283,7 @@ class Steps:
         for name, roles in phase.optimizers:
             if name == "router":
                 part.router_steps += 1
-            settings = self.training.router if name == "router" else self.training.experts
+            settings = self.plan.training.router if name == "router" else self.plan.training.experts
             count = part.router_steps if name == "router" else part.iterations + 1
             trained, rate = self.model.layout.touching(roles), learning_rate(settings, iteration, self.iterations)
             take_step(trained, cohort, gradients, settings, rate, count, held)
@@ -349,7 +349,7 @@ class Steps:
             taken = restrict(tensors, layout, layout.roles - phase.without) if phase.without else tensors
             losses, penalty = model.losses(taken, owners, batch, train=True, **sample_shares)
             means = losses.flatten(1).sum(1) / counted.clamp(min=1)
-            objective = means + self.training.balance_weight * penalty
+            objective = means + self.plan.training.balance_weight * penalty
             for extra in self.method.client.parts:
                 objective = objective + extra.penalty(tensors, cohort.ranks)
             leaves = [tensors[name] for name in trained]

@@ -20,7 +20,7 @@ invariants are ``assert``s, never one of these.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any
 
@@ -35,7 +35,31 @@ class ComingleError(ValueError):
 
 
 class RecipeError(ComingleError):
-    """A recipe or a setting is wrong."""
+    """A recipe or a setting is wrong.
+
+    Args:
+        problems: Descriptions of what is wrong, one or more, each of one line.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def run_checks(*checks: Callable[[], object]) -> None:
+    """Run all checks of a recipe.
+
+    Raises:
+        RecipeError: One or more checks raised it; it has all their problems.
+    """
+    problems: dict[str, None] = {}  # without repetitions, in order
+    for check in checks:
+        try:
+            check()
+        except RecipeError as error:
+            problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise RecipeError(*problems)
 
 
 class UnknownMethodError(RecipeError):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.training.evaluation import Clock
 from comingle.training.events import AN_EVENT, Observer
 from comingle.training.server import ServerHalf
@@ -73,7 +73,7 @@ class Backend(ABC, Generic[S]):
     """Whether users are elsewhere, where they may be absent, and the server sees no round without an exchange."""
 
     @abstractmethod
-    def start(self, observe: Observer, clock: Clock) -> tuple[Training, int]:
+    def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
         """Send events to ``observe`` and count time and bytes on ``clock`` from now on.
 
         Returns:

@@ -179,7 +179,7 @@ class Sharded(InProcess):
         parts = self.ranks.gather(lambda: amounts_of(clients))
 
         def resolve() -> int:
-            return period(clients.training, [*map(sum, zip(*parts, strict=True))], len(clients.everybody))
+            return period(clients.plan, [*map(sum, zip(*parts, strict=True))], len(clients.everybody))
 
         return self.ranks.share(resolve)
 

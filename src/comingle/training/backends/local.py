@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from comingle.config.settings import AUTO, MEMORY, Terms, Training
+from comingle.config.settings import AUTO, MEMORY, RunPlan, Terms
 from comingle.data.populations import digest_names
 from comingle.privacy.secure_sum import VECTOR, Sums, as_words, keys_bytes, received_bytes, sent_bytes
 from comingle.protocol.messages import (
@@ -106,19 +106,19 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
     # ---------------------------------------------------------------- rounds
 
-    def start(self, observe: Observer, clock: Clock) -> tuple[Training, int]:
+    def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
         """Send events to ``observe``, count on ``clock``, and resolve how often the run evaluates."""
         self.observe, self.clock, clients = observe, clock, self.clients
-        if clients.training.evaluate_every == AUTO and clients.method.trains:
-            clients.training = replace(clients.training, evaluate_every=self._resolve_eval_interval())
-        return clients.training, clients.rounds_done
+        if clients.plan.evaluation.every == AUTO and clients.method.trains:
+            clients.plan = clients.plan.updated("evaluation", every=self._resolve_eval_interval())
+        return clients.plan, clients.rounds_done
 
     def _resolve_eval_interval(self) -> int:
-        return period(self.clients.training, amounts_of(self.clients), len(self.clients.everybody))
+        return period(self.clients.plan, amounts_of(self.clients), len(self.clients.everybody))
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
         """Return the participants of a round, or None and end the run where the privacy budget allows no more."""
-        participants = self.server.invite(self.clients.training, plan.number, releases=plan.exchanges)
+        participants = self.server.invite(self.clients.plan, plan.number, releases=plan.exchanges)
         if participants is None:
             self.clients.stopped_after = plan.number
         return participants
@@ -193,7 +193,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
         """Return test scores and, where the best round is selected, validation losses."""
         clients = self.clients
-        settle(clients, ends=done >= clients.training.rounds or len(clients.scored) == len(clients.users))
+        settle(clients, ends=done >= clients.plan.training.rounds or len(clients.scored) == len(clients.users))
         with finetuned(clients, done):  # once for both
             scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
         check_finite(clients, scores, done)
@@ -340,7 +340,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             if self.masked is not None:
                 whole = sent.tensors.get(VECTOR, torch.zeros(0, 0))
                 uploads = {name: as_words(row) for name, row in zip(sent.users, whole, strict=True)}
-                terms = terms_of(self.clients.training, "", sent.round, self.server.size)
+                terms = terms_of(self.clients.plan, "", sent.round, self.server.size)
                 total = self.masked(terms, uploads, sums.largest(sent.round))
             else:
                 sums.require(len(sent.users), sent.round)
@@ -354,7 +354,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
     def _count_sum(self, users: Sequence[str], done: int) -> None:
         """Count the bytes of a sum's messages; too few users send no more than their keys."""
-        terms, names = terms_of(self.clients.training, "", done, self.server.size), list(users)
+        terms, names = terms_of(self.clients.plan, "", done, self.server.size), list(users)
         enough = len(names) >= terms.threshold
         for name in names:
             self.clock.upload_bytes += sent_bytes(terms, name, len(names)) if enough else keys_bytes(terms, name)
@@ -377,7 +377,7 @@ def federate(clients: Clients) -> InProcess:
         RecipeError: the method's server cannot serve such users.
     """
     names = clients.names
-    server = start_server(clients.model, clients.method, names, clients.training)
+    server = start_server(clients.model, clients.method, names, clients.plan)
     if (private := clients.steps.private) is not None:
         server.set_works(lambda: private.works(clients.feed))
     return InProcess(clients=clients, server=server)

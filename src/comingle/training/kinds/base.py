@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from comingle.config import Recipe
-from comingle.config.settings import KINDS, Training
+from comingle.config.files import check_used
+from comingle.config.settings import KINDS, RunPlan
 from comingle.data.populations import listed, part_of
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Overlap, UserText, find_overlap
@@ -36,9 +37,10 @@ from comingle.models.stacked import MixedLanguageModel, mix_language_model
 from comingle.privacy.base import RunSettings
 from comingle.privacy.mechanisms import check_supported
 from comingle.training.client import Clients
+from comingle.training.events import check_trackers
 from comingle.training.privacy import aggregation_of
 from comingle.training.state import NEEDS_CLUSTERS
-from comingle.utils.errors import DataError, PluginError, RecipeError
+from comingle.utils.errors import DataError, PluginError, RecipeError, run_checks
 from comingle.utils.names import name_problem
 from comingle.utils.registry import load_object
 from comingle.utils.trees import Tree, digest_split
@@ -228,20 +230,20 @@ class Kind(ABC):
         return self._in_memory(reader)
 
     @abstractmethod
-    def model(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Model:
         """The model that all users train, be they here or not; looks at no data.
 
         Raises:
             ComingleError: settings and base do not fit each other.
         """
 
-    def model_here(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Model:
+    def model_here(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Model:
         """The same, of the users who are here."""
-        model = self.model(recipe, materials, method, training)
+        model = self.model(recipe, materials, method, plan)
         return model if materials.here is None else model.only(materials.here)
 
     @abstractmethod
-    def clients(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Clients:
         """The users who are here, with the model that they train.
 
         Raises:
@@ -319,9 +321,9 @@ def kind_of(recipe: Recipe) -> Kind:
     return load_object(recipe.data.implementation)
 
 
-def always_there(method: Method, training: Training) -> Training:
+def always_there(method: Method, plan: RunPlan) -> RunPlan:
     """The one trainer of pooled data takes part in every round."""
-    return replace(training, participation=1.0) if method.placement.pooled else training
+    return replace(plan, participation=1.0) if method.placement.pooled else plan
 
 
 def count_trainers(materials: RunData, method: Method) -> int:
@@ -524,24 +526,29 @@ def __getattr__(name: str) -> Any:
     return RunData
 
 
-def check_method(recipe: Recipe) -> None:
-    """Whether the recipe's method exists and is for the kind of users that the recipe has; reads no data.
+def check_recipe(recipe: Recipe) -> Method:
+    """Check that the parts of a recipe can be used together, and return its method; reads no data.
+
+    The kind of data, the privacy mechanisms and the aggregation rule are asked in turn; each checks only what it knows.
 
     Raises:
-        RecipeError: it does not, a setting is wrong, or it needs another kind.
+        RecipeError: The method does not exist or has a wrong setting, or parts do not fit; it has all problems.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    kind_of(recipe).check(recipe, method)
-    check_supported(
-        method,
-        RunSettings(
-            privacy=recipe.privacy,
-            aggregation=aggregation_of(recipe),
-            weighting=recipe.training.weighting,
-            select=recipe.evaluation.select,
-            uploads=recipe.training.uploads,
-            clip_norm=recipe.training.experts.clip_norm,
-            train_on_valid=bool(getattr(recipe.data, "train_on_valid", False)),
-            dtype=recipe.runtime.dtype,
-        ),
+    settings = RunSettings(
+        privacy=recipe.privacy,
+        aggregation=aggregation_of(recipe),
+        weighting=recipe.training.weighting,
+        select=recipe.evaluation.select,
+        uploads=recipe.training.uploads,
+        clip_norm=recipe.training.experts.clip_norm,
+        train_on_valid=bool(getattr(recipe.data, "train_on_valid", False)),
+        dtype=recipe.runtime.dtype,
     )
+    run_checks(
+        partial(kind_of(recipe).check, recipe, method),
+        partial(check_supported, method, settings),
+        partial(check_used, recipe),
+        partial(check_trackers, recipe.runtime.track),
+    )
+    return method

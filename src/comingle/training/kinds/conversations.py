@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
 from typing import Any, cast
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comingle.config import Recipe
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.data.conversations.encoding import (
     Answers,
     ConversationReader,
@@ -56,13 +56,13 @@ class AnswerFeed(PassFeed):
     def __init__(
         self,
         trainers: Sequence[UserAnswers],
-        training: Training,
+        plan: RunPlan,
         batch_size: int,
         *,
         tokenizer: PreTrainedTokenizerBase,
         even: bool = False,
     ):
-        super().__init__(trainers, training, batch_size)
+        super().__init__(trainers, plan, batch_size)
         self.tokenizer, self.even = tokenizer, even
 
     def count(self, trainer: int, stream: Stream) -> int:
@@ -79,8 +79,8 @@ class AnswerFeed(PassFeed):
             longest = self.trainers.about["most_width"]
         else:
             longest = max(trainer.train.windows.shape[1] for trainer in self.trainers)
-        context = self.training.context if self.even else longest
-        return portions(replace(self.training, context=context), device, self.batch_size)
+        context = self.plan.training.context if self.even else longest
+        return portions(self.plan.updated("training", context=context), device, self.batch_size)
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
@@ -112,7 +112,7 @@ class AnswerFeed(PassFeed):
             chosen = self._set(trainer, stream).windows[trainers_numbers.clamp(min=0)]
             parts.append(chosen.masked_fill((trainers_numbers == PAD).unsqueeze(1), PAD))
         windows = torch.stack(widen(parts))
-        width = self.training.context if self.even or even else max(2, _width(windows))
+        width = self.plan.training.context if self.even or even else max(2, _width(windows))
         missing = max(0, width - windows.shape[-1])
         return torch.nn.functional.pad(windows, (0, missing), value=PAD)[..., :width]
 
@@ -253,34 +253,34 @@ class AnswersKind(LanguageKind):
         for user in users:
             check_answers(user, needs_validation=method.client.needs_validation)
 
-    def model(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Model:
         """How much there is to train on is known of those who are here."""
         assert materials.base is not None
         if isinstance(materials.users, LazyPopulation):
-            tokens = training.rounds * training.local_epochs * materials.users.about.get("tokens", 0)
+            tokens = plan.training.rounds * plan.training.local_epochs * materials.users.about.get("tokens", 0)
         else:
             read = not materials.unread and materials.present
-            tokens = training_tokens(self.trainers(materials, method)[1], training) if read else 0
+            tokens = training_tokens(self.trainers(materials, method)[1], plan) if read else 0
         return language_model(recipe, materials.base, method, count_trainers(materials, method), tokens)
 
-    def clients(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Clients:
         """Batches are as wide as their longest conversation, or all equally wide where tokens' routes are balanced."""
-        training = always_there(method, training)
+        plan = always_there(method, plan)
         assert materials.base is not None
         if not materials.unread:
             self.check_enough(materials.present, method)
             for user in materials.present:
                 require_rows(materials.base, user)
         users, trainers = self.trainers(materials, method)
-        size = batch_size(method, training, len(users))
-        even = method.placement.routed and training.balance_weight > 0
+        size = batch_size(method, plan, len(users))
+        even = method.placement.routed and plan.training.balance_weight > 0
         return Clients(
-            self.model_here(recipe, materials, method, training),
+            self.model_here(recipe, materials, method, plan),
             method,
-            training,
+            plan,
             trainers=trainers,
             users=users,
-            feed=AnswerFeed(trainers, training, size, tokenizer=tokenizer_of(materials.base), even=even),
+            feed=AnswerFeed(trainers, plan, size, tokenizer=tokenizer_of(materials.base), even=even),
             reads=materials.reads,
             skipped=materials.skipped,
             skipped_rows=materials.skipped_rows,
@@ -367,10 +367,10 @@ def section(recipe: Recipe) -> ConversationsSection:
     return cast(ConversationsSection, recipe.data)
 
 
-def training_tokens(trainers: Sequence[UserAnswers], training: Training) -> int:
+def training_tokens(trainers: Sequence[UserAnswers], plan: RunPlan) -> int:
     """How many tokens trainers who are there in every round train on."""
     every = sum(int((trainer.train.windows != PAD).sum()) for trainer in trainers)
-    return training.rounds * training.local_epochs * every
+    return plan.training.rounds * plan.training.local_epochs * every
 
 
 KIND = ConversationsKind()

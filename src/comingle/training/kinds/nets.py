@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from comingle.config import Recipe
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.data.populations import LazyPopulation, listed, part_of
 from comingle.data.samples.reading import Augment, MakeNet, Population
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank_of, check, pool_samples
@@ -50,7 +50,7 @@ class SampleFeed(PassFeed):
     def __init__(
         self,
         trainers: Sequence[UserSamples],
-        training: Training,
+        plan: RunPlan,
         batch_size: int,
         *,
         device: torch.device,
@@ -59,7 +59,7 @@ class SampleFeed(PassFeed):
         augment: Augment | None = None,
         least: int = 1,
     ):
-        super().__init__(trainers, training, batch_size, least=least)
+        super().__init__(trainers, plan, batch_size, least=least)
         self.loss, self.augment = loss, augment
         self.like = {"device": device, "dtype": dtype}
         self._scored: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
@@ -81,12 +81,12 @@ class SampleFeed(PassFeed):
 
     def portions(self, device: torch.device, columns: int) -> Portions:
         """By parameters: copies of the net are large beside the activations of a small batch."""
-        sequences = min(self.training.micro_batch or self.batch_size, self.batch_size)
-        privacy = self.training.privacy
+        sequences = min(self.plan.runtime.micro_batch or self.batch_size, self.batch_size)
+        privacy = self.plan.privacy
         copies = (
             sequences if privacy is not None and privacy.protects == "example" else 1
         )  # one of a net for each sample
-        users = self.training.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns * copies))
+        users = self.plan.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns * copies))
         return Portions(users=users, sequences=sequences)
 
     def draw(
@@ -128,7 +128,7 @@ class SampleFeed(PassFeed):
 
     def _augmented(self, trainer: int, inputs: Tensor, drawn: Int[Tensor, " batch"]) -> Float[Tensor, "batch ..."]:
         assert self.augment is not None
-        random = generator(self.training.seed, self.trainers[trainer].name, self._round, "augment", *drawn.tolist())
+        random = generator(self.plan.seed, self.trainers[trainer].name, self._round, "augment", *drawn.tolist())
         return self.augment([trainer], inputs.unsqueeze(0), random)[0]
 
     def counted(self, drawn: Int[Tensor, "users batch"]) -> Int64[Tensor, " users"]:
@@ -155,7 +155,7 @@ class SampleFeed(PassFeed):
         """The feed of other trainers, without augmentation."""
         like, size = self.banks["train"].inputs, self.batch_size
         same = {"device": like.device, "dtype": like.dtype, "loss": self.loss, "least": self.least}
-        return SampleFeed(trainers, self.training, size, **same)
+        return SampleFeed(trainers, self.plan, size, **same)
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleFeed:
         """Augmentation is left out too: it is done before a pass, and small beside it."""
@@ -327,7 +327,7 @@ def build_nets(
     recipe: Recipe,
     population: Population,
     method: Method,
-    training: Training,
+    plan: RunPlan,
     *,
     unread: bool = False,
     here: Sequence[int] | None = None,
@@ -343,7 +343,7 @@ def build_nets(
             optimal routing, or batches that batch norm cannot take.
         DataError: users whose samples cannot share a net.
     """
-    training = always_there(method, training)
+    plan = always_there(method, plan)
     everybody, numbers = population, range(len(population.users)) if here is None else here
     if here is not None:
         population = replace(population, users=part_of(population.users, here))
@@ -354,13 +354,13 @@ def build_nets(
     model = model if here is None else model.only(numbers)
     pooled = later(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
     trainers = [pooled or pool_samples(users)] if method.placement.pooled else users
-    size = batch_size(method, training, len(users))
-    least = _least_batch(model, training, size)
+    size = batch_size(method, plan, len(users))
+    least = _least_batch(model, plan, size)
     augment = None if method.placement.pooled else population.augmentation
     like = {"device": model.device, "dtype": model.dtype}
-    feed = partial(SampleFeed, trainers, training, size, loss=population.measure, augment=augment, least=least, **like)
+    feed = partial(SampleFeed, trainers, plan, size, loss=population.measure, augment=augment, least=least, **like)
     source = feed if unread else feed()
-    return Clients(model, method, training, trainers=trainers, users=users, feed=source, reads=reads and not unread)
+    return Clients(model, method, plan, trainers=trainers, users=users, feed=source, reads=reads and not unread)
 
 
 def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:
@@ -446,15 +446,15 @@ def _check_clusters(population: Population, method: Method) -> None:
         raise RecipeError(f"method {method.name}: clusters is {got}; allowed: from {true}, the true clusters")
 
 
-def _least_batch(model: StackedModel, training: Training, size: int) -> int:
+def _least_batch(model: StackedModel, plan: RunPlan, size: int) -> int:
     """How many samples a batch has at least: batch norm needs two, and sees a batch as a whole."""
     if not model.batchwise:
         return 1
     if size < LEAST_FOR_NORM:
         raise RecipeError(f"training.batch_size: got {size}; {model.name} has batch norm, which needs {LEAST_FOR_NORM}")
-    if training.micro_batch is not None and training.micro_batch < size:
+    if plan.runtime.micro_batch is not None and plan.runtime.micro_batch < size:
         raise RecipeError(
-            f"runtime.micro_batch: got {training.micro_batch}; {model.name} has batch norm, which needs whole "
+            f"runtime.micro_batch: got {plan.runtime.micro_batch}; {model.name} has batch norm, which needs whole "
             f"batches; allowed: from {size}, or none"
         )
     return LEAST_FOR_NORM

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.config import Recipe
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.data.samples.reading import TAKEN, MakeNet, Population, SamplesReader, takes
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, pool_samples, read_samples
 from comingle.data.samples.scoring import score_samples
@@ -142,14 +142,14 @@ class NetKind(Kind):
         """Adapters in a language model and routers of tokens are none of nets."""
         check_on_nets(method)
 
-    def model(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Model:
         """The net, or the nets that are mixed."""
         return net_model(recipe, materials.common, method)
 
-    def clients(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Clients:
         """Everybody's copy of the net."""
         unread, here, reads = materials.unread, materials.here, materials.reads
-        return build_nets(recipe, materials.common, method, training, unread=unread, here=here, reads=reads)
+        return build_nets(recipe, materials.common, method, plan, unread=unread, here=here, reads=reads)
 
     def pooled(self, users: Sequence[Any]) -> UserSamples:
         """The samples of all."""

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import Training
+from comingle.config.settings import RunPlan
 from comingle.data.populations import listed
 from comingle.data.row_files import BadRows
 from comingle.data.sources import iterate_documents
@@ -46,25 +46,25 @@ class TextFeed(Feed):
     unit = "tokens"
 
     def __init__(
-        self, trainers: Sequence[UserData], training: Training, batch_size: int, *, begin: int | None = None
+        self, trainers: Sequence[UserData], plan: RunPlan, batch_size: int, *, begin: int | None = None
     ) -> None:
-        self.trainers, self.training, self.batch_size = listed(trainers), training, batch_size
+        self.trainers, self.plan, self.batch_size = listed(trainers), plan, batch_size
         self.begin = begin
-        window = training.context + 1
+        window = plan.training.context + 1
         require_bytes(f"training.batch_size: {batch_size:,} windows of {window:,} tokens", 8 * batch_size * window)
         self._cut: dict[int, Int[Tensor, "windows window"]] = {}
 
     def portions(self, device: torch.device, columns: int) -> Portions:
         """By tokens alone: adapters are small beside activations."""
-        return portions(self.training, device, self.batch_size)
+        return portions(self.plan, device, self.batch_size)
 
     def steps(self, trainer: int) -> int:
         """The same for all."""
-        return self.training.local_steps
+        return self.plan.training.local_steps
 
     def seen(self, trainer: int) -> int:
         """Training tokens of a round."""
-        return self.training.local_steps * self.batch_size * self.training.context
+        return self.plan.training.local_steps * self.batch_size * self.plan.training.context
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
@@ -74,8 +74,8 @@ class TextFeed(Feed):
             random_windows(
                 trainer.valid if phase.stream == "valid" else trainer.train,
                 count=self.batch_size,
-                context=self.training.context,
-                generator=generator(self.training.seed, trainer.name, round_number, phase.purpose, step, repeat),
+                context=self.plan.training.context,
+                generator=generator(self.plan.seed, trainer.name, round_number, phase.purpose, step, repeat),
                 begin=self.begin,
             )
             for trainer in (self.trainers[i] for i in trainers)
@@ -88,7 +88,7 @@ class TextFeed(Feed):
 
     def _windows(self, trainer: int) -> Int[Tensor, "windows window"]:
         if trainer not in self._cut:
-            stream, context = self.trainers[trainer].train, self.training.context
+            stream, context = self.trainers[trainer].train, self.plan.training.context
             self._cut[trainer] = fixed_windows(stream, context=context, begin=self.begin)
         return self._cut[trainer]
 
@@ -101,12 +101,12 @@ class TextFeed(Feed):
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch window"]]:
         """As many fresh windows as the trainers train on in a round: a stream is too long to be read whole."""
-        for step in range(self.training.local_steps):
+        for step in range(self.plan.training.local_steps):
             yield self.draw(trainers, Phase(roles=frozenset()), round_number, step, -1)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch window"]]:
         """The validation streams, cut as where they are scored."""
-        context, size = self.training.context, self.batch_size
+        context, size = self.plan.training.context, self.batch_size
         parts = [evaluation_windows(self.trainers[i].valid, context=context, begin=self.begin) for i in trainers]
         for start in range(0, max(map(len, parts)), size):
             windows = torch.full((len(parts), size, context + 1), PAD, dtype=torch.int64)
@@ -123,7 +123,7 @@ class TextFeed(Feed):
     ) -> list[Score]:
         """Losses of whole streams, in one exact pass over each."""
         batch, slots = portions.slots(SCORED_PER_SLOT)
-        cut = {"context": self.training.context, "begin": self.begin}
+        cut = {"context": self.plan.training.context, "begin": self.begin}
         return score_streams(predict, sets, rows, batch=batch, slots=slots, gates=gates, **cut)
 
 
@@ -187,30 +187,30 @@ class TextKind(LanguageKind):
         """Documents, a table with a column of them, a path, or splits of these."""
         return takes(data)
 
-    def model(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Model:
         """Everybody trains on as many tokens."""
         assert materials.base is not None
         trainers = count_trainers(materials, method)
-        tokens = trainers * training.iterations * training.batch_size * training.context
+        tokens = trainers * plan.iterations * plan.training.batch_size * plan.training.context
         return language_model(recipe, materials.base, method, trainers, tokens)
 
-    def clients(self, recipe: Recipe, materials: RunData, method: Method, training: Training) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Clients:
         """Every stream that will be used must be long enough."""
         assert materials.base is not None
-        training, begin = always_there(method, training), materials.base.begin
+        plan, begin = always_there(method, plan), materials.base.begin
         if not materials.unread:
             needed = {"needs_validation": method.client.needs_validation, "begins": begin is not None}
-            check(materials.present, context=training.context, **needed)
+            check(materials.present, context=plan.training.context, **needed)
             for user in materials.present:
                 require_rows(materials.base, user)
         users, trainers = self.trainers(materials, method)
         return Clients(
-            self.model_here(recipe, materials, method, training),
+            self.model_here(recipe, materials, method, plan),
             method,
-            training,
+            plan,
             trainers=trainers,
             users=users,
-            feed=TextFeed(trainers, training, batch_size(method, training, len(users)), begin=begin),
+            feed=TextFeed(trainers, plan, batch_size(method, plan, len(users)), begin=begin),
             reads=materials.reads,
             skipped=materials.skipped,
             skipped_rows=materials.skipped_rows,

@@ -427,7 +427,7 @@ class Store:
             RecipeError: what the recipe asks for looks at everybody at once, or there are no moments to round.
         """
         check_storable(clients)
-        remembered = clients.training.experts.moments | clients.training.router.moments
+        remembered = clients.plan.training.experts.moments | clients.plan.training.router.moments
         if self.moments is not None and not MOMENTS & remembered:
             raise RecipeError("runtime.store: disk-bf16 rounds moments, and no optimiser here has any; allowed: disk")
         return OnDisk(clients.begin, clients.rows, self.moments, names=clients.names)
@@ -469,5 +469,5 @@ def check_storable(clients: Clients) -> None:
     """
     if clients.method.placement.pooled:
         raise RecipeError(f"method {clients.method.name}: has one model, for which runtime.store: memory is enough")
-    if clients.training.select == "best" and isinstance(clients.users, LazyPopulation):
+    if clients.plan.evaluation.select == "best" and isinstance(clients.users, LazyPopulation):
         clients.require_validation(clients.users.about.get("valid", 1) > 0)
