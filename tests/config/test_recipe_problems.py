@@ -30,7 +30,7 @@ def test_every_part_is_asked() -> None:
         check_recipe(recipe)
     lines = error.value.problems
     assert len(lines) == len(set(lines)) >= 3
-    assert str(error.value) == "\n".join(lines)
+    assert str(error.value) == "; ".join(lines)
     for place in ("floral.rank: got 3", "privacy: ", "aggregation"):
         assert any(place in line for line in lines), (place, lines)
 

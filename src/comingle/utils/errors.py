@@ -38,11 +38,11 @@ class RecipeError(ComingleError):
     """A recipe or a setting is wrong.
 
     Args:
-        problems: Descriptions of what is wrong, one or more, each of one line.
+        problems: Descriptions of what is wrong, one or more, each of one line. The message joins them in one line.
     """
 
     def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
+        super().__init__("; ".join(problems))
         self.problems = problems
 
 
