@@ -175,6 +175,7 @@ def test_an_installed_net_is_trained(site: Site, tmp_path: Path) -> None:
     assert (wrong[0], "no net 'narow'. Did you mean 'narrow'?" in wrong[2]) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_plugin_that_cannot_be_used_is_one_line_where_its_name_is_asked_for(site: Site) -> None:
     points = {
         "fedavg": "half_code:halfway",

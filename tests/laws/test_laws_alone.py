@@ -75,6 +75,7 @@ def test_users_per_step_changes_nothing(federate: Any, trained: dict[str, Any], 
         assert few.loss_nats == pytest.approx(many.loss_nats, rel=1e-9)
 
 
+@pytest.mark.sampled(10)
 def test_micro_batches_change_nothing(federate: Any, trained: dict[str, Any]) -> None:
     """But for the load-balancing penalty: a product of means over the whole batch, it is the one thing they change."""
     changes = {**SHORT, "training.batch_size": 3, "adapters.balance": "none"}

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LAWS = Path(__file__).parent
 FILES = (
     *(f"laws/test_laws_{law}.py" for law in ("alone", "frozen", "messages", "nets", "order", "privacy", "servers")),
@@ -19,6 +21,7 @@ FILES = (
 )
 
 
+@pytest.mark.slow
 def test_a_method_in_one_file_obeys_the_laws() -> None:
     files = [str(LAWS.parent / name) for name in FILES]
     options = ["-p", "tests.laws.toy_method", "-p", "no:cacheprovider", "-q"]

@@ -60,6 +60,7 @@ def test_resuming_is_exact(recipe: Recipe, tmp_path: Path) -> None:
         assert any(name.startswith("server/") for name in state)
 
 
+@pytest.mark.sampled(2)
 def test_a_finished_run_opens_with_its_users_models(recipe: Recipe, tmp_path: Path) -> None:
     done = api.run(recipe, out=tmp_path / "run")
     opened = api.load(tmp_path / "run")

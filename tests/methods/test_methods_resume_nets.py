@@ -70,6 +70,7 @@ def test_resuming_is_exact(name: str, task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ifca", "fedem"])
+@pytest.mark.slow
 def test_augmented_samples_are_the_same_whoever_shares_a_pass(federate_nets: Any, tmp_path: Path, name: str) -> None:
     changes = {**images(tmp_path), "training.weighting": "uniform"}
     one, two = (

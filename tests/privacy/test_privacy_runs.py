@@ -299,6 +299,7 @@ def test_a_user_whose_budget_is_spent_sends_nothing_whatever_the_server_asks(
     assert answer.messages == ()
 
 
+@pytest.mark.slow
 def test_a_resumed_federation_counts_the_round_that_may_have_been_published(tmp_path: Path) -> None:
     content = recipe(tmp_path)
     with pytest.raises(StoppedError):

@@ -282,6 +282,7 @@ def test_rounds_that_are_too_small_are_refused(tmp_path: Path, rule: str, partic
         plan(found, ["fedavg"])
 
 
+@pytest.mark.slow
 def test_what_can_be_run_has_costs(tmp_path: Path) -> None:
     """They are rehearsed with fewer users than a rule needs."""
     content = tiny(tmp_path, "fedavg", users=4, aggregation="median")

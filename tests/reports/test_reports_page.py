@@ -109,6 +109,7 @@ def test_who_gained_and_who_was_harmed_is_named(page: str) -> None:
     assert "(+12.5%)" in text
 
 
+@pytest.mark.slow
 def test_without_a_baseline_the_page_says_what_to_run(entries: Any) -> None:
     page = render_page(entries[1:])
     assert "Token view" not in page
@@ -221,6 +222,7 @@ def test_of_accuracies_the_losses_can_be_seen_too(accuracies: str) -> None:
     assert axes == [{"test accuracy, %"}] * 2 + [{"test loss"}] * 2
 
 
+@pytest.mark.slow
 def test_a_page_of_losses_says_multiples(losses: str) -> None:
     text = prose(losses)
     assert "Test loss at the last evaluation (lower is better)" in text
@@ -249,6 +251,7 @@ def test_without_true_clusters_there_is_no_index(losses: str) -> None:
     assert "seed entropy, nats 0 0.50 to 0.50" in text
 
 
+@pytest.mark.slow
 def test_models_and_adaptor_sets_are_told_apart(write_run: Any) -> None:
     curve = {0: {"user-0": 4.0, "user-1": 4.0}, 2: {"user-0": 2.0, "user-1": 1.0}}
     mixed = {"floral": "adaptor set", "ensemble": "model"}
@@ -270,6 +273,7 @@ def test_mixtures_of_models_are_not_said_to_be_those_of_floral(write_run: Any) -
     assert "FLoRAL" not in text
 
 
+@pytest.mark.slow
 def test_given_mixtures_are_no_finding(write_run: Any) -> None:
     given = {r: {"user-0": [1, 0], "user-1": [0, 1]} for r in (0, 2)}
     page = render_page(net_entries(write_run, "loss", {"floral": [2.0, 1.0]}, mixtures=given))
@@ -277,6 +281,7 @@ def test_given_mixtures_are_no_finding(write_run: Any) -> None:
     assert 'href="#mixtures"' not in page
 
 
+@pytest.mark.slow
 def test_of_many_users_the_worst_and_the_best_stand_in_the_table(
     write_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +336,7 @@ def test_a_single_method_has_no_verdict(entries: Any) -> None:
     assert "Better, level or worse" not in render_page(entries[:1])
 
 
+@pytest.mark.slow
 def test_one_seed_is_neither_gain_nor_harm(write_run: Any) -> None:
     page = render_page(net_entries(write_run, "perplexity", {"local": [4.0, 8.0], "comigs": [4.004, 9.0]}))
     text = prose(page)
@@ -371,6 +377,7 @@ def test_four_users_with_four_texts_and_thirty_layers_stay_small(entries: Any) -
     assert len(render_page(entries[1:], [view])) < 2_000_000
 
 
+@pytest.mark.slow
 def test_the_page_says_whose_uploads_counted(run_writer: Any, tmp_path: Any, page: str) -> None:
     assert "Whose uploads counted" not in page
     write_run, scores = run_writer(tmp_path), {number: {"ann": 3.0, NASTY: 4.0} for number in (0, 1, 2, 3)}
@@ -436,17 +443,20 @@ def test_the_heading_names_methods_data_and_seeds(write_run: Any, data: Any, tol
     assert html.unescape(title) == f"local, comigs and fedavg on {told}, seeds 0, 3 · comingle report"
 
 
+@pytest.mark.slow
 def test_the_heading_of_samples_without_a_kind_and_of_one_run(write_run: Any) -> None:
     page = render_page(read_entries([write_run("f", "fedavg", {0: {"ann": 0.5}}, measure="accuracy", seed=7)]))
     assert heading_of(page) == "fedavg on samples, seed 7"
 
 
+@pytest.mark.slow
 def test_the_heading_counts_what_is_too_much_for_it(write_run: Any) -> None:
     runs = [write_run(f"m{i}", f"method-{i}", curve(4, 8)) for i in range(9)]
     runs += [write_run(f"s{i}", "method-0", curve(4, 8), seed=i) for i in range(1, 30)]
     assert heading_of(render_page(read_entries(runs))) == ("method-0, method-1, method-2 and 6 more on text, 30 seeds")
 
 
+@pytest.mark.slow
 def test_data_that_differs_is_not_named_by_the_first_runs(write_run: Any) -> None:
     runs = [
         write_run(name, name, curve(4, 8), recipe={"data": {"kind": "text", "dataset": {"path": f"{name}.txt"}}})

@@ -118,6 +118,7 @@ def test_mistakes_are_refused_in_one_line(run: Run, given: dict[str, Any], told:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_file_is_replaced_only_by_force(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("mine", encoding="utf-8")

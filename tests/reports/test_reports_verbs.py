@@ -68,6 +68,7 @@ def test_a_page_is_written_once_and_holds_the_users_text(comingle: Any, compared
     assert views(path.read_text(encoding="utf-8")) is None
 
 
+@pytest.mark.slow
 def test_given_texts_take_the_place_of_the_users(comingle: Any, compared: Path, tmp_path: Path) -> None:
     (tmp_path / "poem.txt").write_text("roses are", encoding="utf-8")
     out = tmp_path / "page.html"

@@ -288,6 +288,7 @@ def test_other_text_is_not_compared(file: Path, comingle: Any, tmp_path: Path) -
     assert "published" not in answer.out.partition("leak-measured")[2]
 
 
+@pytest.mark.slow
 def test_more_seeds_are_added_and_again_nothing_changes(file: Path, made: Path, comingle: Any, tmp_path: Path) -> None:
     out, before = tmp_path / "new", file.read_bytes()
     add = ("--out", out, "--measured", file, "--add")
@@ -300,6 +301,7 @@ def test_more_seeds_are_added_and_again_nothing_changes(file: Path, made: Path, 
     assert file.read_bytes() == after
 
 
+@pytest.mark.slow
 def test_runs_on_other_text_are_not_added_whatever_their_seed(file: Path, comingle: Any, tmp_path: Path) -> None:
     other, out, before = write_folder(tmp_path / "other", seed=1), tmp_path / "new", file.read_bytes()
     for seed in (0, 1):

@@ -71,6 +71,7 @@ def test_every_table_and_figure_of_the_paper_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.sampled(8)
 def test_every_method_exists(name: str) -> None:
     assert {row.method for row in EXPERIMENTS[name].rows.values()} <= REGISTRY.keys()
     assert planned(name, "paper").missing == ()
@@ -106,6 +107,7 @@ def test_every_cell_is_a_valid_recipe(name: str, scale: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.sampled(8)
 def test_what_is_left_out_is_there(name: str) -> None:
     study, one = load_experiment(name)
     for row in one.rows.values():

@@ -45,6 +45,7 @@ def test_every_row_of_table_1_runs(comingle: Any, tmp_path: Path) -> None:
     assert (tmp_path / "table1" / "table.md").read_text().count("\n| ") == 11
 
 
+@pytest.mark.slow
 def test_the_field_runs_row_by_row(comingle: Any, tmp_path: Path) -> None:
     """What came before and after the three papers, on text that every machine has; other rows run in their tables."""
     every = load_experiment("field/2026")[1].rows
@@ -66,6 +67,7 @@ def rival(name: str) -> bool:
     return ".rivals." in REGISTRY[name].__module__
 
 
+@pytest.mark.slow
 def test_the_field_is_held_to_two_budgets() -> None:
     """In a model of Llama's shape: as many trained parameters as FedAvg's, or as many bytes sent, by a tenth."""
     base = load_skeleton("random:llama?layers=5&dim=64&heads=8&kv_heads=4&mlp=172", dtype="float32", device="cpu")
@@ -216,6 +218,7 @@ def test_an_interrupted_run_goes_on_where_it_was(comingle: Any, tmp_path: Path) 
     assert [event["round"] for event in rounds if event["event"] == "round"] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_does_not_stop_the_others(comingle: Any, tmp_path: Path) -> None:
     wild = ("--set", "training.experts.learning_rate=1e30", "--methods", "pretrained,local")
     answer = comingle("reproduce", "comigs/table1", *SMOKE, *wild, "--out", tmp_path)

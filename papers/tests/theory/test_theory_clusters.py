@@ -118,6 +118,7 @@ def test_every_lemma_and_the_rate_hold(seed: int, local_steps: int, mismatch: fl
         assert (local_sgd_bound(found, cluster) <= descent_bound(found, cluster, local_steps)).all()
 
 
+@pytest.mark.slow
 def test_the_rate_says_something() -> None:
     """Ten times the steps leave less than a seventh of the bound, once the start is forgotten."""
     cluster, _ = cluster_of(3)

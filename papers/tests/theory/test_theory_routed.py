@@ -74,6 +74,7 @@ def test_the_mismatch_bound_needs_its_logarithm() -> None:
     assert bound - 4 * np.log(4) < apart <= bound
 
 
+@pytest.mark.slow
 def test_pinsker_s_inequality_needs_its_factor() -> None:
     found = curves(instances=40)
     assert all(claim.holds for claim in claims_of(found, PINSKER))
