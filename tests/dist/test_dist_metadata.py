@@ -85,13 +85,3 @@ def test_the_lowest_versions_are_those_of_every_requirement() -> None:
     assert pins["torch"] == "9.9"
     assert pins["mkdocstrings"] == "0.30"  # asked for with an extra of its own, which a constraint may not name
     assert pins["flwr"] == re.search(r"flwr>=([\d.]+),", str(asked))[1]  # type: ignore[index]
-
-
-def test_every_suite_that_the_makefile_names_is_there() -> None:
-    """What has been moved would be left out of ``make unit`` in silence, or end ``make laws``."""
-    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
-    lists = dict(line.split(" := ") for line in makefile.splitlines() if line.startswith(("LAWS := ", "PROGRAMS := ")))
-    named = [path for paths in lists.values() for path in paths.split()]
-    assert len(lists) == 2
-    assert len(named) > 5
-    assert [path for path in named if not (REPOSITORY / path).exists()] == []
