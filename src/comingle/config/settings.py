@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 Count = Annotated[int, Field(ge=1, le=10**15, strict=True)]
 """Above it are only slips of the hand, and numbers that no tensor can count."""
 Steps = Annotated[int, Field(ge=1, le=10_000_000, strict=True)]
-"""What is done one after the other."""
+"""A number of consecutive steps."""
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Source = Annotated[str, Field(min_length=1)]
 TokenLimit = Count | dict[str, Count] | None
-"""How many tokens of a split are kept: one number for all users, or one for each user named."""
+"""Number of tokens to keep of a split: one for all users, or one for each user named."""
 
 
 class Section(BaseModel):
-    """A mapping whose keys are all known."""
+    """A section of a recipe, which refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def plain_name(section: Any, *, key: str = "name") -> Any:
-    """A section that may be written as its name alone, which it has under ``key``."""
+    """Return a section that may be written as its name alone as the mapping ``{key: name}``."""
     return {key: section} if isinstance(section, str) else section
 
 
 def number_in(value: Any) -> Any:
-    """The number in a text such as "1e-3", which YAML 1.1 takes for text; anything else as it is."""
+    """Return the number in a text such as "1e-3", which YAML 1.1 reads as text; return anything else as it is."""
     exponential = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
     return float(value) if exponential else value
 
@@ -63,16 +63,16 @@ Anchor = Callable[[Any], Any]
 
 
 class DataSection(Section):
-    """What all kinds' sections have, besides their keys."""
+    """Base class of the section ``data`` of each kind."""
 
     kind: Any  # a word in each
     given: Literal[True] | None = None
-    """A program hands the users' data over: nothing says where to read it."""
+    """True where a program passes the users' data, so that the section has no sources."""
     seed: Annotated[int, Field(ge=0, strict=True)] | None = None
     """The seed of splits, samples and partitions; None: the recipe's ``seed``, which draws all else."""
 
     label: ClassVar[str]
-    """How messages call such data."""
+    """Name of such data in messages."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Keys by which a recipe that does not name its kind is known to be of this one."""
     implementation: ClassVar[str]
@@ -80,7 +80,7 @@ class DataSection(Section):
     unread: ClassVar[Mapping[str, str]] = {}
     """Settings of a recipe that such data leaves unread, and what is there instead."""
     weightings: ClassVar[tuple[str, ...]] = ("uniform", "samples")
-    """What users' weights may be."""
+    """Allowed values of ``training.weighting``."""
     accepted: ClassVar[Mapping[str, str]] = {}
     """What a key of the section accepts where pydantic would name one of several types."""
     has_base: ClassVar[bool] = False
@@ -97,7 +97,7 @@ class DataSection(Section):
 
     @property
     def names(self) -> list[str]:
-        """The users, as far as the recipe itself names them."""
+        """Names of users in the recipe."""
         return []
 
     @property
@@ -116,7 +116,7 @@ class DataSection(Section):
 
 
 class OwnUsersSection(DataSection):
-    """The section of users with data of their own, of whom a recipe may say which are alike."""
+    """Base class of sections whose users may be assigned to true clusters."""
 
     clusters: dict[str, str] | None = None
     """The true cluster of each user, for methods that know it."""
@@ -138,7 +138,7 @@ class OwnUsersSection(DataSection):
 
 
 class SplitSection(Section):
-    """How a user's data is parted: by fractions, or as given by the source's own splits."""
+    """Splits of a user's data: by fractions, or the source's own."""
 
     valid: Fraction = 0.1
     test: Fraction = 0.1
@@ -160,7 +160,7 @@ KINDS: registry.Registry[type[DataSection]] = registry.Registry(
 
 
 def section_of(content: Mapping[str, Any]) -> type[DataSection]:
-    """The section that checks such data: of the kind that it names, or else of the one whose keys it has.
+    """Return the section of the kind that the data names, else of the kind whose keys it has.
 
     Raises:
         ValueError: no such kind, or none of their keys, or several.
@@ -178,7 +178,7 @@ def section_of(content: Mapping[str, Any]) -> type[DataSection]:
 
 
 def _loadable() -> Iterator[type[DataSection]]:
-    """All sections but those of plug-ins that cannot be used; who asks for one by its name is told so."""
+    """Yield all sections, except those of plug-ins that cannot be imported."""
     for kind in KINDS:
         with suppress(PluginError):
             yield KINDS[kind]
@@ -277,7 +277,7 @@ LEAST = 2
 
 
 class SecureSection(Section):
-    """How uploads are summed so that the server sees their sum alone.
+    """Settings of secure sums, of which the server sees the total alone.
 
     ``threshold`` is the part of a round's users without whom there is no sum; it is above one half, so that no two sums
     are made of one round. ``bits`` is the size of an entry of an upload, sign included. ``range`` is the largest
@@ -449,10 +449,11 @@ Rule = Literal["mean", "median", "trimmed-mean", "krum", "multi-krum", "geometri
 
 
 class AggregationSection(Section):
-    """How the server combines uploads, some of which may be hostile; in YAML a rule's plain name, or a mapping.
+    """Aggregation rule of the server, for uploads some of which may be hostile.
 
-    ``hostile`` is the share of a round's uploads that is assumed to be hostile, below a half. ``bound`` is the largest
-    L2 norm of a user's change with "norm-bound": a number, or the "median" of the round's norms.
+    In YAML it is the plain name of a rule, or a mapping. ``hostile`` is the share of a round's uploads that is assumed
+    to be hostile, below a half. ``bound`` is the largest L2 norm of a user's change with "norm-bound": a number, or the
+    "median" of the round's norms.
     """
 
     rule: Rule = "mean"
@@ -524,7 +525,7 @@ ROUTER_OPTIMIZER = OptimizerSection(schedule="constant")
 
 
 class TrainingSection(Section):
-    """How long, on how much, with which optimisers.
+    """Amount of training, and the optimisers.
 
     A round has ``local_steps`` steps on random windows of text, or ``local_epochs`` passes over samples. ``uploads`` is
     the format of what users send, see :mod:`comingle.protocol.messages`. ``participation`` is a fraction of the users
@@ -550,7 +551,7 @@ class TrainingSection(Section):
 
     @field_validator("participation")
     @classmethod
-    def _somebody_each_round(cls, participation: Any) -> Any:
+    def _check_rounds(cls, participation: Any) -> Any:
         if isinstance(participation, list) and (not participation or not all(participation)):
             raise ValueError("a round without users; list at least one user for each round")
         for number, members in enumerate(participation if isinstance(participation, list) else (), start=1):
@@ -560,9 +561,10 @@ class TrainingSection(Section):
 
 
 class EvaluationSection(Section):
-    """When test data is scored, on which model, and with which round's models a run ends.
+    """Evaluation interval, the models that are evaluated, and the selection of the best round.
 
-    ``every`` may be left to :mod:`comingle.training.rounds`; with ``first`` there is an evaluation before any training.
+    With ``every: auto`` :func:`comingle.training.evaluation.period` chooses the interval. With ``first`` there is an
+    evaluation before any training.
     ``users`` are drawn once for all evaluations; None: all are evaluated. ``model`` is the one that counts: "local", as
     a user has it after its local steps (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange
     that ends the round. ``select`` says with which round's models a run ends: the "last", or of those that were
@@ -577,18 +579,18 @@ class EvaluationSection(Section):
 
 
 class CheckpointSection(Section):
-    """How often everything is saved, and how many checkpoints are kept."""
+    """Checkpoint interval, and the number of checkpoints to keep."""
 
     every: Count = 5
     keep: Count = 2
 
 
 class RuntimeSection(Section):
-    """The machine: nothing here changes what is computed, but for rounding.
+    """Settings of the machine, which change results by rounding alone.
 
     One exception: where the load-balancing penalty has a gradient (more than two experts, or top-1), it is the mean
     over micro-batches, as in the paper's code. ``users_per_step`` and ``micro_batch`` (sequences of one user in one
-    pass) bound memory; None chooses them. ``store`` says where the tensors of users are whom nobody works on.
+    pass) bound memory; None chooses them. ``store`` says where users' tensors are while they do not train.
     """
 
     device: str = "auto"
@@ -637,12 +639,12 @@ class RunPlan:
 
     @property
     def period(self) -> int:
-        """Rounds from one evaluation to the next; at least, where that is still to be found."""
+        """Rounds between evaluations; the least, while the interval is not resolved."""
         return SHORTEST if self.evaluation.every == AUTO else self.evaluation.every
 
     @property
     def users_per_step(self) -> int | None:
-        """How many users go through the model at once; None where a pass takes as many as fit its tokens."""
+        """Number of users in one pass; None for as many as fit its number of tokens."""
         return None if self.runtime.users_per_step == AUTO else self.runtime.users_per_step
 
     @property

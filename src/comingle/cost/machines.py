@@ -75,7 +75,7 @@ class Found:
     state_bytes: int
     disk: float
     amounts: tuple[int, int, int]
-    """As in :func:`comingle.training.rounds.period`."""
+    """As in :func:`comingle.training.evaluation.period`."""
 
 
 def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None = None) -> Found:

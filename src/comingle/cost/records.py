@@ -417,7 +417,7 @@ class MethodCost:
     store_bytes: int = 0
     """What users' records take on disk at most; 0 where they are in memory."""
     privacy: dict[str, Any] = field(default_factory=dict)
-    """What a run will have revealed, by :func:`comingle.cost.planning.promise`; empty without privacy."""
+    """Forecast of the privacy spent, see :func:`comingle.cost.planning.with_privacy`; empty without privacy."""
 
     def as_dict(self) -> dict[str, Any]:
         """As nested dictionaries."""

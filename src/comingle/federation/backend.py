@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from comingle.utils.errors import MessageError, NoSumError, RunError
 from comingle.utils.records import Metrics
 
 logger = logging.getLogger("comingle")
+
+Value = TypeVar("Value", int, str)
 
 
 def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int) -> tuple[list[str], str]:
@@ -126,7 +128,7 @@ def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) ->
 
 
 def validation_losses(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
-    """What users report of their models after ``done`` rounds, where that decides which round's are kept."""
+    """Return users' validation losses after ``done`` rounds, where they decide on the best round."""
     losses: dict[str, float] = {}
     if coordinator.house.plan.evaluation.select != "best":
         return losses
@@ -231,16 +233,16 @@ class _Sum:
 
 
 RoutingMetrics = Mapping[str, Mapping[str, Any]]
-"""What users have told in their answers."""
+"""Metrics that users have reported, by name."""
 
 
 def routing_event(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
-    """What an evaluation's event says of those who tell it; nothing of numbers that cannot be theirs."""
+    """Return the routing part of an evaluation event, without values that do not fit the user's model."""
     return _gates(coordinator, told) | _mixtures(coordinator, told)
 
 
 def _gates(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
-    """In each layer as many mean gates as the user has experts, in as many layers as most users say."""
+    """Return mean gates of users whose numbers of layers and experts fit; most users decide on the number of layers."""
     users, model = coordinator.public.users, coordinator.model
     if not model.routed:
         return {}
@@ -250,13 +252,13 @@ def _gates(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
         for name, experts in names.items()
         if all(len(layer) == len(experts) for layer in told[name]["gates"])
     }
-    layers = _usual([len(gates) for gates in fitting.values()])
+    layers = _most_common([len(gates) for gates in fitting.values()], 0)
     scores = {name: gates for name, gates in fitting.items() if len(gates) == layers > 0}
     return {"experts": {name: names[name] for name in scores}, "expert_scores": scores} if scores else {}
 
 
 def _mixtures(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
-    """Those that users tell; the weights by which the server merges models for its users are its own."""
+    """Return the mixtures that users report, or the server's own merging weights."""
     method, server = coordinator.house.method, coordinator.server
     merging = method.server.merging_weights(server.kept)
     if merging is not None:
@@ -267,13 +269,8 @@ def _mixtures(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
     return mixtures_event(list(rows), torch.tensor(list(rows.values()), dtype=torch.float64), method) if rows else {}
 
 
-def _usual(sizes: Sequence[int]) -> int:
-    """What is there most often, of equals the first; one user who says something else changes nothing."""
-    return Counter(sizes).most_common(1)[0][0] if sizes else 0
-
-
 Told = dict[str, Mapping[str, Any]]
-"""What users have told in their answers."""
+"""Metrics that users have reported, by name."""
 
 
 class NetworkBackend(Backend[Told]):
@@ -412,7 +409,7 @@ class NetworkBackend(Backend[Told]):
             rounds=self.rounds,
             selected=coordinator.best_round if house.plan.evaluation.select == "best" else self.rounds,
             measure=measure,
-            unit=_most([str(one["unit"]) for one in coordinator.joined.values() if "unit" in one], "tokens"),
+            unit=_most_common([str(one["unit"]) for one in coordinator.joined.values() if "unit" in one], "tokens"),
         )
 
 
@@ -426,13 +423,13 @@ def _require_enough(coordinator: Coordinator, worked: Mapping[str, Answer], memb
 
 
 def _measure(told: Told) -> str:
-    """By which scores are compared: what most users say, who say so whether they tell theirs or not."""
-    return _most([str(one["measure"]) for one in told.values() if "measure" in one], "loss")
+    """Return the measure that most users report; they do so even if they do not report their scores."""
+    return _most_common([str(one["measure"]) for one in told.values() if "measure" in one], "loss")
 
 
-def _most(values: Sequence[str], otherwise: str) -> str:
-    """What is there most often, of equals the first; one user who says something else changes nothing."""
-    return Counter(values).most_common(1)[0][0] if values else otherwise
+def _most_common(values: Sequence[Value], default: Value) -> Value:
+    """Return the most common value, the first of equals; a single user that reports another one changes nothing."""
+    return Counter(values).most_common(1)[0][0] if values else default
 
 
 def _has(metrics: Mapping[str, Any], names: Collection[str]) -> bool:

@@ -311,8 +311,8 @@ class ConversationsKind(AnswersKind):
         loss: Any = None,
     ) -> ConversationReader:
         """Return a reader of rows with messages: files, data sets, or what a program hands over."""
-        more: Any = {"context": recipe.training.context, "validates": validates, "given": given}
-        return ConversationReader(section(recipe), recipe.data_seed, load_base, **more)
+        context, data = recipe.training.context, section(recipe)
+        return ConversationReader(data, recipe.data_seed, load_base, context=context, validates=validates, given=given)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Rows with messages, or with a prompt and a response, by the names that the section has for them."""

@@ -180,8 +180,8 @@ class TextKind(LanguageKind):
         loss: Any = None,
     ) -> TextReader:
         """Return a reader of documents: the same documents give the same run, be they in files or handed over."""
-        more: Any = {"context": recipe.training.context, "validates": validates, "given": given}
-        return TextReader(section(recipe), recipe.data_seed, load_base, **more)
+        context, data = recipe.training.context, section(recipe)
+        return TextReader(data, recipe.data_seed, load_base, context=context, validates=validates, given=given)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Documents, a table with a column of them, a path, or splits of these."""
