@@ -21,14 +21,15 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from clocks import add_clock, clock_of
-from comingle.config.settings import RunPlan, TrainingSection
+from comingle.config.settings import TrainingSection
 from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, encode
+from comingle.methods import make
 from comingle.models.hardware import keep_buffers
 from comingle.models.loading import load_base
 from comingle.models.random_bases import EOS, byte_tokenizer
 from comingle.training.client import Clients
 from comingle.training.kinds import conversations as feeding
-from comingle.training.settings import Portions
+from comingle.training.settings import Portions, RunPlan
 from throughput import clients_of
 
 TRAINED_AT_ONCE = 2048
@@ -79,7 +80,8 @@ def main() -> None:
     name = "random:gpt2?" + "&".join(f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab"))
     base = load_base(name, dtype=args.dtype, device="cpu")
     clients, users = stirred(clients_of(argparse.Namespace(**shape, **rest, **switches), base)), users_of(args)
-    feed = feeding.AnswerFeed(users, RunPlan(training=TrainingSection(context=128)), 4, tokenizer=byte_tokenizer())
+    plan = RunPlan(method=make("fedavg"), training=TrainingSection(context=128))
+    feed = feeding.AnswerFeed(users, plan, 4, tokenizer=byte_tokenizer())
     portions = Portions(users=1, sequences=max(1, TRAINED_AT_ONCE // (args.prompt + args.new)))
     generate, sets = partial(clients.scorer.generate, clients.models), [user.test for user in users]
 

@@ -22,7 +22,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
-from comingle.config.settings import AdaptersSection, RunPlan, RuntimeSection, TrainingSection
+from comingle.config.settings import AdaptersSection, RuntimeSection, TrainingSection
 from comingle.cost.memory import LiveBytes
 from comingle.data.text.streams import UserData
 from comingle.methods import make
@@ -32,6 +32,7 @@ from comingle.models.injection import ExpertCounts
 from comingle.models.loading import load_base
 from comingle.training.client import Clients, batch_size, train
 from comingle.training.kinds.text import TextFeed
+from comingle.training.settings import RunPlan
 
 WINDOW = 128
 
@@ -54,11 +55,12 @@ def step(base: Base, tokens: torch.Tensor, batch: int, *, checkpointed: bool) ->
     model = adapt(base, AdaptersSection(), counts, routed=True, compiled=False, checkpointed=checkpointed)
     user = UserData(name="one", train=tokens.int(), valid=tokens.int(), test=tokens.int())
     plan = RunPlan(
+        method=method,
         training=TrainingSection(rounds=9, local_steps=1, batch_size=batch, context=WINDOW),
         runtime=RuntimeSection(micro_batch=batch),
     )
-    feed = TextFeed([user], plan, batch_size(method, plan, 1))
-    clients = Clients(model, method, plan, trainers=[user], users=[user], feed=feed)
+    feed = TextFeed([user], plan, batch_size(plan, 1))
+    clients = Clients(model, plan, trainers=[user], users=[user], feed=feed)
     with LiveBytes() as live:
         train(clients, [0], 0)
     times = []

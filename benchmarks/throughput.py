@@ -25,7 +25,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from clocks import add_clock, clock_of
-from comingle.config.settings import AdaptersSection, RunPlan, RuntimeSection, TrainingSection
+from comingle.config.settings import AdaptersSection, RuntimeSection, TrainingSection
 from comingle.data.text.streams import UserData
 from comingle.methods import make
 from comingle.models.adapted import adapt
@@ -38,6 +38,7 @@ from comingle.models.loading import backbone, lm_head, load_base
 from comingle.models.loss import cross_entropy, faster
 from comingle.training.client import Clients, batch_size, train
 from comingle.training.kinds.text import TextFeed
+from comingle.training.settings import RunPlan
 from one_by_one import one_by_one
 
 
@@ -90,11 +91,12 @@ def clients_of(args: argparse.Namespace, base: Base) -> Clients:
     text = [torch.randint(args.vocab, (20_000,), generator=draw, dtype=torch.int32) for _ in range(args.users)]
     users = [UserData(name=f"user{i}", train=t, valid=t, test=t) for i, t in enumerate(text)]
     plan = RunPlan(
+        method=method,
         training=TrainingSection(rounds=100, local_steps=1, batch_size=args.batch, context=args.ctx),
         runtime=RuntimeSection(users_per_step=args.users_per_step, micro_batch=args.micro_batch),
     )
-    feed = TextFeed(users, plan, batch_size(method, plan, len(users)))
-    return Clients(model, method, plan, trainers=users, users=users, feed=feed)
+    feed = TextFeed(users, plan, batch_size(plan, len(users)))
+    return Clients(model, plan, trainers=users, users=users, feed=feed)
 
 
 def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from comingle.config.sections import FloralSection
 from comingle.data.samples.samples import Samples
 from comingle.models.floral.layers import CONV_FORMS
 from comingle.runs import api
-from comingle.runs.session import prepare, warn_unread
+from comingle.runs.session import get_ready, prepare, warn_unread
 from comingle.utils.errors import ComingleError
 from comingle_papers.tasks.kind import KIND as TASKS
 
@@ -202,7 +202,8 @@ def test_compare_refuses_methods_for_the_other_users_before_it_trains(
 def test_settings_of_other_methods_and_optimisers_are_said(
     changes: dict[str, Any], said: str, recipe_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_unread(load_recipe(recipe_file).with_changes(changes))
+    recipe = load_recipe(recipe_file).with_changes(changes)
+    warn_unread(recipe, get_ready(recipe))
     assert caplog.messages == ([said.format("so these are not read")] if said else [])
 
 

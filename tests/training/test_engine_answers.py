@@ -16,8 +16,9 @@ from tests.quick import quick
 from torch import Tensor
 
 from comingle.config import Recipe, parse_recipe
-from comingle.config.settings import RunPlan, TrainingSection
+from comingle.config.settings import TrainingSection
 from comingle.data.conversations.encoding import Answers, Question, UserAnswers, as_answers, encode
+from comingle.methods import make
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.loading import load_base
@@ -31,7 +32,7 @@ from comingle.training.client import Clients, train
 from comingle.training.kinds import conversations as feeding
 from comingle.training.kinds.base import RunData, kind_of
 from comingle.training.kinds.conversations import AnswerFeed, training_tokens
-from comingle.training.settings import Portions
+from comingle.training.settings import Portions, RunPlan
 from comingle.utils.errors import RecipeError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events
@@ -261,7 +262,8 @@ def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, mo
 
 def test_an_answer_ends_at_the_end_of_text_or_at_the_users_limit() -> None:
     """A model that counts up from its row's number."""
-    feed = AnswerFeed([make_user("ann")], RunPlan(training=TrainingSection(context=24)), 2, tokenizer=byte_tokenizer())
+    plan = RunPlan(method=make("fedavg"), training=TrainingSection(context=24))
+    feed = AnswerFeed([make_user("ann")], plan, 2, tokenizer=byte_tokenizer())
 
     def count(rows: Sequence[int], prompts: Tensor, limit: int) -> Tensor:
         assert bool((prompts[..., -1] != PAD).all())

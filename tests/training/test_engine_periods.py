@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,19 @@ from tests.federation.tiny import one_base, tiny
 
 import comingle
 from comingle.config import parse_recipe
-from comingle.config.settings import SHORTEST, EvaluationSection, RunPlan, TrainingSection
+from comingle.config.settings import SHORTEST, EvaluationSection, TrainingSection
 from comingle.federation import run_folder
+from comingle.methods import make
 from comingle.runs import api
 from comingle.training import evaluation
 from comingle.training.backends.local import InProcess
 from comingle.training.rounds import run_rounds
+from comingle.training.settings import RunPlan
 from comingle.utils.errors import RecipeError
 
 SIZES = {"train": 2, "valid": 1, "test": 30}
 LONG = {"training.rounds": 12, "training.local_steps": 1}
+make_run_plan = partial(RunPlan, method=make("fedavg"))
 TRAINED = 12 * 3 * 2 * 16
 """Tokens of such a run of three users with two windows of 16."""
 
@@ -133,13 +137,13 @@ def test_advice_names_no_key_that_other_kinds_of_data_refuse(
 
 def test_a_period_is_the_smallest_that_keeps_to_it() -> None:
     """A tenth of ten rounds of 100 has room for 230 that are read once: two evaluations of 115."""
-    plan = RunPlan(training=TrainingSection(rounds=10), evaluation=EvaluationSection(first=False))
+    plan = make_run_plan(training=TrainingSection(rounds=10), evaluation=EvaluationSection(first=False))
     assert evaluation.period(plan, [1, 100, 115], 1) == SHORTEST
     assert evaluation.period(plan, [1, 100, 116], 1) == 10
 
 
 def test_nothing_is_known_of_nobody() -> None:
-    assert evaluation.period(RunPlan(), [0, 0, 0], 4) == SHORTEST
+    assert evaluation.period(make_run_plan(), [0, 0, 0], 4) == SHORTEST
 
 
 def test_a_word_that_is_none_is_refused() -> None:

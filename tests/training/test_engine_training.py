@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from comingle.config import parse_recipe
-from comingle.config.settings import RunPlan, RuntimeSection, TrainingSection
-from comingle.training.privacy import make_plan
+from comingle.config.settings import RuntimeSection, TrainingSection
+from comingle.methods import make
+from comingle.training.plan import make_plan
 from comingle.training.server import averaging_weights
-from comingle.training.settings import TOKENS_PER_PASS, cohorts, participants, portions
+from comingle.training.settings import TOKENS_PER_PASS, RunPlan, cohorts, participants, portions
 from comingle.utils.errors import RecipeError
 from federations import exchange
 
 CPU = torch.device("cpu")
+FEDAVG = make("fedavg")
+make_run_plan = partial(RunPlan, method=FEDAVG)
 NAMES = [f"user {i}" for i in range(10)]
 
 
 def plan_of(*, context: int, **runtime: int) -> RunPlan:
-    return RunPlan(training=TrainingSection(context=context), runtime=RuntimeSection.model_validate(runtime))
+    return make_run_plan(training=TrainingSection(context=context), runtime=RuntimeSection.model_validate(runtime))
 
 
 def test_everybody_takes_part_by_default() -> None:
-    assert [participants(RunPlan(), number, NAMES[:4]) for number in range(3)] == [[0, 1, 2, 3]] * 3
+    assert [participants(make_run_plan(), number, NAMES[:4]) for number in range(3)] == [[0, 1, 2, 3]] * 3
 
 
 @pytest.mark.parametrize(
     ("fraction", "users", "count"), [(0.5, 4, 2), (0.5, 5, 3), (0.7, 10, 7), (0.01, 3, 1), (1, 3, 3)]
 )
 def test_a_fraction_is_rounded_up(fraction: float, users: int, count: int) -> None:
-    drawn = [participants(RunPlan(participation=fraction), number, NAMES[:users]) for number in range(20)]
+    drawn = [participants(make_run_plan(participation=fraction), number, NAMES[:users]) for number in range(20)]
     assert all(len(members) == count and members == sorted(set(members)) for members in drawn)
     assert {user for members in drawn for user in members} == set(range(users))
 
 
 def test_a_draw_depends_on_seed_and_round_alone() -> None:
-    half, other = RunPlan(participation=0.5), RunPlan(participation=0.5, seed=1)
+    half, other = make_run_plan(participation=0.5), make_run_plan(participation=0.5, seed=1)
     drawn = [participants(half, number, NAMES[:8]) for number in range(10)]
     assert [participants(half, number, NAMES[:8]) for number in reversed(range(10))] == drawn[::-1]
     assert len({tuple(members) for members in drawn}) > 1
@@ -45,7 +49,7 @@ def test_a_draw_depends_on_seed_and_round_alone() -> None:
 
 
 def test_a_draw_is_of_names_whatever_their_order() -> None:
-    plan = RunPlan(participation=0.5)
+    plan = make_run_plan(participation=0.5)
     for number in range(10):
         drawn = {NAMES[i] for i in participants(plan, number, NAMES)}
         again = {NAMES[::-1][i] for i in participants(plan, number, NAMES[::-1])}
@@ -53,20 +57,20 @@ def test_a_draw_is_of_names_whatever_their_order() -> None:
 
 
 def test_everybody_is_drawn_equally_often() -> None:
-    plan = RunPlan(participation=0.3)
+    plan = make_run_plan(participation=0.3)
     drawn = [user for number in range(2000) for user in participants(plan, number, NAMES)]
     counts = torch.tensor(drawn).bincount(minlength=len(NAMES))
     assert (counts - 600).abs().max() < 4 * (2000 * 0.3 * 0.7) ** 0.5
 
 
 def test_a_list_names_the_users_of_each_round_and_repeats() -> None:
-    plan = RunPlan(participation=((2, 0), (1,)))
+    plan = make_run_plan(participation=((2, 0), (1,)))
     assert [participants(plan, number, NAMES[:3]) for number in range(4)] == [[0, 2], [1], [0, 2], [1]]
 
 
 def test_a_list_with_a_number_too_high_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"training.participation: user 3; allowed: 0 to 2"):
-        participants(RunPlan(participation=((3,),)), 0, NAMES[:3])
+        participants(make_run_plan(participation=((3,),)), 0, NAMES[:3])
 
 
 def test_names_in_a_recipe_become_numbers() -> None:
@@ -74,9 +78,9 @@ def test_names_in_a_recipe_become_numbers() -> None:
         "data": {"users": {"ann": "a", "bob": "b"}},
         "training": {"participation": [["bob"], ["ann"]]},
     }
-    assert make_plan(parse_recipe(content), ["ann", "bob"]).participation == ((1,), (0,))
+    assert make_plan(parse_recipe(content), FEDAVG, ["ann", "bob"]).participation == ((1,), (0,))
     with pytest.raises(RecipeError, match=r"training.participation: no user 'bob'; there are: ann, cem"):
-        make_plan(parse_recipe(content), ["ann", "cem"])
+        make_plan(parse_recipe(content), FEDAVG, ["ann", "cem"])
 
 
 def test_cohorts_are_consecutive_and_bounded() -> None:
@@ -87,7 +91,7 @@ def test_cohorts_are_consecutive_and_bounded() -> None:
 def test_portions_bound_the_tokens_of_a_pass() -> None:
     room = TOKENS_PER_PASS["cpu"]
     for batch, context in [(64, 128), (1, 16), (8, room), (3, 2 * room)]:
-        found = portions(RunPlan(training=TrainingSection(context=context)), CPU, batch)
+        found = portions(make_run_plan(training=TrainingSection(context=context)), CPU, batch)
         assert found.users * found.sequences * context <= max(room, context)
         assert 1 <= found.sequences <= batch
     chosen = portions(plan_of(context=16, users_per_step=3, micro_batch=2), CPU, 64)

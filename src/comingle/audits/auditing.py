@@ -33,6 +33,7 @@ from comingle.audits.canaries import (
 from comingle.audits.uploads import invert, recover, token_factors
 from comingle.config import Recipe
 from comingle.config.settings import MECHANISMS
+from comingle.methods import make
 from comingle.models.hardware import torch_defaults
 from comingle.privacy.accounting import Release, epsilon
 from comingle.privacy.mechanisms import release_of
@@ -46,7 +47,7 @@ from comingle.runs.session import prepare
 from comingle.training.backends.launched import require_alone
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.privacy import make_plan
+from comingle.training.plan import make_plan
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.records import plural
 
@@ -306,7 +307,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
     privacy = recipe.privacy
     if privacy is None or privacy.noise == "reproducible" or (privacy.noise_at == "server" and view == SERVER):
         return None
-    plan = make_plan(recipe, names)
+    plan = make_plan(recipe, make(recipe.method.name, **recipe.method.settings), names)
     assert plan.privacy is not None
     count = max(trial.metrics["privacy"]["releases"] for trial in trials)
     if of_examples(recipe):

@@ -33,7 +33,7 @@ from comingle.runs.distributed import read_shared, run_sharded
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import Given
 from comingle.runs.progress import LOADING, reporting
-from comingle.runs.session import prepare, run_in, warn_unread
+from comingle.runs.session import get_ready, prepare, run_in, warn_unread
 from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
 from comingle.training.backends.ranks import joined
 from comingle.training.kinds.base import NETS, RunData
@@ -185,12 +185,16 @@ def train_here(
 
                 with reporter.waiting(LOADING):
                     given = Given(date=recorded_date(folder) if resume else "")
-                    materials = prepare(recipe, given=given) if ranks is None else read_shared(recipe, ranks, given)
+                    method = each(lambda: get_ready(recipe))
+                    if ranks is None:
+                        materials = prepare(recipe, given=given, method=method)
+                    else:
+                        materials = read_shared(recipe, ranks, method, given)
                     warn_overlaps(materials)
                 if leads:
-                    warn_unread(recipe)
+                    warn_unread(recipe, method)
                 run = run_in if ranks is None else partial(run_sharded, ranks=ranks)
-                done = run(folder, recipe, materials, resume=resume, force=force, observers=watch)
+                done = run(folder, recipe, materials, resume=resume, force=force, method=method, observers=watch)
         return (folder, done) if leads else None
     except RankLostError:
         if PARENT in os.environ:

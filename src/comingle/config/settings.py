@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -23,7 +23,6 @@ from comingle.utils.registry import Registry, load_object
 
 if TYPE_CHECKING:
     from comingle.privacy.mechanisms import DifferentialPrivacy
-    from comingle.privacy.secure_sum import Sums
 
 
 Count = Annotated[int, Field(ge=1, le=10**15, strict=True)]
@@ -605,53 +604,3 @@ class RuntimeSection(Section):
     gpu: list[Literal["triton", "graphs"]] = Field(default_factory=list)
     micro_batch: Count | None = None
     track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """Settings of a run for its users: sections of the recipe, and what follows from them and from the users.
-
-    Args:
-        training: Section of the recipe.
-        evaluation: Section of the recipe; ``every`` is a number once the users' data is known.
-        checkpoints: Section of the recipe.
-        runtime: Section of the recipe.
-        privacy: Section of the recipe, with the noise multiplier that its budget allows.
-        aggregation: Section of the recipe; None where uploads are combined as the method says.
-        seed: Seed of all random streams.
-        participation: Fraction of the users drawn each round, or the users of each round by number.
-        users: Names of all users, where the noise on single examples follows from how many rounds each takes part in.
-        sums: Settings of secure sums; None where the server sees single uploads.
-        test_limit: Recipe key that limits each user's test data; empty where the kind of data has none.
-    """
-
-    training: TrainingSection = field(default_factory=TrainingSection)
-    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-    checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
-    runtime: RuntimeSection = field(default_factory=RuntimeSection)
-    privacy: PrivacySection | None = None
-    aggregation: AggregationSection | None = None
-    seed: int = 0
-    participation: float | tuple[tuple[int, ...], ...] = EVERYBODY
-    users: tuple[str, ...] = ()
-    sums: Sums | None = None
-    test_limit: str = ""
-
-    @property
-    def period(self) -> int:
-        """Rounds between evaluations; the least, while the interval is not resolved."""
-        return SHORTEST if self.evaluation.every == AUTO else self.evaluation.every
-
-    @property
-    def users_per_step(self) -> int | None:
-        """Number of users in one pass; None for as many as fit its number of tokens."""
-        return None if self.runtime.users_per_step == AUTO else self.runtime.users_per_step
-
-    @property
-    def iterations(self) -> int:
-        """Local steps of a user who takes part in every round."""
-        return self.training.rounds * self.training.local_steps
-
-    def updated(self, section: str, **values: Any) -> RunPlan:
-        """Return a copy with values of one section replaced."""
-        return replace(self, **{section: getattr(self, section).model_copy(update=values)})

@@ -75,7 +75,7 @@ def count_exchanges(federation: InProcess) -> int:
     """How many there are in a whole run."""
     clients, method, plan = federation.clients, federation.clients.method, federation.clients.plan
     rounds = plan.training.rounds if method.trains else 0
-    return sum(exchanged_after(method, plan, clients.shares, done) for done in range(1, rounds + 1))
+    return sum(exchanged_after(plan, clients.shares, done) for done in range(1, rounds + 1))
 
 
 ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)

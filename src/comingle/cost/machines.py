@@ -17,15 +17,17 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.config.settings import AUTO, MEMORY, RunPlan
+from comingle.config.settings import AUTO, MEMORY
 from comingle.cost.planning import largest_round, with_method
 from comingle.cost.records import MethodCost, Plan
 from comingle.cost.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
+from comingle.methods import make
 from comingle.runs.distributed import cores
 from comingle.training.backends.launched import MEETING
 from comingle.training.evaluation import period
 from comingle.training.kinds.base import kind_of
-from comingle.training.privacy import test_limit_of
+from comingle.training.plan import test_limit_of
+from comingle.training.settings import RunPlan
 from comingle.utils.errors import RecipeError
 
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
@@ -224,6 +226,7 @@ def _period(recipe: Recipe, found: Found, users: int, present: int, evaluated: i
         return recipe.evaluation.every
     trainers, trained, scored = found.amounts
     plan = RunPlan(
+        method=make(recipe.method.name, **recipe.method.settings),
         training=recipe.training,
         evaluation=recipe.evaluation,
         participation=present / users,

@@ -43,7 +43,7 @@ from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import RunData, adapt_base, check_recipe, kind_of
 from comingle.training.kinds.text import TextFeed
-from comingle.training.privacy import make_plan, planned_releases, server_mechanisms
+from comingle.training.plan import make_plan, planned_releases, server_mechanisms
 from comingle.training.settings import Portions, portions, round_sizes
 from comingle.training.storage.disk import check_storable
 from comingle.utils.errors import DataError, RecipeError
@@ -77,7 +77,8 @@ def with_privacy(
     if recipe.privacy is None and recipe.aggregation.is_mean:
         return cost
     recipe = recipe.with_changes({"training.participation": participation})
-    method, plan = make(recipe.method.name, **recipe.method.settings), make_plan(recipe, names)
+    method = make(recipe.method.name, **recipe.method.settings)
+    plan = make_plan(recipe, method, names)
     mechanisms = server_mechanisms(plan, names)
     if method.shared:
         for mechanism in mechanisms:
@@ -87,7 +88,7 @@ def with_privacy(
     if protects_examples(recipe.privacy.mechanism):  # epsilon follows from how many a user has: their data is read
         read = (whole or recipe).with_changes({"training.participation": participation})
         mechanisms = build(read, prepare(read)).server.mechanisms
-    planned = planned_releases(plan, method, names)
+    planned = planned_releases(plan, names)
     return replace(cost, privacy={key: v for one in mechanisms for key, v in one.forecast(planned).items()})
 
 
@@ -352,7 +353,7 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
     users are alike, only as many as share a pass are.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    plan = make_plan(recipe, names).updated("runtime", store=MEMORY)
+    plan = make_plan(recipe, method, names).updated("runtime", store=MEMORY)
     placement = method.placement
     alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
     numbers = range(len(names)) if here is None else here
@@ -368,8 +369,8 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
         tokens = among * plan.iterations * plan.training.batch_size * plan.training.context
         model = adapt_base(recipe, base, method, among, tokens)
         model = model.only(numbers) if unlike else model
-    feed = TextFeed(trainers, plan, batch_size(method, plan, len(people)))
-    return federate(Clients(model, method, plan, trainers=trainers, users=people, feed=feed, reads=False))
+    feed = TextFeed(trainers, plan, batch_size(plan, len(people)))
+    return federate(Clients(model, plan, trainers=trainers, users=people, feed=feed, reads=False))
 
 
 def _nobody(name: str) -> UserData:

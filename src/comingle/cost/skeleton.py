@@ -33,7 +33,7 @@ from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients
 from comingle.training.kinds.base import check_on_language
 from comingle.training.kinds.nets import SampleFeed, build_nets
-from comingle.training.privacy import make_plan
+from comingle.training.plan import make_plan
 from comingle.utils.errors import BaseModelError
 from comingle.utils.records import expand_home
 from comingle.utils.trees import ADAPTOR, ROUTER, Layout, Slot
@@ -145,17 +145,17 @@ def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] |
         RecipeError: as :func:`comingle.training.kinds.nets.build_nets`.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    plan = make_plan(recipe, names_of(population.users) if everybody is None else everybody)
+    plan = make_plan(recipe, method, names_of(population.users) if everybody is None else everybody)
     plan = plan.updated("runtime", store=MEMORY)
     if method.placement.pooled:
-        return federate(build_nets(recipe, population, method, plan))
+        return federate(build_nets(recipe, population, plan))
     clusters = max(1, len({user.cluster for user in population.users}))  # with fewer there would be other clusters
-    first = build_nets(recipe, replace(population, users=population.users[:clusters]), method, plan)
+    first = build_nets(recipe, replace(population, users=population.users[:clusters]), plan)
     feed, users = cast(SampleFeed, first.feed), list(population.users[: first.portions.users])
     if len(users) <= clusters:
         return federate(first)
     model = cast(StackedModel, first.model).for_users(len(users))
-    return federate(Clients(model, method, plan, trainers=users, users=users, feed=feed.of(users)))
+    return federate(Clients(model, plan, trainers=users, users=users, feed=feed.of(users)))
 
 
 def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY
 from comingle.cost.memory import user_bytes
+from comingle.methods import make
 from comingle.protocol.messages import LOSS
 from comingle.runs.distributed import build_sharded, check_device, share_out, spans
 from comingle.runs.session import build, prepare
@@ -320,7 +321,7 @@ def _federation(recipe: Recipe, materials: RunData, ranks: Ranks | None) -> InPr
         return build(recipe, materials)
     check_device(recipe, ranks.place)
     here = spans(len(materials.users), ranks.size, 1)[ranks.rank]
-    return build_sharded(recipe, share_out(materials, here), ranks)
+    return build_sharded(recipe, share_out(materials, here), make(recipe.method.name, **recipe.method.settings), ranks)
 
 
 def _alone() -> None:

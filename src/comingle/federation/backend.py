@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from comingle.config.settings import RunPlan
 from comingle.federation.checks import check_upload, validation_loss
 from comingle.federation.coordinator import Coordinator
 from comingle.federation.messages import Answer, counts_samples
@@ -27,7 +26,8 @@ from comingle.protocol.wire import pack, unpack
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, log_rejection
 from comingle.training.evaluation import Clock, evaluation_event, metrics_of, mixtures_event
 from comingle.training.events import AN_EVENT, Observer
-from comingle.training.privacy import terms_of
+from comingle.training.plan import terms_of
+from comingle.training.settings import RunPlan
 from comingle.utils.errors import MessageError, NoSumError, RunError
 from comingle.utils.records import Metrics
 
@@ -403,7 +403,6 @@ class NetworkBackend(Backend[Told]):
         return metrics_of(
             users,
             coordinator.model,
-            house.method,
             house.plan,
             coordinator.clock,
             rounds=self.rounds,

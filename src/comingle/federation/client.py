@@ -57,7 +57,7 @@ from comingle.runs.session import describe, prepare
 from comingle.training.client import finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import RunData
-from comingle.training.privacy import keep_key, terms_of
+from comingle.training.plan import keep_key, terms_of
 from comingle.utils.errors import (
     BaseModelError,
     ComingleError,
@@ -139,7 +139,7 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     common = house.materials.common
     common = None if common is None else replace(common, users=users)
     materials = replace(house.materials, users=users, common=common, here=(number,), unread=False)
-    clients = materials.kind.clients(recipe, materials, house.method, house.plan)
+    clients = materials.kind.clients(recipe, materials, house.plan)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():

@@ -479,7 +479,7 @@ def new_coordinator(
         RecipeError: the method's server cannot serve such users.
     """
     model = house.model()
-    server = start_server(model, house.method, public.users, house.plan)
+    server = start_server(model, public.users, house.plan)
     server.check_rounds(house.plan)
     server.warn_of_noise(house.plan)
     coordinator = Coordinator(

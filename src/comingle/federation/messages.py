@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from comingle.config import Recipe
-from comingle.config.settings import RunPlan
 from comingle.federation.public import House
 from comingle.privacy.accounting import Work
 from comingle.protocol.wire import FORMAT, MAX_BYTES
-from comingle.training.privacy import work_of
+from comingle.training.plan import work_of
+from comingle.training.settings import RunPlan
 from comingle.utils.errors import MessageError
 
 _MAGIC = b"CMGT"
@@ -220,9 +220,9 @@ def most_steps(house: House, max_samples: int) -> int:
 
 def works_of(house: House, examples: Mapping[str, int]) -> dict[str, Work]:
     """What each user does, where privacy hides examples, of which these have said that they have so many."""
-    plan, method = house.plan, house.method
+    plan = house.plan
     return {
-        name: work_of(plan, method, name, examples=count, iterations=most_steps(house, count))
+        name: work_of(plan, name, examples=count, iterations=most_steps(house, count))
         for name, count in examples.items()
     }
 

@@ -13,7 +13,7 @@ from pydantic import field_validator
 from comingle import __version__
 from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import complete_older
-from comingle.config.settings import MEMORY, Count, RunPlan, Section
+from comingle.config.settings import MEMORY, Count, Section
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of
@@ -21,7 +21,8 @@ from comingle.models.model import Model
 from comingle.protocol.wire import FORMAT
 from comingle.runs.folders import BOS
 from comingle.training.kinds.base import RunData, check_recipe, kind_of, later
-from comingle.training.privacy import make_plan
+from comingle.training.plan import make_plan
+from comingle.training.settings import RunPlan
 from comingle.utils.errors import DataError, MessageError, RecipeError
 from comingle.utils.names import name_problem
 
@@ -201,14 +202,18 @@ class House:
     """What both sides build from the public part, each for itself."""
 
     recipe: Recipe
-    method: Method
     plan: RunPlan
     materials: RunData
     """Everybody, none of whose data can be read but of those who are here."""
 
+    @property
+    def method(self) -> Method:
+        """The method of the run."""
+        return self.plan.method
+
     def model(self) -> Model:
         """The model of all users."""
-        return self.materials.kind.model(self.recipe, self.materials, self.method, self.plan)
+        return self.materials.kind.model(self.recipe, self.materials, self.plan)
 
 
 def build_house(public: Public, recipe: Recipe, base: Base | None) -> House:
@@ -216,10 +221,10 @@ def build_house(public: Public, recipe: Recipe, base: Base | None) -> House:
     kind = kind_of(recipe)
     users = tuple(later(kind.user, name, lambda name=name: _elsewhere(name)) for name in public.users)
     materials = kind.reopened(base, users, public.settings)
+    method = make(recipe.method.name, **recipe.method.settings)
     return House(
         recipe=recipe,
-        method=make(recipe.method.name, **recipe.method.settings),
-        plan=make_plan(recipe, list(public.users)).updated("runtime", store=MEMORY),
+        plan=make_plan(recipe, method, list(public.users)).updated("runtime", store=MEMORY),
         materials=replace(materials, here=()),
     )
 

@@ -33,7 +33,7 @@ from comingle.training.checkpoints import (
 from comingle.training.evaluation import Clock, end_event, period, start_event
 from comingle.training.events import EventLog, Observer
 from comingle.training.kinds.base import kind_of
-from comingle.training.privacy import keep_key
+from comingle.training.plan import keep_key
 from comingle.training.rounds import Evaluations, outcome_warnings, run_rounds
 from comingle.training.state import State, initial_state
 from comingle.utils.errors import RunError
@@ -169,7 +169,9 @@ def coordinate(
         users={name: UserInputs(counts={}, digests=dict.fromkeys(SPLITS, "")) for name in plan.users},
         settings=settings,
     )
-    with open_folder(folder, house.recipe, inputs, resume=resume, force=force), own_errors(house.method):
+    pooled = house.method.placement.pooled
+    opening = open_folder(folder, house.recipe, inputs, resume=resume, force=force, pooled=pooled)
+    with opening, own_errors(house.method):
         return _run(public, house, plan, channel, folder, observers)
 
 
@@ -198,7 +200,7 @@ def _run(
         if progress is None:
             _settle(coordinator)
         if log.size_bytes == 0 or progress is None:
-            started = start_event(house.method, house.plan, coordinator.model.name, _amounts(coordinator))
+            started = start_event(house.plan, coordinator.model.name, _amounts(coordinator))
             observe(started | _skipped_rows(coordinator))
 
         start = progress.round if progress else 0

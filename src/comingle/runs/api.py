@@ -11,7 +11,8 @@ from typing import Any
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY, protects_examples
 from comingle.data.populations import LazyPopulation
-from comingle.methods import make, own_errors
+from comingle.methods import own_errors
+from comingle.methods.base import Method
 from comingle.methods.user_files import check_origin
 from comingle.models.folders import digest_tokenizer
 from comingle.models.hardware import torch_defaults
@@ -19,14 +20,14 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import build, describe, get_ready, prepare, run_in, warn_unread
+from comingle.runs.session import build, describe, get_ready, method_of, prepare, run_in, warn_unread
 from comingle.training.checkpoints import Progress
 from comingle.training.client import STORES, Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import Kind, RunData, kind_of, later
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.files import list_checkpoints
-from comingle.utils.inputs import DATE, POPULATION, check_base, check_users, read_inputs, recorded_date
+from comingle.utils.inputs import DATE, POPULATION, Inputs, check_base, check_users, read_inputs, recorded_date
 from comingle.utils.records import is_server, logger, read_metrics, resume_command
 
 PerUser = Callable[[list[Any]], Any]
@@ -65,19 +66,23 @@ def per_user(recipe: Recipe, value: PerUser) -> dict[str, Any]:
     return changes
 
 
-def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> RunData:
-    """The materials of a finished run, with everybody's data left where it is.
+def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: Given = NOTHING) -> RunData:
+    """Return the data of a finished run, which is read when something asks for it.
 
-    What is ``given`` is taken as it is handed over. What is read later is what the run has read: changed data is
-    refused then, a changed base at once.
+    Users' data that is not what the run has read is refused then, another base at once.
+
+    Args:
+        folder: The run folder.
+        recipe: The recipe.
+        inputs: What the run has read.
+        method: The method of the recipe.
+        given: What a program passes instead of names and paths in the recipe.
 
     Raises:
         RunError: nothing says what the run has read, or the base or its tokenizer changed.
         BaseModelError: the base cannot be used.
     """
-    inputs = read_inputs(folder)
     given = replace(given, date=str(inputs.settings.get(DATE, "")))
-    get_ready(recipe)
     kind = kind_of(recipe)
     given.check_base(recipe)
     base = given.load_base(recipe) if kind.needs_base else None
@@ -86,7 +91,7 @@ def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> RunData:
     def read() -> Sequence[Any]:
         try:
             with lending([given.method]):
-                materials = prepare(recipe, base=base, given=given)
+                materials = prepare(recipe, base=base, given=given, method=method)
         except DataError as error:
             raise DataError(f"{folder}: this needs the users' data, which is not in a run folder: {error}") from None
         check_users(folder, inputs, describe(materials, recipe))
@@ -179,13 +184,14 @@ def run(
         with reporter.waiting(LOADING):
             if resume and folder is not None:
                 given = replace(given, date=recorded_date(folder))
-            materials = materials or prepare(read, given=given)
+            made = method_of(read, checked=materials is not None)
+            materials = materials or prepare(read, given=given, method=made)
 
         def watch(clients: Clients) -> list[Observer]:
-            warn_unread(read)
+            warn_unread(read, clients.method)
             return [*observers, reporter.watch(clients)]
 
-        done = run_in(folder, read, materials, resume=resume, force=force, observers=watch)
+        done = run_in(folder, read, materials, resume=resume, force=force, method=made, observers=watch)
         for warning in done.metrics.get("warnings", ()):
             logger.warning("%s: %s", read.method.name, warning)
         return done
@@ -219,9 +225,10 @@ def load(
     given = given_of(users, base, method, loss)
     with lending([method]) as [named]:
         _check_method(folder, recipe, named)
-        materials = reopen(folder, recipe, given)
-        with own_errors(make(recipe.method.name, **recipe.method.settings)):
-            federation = build(recipe, materials)
+        inputs, made = read_inputs(folder), get_ready(recipe)
+        materials = reopen(folder, recipe, inputs, made, given)
+        with own_errors(made):
+            federation = build(recipe, materials, method=made)
             if federation.clients.method.trains:
                 _check_round(folder, metrics, federation.restore(folder, recipe.fingerprint))
                 federation.clients.choose()

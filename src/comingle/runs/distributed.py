@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.config.settings import RunPlan
 from comingle.data.populations import LazyPopulation, names_of
-from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.hardware import torch_defaults
 from comingle.privacy import secure_sum
@@ -28,16 +26,16 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import fitted, prepare, run_in, warn_unread
+from comingle.runs.session import fitted, method_of, prepare, run_in, warn_unread
 from comingle.training.backends.distributed import Sharded
 from comingle.training.backends.launched import Place, find_place
 from comingle.training.backends.ranks import Ranks, joined
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData, later
-from comingle.training.privacy import make_plan
+from comingle.training.plan import make_plan
 from comingle.training.server import start_server
-from comingle.training.settings import cohorts
+from comingle.training.settings import RunPlan, cohorts
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.inputs import recorded_date
 
@@ -61,8 +59,17 @@ class _OfOwnUsers(logging.Handler):
 _OWN = _OfOwnUsers()
 
 
-def read_shared(recipe: Recipe, ranks: Ranks, given: Given = NOTHING, materials: RunData | None = None) -> RunData:
-    """The base and the data of this process's users; ``materials`` are those of all, where they are at hand.
+def read_shared(
+    recipe: Recipe, ranks: Ranks, method: Method, given: Given = NOTHING, materials: RunData | None = None
+) -> RunData:
+    """Return the base model and the data of the users of this process.
+
+    Args:
+        recipe: The recipe.
+        ranks: The processes of the run.
+        method: The method of the recipe.
+        given: What a program passes instead of names and paths in the recipe.
+        materials: The base model and the data of all users, if they are read already.
 
     Raises:
         ComingleError: as :func:`comingle.runs.session.prepare`, or there are more processes than users or GPUs.
@@ -72,7 +79,7 @@ def read_shared(recipe: Recipe, ranks: Ranks, given: Given = NOTHING, materials:
     ranks.each(lambda: check_device(recipe, ranks.place))
     take_threads(recipe, ranks.place)
     date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
-    everybody = ranks.each(lambda: materials or prepare(recipe, given=replace(given, date=date)))
+    everybody = ranks.each(lambda: materials or prepare(recipe, given=replace(given, date=date), method=method))
     at_once = recipe.runtime.users_per_step
     at_once = at_once if isinstance(at_once, int) else 1
     mine = ranks.each(lambda: spans(len(everybody.users), ranks.size, at_once)[ranks.rank])
@@ -114,17 +121,16 @@ def share_out(materials: RunData, here: range) -> RunData:
     return replace(materials, users=users, common=common, texts=texts, here=tuple(here), shared_out=True)
 
 
-def build_sharded(recipe: Recipe, materials: RunData, ranks: Ranks) -> Sharded:
+def build_sharded(recipe: Recipe, materials: RunData, method: Method, ranks: Ranks) -> Sharded:
     """This process's part of a recipe's federation, before the first round.
 
     Raises:
         ComingleError: settings, data and base do not fit each other, or there are more processes than users.
     """
     recipe = ranks.each(lambda: fitted(recipe, materials))
-    method = make(recipe.method.name, **recipe.method.settings)
-    plan = make_plan(recipe, names_of(materials.users))
+    plan = make_plan(recipe, method, names_of(materials.users))
     plan = plan.updated("runtime", store=recipe.runtime.store)
-    federation = ranks.each(lambda: _built(recipe, materials, method, plan, ranks))
+    federation = ranks.each(lambda: _built(recipe, materials, plan, ranks))
     clients = federation.clients
     _check_alike(federation)
     most = ranks.gather(lambda: clients.steps.local_steps)
@@ -151,6 +157,7 @@ def run_sharded(
     *,
     resume: bool,
     force: bool,
+    method: Method,
     observers: Callable[[Clients], Sequence[Observer]],
     ranks: Ranks,
 ) -> Run:
@@ -165,20 +172,29 @@ def run_sharded(
         ranks.opened(folder)
 
     building = partial(build_sharded, ranks=ranks)
-    how = {"resume": resume, "force": force, "observers": observers}
-    return run_in(folder, recipe, materials, **how, building=building, entering=enter)
+    return run_in(
+        folder,
+        recipe,
+        materials,
+        resume=resume,
+        force=force,
+        method=method,
+        observers=observers,
+        building=building,
+        entering=enter,
+    )
 
 
-def _built(recipe: Recipe, materials: RunData, method: Method, plan: RunPlan, ranks: Ranks) -> Sharded:
-    if method.placement.pooled:
-        raise RecipeError(f"method {method.name}: trains one model on everybody's data; allowed: one process")
+def _built(recipe: Recipe, materials: RunData, plan: RunPlan, ranks: Ranks) -> Sharded:
+    if plan.method.placement.pooled:
+        raise RecipeError(f"method {plan.method.name}: trains one model on everybody's data; allowed: one process")
     names = names_of(materials.users)
-    whole = materials.kind.model(recipe, materials, method, plan)
-    server = start_server(whole, method, names, plan)
+    whole = materials.kind.model(recipe, materials, plan)
+    server = start_server(whole, names, plan)
     server.check_rounds(plan)
     here = materials.here
     assert here is not None
-    clients = materials.kind.clients(recipe, materials, method, plan)
+    clients = materials.kind.clients(recipe, materials, plan)
     clients.everybody = names
     clients.state.share_out(ranks.rank, ranks.size, range(here[0], here[-1] + 1), len(names))
     return Sharded(
@@ -276,13 +292,14 @@ def run(
         with reporting(quiet=not (progress and place.leads)) as reporter:
             with reporter.waiting(LOADING):
                 given = replace(given, date=recorded_date(folder) if resume else "")
-                here = read_shared(read, ranks, given, materials)
+                made = ranks.each(lambda: method_of(read, checked=materials is not None))
+                here = read_shared(read, ranks, made, given, materials)
 
             def watch(clients: Clients) -> list[Observer]:
-                warn_unread(read)
+                warn_unread(read, clients.method)
                 return [*observers, reporter.watch(clients)]
 
-            run_sharded(folder, read, here, resume=resume, force=force, observers=watch, ranks=ranks)
+            run_sharded(folder, read, here, resume=resume, force=force, method=made, observers=watch, ranks=ranks)
     return api.load(folder, users=users, base=_handed(base), method=method, loss=loss)
 
 

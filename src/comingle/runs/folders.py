@@ -10,7 +10,6 @@ from typing import Any
 
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import KEY
-from comingle.methods import make
 from comingle.methods.user_files import ORIGIN, check_origin, write_origin
 from comingle.utils.errors import RunError
 from comingle.utils.files import HOLDER, LOCK, check_free, list_checkpoints, locked
@@ -48,7 +47,9 @@ RUN_FILES = (
 
 
 @contextmanager
-def open_folder(folder: Path, recipe: Recipe, inputs: Inputs, *, resume: bool, force: bool) -> Iterator[None]:
+def open_folder(
+    folder: Path, recipe: Recipe, inputs: Inputs, *, resume: bool, force: bool, pooled: bool = False
+) -> Iterator[None]:
     """Make a run folder, or take one up again; after everything that could be wrong with the recipe has been checked.
 
     For as long as this is entered nobody else writes to it, and a disk that takes no more is one line. A new folder is
@@ -63,7 +64,6 @@ def open_folder(folder: Path, recipe: Recipe, inputs: Inputs, *, resume: bool, f
         check_folder(folder, recipe, resume=resume, force=force, mine=True)  # somebody may have been faster
         _refuse_links(folder)
         if resume:
-            pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
             check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
             if not _has_trained(folder):
                 write_origin(folder, recipe.method.name)

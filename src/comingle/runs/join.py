@@ -282,7 +282,8 @@ def take(federation: InProcess, run: Run, *, rounds: int) -> None:
     kept = run.federation.server.kept
     by_user = method.server.by_user
     server.kept = {name: own if name in by_user else kept[name].clone() for name, own in server.kept.items()}
-    clients.method = server.method = replace(method, server=method.server.settled())
+    server.method = replace(method, server=method.server.settled())
+    clients.plan = replace(clients.plan, method=server.method)
     clients.state.versions[:1] = -1  # has received nothing, not even what everybody starts with
     if holds(clients):
         clients.steps.held = Held(columns=clients.model.layout.mask(method.received), rounds=rounds)

@@ -48,7 +48,7 @@ from comingle.training.events import (
     tensorboard,
 )
 from comingle.training.kinds.base import RunData, check_recipe, kind_of
-from comingle.training.privacy import make_plan
+from comingle.training.plan import make_plan
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
 from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
@@ -122,18 +122,28 @@ logger = logging.getLogger("comingle")
 
 @torch_defaults()
 def prepare(
-    recipe: Recipe, *, base: Base | None = None, validates: bool | None = None, given: Given = NOTHING
+    recipe: Recipe,
+    *,
+    base: Base | None = None,
+    validates: bool | None = None,
+    given: Given = NOTHING,
+    method: Method | None = None,
 ) -> RunData:
-    """Load the base (unless it is there) and read everybody's data, but for what is ``given``.
+    """Load the base model and read the users' data.
 
-    ``validates`` says whether users need validation data to be large enough; without it the method says so.
+    Args:
+        recipe: The recipe.
+        base: The base model, if it is loaded already.
+        validates: Whether users need validation data to have enough; None: the method decides.
+        given: What a program passes instead of names and paths in the recipe.
+        method: What :func:`get_ready` returned for the recipe; None: it is called now.
 
     Raises:
         RecipeError: the method is none, or not for such users, or a setting would not be read; said before loading.
         BaseModelError: the base cannot be used.
         DataError: some user's data cannot.
     """
-    method = get_ready(recipe)
+    method = get_ready(recipe) if method is None else method
     if validates is None:
         validates = method.client.needs_validation
     given.check(recipe)
@@ -183,10 +193,18 @@ def get_ready(recipe: Recipe) -> Method:
     return method
 
 
-def warn_unread(recipe: Recipe) -> None:
-    """Say which settings a single run will not read; in a comparison they are for other methods."""
-    name, training = recipe.method.name, recipe.training
-    placement = make(name, **recipe.method.settings).placement
+def method_of(recipe: Recipe, *, checked: bool) -> Method:
+    """Return the method of a run, which is made once; first check the recipe as :func:`get_ready`, unless ``checked``.
+
+    Raises:
+        RecipeError: As :func:`check_recipe`.
+    """
+    return make(recipe.method.name, **recipe.method.settings) if checked else get_ready(recipe)
+
+
+def warn_unread(recipe: Recipe, method: Method) -> None:
+    """Warn of settings that a single run does not read; in a comparison they are for other methods."""
+    name, training, placement = recipe.method.name, recipe.training, method.placement
     adaptors = placement.mixture is not None and placement.mixture.of == "adaptors"
     unread = [(f"method {name}: has no adaptors in nets", [] if adaptors else ["floral"])]
     unread += [(f"method {name}: has no router of tokens", [] if placement.routed else ["adapters.top_k"])]
@@ -221,17 +239,23 @@ def describe(materials: RunData, recipe: Recipe) -> Inputs:
 # -------------------------------------------------------------------- build
 
 
-def build(recipe: Recipe, materials: RunData, *, store: str | None = None) -> InProcess:
-    """Both halves of a recipe's federation, before the first round; ``store`` in place of the recipe's.
+def build(recipe: Recipe, materials: RunData, *, method: Method | None = None, store: str | None = None) -> InProcess:
+    """Return the clients and the server of a recipe before the first round.
+
+    Args:
+        recipe: The recipe.
+        materials: The base model and the users' data.
+        method: The method of the recipe; None: it is made now.
+        store: Where users' tensors are, in place of the recipe's ``runtime.store``.
 
     Raises:
         ComingleError: settings, data and base do not fit each other.
     """
     recipe = fitted(recipe, materials)
-    method = make(recipe.method.name, **recipe.method.settings)
-    plan = make_plan(recipe, names_of(materials.users))
+    method = make(recipe.method.name, **recipe.method.settings) if method is None else method
+    plan = make_plan(recipe, method, names_of(materials.users))
     plan = plan.updated("runtime", store=store or recipe.runtime.store)
-    federation = federate(materials.kind.clients(recipe, materials, method, plan))
+    federation = federate(materials.kind.clients(recipe, materials, plan))
     federation.server.check_rounds(plan)
     return federation
 
@@ -243,8 +267,9 @@ def run_in(
     *,
     resume: bool,
     force: bool,
+    method: Method | None = None,
     observers: Callable[[Clients], Sequence[Observer]] = lambda clients: (),
-    building: Callable[[Recipe, RunData], InProcess] = build,
+    building: Callable[..., InProcess] = build,
     entering: Callable[[ExitStack, AbstractContextManager[None]], object] = ExitStack.enter_context,
 ) -> Run:
     """Build a recipe's federation and run it in its folder.
@@ -255,6 +280,7 @@ def run_in(
         materials: The base model and the users' data.
         resume: Whether to resume from the newest checkpoint in the folder.
         force: Whether to replace what is in the folder.
+        method: The method of the recipe; None: it is made now.
         observers: Makes observers of the events of these users.
         building: Makes the federation; of several processes the one that leads observes and writes.
         entering: Enters the context that opens the folder, in the process that leads.
@@ -262,15 +288,17 @@ def run_in(
     Raises:
         ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
+    method = make(recipe.method.name, **recipe.method.settings) if method is None else method
     with ExitStack() as entered:
-        entered.enter_context(own_errors(make(recipe.method.name, **recipe.method.settings)))
-        federation = building(recipe, materials)
+        entered.enter_context(own_errors(method))
+        federation = building(recipe, materials, method=method)
         watching = observers(federation.clients) if federation.leads else ()
         settings = materials.kind.settings(materials)
         if folder is None:
             return replace(execute(federation, recipe, None, observers=watching), settings=settings)
         inputs = _described(federation, materials, recipe)
-        entering(entered, open_folder(folder, recipe, inputs, resume=resume, force=force))
+        pooled = method.placement.pooled
+        entering(entered, open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=pooled))
         done = execute(federation, recipe, folder, resume=resume, observers=watching)
     return replace(done, settings=settings)
 
@@ -322,7 +350,7 @@ def execute(
         write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
     has = federation.merge_users(lambda: {one.name: amounts(one, clients.feed.unit) for one in clients.scored_users})
     if (log is not None and log.size_bytes == 0) or not kept:  # a log that was lost begins anew
-        observe(start_event(clients.method, clients.plan, clients.model.name, has) | clients.left_out)
+        observe(start_event(clients.plan, clients.model.name, has) | clients.left_out)
     try:
         writing = saving(federation, recipe, folder, log)
         scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock) or []

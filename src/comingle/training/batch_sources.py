@@ -15,12 +15,11 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 
-from comingle.config.settings import RunPlan
 from comingle.data.populations import listed
 from comingle.data.samples.samples import epoch
 from comingle.methods.base import Phase, Stream
 from comingle.models.scoring import PAD, Gates
-from comingle.training.settings import Portions
+from comingle.training.settings import Portions, RunPlan
 from comingle.utils.seeds import generator
 
 Predict = Callable[[Sequence[int], Any], Tensor]

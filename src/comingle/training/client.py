@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.config.settings import MEMORY, RunPlan
+from comingle.config.settings import MEMORY
 from comingle.data.populations import Numbers, drawn, names_of
 from comingle.methods.base import Method, Part
 from comingle.models.hardware import require_bytes
@@ -45,8 +45,8 @@ from comingle.protocol.messages import (
 from comingle.protocol.wire import packed_bytes
 from comingle.training.batch_sources import Feed
 from comingle.training.cohort import AnyScore, Cohort, Models, Scorer
-from comingle.training.privacy import TUNING, client_mechanisms, private_steps
-from comingle.training.settings import Portions, cohorts
+from comingle.training.plan import TUNING, client_mechanisms, private_steps
+from comingle.training.settings import Portions, RunPlan, cohorts
 from comingle.training.state import State, draw, initial_state, true_clusters
 from comingle.training.steps import Steps, diverged, find_broken, within_memory
 from comingle.utils.errors import DataError
@@ -72,9 +72,9 @@ STORES: Registry[Any] = Registry(
 """Classes that keep users' tensors outside of memory, by the value of ``runtime.store``."""
 
 
-def batch_size(method: Method, plan: RunPlan, users: int) -> int:
+def batch_size(plan: RunPlan, users: int) -> int:
     """Sequences or samples in a trainer's step: a pooled one sees as many as its users would have together."""
-    return plan.training.batch_size * (users if method.placement.pooled else 1)
+    return plan.training.batch_size * (users if plan.method.placement.pooled else 1)
 
 
 class Users:
@@ -90,7 +90,6 @@ class Users:
     def __init__(
         self,
         model: Model,
-        method: Method,
         plan: RunPlan,
         *,
         trainers: Population,
@@ -100,7 +99,8 @@ class Users:
         skipped: Mapping[str, str] = MappingProxyType({}),
         skipped_rows: int = 0,
     ):
-        self.model, self.method, self.plan = model, method, plan
+        method = plan.method
+        self.model, self.plan = model, plan
         self.trainers, self.users, self.skipped = trainers, users, skipped
         self.skipped_rows = skipped_rows
         self.names = names_of(trainers)
@@ -109,15 +109,15 @@ class Users:
         self.rows = method.placement.copies * len(trainers)
         last = self.rows - len(trainers)
         self.row_of: Sequence[int] = [last] * len(users) if method.placement.pooled else range(last, last + len(users))
-        self.batch_size = batch_size(method, plan, len(users))
+        self.batch_size = batch_size(plan, len(users))
         self.stopped_after: int | None = None  # where the privacy budget allows no more rounds
-        self.steps = Steps(model=model, method=method, plan=plan, trainers=len(trainers), source=feed)
+        self.steps = Steps(model=model, plan=plan, trainers=len(trainers), source=feed)
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.client.phases if model.layout.touching(phase.roles).slots]
         self.scorer = Scorer(steps=self.steps)
         self.shares = bool(model.layout.mask(method.shared).any())
         self.mechanisms: tuple[PrivacyMechanism, ...] = client_mechanisms(plan) if self.shares else ()
-        self.steps.private = private_steps(self.mechanisms, model, method, plan)
+        self.steps.private = private_steps(self.mechanisms, model, plan)
         self.state = self._started()
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.resized()
@@ -125,6 +125,11 @@ class Users:
             if reads:
                 self.require_validation(any(len(user.valid) for user in self.users))
             self.state.remember(0)
+
+    @property
+    def method(self) -> Method:
+        """The method of the run."""
+        return self.plan.method
 
     @property
     def feed(self) -> Feed:

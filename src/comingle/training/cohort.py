@@ -159,7 +159,7 @@ class Cohort(Members):
         for moments in (self.part.first, self.part.second):
             moments[:, columns[: moments.shape[1]]] = 0
         for name, count in (("experts", self.part.iterations), ("router", self.part.router_steps)):
-            whole = {role for of, trained in self.steps.method.client.optimizers if of == name for role in trained}
+            whole = {role for of, trained in self.steps.plan.method.client.optimizers if of == name for role in trained}
             count.mul_(0 if bool(columns[self.layout.mask(whole)].all()) else 1)
 
     def take_steps(self, phase: Phase) -> None:
@@ -169,7 +169,7 @@ class Cohort(Members):
     @torch.no_grad()
     def component_losses(self) -> Float[Tensor, "users clusters"]:
         """Mean training loss in nats under each component; 0 for users without data."""
-        model, mixture = self.steps.model, self.steps.method.placement.mixture
+        model, mixture = self.steps.model, self.steps.plan.method.placement.mixture
         assert mixture is not None
         losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
         for some, owners in self._with_data():
@@ -196,7 +196,7 @@ class Cohort(Members):
 
         What a user does not share is as in its row. Users without data have zeros.
         """
-        layout, shared = self.layout, self.steps.method.shared
+        layout, shared = self.layout, self.steps.plan.method.shared
         count = next(iter(models.values())).shape[1]
         losses = torch.zeros(len(self.rows), count, dtype=self.part.rows.dtype)
         for some, owners in self._with_data():
@@ -209,7 +209,7 @@ class Cohort(Members):
 
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
         """Mean validation loss in nats of each model on each user's text; what is not shared is as in its row."""
-        layout, shared = self.layout, self.steps.method.shared
+        layout, shared = self.layout, self.steps.plan.method.shared
         count = next(iter(models.values())).shape[1]
         pairs = [(user, model) for user in range(len(self.rows)) for model in range(count)]
 
@@ -260,7 +260,7 @@ class Cohort(Members):
 
     def copies(self) -> Float[Tensor, "copies users columns"]:
         """Every set of tensors that the users train: the cohort holds all copies of each, one after the other."""
-        return self.part.rows.clone().view(self.steps.method.placement.copies, -1, self.part.rows.shape[1])
+        return self.part.rows.clone().view(self.steps.plan.method.placement.copies, -1, self.part.rows.shape[1])
 
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
         """Mean validation loss in nats of one user (by place) with these tensors as its model."""

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.config.settings import SHORTEST, RunPlan
+from comingle.config.settings import SHORTEST
 from comingle.methods.base import Method
 from comingle.methods.server import aggregation_weights
 from comingle.models.hardware import peak_memory_bytes
@@ -30,6 +30,7 @@ from comingle.privacy.accounting import sample_size
 from comingle.training.client import Clients
 from comingle.training.cohort import AnyScore
 from comingle.training.server import ServerHalf, averaging_weights
+from comingle.training.settings import RunPlan
 from comingle.training.steps import diverged
 from comingle.utils.records import GEOMETRIC, Metrics, geometric
 from comingle.utils.trees import CLIENT_ROUTER
@@ -278,14 +279,14 @@ def measured(score: AnyScore) -> dict[str, float]:
     return {f"test_{name}": value for name, value in score.measures.items()}
 
 
-def start_event(method: Method, plan: RunPlan, base: str, users: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def start_event(plan: RunPlan, base: str, users: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What a run says first: what it is, and how much everybody has, by :func:`amounts`."""
     return {
         "event": "start",
-        "method": method.name,
+        "method": plan.method.name,
         "seed": plan.seed,
         "base": base,
-        "rounds": plan.training.rounds if method.trains else 0,
+        "rounds": plan.training.rounds if plan.method.trains else 0,
         "users": users,
     }
 
@@ -340,7 +341,6 @@ def summarise(
     return metrics_of(
         users_metrics(clients, scores) if users is None else users,
         clients.model,
-        clients.method,
         clients.plan,
         clock,
         rounds=clients.rounds_done,
@@ -353,7 +353,6 @@ def summarise(
 def metrics_of(
     users: dict[str, dict[str, Any]],
     model: Model,
-    method: Method,
     plan: RunPlan,
     clock: Clock,
     *,
@@ -364,11 +363,11 @@ def metrics_of(
 ) -> Metrics:
     """The same out of what is known of each user."""
     return Metrics(
-        method=method.name,
+        method=plan.method.name,
         seed=plan.seed,
         base=model.name,
         rounds=rounds,
-        planned_rounds=plan.training.rounds if rounds < plan.training.rounds * method.trains else None,
+        planned_rounds=plan.training.rounds if rounds < plan.training.rounds * plan.method.trains else None,
         selected_round=selected,
         measure=measure,
         unit=unit,

@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from comingle.config.settings import RunPlan, protects_examples
+from comingle.config.settings import protects_examples
 from comingle.methods.base import ROUTERS, Method
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, S
 from comingle.training.evaluation import Clock
 from comingle.training.events import Observer
-from comingle.training.settings import counts_exchanged, exchanged_after
+from comingle.training.settings import RunPlan, counts_exchanged, exchanged_after
 from comingle.utils.records import MEASURES, number
 
 logger = logging.getLogger("comingle")
@@ -162,8 +162,8 @@ def run_rounds(
     clock = clock or Clock()
     clock.started = time.perf_counter()
     run, rounds = backend.start(observe, clock)
-    method, account, shares = backend.server.method, backend.server.account, backend.server.shares
-    exchanged = counts_exchanged(method, run)
+    method, account, shares = run.method, backend.server.account, backend.server.shares
+    exchanged = counts_exchanged(run)
     stopped = rounds < run.training.rounds * method.trains  # by the privacy budget, before the run was resumed
     scores: S | None = None
 
@@ -176,7 +176,7 @@ def run_rounds(
     if rounds and first_round == 0 and run.evaluation.first:
         scores = evaluate(0)  # where every curve starts: the pretrained model
     for round_number in range(first_round, rounds):
-        plan = plan_round(method, run, shares, round_number)
+        plan = plan_round(run, shares, round_number)
         participants = backend.select_participants(plan)
         if participants is None:
             told = method.name, round_number, run.training.rounds
@@ -213,21 +213,20 @@ def run_rounds(
     return scores
 
 
-def plan_round(method: Method, run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
+def plan_round(run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
     """Return the plan of a round.
 
     Args:
-        method: The method of the run.
         run: The settings of the run.
         shares: Whether users have anything to upload.
         round_number: The round, counted from 0.
     """
     done = round_number + 1
-    ends, counts = done == run.training.rounds, "exchanged" if counts_exchanged(method, run) else "local"
+    ends, counts = done == run.training.rounds, "exchanged" if counts_exchanged(run) else "local"
     return RoundPlan(
         number=round_number,
         ends=ends,
-        exchanges=exchanged_after(method, run, shares, done),
+        exchanges=exchanged_after(run, shares, done),
         evaluates=counts if ends or done % run.period == 0 else None,
         saves=ends or done % run.checkpoints.every == 0,
     )

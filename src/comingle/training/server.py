@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import RunPlan
 from comingle.data.populations import LOTS, Numbers
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Received, ServerSetup
@@ -26,8 +25,8 @@ from comingle.privacy.base import Judged, PrivacyMechanism, ServerRound, mean_as
 from comingle.privacy.secure_sum import Sums
 from comingle.protocol import Format
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, expand, fill_ranks, verdict
-from comingle.training.privacy import server_mechanisms
-from comingle.training.settings import participants, round_sizes
+from comingle.training.plan import server_mechanisms
+from comingle.training.settings import RunPlan, participants, round_sizes
 from comingle.training.state import draw
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
@@ -312,13 +311,13 @@ def clustered(model: Model, method: Method) -> tuple[str, ...]:
     )
 
 
-def start_server(model: Model, method: Method, users: Sequence[str], plan: RunPlan) -> ServerHalf:
+def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHalf:
     """The server before the first round.
 
     Raises:
         RecipeError: it merges or hands out whole models, and users' ranks differ; or it passes uploads on, compressed.
     """
-    uploads, mechanisms = plan.training.uploads, server_mechanisms(plan, users)
+    method, uploads, mechanisms = plan.method, plan.training.uploads, server_mechanisms(plan, users)
     for mechanism in mechanisms:
         mechanism.check_server(method, model.layout, len(users))
     if method.server.peer_to_peer and uploads != "float32":

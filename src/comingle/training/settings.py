@@ -1,19 +1,84 @@
-"""The settings of a training run that are not the method's: rounds, batches, optimisers, memory, participation."""
+"""The plan of a run, and what follows from it: participants, exchanges, and how much goes through a model at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from comingle.config.settings import RunPlan
+from comingle.config.settings import (
+    AUTO,
+    EVERYBODY,
+    SHORTEST,
+    AggregationSection,
+    CheckpointSection,
+    EvaluationSection,
+    PrivacySection,
+    RuntimeSection,
+    TrainingSection,
+)
 from comingle.data.populations import drawn
 from comingle.methods.base import Method
 from comingle.privacy.accounting import sample_size
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout
+
+if TYPE_CHECKING:
+    from comingle.privacy.secure_sum import Sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Settings of a run for its users: sections of the recipe, and what follows from them and from the users.
+
+    Args:
+        method: Method of the recipe, made once.
+        training: Section of the recipe.
+        evaluation: Section of the recipe; ``every`` is a number once the users' data is known.
+        checkpoints: Section of the recipe.
+        runtime: Section of the recipe.
+        privacy: Section of the recipe, with the noise multiplier that its budget allows.
+        aggregation: Section of the recipe; None where uploads are combined as the method says.
+        seed: Seed of all random streams.
+        participation: Fraction of the users drawn each round, or the users of each round by number.
+        users: Names of all users, where the noise on single examples follows from how many rounds each takes part in.
+        sums: Settings of secure sums; None where the server sees single uploads.
+        test_limit: Recipe key that limits each user's test data; empty where the kind of data has none.
+    """
+
+    method: Method
+    training: TrainingSection = field(default_factory=TrainingSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoints: CheckpointSection = field(default_factory=CheckpointSection)
+    runtime: RuntimeSection = field(default_factory=RuntimeSection)
+    privacy: PrivacySection | None = None
+    aggregation: AggregationSection | None = None
+    seed: int = 0
+    participation: float | tuple[tuple[int, ...], ...] = EVERYBODY
+    users: tuple[str, ...] = ()
+    sums: Sums | None = None
+    test_limit: str = ""
+
+    @property
+    def period(self) -> int:
+        """Rounds between evaluations; the least, while the interval is not resolved."""
+        return SHORTEST if self.evaluation.every == AUTO else self.evaluation.every
+
+    @property
+    def users_per_step(self) -> int | None:
+        """Number of users in one pass; None for as many as fit its number of tokens."""
+        return None if self.runtime.users_per_step == AUTO else self.runtime.users_per_step
+
+    @property
+    def iterations(self) -> int:
+        """Local steps of a user who takes part in every round."""
+        return self.training.rounds * self.training.local_steps
+
+    def updated(self, section: str, **values: object) -> RunPlan:
+        """Return a copy with values of one section replaced."""
+        return replace(self, **{section: getattr(self, section).model_copy(update=values)})
 
 
 def check_needs(method: Method, name: str, layout: Layout) -> None:
@@ -56,17 +121,24 @@ def portions(plan: RunPlan, device: torch.device, batch_size: int) -> Portions:
 
 
 def participants(plan: RunPlan, round_number: int, users: Sequence[str]) -> list[int]:
-    """Which of the users take part in this round (from 0), by number, in ascending order.
+    """Return the numbers of the users who take part in a round (from 0), in ascending order; see :func:`selected`."""
+    return selected(plan.participation, plan.seed, round_number, users)
 
-    They are :func:`comingle.data.populations.drawn`.
+
+def selected(
+    participation: float | tuple[tuple[int, ...], ...], seed: int, round_number: int, users: Sequence[str]
+) -> list[int]:
+    """Return the numbers of the users whom a fraction or a list for each round selects, in ascending order.
+
+    A fraction of them is :func:`comingle.data.populations.drawn`.
 
     Raises:
-        RecipeError: a list names a user who does not exist.
+        RecipeError: A list names a user who does not exist.
     """
-    if isinstance(plan.participation, float | int):
-        count = sample_size(plan.participation, len(users))
-        return drawn(users, count, plan.seed, round_number, "participation")
-    chosen = plan.participation[round_number % len(plan.participation)]
+    if isinstance(participation, float | int):
+        count = sample_size(participation, len(users))
+        return drawn(users, count, seed, round_number, "participation")
+    chosen = participation[round_number % len(participation)]
     if wrong := [u for u in chosen if not 0 <= u < len(users)]:
         raise RecipeError(f"training.participation: user {wrong[0]}; allowed: 0 to {len(users) - 1}")
     return sorted(set(chosen))
@@ -80,15 +152,15 @@ def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
     return {len(participants(plan, number, users)) for number in range(len(listed))}
 
 
-def counts_exchanged(method: Method, plan: RunPlan) -> bool:
-    """Whether the models that count are those behind the exchange that ends a round, not the local ones before it."""
-    return plan.evaluation.model == "exchanged" or method.client.ends_exchanged
+def counts_exchanged(plan: RunPlan) -> bool:
+    """Return whether a run is judged by the models after the exchange that ends a round, not by the local ones."""
+    return plan.evaluation.model == "exchanged" or plan.method.client.ends_exchanged
 
 
-def exchanged_after(method: Method, plan: RunPlan, shares: bool, done: int) -> bool:
-    """Whether there is an exchange after round ``done`` of a run: none after the last where local models count."""
-    wanted = done < plan.training.rounds or counts_exchanged(method, plan)
-    return wanted and shares and method.server.exchanges(done)
+def exchanged_after(plan: RunPlan, shares: bool, done: int) -> bool:
+    """Return whether there is an exchange after round ``done``: none after the last where local models count."""
+    wanted = done < plan.training.rounds or counts_exchanged(plan)
+    return wanted and shares and plan.method.server.exchanges(done)
 
 
 T = TypeVar("T")

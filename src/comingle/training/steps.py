@@ -22,19 +22,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from comingle.config.settings import RunPlan
 from comingle.data.populations import LazyPopulation
-from comingle.methods.base import Method, Phase
+from comingle.methods.base import Phase
 from comingle.models.model import Model
 from comingle.training.batch_sources import Feed, Prefetcher
 from comingle.training.cohort_state import Held, Members, accumulate, holding, keep_statistics, learning_rate, take_step
-from comingle.training.settings import Portions, check_needs
+from comingle.training.settings import Portions, RunPlan, check_needs
 from comingle.utils.errors import DivergenceError, RecipeError, lacks_memory
 from comingle.utils.seeds import generator
 from comingle.utils.trees import CLIENT_ROUTER, STATISTICS, Layout, Tree, restrict
 
 if TYPE_CHECKING:
-    from comingle.training.privacy import PrivateSteps
+    from comingle.training.plan import PrivateSteps
 else:
     PrivateSteps = object  # what a runtime type checker sees
 
@@ -134,7 +133,6 @@ class Steps:
     """How users take local steps: the model, the method's phases, where batches come from, and how many go at once."""
 
     model: Model
-    method: Method
     plan: RunPlan
     trainers: int
     source: Feed | Callable[[], Feed]
@@ -149,7 +147,7 @@ class Steps:
     """Optimisers that made a row leave the real numbers, in this round."""
 
     def __post_init__(self) -> None:
-        check_needs(self.method, self.model.name, self.model.layout)
+        check_needs(self.plan.method, self.model.name, self.model.layout)
 
     @cached_property
     def feed(self) -> Feed:
@@ -222,7 +220,7 @@ class Steps:
                     losses, gradients = self._plain(cohort, phase, step, i)
                 for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spoils all it trains
                     self.suspects(cohort.rows[place], cohort.part.rows[place])
-                for part in self.method.client.parts:
+                for part in self.plan.method.client.parts:
                     part.correct(cohort, gradients)
                 accumulate(cohort, phase, gradients)
                 self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0), held)
@@ -252,14 +250,14 @@ class Steps:
         """Which optimisers may have made a row leave the real numbers: as its tensors were when that first showed."""
         if row not in self.blamed:
             trained: dict[str, frozenset[str]] = {}
-            for name, roles in self.method.client.optimizers:
+            for name, roles in self.plan.method.client.optimizers:
                 trained[name] = trained.get(name, frozenset()) | roles
             self.blamed[row] = broke_first(self.model.layout, values, trained)
         return self.blamed[row]
 
     def _noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users *layers clusters"] | None:
         """Noise on the users' router logits, each user's from a stream of its own; None where there is none."""
-        mixture = self.method.placement.mixture
+        mixture = self.plan.method.placement.mixture
         if mixture is None or not mixture.noise:
             return None
         streams = (generator(self.plan.seed, name, "router noise", *place) for name in names)
@@ -287,7 +285,7 @@ class Steps:
             count = part.router_steps if name == "router" else part.iterations + 1
             trained, rate = self.model.layout.touching(roles), learning_rate(settings, iteration, self.iterations)
             take_step(trained, cohort, gradients, settings, rate, count, held)
-            for client_part in self.method.client.parts:
+            for client_part in self.plan.method.client.parts:
                 client_part.stepped(cohort, {slot.name: cohort.tensors[slot.name] for slot in trained.slots}, rate)
 
     # ---------------------------------------------------------------- gradients
@@ -339,7 +337,7 @@ class Steps:
         model = self.model.without(phase.without) if phase.without else self.model
         total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
         # What goes straight into steps stays in the dtype that it was computed in.
-        wide = drawn.shape[1] > self.portions.sequences or bool(self.method.client.parts) or names is not None
+        wide = drawn.shape[1] > self.portions.sequences or bool(self.plan.method.client.parts) or names is not None
         for part in self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1):
             counted = self.feed.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
@@ -350,7 +348,7 @@ class Steps:
             losses, penalty = model.losses(taken, owners, batch, train=True, **sample_shares)
             means = losses.flatten(1).sum(1) / counted.clamp(min=1)
             objective = means + self.plan.training.balance_weight * penalty
-            for extra in self.method.client.parts:
+            for extra in self.plan.method.client.parts:
                 objective = objective + extra.penalty(tensors, cohort.ranks)
             leaves = [tensors[name] for name in trained]
             weight = share if scales is None else share * scales.to(share)
@@ -365,7 +363,7 @@ class Steps:
         return total.cpu(), gradients
 
     def _preconditioned(self, tensors: Tree, gradients: Tree) -> Tree:
-        mixture = self.method.placement.mixture
+        mixture = self.plan.method.placement.mixture
         if mixture is None or not mixture.precondition:
             return gradients
         return self.model.precondition(tensors, gradients)

@@ -25,7 +25,7 @@ from comingle.runs.session import prepare
 from comingle.training.backends.local import federate
 from comingle.training.kinds.base import NETS
 from comingle.training.kinds.nets import build_nets
-from comingle.training.privacy import make_plan
+from comingle.training.plan import make_plan
 from comingle.training.server import ServerHalf
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import write_json, write_text
@@ -78,8 +78,8 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     recipe = with_method(recipe, recipe.method.name)  # where participation names others
     method = make(recipe.method.name, **recipe.method.settings)
     # Weighted means need a count of samples, which is no parameter.
-    settings = make_plan(recipe, [user.name]).updated("training", weighting="uniform")
-    federation = federate(build_nets(recipe, replace(task, users=(user,)), method, settings))
+    settings = make_plan(recipe, method, [user.name]).updated("training", weighting="uniform")
+    federation = federate(build_nets(recipe, replace(task, users=(user,)), settings))
     clients = federation.clients
     sent, received = (), ()
     if clients.shares:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from comingle.config.settings import RunPlan
 from comingle.training.evaluation import Clock
 from comingle.training.events import AN_EVENT, Observer
 from comingle.training.server import ServerHalf
+from comingle.training.settings import RunPlan
 
 logger = logging.getLogger("comingle")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from comingle.config.settings import AUTO, MEMORY, RunPlan, Terms
+from comingle.config.settings import AUTO, MEMORY, Terms
 from comingle.data.populations import digest_names
 from comingle.privacy.secure_sum import VECTOR, Sums, as_words, keys_bytes, received_bytes, sent_bytes
 from comingle.protocol.messages import (
@@ -53,9 +53,9 @@ from comingle.training.evaluation import (
     users_report,
 )
 from comingle.training.events import Observer
-from comingle.training.privacy import keep_key, key_of, set_key, terms_of
+from comingle.training.plan import keep_key, key_of, set_key, terms_of
 from comingle.training.server import ServerHalf, start_server
-from comingle.training.settings import cohorts
+from comingle.training.settings import RunPlan, cohorts
 from comingle.training.state import check_names, reorder, reorder_kept
 from comingle.training.steps import diverged
 from comingle.utils.errors import NoSumError, RunError
@@ -377,7 +377,7 @@ def federate(clients: Clients) -> InProcess:
         RecipeError: the method's server cannot serve such users.
     """
     names = clients.names
-    server = start_server(clients.model, clients.method, names, clients.plan)
+    server = start_server(clients.model, names, clients.plan)
     if (private := clients.steps.private) is not None:
         server.set_works(lambda: private.works(clients.feed))
     return InProcess(clients=clients, server=server)

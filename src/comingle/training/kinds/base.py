@@ -16,7 +16,7 @@ from typing import Any
 
 from comingle.config import Recipe
 from comingle.config.files import check_used
-from comingle.config.settings import KINDS, RunPlan
+from comingle.config.settings import EVERYBODY, KINDS
 from comingle.data.populations import listed, part_of
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Overlap, UserText, find_overlap
@@ -38,7 +38,8 @@ from comingle.privacy.base import RunSettings
 from comingle.privacy.mechanisms import check_supported
 from comingle.training.client import Clients
 from comingle.training.events import check_trackers
-from comingle.training.privacy import aggregation_of
+from comingle.training.plan import aggregation_of
+from comingle.training.settings import RunPlan
 from comingle.training.state import NEEDS_CLUSTERS
 from comingle.utils.errors import DataError, PluginError, RecipeError, run_checks
 from comingle.utils.names import name_problem
@@ -230,20 +231,20 @@ class Kind(ABC):
         return self._in_memory(reader)
 
     @abstractmethod
-    def model(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
         """The model that all users train, be they here or not; looks at no data.
 
         Raises:
             ComingleError: settings and base do not fit each other.
         """
 
-    def model_here(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Model:
+    def model_here(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
         """The same, of the users who are here."""
-        model = self.model(recipe, materials, method, plan)
+        model = self.model(recipe, materials, plan)
         return model if materials.here is None else model.only(materials.here)
 
     @abstractmethod
-    def clients(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
         """The users who are here, with the model that they train.
 
         Raises:
@@ -321,9 +322,9 @@ def kind_of(recipe: Recipe) -> Kind:
     return load_object(recipe.data.implementation)
 
 
-def always_there(method: Method, plan: RunPlan) -> RunPlan:
-    """The one trainer of pooled data takes part in every round."""
-    return replace(plan, participation=1.0) if method.placement.pooled else plan
+def always_there(plan: RunPlan) -> RunPlan:
+    """Return a plan in which the one trainer of pooled data takes part in every round."""
+    return replace(plan, participation=EVERYBODY) if plan.method.placement.pooled else plan
 
 
 def count_trainers(materials: RunData, method: Method) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comingle.config import Recipe
-from comingle.config.settings import RunPlan
 from comingle.data.conversations.encoding import (
     Answers,
     ConversationReader,
@@ -41,7 +40,7 @@ from comingle.training.batch_sources import SCORED_PER_SLOT, Generate, PassFeed,
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import LoadBase, RunData, always_there, count_trainers, language_model
 from comingle.training.kinds.text import LanguageKind, anybody_validates
-from comingle.training.settings import Portions, portions
+from comingle.training.settings import Portions, RunPlan, portions
 from comingle.utils.errors import DataError
 from comingle.utils.inputs import DATE
 
@@ -253,30 +252,29 @@ class AnswersKind(LanguageKind):
         for user in users:
             check_answers(user, needs_validation=method.client.needs_validation)
 
-    def model(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
         """How much there is to train on is known of those who are here."""
         assert materials.base is not None
         if isinstance(materials.users, LazyPopulation):
             tokens = plan.training.rounds * plan.training.local_epochs * materials.users.about.get("tokens", 0)
         else:
             read = not materials.unread and materials.present
-            tokens = training_tokens(self.trainers(materials, method)[1], plan) if read else 0
-        return language_model(recipe, materials.base, method, count_trainers(materials, method), tokens)
+            tokens = training_tokens(self.trainers(materials, plan.method)[1], plan) if read else 0
+        return language_model(recipe, materials.base, plan.method, count_trainers(materials, plan.method), tokens)
 
-    def clients(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
         """Batches are as wide as their longest conversation, or all equally wide where tokens' routes are balanced."""
-        plan = always_there(method, plan)
+        plan = always_there(plan)
         assert materials.base is not None
         if not materials.unread:
-            self.check_enough(materials.present, method)
+            self.check_enough(materials.present, plan.method)
             for user in materials.present:
                 require_rows(materials.base, user)
-        users, trainers = self.trainers(materials, method)
-        size = batch_size(method, plan, len(users))
-        even = method.placement.routed and plan.training.balance_weight > 0
+        users, trainers = self.trainers(materials, plan.method)
+        size = batch_size(plan, len(users))
+        even = plan.method.placement.routed and plan.training.balance_weight > 0
         return Clients(
-            self.model_here(recipe, materials, method, plan),
-            method,
+            self.model_here(recipe, materials, plan),
             plan,
             trainers=trainers,
             users=users,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from comingle.config import Recipe
-from comingle.config.settings import RunPlan
 from comingle.data.populations import LazyPopulation, listed, part_of
 from comingle.data.samples.reading import Augment, MakeNet, Population
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank_of, check, pool_samples
@@ -31,7 +30,7 @@ from comingle.models.stacked import StackedModel, gated_pair, stack
 from comingle.training.batch_sources import PassFeed, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import ADAPTOR_SETS, NETS, always_there, later
-from comingle.training.settings import Portions
+from comingle.training.settings import Portions, RunPlan
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import derive, generator
 
@@ -326,7 +325,6 @@ def _check_outputs(outputs: Any, name: str, population: Population) -> None:
 def build_nets(
     recipe: Recipe,
     population: Population,
-    method: Method,
     plan: RunPlan,
     *,
     unread: bool = False,
@@ -343,7 +341,8 @@ def build_nets(
             optimal routing, or batches that batch norm cannot take.
         DataError: users whose samples cannot share a net.
     """
-    plan = always_there(method, plan)
+    plan = always_there(plan)
+    method = plan.method
     everybody, numbers = population, range(len(population.users)) if here is None else here
     if here is not None:
         population = replace(population, users=part_of(population.users, here))
@@ -354,13 +353,13 @@ def build_nets(
     model = model if here is None else model.only(numbers)
     pooled = later(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
     trainers = [pooled or pool_samples(users)] if method.placement.pooled else users
-    size = batch_size(method, plan, len(users))
+    size = batch_size(plan, len(users))
     least = _least_batch(model, plan, size)
     augment = None if method.placement.pooled else population.augmentation
     like = {"device": model.device, "dtype": model.dtype}
     feed = partial(SampleFeed, trainers, plan, size, loss=population.measure, augment=augment, least=least, **like)
     source = feed if unread else feed()
-    return Clients(model, method, plan, trainers=trainers, users=users, feed=source, reads=reads and not unread)
+    return Clients(model, plan, trainers=trainers, users=users, feed=source, reads=reads and not unread)
 
 
 def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:

@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.config import Recipe
-from comingle.config.settings import RunPlan
 from comingle.data.samples.reading import TAKEN, MakeNet, Population, SamplesReader, takes
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, pool_samples, read_samples
 from comingle.data.samples.scoring import score_samples
@@ -28,6 +27,7 @@ from comingle.models.stacked import StackedModel
 from comingle.training.client import Clients
 from comingle.training.kinds.base import Kind, LoadBase, RunData
 from comingle.training.kinds.nets import build_nets, check_on_nets, net_model
+from comingle.training.settings import RunPlan
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.trees import CLIENT_ROUTER, Tree
 
@@ -142,14 +142,14 @@ class NetKind(Kind):
         """Adapters in a language model and routers of tokens are none of nets."""
         check_on_nets(method)
 
-    def model(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
         """The net, or the nets that are mixed."""
-        return net_model(recipe, materials.common, method)
+        return net_model(recipe, materials.common, plan.method)
 
-    def clients(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
         """Everybody's copy of the net."""
         unread, here, reads = materials.unread, materials.here, materials.reads
-        return build_nets(recipe, materials.common, method, plan, unread=unread, here=here, reads=reads)
+        return build_nets(recipe, materials.common, plan, unread=unread, here=here, reads=reads)
 
     def pooled(self, users: Sequence[Any]) -> UserSamples:
         """The samples of all."""

@@ -10,7 +10,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import RunPlan
 from comingle.data.populations import listed
 from comingle.data.row_files import BadRows
 from comingle.data.sources import iterate_documents
@@ -34,7 +33,7 @@ from comingle.training.kinds.base import (
     count_trainers,
     language_model,
 )
-from comingle.training.settings import Portions, portions
+from comingle.training.settings import Portions, RunPlan, portions
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
@@ -187,30 +186,29 @@ class TextKind(LanguageKind):
         """Documents, a table with a column of them, a path, or splits of these."""
         return takes(data)
 
-    def model(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Model:
+    def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
         """Everybody trains on as many tokens."""
         assert materials.base is not None
-        trainers = count_trainers(materials, method)
+        trainers = count_trainers(materials, plan.method)
         tokens = trainers * plan.iterations * plan.training.batch_size * plan.training.context
-        return language_model(recipe, materials.base, method, trainers, tokens)
+        return language_model(recipe, materials.base, plan.method, trainers, tokens)
 
-    def clients(self, recipe: Recipe, materials: RunData, method: Method, plan: RunPlan) -> Clients:
+    def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
         """Every stream that will be used must be long enough."""
         assert materials.base is not None
-        plan, begin = always_there(method, plan), materials.base.begin
+        plan, begin = always_there(plan), materials.base.begin
         if not materials.unread:
-            needed = {"needs_validation": method.client.needs_validation, "begins": begin is not None}
+            needed = {"needs_validation": plan.method.client.needs_validation, "begins": begin is not None}
             check(materials.present, context=plan.training.context, **needed)
             for user in materials.present:
                 require_rows(materials.base, user)
-        users, trainers = self.trainers(materials, method)
+        users, trainers = self.trainers(materials, plan.method)
         return Clients(
-            self.model_here(recipe, materials, method, plan),
-            method,
+            self.model_here(recipe, materials, plan),
             plan,
             trainers=trainers,
             users=users,
-            feed=TextFeed(trainers, plan, batch_size(method, plan, len(users)), begin=begin),
+            feed=TextFeed(trainers, plan, batch_size(plan, len(users)), begin=begin),
             reads=materials.reads,
             skipped=materials.skipped,
             skipped_rows=materials.skipped_rows,

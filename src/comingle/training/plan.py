@@ -20,8 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import KEY, AggregationSection, RunPlan, Terms
-from comingle.methods import make
+from comingle.config.settings import KEY, AggregationSection, Terms
 from comingle.methods.base import Method, Phase
 from comingle.models.model import Model
 from comingle.privacy.accounting import Work, most_releases
@@ -37,7 +36,7 @@ from comingle.privacy.noise import clipped, digest, kept_key, new_key
 from comingle.privacy.secure_sum import Sums
 from comingle.training.batch_sources import Feed
 from comingle.training.cohort_state import Members
-from comingle.training.settings import Portions, exchanged_after, participants
+from comingle.training.settings import Portions, RunPlan, exchanged_after, participants, selected
 from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.trees import Layout, Tree, restrict
 
@@ -59,9 +58,9 @@ def server_mechanisms(plan: RunPlan, users: Sequence[str]) -> tuple[PrivacyMecha
     )
 
 
-def work_of(plan: RunPlan, method: Method, name: str, *, examples: int, iterations: int) -> Work:
+def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work:
     """What a user with so many examples, and so many local iterations in a round, does in a whole run."""
-    steps = [phase.steps * -(-iterations // phase.every) for phase in sharing(method)]
+    steps = [phase.steps * -(-iterations // phase.every) for phase in sharing(plan.method)]
     rounds = _rounds_of_users(plan.participation, plan.seed, plan.training.rounds, plan.users)[name]
     return Work(examples=examples, batch=plan.training.batch_size, steps=sum(steps), rounds=rounds)
 
@@ -71,8 +70,8 @@ def _rounds_of_users(
     participation: float | tuple[tuple[int, ...], ...], seed: int, rounds: int, users: tuple[str, ...]
 ) -> Counter[str]:
     """Return the number of rounds in which each user takes part."""
-    plan = RunPlan(participation=participation, seed=seed)
-    return Counter(users[user] for number in range(rounds) for user in participants(plan, number, users))
+    taking_part = (selected(participation, seed, number, users) for number in range(rounds))
+    return Counter(users[user] for chosen in taking_part for user in chosen)
 
 
 def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
@@ -135,7 +134,7 @@ def _key(plan: RunPlan) -> str:
     return f"seed {plan.seed}" if reproducible else new_key()
 
 
-def with_noise(plan: RunPlan, method: Method, users: Sequence[str]) -> RunPlan:
+def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     """The settings with a noise multiplier: given, or the least with which the planned rounds spend epsilon.
 
     Raises:
@@ -146,17 +145,17 @@ def with_noise(plan: RunPlan, method: Method, users: Sequence[str]) -> RunPlan:
         return replace(plan, users=tuple(users))
     if privacy is None or not privacy.noisy or privacy.noise_multiplier is not None:
         return plan
-    count = planned_releases(plan, method, users)
+    count = planned_releases(plan, users)
     multiplier = calibrate(privacy, plan.participation, len(users), count)
     return replace(plan, privacy=privacy.model_copy(update={"noise_multiplier": multiplier}))
 
 
-def planned_releases(plan: RunPlan, method: Method, users: Sequence[str]) -> int:
+def planned_releases(plan: RunPlan, users: Sequence[str]) -> int:
     """In how many rounds of a whole run something is revealed of the user of whom most is."""
     privacy = plan.privacy
     assert privacy is not None
-    rounds = plan.training.rounds if method.trains else 0
-    exchanging = [n for n in range(rounds) if exchanged_after(method, plan, bool(method.shared), n + 1)]
+    rounds, shares = plan.training.rounds if plan.method.trains else 0, bool(plan.method.shared)
+    exchanging = [n for n in range(rounds) if exchanged_after(plan, shares, n + 1)]
     known = privacy.model_copy(update={"noise_multiplier": privacy.noise_multiplier or 1.0})
     if release_of(known, plan.participation, len(users)).sampled:
         return len(exchanging)
@@ -173,12 +172,10 @@ class PrivateSteps:
 
     Args:
         mechanism: Has the hook ``client_gradients``.
-        method: Says what is shared.
-        training: Settings.
+        plan: Has the method, which says what is shared.
     """
 
     mechanism: PrivacyMechanism
-    method: Method
     plan: RunPlan
 
     def applies(self, phase: Phase, layout: Layout) -> bool:
@@ -187,19 +184,19 @@ class PrivateSteps:
 
     def leaves(self, phase: Phase, layout: Layout) -> list[str]:
         """The tensors of which a phase trains entries that are shared."""
-        shared, roles = self.method.shared, phase.roles
+        shared, roles = self.plan.method.shared, phase.roles
         both = ((slot.name, zip(slot.chosen(shared), slot.chosen(roles), strict=True)) for slot in layout.slots)
         return [name for name, entries in both if any(sent and moves for sent, moves in entries)]
 
     def alone(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
         """The tensors of which a phase trains entries that are a user's own, or all that it trains."""
-        slots, shared, reached = layout.touching(phase.reached).slots, self.method.shared, phase.reached
+        slots, shared, reached = layout.touching(phase.reached).slots, self.plan.method.shared, phase.reached
         both = ((slot.name, zip(slot.chosen(shared), slot.chosen(reached), strict=True)) for slot in slots)
         return [name for name, entries in both if everything or any(moves and not sent for sent, moves in entries)]
 
     def own(self, layout: Layout) -> frozenset[str]:
         """The roles that are trained without noise."""
-        return (layout.roles & self.method.client.trained) - self.method.shared
+        return (layout.roles & self.plan.method.client.trained) - self.plan.method.shared
 
     def works(self, feed: Feed) -> dict[str, Work]:
         """What each of the feed's trainers does."""
@@ -214,7 +211,7 @@ class PrivateSteps:
         name, count = feed.trainers[trainer].name, feed.examples(trainer)
         if self.plan.privacy is not None:
             check_delta(self.plan.privacy, name, count)
-        return work_of(self.plan, self.method, name, examples=count, iterations=feed.steps(trainer))
+        return work_of(self.plan, name, examples=count, iterations=feed.steps(trainer))
 
     # ---------------------------------------------------------------- a step
 
@@ -304,7 +301,7 @@ class PrivateSteps:
         return sums, means.detach().double().view(users, count).sum(1).cpu()
 
     def _shared(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
-        return restrict(layout.views(rows), layout, self.method.shared)
+        return restrict(layout.views(rows), layout, self.plan.method.shared)
 
     def joined(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
         """``plain`` gradients with ``noised`` ones, cut to shared entries, in their place for users ``at``."""
@@ -316,7 +313,7 @@ class PrivateSteps:
             made = noised[slot.name]
             full = plain.get(slot.name)
             full = made.new_zeros(users, *slot.shape) if full is None else full.clone()
-            keep = [i for i, shared in enumerate(slot.chosen(self.method.shared)) if shared]
+            keep = [i for i, shared in enumerate(slot.chosen(self.plan.method.shared)) if shared]
             if len(keep) == len(slot.roles):
                 full[list(at)] = made
             else:
@@ -325,9 +322,7 @@ class PrivateSteps:
         return whole
 
 
-def private_steps(
-    mechanisms: Sequence[PrivacyMechanism], model: Model, method: Method, plan: RunPlan
-) -> PrivateSteps | None:
+def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: RunPlan) -> PrivateSteps | None:
     """Return the local steps of a mechanism that protects single examples, if a run has one.
 
     Raises:
@@ -336,13 +331,13 @@ def private_steps(
     mechanism = next((one for one in mechanisms if overrides(one, "client_gradients")), None)
     if mechanism is None:
         return None
-    where = f"privacy: method {method.name}"
+    where = f"privacy: method {plan.method.name}"
     if model.batchwise:
         raise RecipeError(
             f"{where}: statistics of batch norm are of all examples of a batch together; allowed: a net with "
             "group norm, as net:resnet9-group"
         )
-    steps = PrivateSteps(mechanism=mechanism, method=method, plan=plan)
+    steps = PrivateSteps(mechanism=mechanism, plan=plan)
     try:
         model.without(steps.own(model.layout))
     except RecipeError as error:
@@ -350,11 +345,12 @@ def private_steps(
     return steps
 
 
-def make_plan(recipe: Recipe, names: Sequence[str]) -> RunPlan:
+def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
     """Return the plan of a recipe for its users, with noise and sums as its privacy asks for.
 
     Args:
         recipe: The recipe.
+        method: Its method.
         names: Names of all users, in order.
 
     Raises:
@@ -367,6 +363,7 @@ def make_plan(recipe: Recipe, names: Sequence[str]) -> RunPlan:
                 raise RecipeError(f"training.participation: no user {name!r}; there are: {list_names(names)}")
         participation = tuple(tuple(names.index(n) for n in members) for members in participation)
     plan = RunPlan(
+        method=method,
         training=recipe.training,
         evaluation=recipe.evaluation,
         checkpoints=recipe.checkpoints,
@@ -377,7 +374,7 @@ def make_plan(recipe: Recipe, names: Sequence[str]) -> RunPlan:
         participation=participation,
         test_limit=test_limit_of(recipe),
     )
-    return with_sums(with_noise(plan, make(recipe.method.name, **recipe.method.settings), names), names)
+    return with_sums(with_noise(plan, names), names)
 
 
 def test_limit_of(recipe: Recipe) -> str:
