@@ -315,7 +315,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         release = Release(noise=plan.privacy.multiplier, rate=rate)
     else:
         release = release_of(plan.privacy, plan.participation, len(names))
-    replaced = MECHANISMS[privacy.mechanism].load().replaces
+    replaced = MECHANISMS[privacy.mechanism].load().account_type.replaces
     return epsilon_of_replacing(release, count, privacy.delta, plan.privacy.accountant, counted=replaced)
 
 

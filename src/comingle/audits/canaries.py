@@ -352,7 +352,7 @@ def run_trial(
         scores={who: sight.score(who) for who in (SERVER, USERS)},
         ranks=sight.ranks(),
         metrics=metrics,
-        works={name: work for mechanism in plain.server.mechanisms for name, work in mechanism.works().items()},
+        works={} if (account := plain.server.account) is None else dict(account.works()),
     )
 
 

@@ -88,8 +88,9 @@ def with_privacy(
     if protects_examples(recipe.privacy.mechanism):  # epsilon follows from how many a user has: their data is read
         read = (whole or recipe).with_changes({"training.participation": participation})
         mechanisms = build(read, prepare(read)).server.mechanisms
-    planned = planned_releases(plan, names)
-    return replace(cost, privacy={key: v for one in mechanisms for key, v in one.forecast(planned).items()})
+    account = next((one.account for one in mechanisms if one.account is not None), None)
+    forecast = {} if account is None else account.forecast(planned_releases(plan, names))
+    return replace(cost, privacy=forecast)
 
 
 def check_count(users: int | None) -> None:

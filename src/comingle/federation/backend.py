@@ -154,7 +154,7 @@ def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -
     terms = terms_of(coordinator.house.plan, coordinator.run, done, server.size)
     work = _Sum(coordinator=coordinator, collection=SumCollector(terms=terms))
     try:
-        total = work.total(answers, server.sums.largest(done))
+        total = work.total(answers, server.sums.grid(done).levels)
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
         coordinator.observe({"event": "no_sum", "round": done, "reason": str(error)})

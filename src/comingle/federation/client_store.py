@@ -228,8 +228,12 @@ class Home:
 
         The same upload again reveals nothing new; another one for the same task does, and what it cost is not undone.
         """
+        privacy = self.clients.plan.privacy
+        if privacy is None or privacy.noise_at != "upload":
+            return ""
         release = hashlib.sha256(data).hexdigest()
-        notes = (self._note(release, one.own_epsilon) for one in self.clients.mechanisms if one.noise_at == "upload")
+        accounts = (one.account for one in self.clients.mechanisms)
+        notes = (self._note(release, account.own_epsilon) for account in accounts if account is not None)
         return next(filter(None, notes), "")
 
     def note_steps(self, number: int) -> str:
@@ -237,10 +241,11 @@ class Home:
         clients = self.clients
         if (private := clients.steps.private) is None:
             return ""
-        work, mechanism = private.work(clients.feed, 0), private.mechanism
+        work, account = private.work(clients.feed, 0), private.mechanism.account
+        assert account is not None
         begins = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
         named = hashlib.sha256(begins.encode()).hexdigest()
-        return self._note(named, lambda rounds: mechanism.own_epsilon(rounds, work))
+        return self._note(named, lambda rounds: account.own_epsilon(rounds, work))
 
     def _note(self, release: str, epsilon: Callable[[int], float]) -> str:
         path = self.folder / LEDGER

@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -195,29 +196,56 @@ def spent_by(privacy: PrivacySection, work: Work, steps: int) -> float:
 
 
 @dataclass(kw_only=True)
-class Account:
+class Account(ABC):
     """The releases of each user so far, and the epsilon that they have spent.
 
     Args:
         privacy: Has the budget.
-        users: All of a run.
-        epsilon_of: From a user's number and a count of releases to epsilon.
+        participation: As in ``Training``.
+        users: All of a run; of no use on a client.
         counts: Releases of each user.
         warned: Users of whom the log has said that their budget is spent.
+        works: From names to what each user does in a run, for accounts of single examples.
     """
 
     privacy: PrivacySection
-    users: tuple[str, ...]
-    epsilon_of: Callable[[int, int], float]
+    participation: Participation = 1.0
+    users: tuple[str, ...] = ()
     counts: Int[Tensor, " users"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     warned: set[int] = field(default_factory=set)
+    works: Callable[[], Mapping[str, Work]] = dict
+
+    replaces: ClassVar[bool] = False
+    """Whether neighbours replace a user's data, rather than add or remove it."""
 
     def __post_init__(self) -> None:
         self.counts = self.counts if len(self.counts) else torch.zeros(len(self.users), dtype=torch.int64)
 
+    @classmethod
+    @abstractmethod
+    def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
+        """Return what a round reveals of a user; the noise multiplier must be known."""
+
+    @property
+    def sampled(self) -> bool:
+        """Whether participants are drawn in secret, so that a round is a release of all users."""
+        return False
+
+    @abstractmethod
+    def epsilon_of(self, user: int, count: int) -> float:
+        """Return what ``count`` releases of a user, by number, reveal."""
+
+    @abstractmethod
+    def own_epsilon(self, count: int, work: Work | None = None) -> float:
+        """Return what ``count`` uploads, or rounds of ``work``, of a client's user reveal with its own noise."""
+
     def charge(self, users: Sequence[int]) -> None:
         """Count a release of each of these users."""
         self.counts[list(users)] += 1
+
+    def charge_uploads(self, users: Sequence[int]) -> None:
+        """Count uploads of these users when they arrive."""
+        self.charge(users)
 
     def affordable(self, members: Sequence[int]) -> list[int]:
         """Return the users for whom one more release stays within the budget; warn once of each other."""
@@ -230,11 +258,159 @@ class Account:
         return found
 
     @property
-    def spent(self) -> dict[str, Any]:
+    def spent(self) -> dict[str, object]:
         """Epsilon of the user of whom most was revealed, and of all users where they differ."""
         each = [self.epsilon_of(user, count) for user, count in enumerate(self.counts.tolist())]
         differ = {"users": dict(zip(self.users, each, strict=True))} if len(set(each)) > 1 else {}
         return {"epsilon": max(each, default=0.0), "delta": self.privacy.delta, **differ}
+
+    @abstractmethod
+    def metrics(self, clip_norm: float) -> dict[str, object]:
+        """Return the epsilon so far, with the settings behind it and the clip norm of the next round."""
+
+    @abstractmethod
+    def forecast(self, planned: int) -> dict[str, object]:
+        """Return what a whole run will have revealed of the user of whom most is.
+
+        Where the noise is given and a budget too, a run of fewer rounds than planned stays within it.
+
+        Args:
+            planned: Rounds of the run in which something of that user is released.
+        """
+
+
+class UploadAccount(Account):
+    """Gaussian releases of whole users: each round in which something of a user is uploaded."""
+
+    @classmethod
+    def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
+        """Return what a round reveals of a user, who may be hidden by not having been drawn."""
+        z = privacy.multiplier
+        # The server of a secure sum knows who is in it, and so do they: nobody is hidden by not having been drawn.
+        if isinstance(participation, tuple) or participation >= 1 or privacy.secure_aggregation is not None:
+            return Release(noise=z)
+        if privacy.sampling == "poisson":
+            return Release(noise=z, rate=participation)
+        return Release(noise=z / 2, sample=sample_size(participation, users), users=users)
+
+    @property
+    def release(self) -> Release:
+        """What a round of this run reveals of a user."""
+        return self.release_of(self.privacy, self.participation, len(self.users))
+
+    @property
+    def sampled(self) -> bool:
+        """Whether participants are drawn in secret, so that a round is a release of all users."""
+        return self.release.sampled
+
+    def epsilon_of(self, user: int, count: int) -> float:
+        """Return what ``count`` releases reveal, which is the same for all users."""
+        release = self.release
+        return epsilon(release, count, self.privacy.delta, accountant_of(self.privacy, release))
+
+    def own_epsilon(self, count: int, work: Work | None = None) -> float:
+        """Return what ``count`` uploads of a client's user reveal with its own noise."""
+        release = self.release_of(self.privacy, 1.0, 1)
+        return epsilon(release, count, self.privacy.delta, self.privacy.accountant)
+
+    def charge(self, users: Sequence[int]) -> None:
+        """Count a release; where users are drawn in secret it is one of all, whoever was drawn."""
+        super().charge(range(len(self.users)) if self.sampled else users)
+
+    def metrics(self, clip_norm: float) -> dict[str, object]:
+        """Return the epsilon so far, with the settings behind it and the clip norm of the next round."""
+        return {
+            **self.spent,
+            "mechanism": self.privacy.mechanism,
+            "noise_multiplier": self.privacy.multiplier,
+            "clip_norm": clip_norm,
+            "accountant": accountant_of(self.privacy, self.release),
+            "releases": int(self.counts.max()) if len(self.counts) else 0,
+        }
+
+    def forecast(self, planned: int) -> dict[str, object]:
+        """Return what a whole run of ``planned`` releases will have revealed of a user."""
+        count = affordable_releases(self.privacy, planned, lambda count: self.epsilon_of(0, count))
+        return {
+            "mechanism": self.privacy.mechanism,
+            "epsilon": self.epsilon_of(0, count),
+            "delta": self.privacy.delta,
+            "noise_multiplier": self.privacy.multiplier,
+            "clip_norm": self.privacy.clip_norm,
+            "accountant": accountant_of(self.privacy, self.release),
+            "releases": count,
+            "planned_releases": planned,
+        }
+
+
+class ReplacingAccount(UploadAccount):
+    """Gaussian releases of uploads that have their own noise: neighbours replace a user's data."""
+
+    replaces = True
+
+    @classmethod
+    def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
+        """Return what an upload reveals: replacing a user's data moves it by twice the clip norm."""
+        return Release(noise=privacy.multiplier / 2)
+
+
+class StepAccount(UploadAccount):
+    """Rounds of local steps with noise, each user's with its own number of examples.
+
+    A round counts when a user was asked to take its steps, whether or not their outcome was sent.
+    """
+
+    @property
+    def sampled(self) -> bool:
+        """Whether participants are drawn in secret: who takes part is no secret here."""
+        return False
+
+    def charge_uploads(self, users: Sequence[int]) -> None:
+        """Count nothing: the steps behind uploads were charged when they were asked for."""
+
+    def epsilon_of(self, user: int, count: int) -> float:
+        """Return what ``count`` rounds reveal of an example of a user, by number."""
+        work = self.works().get(self.users[user])
+        return 0.0 if work is None else spent_by(self.privacy, work, count * work.steps)
+
+    def own_epsilon(self, count: int, work: Work | None = None) -> float:
+        """Return what ``count`` rounds reveal of an example of a client's user."""
+        assert work is not None
+        return spent_by(self.privacy, work, count * work.steps)
+
+    def metrics(self, clip_norm: float) -> dict[str, object]:
+        """Return the epsilon so far, with noise multipliers of each user where they differ."""
+        works, counts = self.works(), dict(zip(self.users, self.counts.tolist(), strict=True))
+        multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
+        differ = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
+        return {
+            **self.spent,
+            "mechanism": self.privacy.mechanism,
+            "noise_multiplier": max(multipliers.values(), default=self.privacy.noise_multiplier or 0.0),
+            **differ,
+            "clip_norm": clip_norm,
+            "accountant": self.privacy.accountant,
+            "releases": max((work.steps * counts[name] for name, work in works.items()), default=0),
+        }
+
+    def forecast(self, planned: int) -> dict[str, object]:
+        """Return what a whole run will have revealed of the user of whom most is; rounds follow from :attr:`works`."""
+
+        def ends(work: Work) -> tuple[float, Work, int]:
+            rounds = affordable_releases(self.privacy, work.rounds, lambda rounds: self.own_epsilon(rounds, work))
+            return self.own_epsilon(rounds, work), work, rounds * work.steps
+
+        most, work, steps = max((ends(work) for work in self.works().values()), key=lambda found: found[0])
+        return {
+            "mechanism": self.privacy.mechanism,
+            "epsilon": most,
+            "delta": self.privacy.delta,
+            "noise_multiplier": multiplier_of(self.privacy, work),
+            "clip_norm": self.privacy.clip_norm,
+            "accountant": self.privacy.accountant,
+            "releases": steps,
+            "planned_releases": work.planned,
+        }
 
 
 def affordable_releases(privacy: PrivacySection, planned: int, spends: Callable[[int], float]) -> int:

@@ -5,7 +5,8 @@ A run has a list of mechanisms, on its clients and on its server. In a round
 1. a mechanism that protects single examples makes the gradients of what is shared (``client_gradients``),
 2. each may clip, noise or mask what users upload (``client_update``),
 3. the server passes the uploads through ``server_sum`` of each, and its method aggregates what comes out,
-4. ``account`` counts what was revealed, and ``admit`` decides on the next round's participants.
+4. ``account`` counts what was revealed (:class:`comingle.privacy.accounting.Account`), and ``admit`` decides on the
+   next round's participants.
 
 Before a run, ``supports`` refuses methods and settings that a mechanism does not cover.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -141,7 +141,7 @@ class Judged:
         """Users whose uploads changed nothing."""
         return [name for name, share in self.counted.items() if share == 0]
 
-    def as_event(self, done: int) -> dict[str, Any]:
+    def as_event(self, done: int) -> dict[str, object]:
         """Return the event of round ``done`` (from 1)."""
         said = {"left_out": self.left_out, "counted": self.counted} if self.counted else {"reason": self.reason}
         return {"event": "aggregation", "round": done, "rule": self.rule, **said}
@@ -153,20 +153,13 @@ class PrivacyMechanism:
 
     Args:
         key: Secret from which noise and sampling are drawn. A client's is never the server's.
-        works: From names to what each user does in a run, for mechanisms that protect examples; on the server.
     """
 
     key: str = ""
-    works: Callable[[], Mapping[str, Work]] = dict
     account: Account | None = field(init=False, default=None)
-    """What has been revealed so far, for mechanisms with noise; of the server."""
+    """What has been revealed so far, for mechanisms with noise."""
     judged: Judged | None = field(init=False, default=None)
     """What the mechanism made of the last round's uploads, for its event."""
-
-    adaptive: ClassVar[bool] = False
-    """Whether users download a clip norm and report whether they were within it."""
-    charges_uploads: ClassVar[bool] = True
-    """Whether uploads are charged when they arrive; else :meth:`admit` has charged the steps behind them."""
 
     # ---------------------------------------------------------------- before a run
 
@@ -194,11 +187,6 @@ class PrivacyMechanism:
     # ---------------------------------------------------------------- on a client
 
     @property
-    def noise_at(self) -> str:
-        """Who adds noise to what, see :class:`comingle.config.settings.Mechanism`."""
-        return "none"
-
-    @property
     def needs_key(self) -> bool:
         """Whether the key must outlive the process, as a repeated round must draw the same noise."""
         return False
@@ -210,10 +198,6 @@ class PrivacyMechanism:
     def client_update(self, update: Update) -> Update:
         """Return uploads clipped, with noise, or behind masks."""
         return update
-
-    def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return what ``count`` uploads, or rounds of ``work``, of this client's user reveal with its own noise."""
-        return 0.0
 
     # ---------------------------------------------------------------- on the server
 
@@ -234,9 +218,6 @@ class PrivacyMechanism:
     def server_sum(self, received: Received, about: ServerRound) -> Received | None:
         """Return what the method's server aggregates in place of the uploads; None leaves its state as it is."""
         return received
-
-    def charge(self, users: Sequence[int]) -> None:
-        """Count that something of these users, by number, was revealed."""
 
     def skip_round(self, received: Sequence[int]) -> None:
         """End a round without aggregation, in which uploads of these users were received."""
@@ -267,12 +248,8 @@ class PrivacyMechanism:
         """Set the state to that of a checkpoint, which has the tensors of others too."""
 
     @property
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, object]:
         """Metrics of a run: what was spent, and with which settings."""
-        return {}
-
-    def forecast(self, planned: int) -> dict[str, Any]:
-        """Return what a whole run will have spent, for its cost; with ``planned`` rounds in which a user uploads."""
         return {}
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,15 +28,14 @@ from comingle.privacy.accounting import (
     Account,
     Participation,
     Release,
+    ReplacingAccount,
+    StepAccount,
+    UploadAccount,
     Work,
-    accountant_of,
-    affordable_releases,
-    epsilon,
     expected,
     least_noise,
     multiplier_of,
     sample_size,
-    spent_by,
 )
 from comingle.privacy.base import (
     CLIP_NORM,
@@ -47,6 +46,7 @@ from comingle.privacy.base import (
     ServerRound,
     Update,
     mean_as_upload,
+    overrides,
 )
 from comingle.privacy.noise import (
     add_noise,
@@ -83,18 +83,13 @@ class DifferentialPrivacy(PrivacyMechanism):
     users: tuple[str, ...] = ()
     bound: float = 0.0
 
-    replaces: ClassVar[bool] = False
-    """Whether the account takes neighbours to replace a user's data, rather than to add or remove it."""
+    account_type: ClassVar[type[Account]] = UploadAccount
+    """What a round reveals, and of whom."""
 
     def __post_init__(self) -> None:
         self.bound = self.bound or self.privacy.first_bound
         if self.privacy.noisy:
-            self.account = Account(privacy=self.privacy, users=self.users, epsilon_of=self._epsilon)
-
-    @property
-    def noise_at(self) -> str:
-        """Who adds noise to what, see :class:`comingle.config.settings.Mechanism`."""
-        return self.privacy.noise_at
+            self.account = self.account_type(privacy=self.privacy, participation=self.participation, users=self.users)
 
     @property
     def needs_key(self) -> bool:
@@ -117,14 +112,11 @@ class DifferentialPrivacy(PrivacyMechanism):
                 "privacy: evaluation.select: best has users report validation losses, which have no noise"
             )
         self.check_weights(settings)
-        if self.privacy.adaptive and not self.adapts:
+        if self.privacy.adaptive and not overrides(self, "download"):
             raise RecipeError(
                 "privacy.clip_norm: adaptive needs a server that counts; allowed with "
                 f"{self.privacy.mechanism}: a number"
             )
-
-    adapts: ClassVar[bool] = False
-    """Whether the clip norm may be adaptive."""
 
     def check_noise(self) -> None:
         """Check that the settings say how much noise there is.
@@ -187,7 +179,7 @@ class DifferentialPrivacy(PrivacyMechanism):
         """
         if not self.privacy.noisy:
             return None
-        users, z, local = self.expected(0), self.privacy.multiplier, self.noise_at == "upload"
+        users, z, local = self.expected(0), self.privacy.multiplier, self.privacy.noise_at == "upload"
         ratio = z * math.sqrt(numbers / users) / (1.0 if local else math.sqrt(users))
         whole = ratio / math.sqrt(max(1, rounds))
         if whole <= 1:
@@ -207,7 +199,7 @@ class DifferentialPrivacy(PrivacyMechanism):
         """Draw participants in secret where the account relies on that; leave out users whose budget is spent."""
         if self.account is None:
             return list(members)
-        if self.release.sampled:
+        if self.account.sampled:
             return self.draw(number) if not releases or self.account.affordable([0]) else None
         return (self.account.affordable(members) or None) if releases else list(members)
 
@@ -224,37 +216,7 @@ class DifferentialPrivacy(PrivacyMechanism):
         """Return the number of users by which the sum of round ``number`` (from 0) is divided."""
         return expected(self.privacy, self.participation, len(self.users), number)
 
-    # ---------------------------------------------------------------- the account
-
-    @classmethod
-    def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return what a round reveals of a user; the noise multiplier must be known."""
-        z = privacy.multiplier
-        # The server of a secure sum knows who is in it, and so do they: nobody is hidden by not having been drawn.
-        if isinstance(participation, tuple) or participation >= 1 or privacy.secure_aggregation is not None:
-            return Release(noise=z)
-        if privacy.sampling == "poisson":
-            return Release(noise=z, rate=participation)
-        return Release(noise=z / 2, sample=sample_size(participation, users), users=users)
-
-    @property
-    def release(self) -> Release:
-        """What a round of this run reveals of a user."""
-        return self.release_of(self.privacy, self.participation, len(self.users))
-
-    def charge(self, users: Sequence[int]) -> None:
-        """Count a release; where users are drawn in secret it is one of all, whoever was drawn."""
-        if self.account is not None:
-            self.account.charge(range(len(self.users)) if self.release.sampled else users)
-
-    def _epsilon(self, user: int, count: int) -> float:
-        release = self.release
-        return epsilon(release, count, self.privacy.delta, accountant_of(self.privacy, release))
-
-    def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return what ``count`` uploads, or rounds of ``work``, of this client's user reveal with its own noise."""
-        release = self.release_of(self.privacy, 1.0, 1)
-        return epsilon(release, count, self.privacy.delta, self.privacy.accountant)
+    # ---------------------------------------------------------------- state and results
 
     @property
     def state(self) -> Tree:
@@ -274,40 +236,9 @@ class DifferentialPrivacy(PrivacyMechanism):
             self.account.counts, self.bound = state[COUNTS].cpu().clone(), float(state[BOUND])
 
     @property
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, object]:
         """Epsilon so far, with the settings behind it."""
-        if self.account is None:
-            return {}
-        return {
-            **self.account.spent,
-            "mechanism": self.privacy.mechanism,
-            "noise_multiplier": self.privacy.multiplier,
-            "clip_norm": self.bound,
-            "accountant": accountant_of(self.privacy, self.release),
-            "releases": int(self.account.counts.max()) if len(self.account.counts) else 0,
-        }
-
-    def forecast(self, planned: int) -> dict[str, Any]:
-        """Return what a whole run will have revealed of the user of whom most is; empty without noise.
-
-        Where the noise is given and a budget too, a run of fewer rounds than planned stays within it.
-
-        Args:
-            planned: Rounds of the run in which something of that user is released.
-        """
-        if self.account is None:
-            return {}
-        count = affordable_releases(self.privacy, planned, lambda count: self._epsilon(0, count))
-        return {
-            "mechanism": self.privacy.mechanism,
-            "epsilon": self._epsilon(0, count),
-            "delta": self.privacy.delta,
-            "noise_multiplier": self.privacy.multiplier,
-            "clip_norm": self.privacy.clip_norm,
-            "accountant": accountant_of(self.privacy, self.release),
-            "releases": count,
-            "planned_releases": planned,
-        }
+        return {} if self.account is None else self.account.metrics(self.bound)
 
 
 class Central(DifferentialPrivacy):
@@ -316,13 +247,6 @@ class Central(DifferentialPrivacy):
     The clip norm may follow a quantile of the users' norms (Andrew et al. 2021, arXiv:1905.03871). With secure sums
     each user adds a part of the noise, see :class:`comingle.privacy.secure_sum.SecureSum`.
     """
-
-    adapts = True
-
-    @property
-    def adaptive(self) -> bool:  # type: ignore[override]
-        """Whether the clip norm follows the users' norms."""
-        return self.privacy.adaptive
 
     def client_update(self, update: Update) -> Update:
         """Clip changes and weigh them; report whether they were within an adaptive clip norm."""
@@ -336,7 +260,7 @@ class Central(DifferentialPrivacy):
 
     def download(self, users: int) -> Tree:
         """Return the clip norm, if it is adaptive."""
-        return {CLIP_NORM: torch.full((users, 1), self.bound, dtype=torch.float64)} if self.adaptive else {}
+        return {CLIP_NORM: torch.full((users, 1), self.bound, dtype=torch.float64)} if self.privacy.adaptive else {}
 
     def server_sum(self, received: Received, about: ServerRound) -> Received | None:
         """Return the model moved by the mean change with noise, as one upload.
@@ -395,12 +319,7 @@ class Central(DifferentialPrivacy):
 class Local(DifferentialPrivacy):
     """Users clip their changes and add noise to them, whatever the server does."""
 
-    replaces = True
-
-    @classmethod
-    def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return what an upload reveals: replacing a user's data moves it by twice the clip norm."""
-        return Release(noise=privacy.multiplier / 2)
+    account_type = ReplacingAccount
 
     def unsupported(self, method: Method) -> str:
         """Return nothing: each upload is covered by itself."""
@@ -423,7 +342,8 @@ class Local(DifferentialPrivacy):
     def skip_round(self, received: Sequence[int]) -> None:
         """Charge uploads that were sent, though they change nothing."""
         super().skip_round(received)
-        self.charge(received)
+        assert self.account is not None
+        self.account.charge(received)
 
 
 class Unnoised(DifferentialPrivacy):
@@ -447,11 +367,9 @@ class Example(DifferentialPrivacy):
 
     Draws and noise depend on the user's key and on what the step begins with. So whoever asks for a round again with
     other tensors gets another batch and other noise, and whoever asks with the same ones gets the same answer.
-
-    The account counts rounds in which a user was asked to take steps, whether or not their outcome was sent.
     """
 
-    charges_uploads = False
+    account_type = StepAccount
 
     def supports(self, method: Method, settings: RunSettings) -> None:
         """Check that what is sent is a function of noised gradients, and that these are all clipped."""
@@ -517,64 +435,14 @@ class Example(DifferentialPrivacy):
         found = add_noise(sums, deviation, self.key, *stream, "example noise")
         return {name: t / work.expected for name, t in found.items()}
 
-    # ---------------------------------------------------------------- the account
+    # ---------------------------------------------------------------- on the server
 
     def admit(self, members: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
         """Return the users whose budget allows a round's steps, which are counted."""
         assert self.account is not None
         found = self.account.affordable(members)
-        self.charge(found)
+        self.account.charge(found)
         return found or None
-
-    def charge(self, users: Sequence[int]) -> None:
-        """Count a round of these users: who takes part is no secret here."""
-        assert self.account is not None
-        self.account.charge(users)
-
-    def _epsilon(self, user: int, count: int) -> float:
-        work = self.works().get(self.users[user])
-        return 0.0 if work is None else spent_by(self.privacy, work, count * work.steps)
-
-    def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return what so many rounds reveal of an example of the user of this client."""
-        assert work is not None
-        return spent_by(self.privacy, work, count * work.steps)
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """Epsilon so far, with noise multipliers of each user where they differ."""
-        assert self.account is not None
-        works, counts = self.works(), dict(zip(self.users, self.account.counts.tolist(), strict=True))
-        multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
-        differ = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
-        return {
-            **self.account.spent,
-            "mechanism": self.privacy.mechanism,
-            "noise_multiplier": max(multipliers.values(), default=self.privacy.noise_multiplier or 0.0),
-            **differ,
-            "clip_norm": self.bound,
-            "accountant": self.privacy.accountant,
-            "releases": max((work.steps * counts[name] for name, work in works.items()), default=0),
-        }
-
-    def forecast(self, planned: int) -> dict[str, Any]:
-        """Return what a whole run will have revealed of the user of whom most is; rounds follow from :attr:`works`."""
-
-        def ends(work: Work) -> tuple[float, Work, int]:
-            rounds = affordable_releases(self.privacy, work.rounds, lambda rounds: self.own_epsilon(rounds, work))
-            return self.own_epsilon(rounds, work), work, rounds * work.steps
-
-        most, work, steps = max((ends(work) for work in self.works().values()), key=lambda found: found[0])
-        return {
-            "mechanism": self.privacy.mechanism,
-            "epsilon": most,
-            "delta": self.privacy.delta,
-            "noise_multiplier": multiplier_of(self.privacy, work),
-            "clip_norm": self.privacy.clip_norm,
-            "accountant": self.privacy.accountant,
-            "releases": steps,
-            "planned_releases": work.planned,
-        }
 
 
 # -------------------------------------------------------------------- a run's mechanisms
@@ -623,7 +491,7 @@ def check_supported(method: Method, settings: RunSettings) -> None:
 
 def release_of(privacy: PrivacySection, participation: Participation, users: int) -> Release:
     """Return what a round of a recipe reveals of a user; the noise multiplier must be known."""
-    return MECHANISMS[privacy.mechanism].load().release_of(privacy, participation, users)
+    return MECHANISMS[privacy.mechanism].load().account_type.release_of(privacy, participation, users)
 
 
 def calibrate(privacy: PrivacySection, participation: Participation, users: int, count: int) -> float:

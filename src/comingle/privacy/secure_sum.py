@@ -308,10 +308,6 @@ class Sums:
 
     # ---------------------------------------------------------------- what comes out
 
-    def add(self, uploads: Int[Tensor, "users entries"]) -> Int[Tensor, " entries"]:
-        """The sum of uploads as the server has it once all masks are off, bit for bit."""
-        return uploads.long().sum(0)
-
     def require(self, there: int, done: int) -> None:
         """Whether a round's users are enough for a sum.
 
@@ -320,10 +316,6 @@ class Sums:
         """
         if there < (least := self.least(done)):
             raise NoSumError(no_sum(done, there, self.expected(done), "have advertised", least))
-
-    def largest(self, done: int) -> int:
-        """The largest magnitude of an entry of an upload, as a whole number."""
-        return self.grid(done).levels
 
     def mean(self, total: np.ndarray | Int[Tensor, " entries"], like: Tree, senders: int, done: int) -> Tree:
         """The mean change, float64: with noise over all whom the round asked, else over the weights in the sum."""

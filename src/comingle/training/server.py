@@ -21,7 +21,7 @@ from comingle.methods.server import Mean, Received, ServerSetup
 from comingle.models.hardware import require_room
 from comingle.models.model import Model
 from comingle.privacy.accounting import Account, Work
-from comingle.privacy.base import Judged, PrivacyMechanism, ServerRound, mean_as_upload, one_model, overrides
+from comingle.privacy.base import CLIP_NORM, Judged, PrivacyMechanism, ServerRound, mean_as_upload, one_model, overrides
 from comingle.privacy.secure_sum import Sums
 from comingle.protocol import Format
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, expand, fill_ranks, verdict
@@ -207,13 +207,13 @@ class ServerHalf:
 
     def charge(self, numbers: Sequence[int]) -> None:
         """Count that something of these users was revealed, whether or not it was aggregated."""
-        for mechanism in self.mechanisms:
-            mechanism.charge(numbers)
+        if self.account is not None:
+            self.account.charge(numbers)
 
     def set_works(self, works: Callable[[], Mapping[str, Work]]) -> None:
-        """Tell mechanisms that protect single examples what each user does in a run."""
-        for mechanism in self.mechanisms:
-            mechanism.works = works
+        """Tell the account of single examples what each user does in a run."""
+        if self.account is not None:
+            self.account.works = works
 
     @property
     def model(self) -> Tree:
@@ -228,7 +228,7 @@ class ServerHalf:
     @property
     def adaptive(self) -> bool:
         """Whether users download a bound of their changes, and report whether they were within."""
-        return any(mechanism.adaptive for mechanism in self.mechanisms)
+        return any(CLIP_NORM in mechanism.download(1) for mechanism in self.mechanisms)
 
     @property
     def account(self) -> Account | None:
@@ -270,9 +270,8 @@ class ServerHalf:
 
     def _charge(self, numbers: Sequence[int]) -> None:
         """Count what these users' uploads reveal."""
-        for mechanism in self.mechanisms if self.shares else ():
-            if mechanism.charges_uploads:
-                mechanism.charge(numbers)
+        if self.account is not None and self.shares:
+            self.account.charge_uploads(numbers)
 
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
         """What those who have reported validation losses, or all of ``users``, hear of them."""

@@ -341,10 +341,10 @@ class InProcess(Backend[Sequence[AnyScore]]):
                 whole = sent.tensors.get(VECTOR, torch.zeros(0, 0))
                 uploads = {name: as_words(row) for name, row in zip(sent.users, whole, strict=True)}
                 terms = terms_of(self.clients.plan, "", sent.round, self.server.size)
-                total = self.masked(terms, uploads, sums.largest(sent.round))
+                total = self.masked(terms, uploads, sums.grid(sent.round).levels)
             else:
                 sums.require(len(sent.users), sent.round)
-                total = sums.add(sent.tensors[VECTOR])
+                total = sent.tensors[VECTOR].long().sum(0)
         except NoSumError as error:
             logger.warning("%s", error)
             self.server.pass_over(sent.round)
