@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from comingle.config import load_recipe
+from comingle.utils.errors import RecipeError
+
 PLAIN = '''
 from comingle.methods.base import Method, Placement
 from comingle.methods.base import MODEL, Client, joint
@@ -104,7 +107,8 @@ def test_methods_lists_it_and_a_recipe_never_runs_it(place: Path) -> None:
     assert "Settings: pull: 0.5" in shown.stdout
     for key in ("plugin", "plugins"):
         (place / "asks.yaml").write_text(RECIPE + f"{key}: near.py\n")
-        assert f"unknown key '{key}'" in comingle(place, "cost", "asks.yaml").stderr
+        with pytest.raises(RecipeError, match=f"unknown key '{key}'"):
+            load_recipe(place / "asks.yaml")
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def test_random_streams_belong_to_their_user(
     torch.set_rng_state(global_state)
 
 
+@pytest.mark.sampled(5)
 def test_every_batch_is_fresh(federate: Any, alternating: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches differ between users, rounds, purposes, steps, repeats and seeds."""
     changes = {"training.local_steps": 3}

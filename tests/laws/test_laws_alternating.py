@@ -129,6 +129,7 @@ def test_only_what_a_phase_trains_requires_a_gradient(
     assert not federation.clients.state.rows.requires_grad
 
 
+@pytest.mark.sampled(5)
 def test_two_optimisers_and_no_leak(federate: Any, alternating: dict[str, Any]) -> None:
     """The alternation equals a naive loop: torch's AdamW for the experts, another for the routers, fresh gradients.
 

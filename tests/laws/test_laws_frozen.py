@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -50,6 +51,7 @@ def filled(federation: InProcess, real: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: flags & there[f"{n[:-1]}a"] if n[-2:] in (".a", ".b") else flags for n, flags in real.items()}
 
 
+@pytest.mark.sampled(15)
 def test_the_base_is_bit_identical_after_a_round(federate: Any, method: dict[str, Any]) -> None:
     federation = federate(method)
     parameters = dict(federation.clients.model.base.model.named_parameters())
@@ -63,6 +65,7 @@ def test_the_base_is_bit_identical_after_a_round(federate: Any, method: dict[str
     assert inside == {parameter.data_ptr() for parameter in parameters.values()}
 
 
+@pytest.mark.sampled(15)
 def test_roles_that_no_phase_trains_are_bit_identical(federate: Any, method: dict[str, Any]) -> None:
     federation = federate(method, changes={"training.local_steps": 3})
     frozen = ~federation.clients.model.layout.mask(federation.clients.method.client.trained)
@@ -77,6 +80,7 @@ def test_roles_that_no_phase_trains_are_bit_identical(federate: Any, method: dic
     assert not federation.clients.state.second[:, frozen].any()
 
 
+@pytest.mark.sampled(15)
 def test_every_trained_tensor_of_every_user_moves(federate: Any, trained: dict[str, Any]) -> None:
     """Within ``router_every`` iterations, without any help from weight decay; padding stays zero."""
     changes = {"training.local_steps": trained.get("router_every", 2), **PLAIN}
@@ -93,6 +97,7 @@ def test_every_trained_tensor_of_every_user_moves(federate: Any, trained: dict[s
         assert not tensor[~federation.clients.mask].any()
 
 
+@pytest.mark.sampled(15)
 def test_b_moves_first_and_a_after_it(federate: Any, trained: dict[str, Any]) -> None:
     """B starts at zero, so A has no gradient before B has made a step, nor has a router that mixes equal experts."""
     federation = download_all(federate(trained, changes=PLAIN))

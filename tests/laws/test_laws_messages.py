@@ -107,6 +107,7 @@ def test_only_participants_reach_the_server(federate: Any, federated: dict[str, 
     heard(lambda: federate(soon(federated)), 3)
 
 
+@pytest.mark.sampled(7)
 def test_only_participants_reach_the_server_with_nets(federate_nets: Any, netted: dict[str, Any]) -> None:
     heard(lambda: federate_nets(netted), 4)
 
@@ -140,6 +141,7 @@ def test_messages_count_by_name(federate: Any, federated: dict[str, Any]) -> Non
     by_name(lambda: federate(soon(federated)))
 
 
+@pytest.mark.sampled(7)
 def test_messages_of_nets_count_by_name(federate_nets: Any, netted: dict[str, Any]) -> None:
     by_name(lambda: federate_nets(netted))
 
@@ -284,12 +286,14 @@ def count_messages(federation: InProcess, monkeypatch: pytest.MonkeyPatch) -> No
     assert bool(upwards) == federation.clients.shares
 
 
+@pytest.mark.sampled(12)
 def test_bytes_counted_are_bytes_packed(
     federate: Any, federated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count_messages(federate(soon(federated), dtype="float32"), monkeypatch)
 
 
+@pytest.mark.sampled(7)
 def test_bytes_counted_of_nets_are_bytes_packed(
     federate_nets: Any, netted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

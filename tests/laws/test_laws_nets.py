@@ -49,6 +49,7 @@ def test_a_cohort_equals_its_users_trained_one_at_a_time(federate_nets: Any, net
         torch.testing.assert_close(apart, together, **EXACT)
 
 
+@pytest.mark.sampled(9)
 def test_nobodys_data_moves_anybody_else_within_a_round(federate_nets: Any, netted: dict[str, Any]) -> None:
     federation, other = federate_nets(netted), federate_nets(netted)
     bank = other.clients.feed.banks["train"]
@@ -112,6 +113,7 @@ def test_an_exchange_leaves_what_is_local(federate_nets: Any, netted: dict[str, 
         torch.testing.assert_close(values, values[:1].expand_as(values), **EXACT)
 
 
+@pytest.mark.sampled(9)
 def test_micro_batches_change_nothing_without_batch_norm(federate_nets: Any, normless: dict[str, Any]) -> None:
     changes = {"data.task.name": "mlp"}
     whole = trained(federate_nets(normless, changes=changes))

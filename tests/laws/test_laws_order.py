@@ -36,6 +36,7 @@ def test_the_order_of_users_changes_rounding_only(federate: Any, federated: dict
     assert found == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.sampled(7)
 def test_the_order_of_users_with_nets_changes_rounding_only(federate_nets: Any, netted: dict[str, Any]) -> None:
     expected = losses(federate_nets(netted, changes=PARTIAL))
     found = losses(federate_nets(netted, changes=PARTIAL, order=(3, 1, 0, 2)))
@@ -43,6 +44,7 @@ def test_the_order_of_users_with_nets_changes_rounding_only(federate_nets: Any, 
     assert found == pytest.approx(expected, rel=1e-6)  # merging weights are float32
 
 
+@pytest.mark.sampled(15)
 def test_a_method_says_what_the_server_keeps_by_user(federate: Any, federated: dict[str, Any]) -> None:
     """What has the users on its leading dimension is as long as there are users, and theirs in any order."""
     kept = federate(federated, users=USERS).server.kept

@@ -81,6 +81,7 @@ def test_a_users_text_never_moves_another_users_tensors(
     assert heard == bool(federation.clients.model.layout.mask(federation.clients.method.shared).any())
 
 
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("weighting", ["uniform", "tokens"])
 @pytest.mark.parametrize("members", [[0, 1, 2], [0, 2]], ids=["all", "without bob"])
 def test_the_exchange_is_the_mean_of_what_is_shared(

@@ -102,10 +102,12 @@ def same(found: Tree, wanted: Tree) -> None:
         torch.testing.assert_close(found[name], t, **CLOSE, msg=name)
 
 
+@pytest.mark.sampled(15)
 def test_a_sum_depends_on_weighted_sums_alone(federate: Any, federated: dict[str, Any]) -> None:
     check_sum(federate(federated))
 
 
+@pytest.mark.sampled(9)
 def test_a_sum_of_nets_depends_on_weighted_sums_alone(federate_nets: Any, netted: dict[str, Any]) -> None:
     check_sum(federate_nets(netted))
 
@@ -136,6 +138,7 @@ def first_rate(federation: InProcess) -> float:
     return float(getattr(server, "rate", 1.0) * (1 + getattr(server, "momentum", 0.0)))
 
 
+@pytest.mark.sampled(15)
 def test_a_mean_has_weights_that_no_upload_decides_on(federate: Any, federated: dict[str, Any]) -> None:
     check_bound(federate(federated))
 
