@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import random
-from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
@@ -249,21 +247,3 @@ def test_the_index_by_hand() -> None:
     assert adjusted_rand_index("abab", "aabb") == pytest.approx((0 - 2 / 3) / (2 - 2 / 3))
     assert adjusted_rand_index("aaaa", "aabb") == 0.0
     assert adjusted_rand_index("aaaa", "xxxx") == adjusted_rand_index("a", "b") == 1.0
-
-
-def test_blocks_are_rows_that_are_nearer_within_a_cluster() -> None:
-    rows = np.array([[1.0, 0.0], [0.8, 0.2], [0.0, 1.0], [0.2, 0.8]])
-    found = Mixtures(
-        method="fedmerge",
-        seed=0,
-        rounds=(1,),
-        users=tuple("abcd"),
-        clusters=(0, 0, 1, 1),
-        order=(0, 1),
-        values=rows[None],
-    )
-    within = math.dist(rows[0], rows[1])
-    between = [math.dist(rows[i], rows[j]) for i in (0, 1) for j in (2, 3)]
-    assert found.block_ratio == pytest.approx(within / (sum(between) / 4))
-    assert replace(found, clusters=(0, 1, 2, 3)).block_ratio is None
-    assert replace(found, clusters=None).block_ratio is None

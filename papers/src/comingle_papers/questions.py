@@ -38,7 +38,7 @@ from comingle.config.settings import (
 )
 from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, check_answers, encode
 from comingle.data.row_files import BadRows, Row, read_json
-from comingle.data.streaming import ListedRows, Rows
+from comingle.data.streaming import Rows
 from comingle.data.text.reading import LanguageReader
 from comingle.models.base import Base
 from comingle.models.chat_templates import Encoded
@@ -159,54 +159,6 @@ QUESTIONS = {
         config="xquad.{}",
     ),
 }
-
-
-def make_questions(
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    context: int,
-    seed: int,
-    path: str | Path | None = None,
-    languages: Sequence[str] | None = None,
-    train: int | None = None,
-    valid: int = 0,
-    test: int | None = None,
-    train_on_prompts: bool = False,
-) -> tuple[UserAnswers, ...]:
-    """A user for each language, named after it; which questions are in which split follows from ``seed``.
-
-    Args:
-        name: a key of :data:`QUESTIONS`.
-        tokenizer: the base's.
-        context: tokens of a question with its answer, at most.
-        seed: draws the questions of the splits.
-        path: a file of JSON lines, the folder of ``NAME*.jsonl`` (also .xz or .gz), or ``hub:OWNER/NAME``; without it
-            ``$COMINGLE_DATA/NAME`` where there is one, else the hub.
-        languages: the users, in this order; without it all.
-        train: questions of a user to train on; without it as published, as for ``test``.
-        valid: questions to validate on; the paper does not say how many.
-        test: questions to test on.
-        train_on_prompts: whether the loss of training is on the prompts too.
-
-    Raises:
-        RecipeError: no such set or language.
-        DataError: unreadable rows, a question without text or answer, or too few that are short enough.
-    """
-    wanted = choose_languages(name, languages)
-    more: dict[str, Any] = {
-        "context": context,
-        "seed": seed,
-        "path": path,
-        "train": train,
-        "valid": valid,
-        "test": test,
-    }
-    asked = stream_questions(name, wanted, ListedRows(), lambda: tokenizer, **more)
-    return tuple(
-        user_of(name, who, encoded, parts, tokenizer, train_on_prompts=train_on_prompts)
-        for who, encoded, parts in asked
-    )
 
 
 def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, ...]:
@@ -435,9 +387,22 @@ def stream_questions(
     valid: int,
     test: int | None,
 ) -> Generator[Asked, None, None]:
-    """Yield the questions of one language after another, encoded; the arguments are those of :func:`make_questions`.
+    """Yield the questions of one language after another, encoded.
 
     Languages are read twice: which questions are short enough in all of them, and then those that are used.
+
+    Args:
+        name: A key of :data:`QUESTIONS`.
+        languages: The users, in this order.
+        rows: Keeps the questions between the two passes.
+        tokenizer_of_base: Called once all questions were read.
+        context: Tokens of a question with its answer, at most.
+        seed: Draws the questions of the splits.
+        path: A file of JSON lines, the folder of ``NAME*.jsonl`` (also .xz or .gz), or ``hub:OWNER/NAME``; without it
+            ``$COMINGLE_DATA/NAME`` where there is one, else the hub.
+        train: Questions of a user to train on; without it as published, as for ``test``.
+        valid: Questions to validate on; the paper does not say how many.
+        test: Questions to test on.
 
     Raises:
         DataError: unreadable rows, or too few questions that are short enough.

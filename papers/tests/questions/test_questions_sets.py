@@ -16,11 +16,19 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, check_answers, encode, pool_answers
+from comingle.data.streaming import ListedRows
 from comingle.models.chat_templates import Encoded
 from comingle.models.random_bases import EOS, byte_tokenizer
 from comingle.models.scoring import PAD, hide, inputs_of
 from comingle.utils.errors import DataError, RecipeError
-from comingle_papers.questions import LABELS, QUESTIONS, ask, make_questions
+from comingle_papers.questions import (
+    LABELS,
+    QUESTIONS,
+    ask,
+    choose_languages,
+    stream_questions,
+    user_of,
+)
 
 
 def parted(one: Encoded) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -69,7 +77,27 @@ def folder(tmp_path: Path) -> Path:
 
 def make(name: str, path: str | Path | None, **settings: Any) -> tuple[UserAnswers, ...]:
     given = {"languages": ["en", "de"] if name == "xnli" else ["en", "el"], "context": 400, "seed": 0, **settings}
-    return make_questions(name, byte_tokenizer(), path=path, **given)
+    return read(name, byte_tokenizer(), path=path, **given)
+
+
+def read(
+    name: str,
+    tokenizer: Any,
+    *,
+    languages: list[str] | None = None,
+    train_on_prompts: bool = False,
+    train: int | None = None,
+    valid: int = 0,
+    test: int | None = None,
+    **settings: Any,
+) -> tuple[UserAnswers, ...]:
+    """A user for each language, as a run reads them."""
+    wanted, counts = choose_languages(name, languages), {"train": train, "valid": valid, "test": test}
+    asked = stream_questions(name, wanted, ListedRows(), lambda: tokenizer, **counts, **settings)
+    return tuple(
+        user_of(name, who, encoded, parts, tokenizer, train_on_prompts=train_on_prompts)
+        for who, encoded, parts in asked
+    )
 
 
 def asked(user: UserAnswers, split: str) -> list[str]:
@@ -416,12 +444,12 @@ def test_the_published_numbers_of_questions_are_there(
     shared_data: Path, gpt2_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     settings: dict[str, Any] = {"context": 512, "seed": 0}
-    en, sw = make_questions("xnli", gpt2_tokenizer, path=shared_data / "xnli", languages=["en", "sw"], **settings)
+    en, sw = read("xnli", gpt2_tokenizer, path=shared_data / "xnli", languages=["en", "sw"], **settings)
     assert [len(part) for part in (en.train, en.valid, en.test, sw.train)] == [300, 0, 200, 300]
     assert set(Counter(en.train.references)) == set(LABELS)
     assert max(Counter(en.train.references).values()) < 130
     assert en.test.references == sw.test.references
-    en, es = make_questions("xquad", gpt2_tokenizer, path=shared_data / "xquad", languages=["en", "es"], **settings)
+    en, es = read("xquad", gpt2_tokenizer, path=shared_data / "xquad", languages=["en", "es"], **settings)
     assert len(en.train) == 600
     assert 300 < len(en.test) == len(es.test) <= 590
     for user in (en, es):

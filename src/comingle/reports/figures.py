@@ -378,20 +378,6 @@ class Mixtures:
             return None
         return tuple(adjusted_rand_index(self.clusters, _heaviest(at)) for at in self.values)
 
-    @cached_property
-    def block_ratio(self) -> float | None:
-        """How far rows of one true cluster are apart in the end, over how far rows of different ones are (means).
-
-        Below 1 there are blocks on the diagonal; None where no two users share a cluster, or all do.
-        """
-        if self.clusters is None:
-            return None
-        last, true_clusters = self.values[-1], np.array(self.clusters)
-        distances = np.linalg.norm(last[:, None] - last[None], axis=-1)
-        same = true_clusters[:, None] == true_clusters[None]
-        within, between = distances[same & ~np.eye(len(true_clusters), dtype=bool)], distances[~same]
-        return float(within.mean() / between.mean()) if within.size and between.size and between.mean() else None
-
 
 def read_mixtures(folder: Path) -> Mixtures | None:
     """The mixtures in a run's events; None where its users mix nothing at the level of the client."""
