@@ -258,7 +258,7 @@ def _calibrating(recipe: Recipe, most: int) -> tuple[Recipe, float]:
         "runtime.track": [],
     }
     steps = recipe.training.local_steps
-    counted = not kind_of(recipe).read_for_costs  # others take as many as their samples are
+    counted = kind_of(recipe).needs_base  # others take as many as their samples are
     if counted:
         changes["training.local_steps"] = min(most, steps)
     if recipe.runtime.users_per_step == "auto":

@@ -59,7 +59,7 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingP
     """
     settings = settings_beside(name, recipe.method.name, recipe.method.settings, for_all)
     changes: dict[str, Any] = {"method": {"name": name, **settings}, "training.participation": 1.0}
-    if not kind_of(recipe).read_for_costs:  # compiled code for nets takes what is known, and little time
+    if kind_of(recipe).needs_base:  # compiled code for nets takes what is known, and little time
         changes["runtime.compile"] = False
     return recipe.with_changes(changes)
 
@@ -283,7 +283,7 @@ def plan(
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
     for one in recipes:
         check_recipe(one)
-    if (kind := kind_of(recipe)).read_for_costs:
+    if not (kind := kind_of(recipe)).needs_base:
         return plan_nets(recipes, users, present)
     check_count(users)
     _check_given(recipe, users)
@@ -482,7 +482,7 @@ def fit(recipe: Recipe, materials: RunData) -> Portions:
 
 def _rehearsed(recipe: Recipe, materials: RunData, participation: Any) -> Rehearsal:
     kind, users, everybody = kind_of(recipe), materials.present, names_of(materials.users)
-    if kind.read_for_costs:
+    if not kind.needs_base:
         return rehearse_nets(recipe, replace(materials.common, users=users), participation, everybody)
     (as_text,) = (
         as_long(kind, [recipe], users) if isinstance(users, LazyPopulation) else kind.as_text([recipe], len(users))[0]

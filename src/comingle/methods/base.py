@@ -252,11 +252,8 @@ class Part:
     def settle(self, cohort: Cohort) -> None:
         """Before users' models are scored, and so before a run ends: what follows from them and is not trained."""
 
-    finishes: ClassVar[bool] = False
-    """Whether there is something to be done once, after the last exchange."""
-
     def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
-        """The users' final tensors."""
+        """Return the users' final tensors, once, after the last exchange."""
         raise NotImplementedError
 
 
@@ -315,7 +312,12 @@ class Client:
     @property
     def ends_exchanged(self) -> bool:
         """Whether models count as they are behind the exchange, whatever the run's setting."""
-        return self.finetunes or any(part.finishes for part in self.parts)
+        return self.finetunes or bool(self.finishing)
+
+    @property
+    def finishing(self) -> tuple[Part, ...]:
+        """Parts that do something once, after the last exchange."""
+        return tuple(part for part in self.parts if type(part).finish is not Part.finish)
 
     @property
     def looks_across(self) -> bool:

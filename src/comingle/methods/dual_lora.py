@@ -113,7 +113,6 @@ class Fuse(Part):
     steps: int
     language_only = True
     validates = True
-    finishes = True
 
     def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
         """The fused models."""

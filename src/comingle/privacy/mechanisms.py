@@ -584,7 +584,7 @@ def _entangled(method: Method) -> str:
             "gradients that routers' steps leave to shared experts have no noise; allowed: accumulate_gradients: false"
         )
     for part in client.parts:
-        looks = part.sweeps or bool(part.before) or (part.validates and not part.finishes)
+        looks = part.sweeps or bool(part.before) or (part.validates and part not in client.finishing)
         hooks = [hook for hook in _HOOKS if not (hook == "begin" and part.forgets)]
         if looks or any(getattr(type(part), hook) is not getattr(Part, hook) for hook in hooks):
             return f"{type(part).__name__} changes what users have by more than steps on noised gradients"

@@ -578,7 +578,7 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
 def finish(clients: Clients) -> None:
     """What users do once, after the last exchange: their last copies become their models."""
     trainers, copies = len(clients.trainers), clients.method.placement.copies
-    parts = [part for part in clients.method.client.parts if part.finishes]
+    parts = clients.method.client.finishing
     for some in cohorts(range(trainers), clients.at_once) if parts else ():
         everything = [copy * trainers + trainer for copy in range(copies) for trainer in some]
         for part in parts:

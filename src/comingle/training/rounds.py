@@ -181,7 +181,7 @@ def run_rounds(
         if participants is None:
             told = method.name, round_number, run.training.rounds
             logger.warning("%s: the privacy budget is spent after round %d of %d", *told)
-            finishes = exchanged and any(part.finishes for part in method.client.parts)
+            finishes = exchanged and bool(method.client.finishing)
             if backend.remote or finishes or round_number % run.period:
                 scores = None
                 scores = evaluate(round_number, receives=exchanged, finishes=exchanged)

@@ -116,7 +116,7 @@ class Kind(ABC):
 
     name: str
     needs_base: bool = True
-    """Whether users train adapters on a language model; else nets of their own."""
+    """Whether users train adapters on a language model; else nets of their own, whose costs depend on their data."""
     handed: str = ""
     """What a program may hand over as one user's data, in words; empty where it may not."""
     user: type
@@ -290,9 +290,6 @@ class Kind(ABC):
         return user.test
 
     # ---------------------------------------------------------------- counted without data
-
-    read_for_costs: bool = False
-    """Whether costs depend on what users have, so that it is read before they are counted."""
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Who the users are, without reading more than has to be.

@@ -136,7 +136,7 @@ OWN = ""
 class NetKind(Kind):
     """What kinds of users who train copies of a net have in common."""
 
-    user, needs_base, read_for_costs = UserSamples, False, True
+    user, needs_base = UserSamples, False
 
     def check(self, recipe: Recipe, method: Method) -> None:
         """Adapters in a language model and routers of tokens are none of nets."""
