@@ -351,17 +351,17 @@ class ChatTemplate:
         whole, asked = self.render(messages), self._asked(messages[:-1])
         said, first = whole, len(asked)
         if not whole.startswith(asked):
-            said = asked + self._after(messages, asked, whole)
+            said = asked + self._after(messages, whole)
         try:
             closed = _common(self.render(messages, asks=True), whole) + len(said) - len(whole)
         except DataError:
             closed = len(said)
         return said, (first, closed if closed > first else len(said), len(said))
 
-    def _after(self, messages: Sequence[Message], asked: str, whole: str) -> str:
-        """Return the response with its end, to follow an ``asked`` that the template does not write in a whole chat.
+    def _after(self, messages: Sequence[Message], whole: str) -> str:
+        """Return the response with its end, where no whole chat begins with the text that asks for it.
 
-        Some templates open a thought in ``asked`` and cut thoughts out of responses; some write the system message only
+        Some templates open a thought as they ask and cut thoughts out of responses; some write the system message only
         while they ask.
         """
         probed = [*messages[:-2], {**messages[-2], "content": _PROBE.format(1)}]

@@ -134,7 +134,7 @@ def parse_random(name: str) -> tuple[Family, Shape]:
         )
     overrides = dict(_parse_override(name, FAMILIES[key], text) for text in query.split("&") if text)
     shape = replace(Shape(), **overrides)
-    _check_shape(name, FAMILIES[key], shape)
+    _check_shape(name, shape)
     return FAMILIES[key], shape
 
 
@@ -160,7 +160,7 @@ def about_parameters(family: Family, shape: Shape) -> int:
     return shape.layers * layer + (shape.vocab + positions) * shape.dim
 
 
-def _check_shape(name: str, family: Family, shape: Shape) -> None:
+def _check_shape(name: str, shape: Shape) -> None:
     if shape.dim % (_HEAD_DIM_STEP * shape.heads):
         raise BaseModelError(
             f"base model {name!r}: dim must be a multiple of {_HEAD_DIM_STEP} * heads "

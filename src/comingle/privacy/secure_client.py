@@ -304,7 +304,7 @@ class Session:
 
     # ---------------------------------------------------------------- each once
 
-    def _once(self, what: str, asked: Any, *, after: str = "", **learnt: Any) -> None:
+    def _once(self, what: str, asked: object, *, after: str = "", **learnt: object) -> None:
         """Write down what was asked, and what it says; the same again is no other, and anything else is refused."""
         if after and after not in self.done:
             raise MessageError(f"secure aggregation: {what} before {after}")
