@@ -142,26 +142,6 @@ def user_bytes(state: State, store: str) -> UserBytes:
     )
 
 
-def held_params(user: UserBytes, at_once: int, users: int) -> int:
-    """Bytes of models in memory: a cohort at work, one read ahead, others to be written; and everybody's places."""
-    return at_once * (user.params + (READ_AHEAD + BEHIND) * user.params_record) + PLACES_BYTES * users
-
-
-def held_moments(user: UserBytes, at_once: int) -> int:
-    """The same of what optimisers remember; what waits to be written are models or this, so it is counted once."""
-    return at_once * (user.moments + READ_AHEAD * user.moments_record)
-
-
-def taken_bytes(user: UserBytes) -> int:
-    """Of a model that is read to be sent: the record, and the tensors that are made of it."""
-    return user.params_record + user.params
-
-
-def received_bytes(user: UserBytes) -> int:
-    """Of a model that is read and changed by a download; while it is packed, as many wait to be written."""
-    return user.params + (1 + BEHIND) * user.params_record
-
-
 def ever_present(users: int, present: int, rounds: int) -> float:
     """How many users will have taken part, where so many are drawn each round: ``U (1 - (1 - p)^R)`` in the mean."""
     return users * (1 - (1 - present / users) ** rounds)
@@ -443,6 +423,7 @@ def memory(stage: Rehearsal, *, alone: bool = False, portions: Portions | None =
     left = int(share * state.kept[GRADIENTS].nbytes) if GRADIENTS in state.kept else 0
     exchange = _exchange_bytes(stage, alone=alone)
     gaps = (CHECKPOINTED_GAPS if stage.checkpointed else ALLOCATOR_GAPS).get(clients.model.device.type, 0.0)
+    samples_of = 1 if alone else min(chosen.users, stage.trainers) if stage.reads_cohorts else stage.trainers
     adapters, moments = _in_memory(stage, share) if alone or stage.store == MEMORY else _of_cohorts(stage, chosen)
     return MemoryCost(
         weights_bytes=stage.weights_bytes,
@@ -451,7 +432,7 @@ def memory(stage: Rehearsal, *, alone: bool = False, portions: Portions | None =
         gradients_bytes=gradients + left,
         activations_bytes=peak - gradients,
         allocator_bytes=int(gaps * max(peak, exchange)),
-        data_bytes=_data_bytes(stage, 1 if alone else chosen.users if stage.reads_cohorts else stage.trainers),
+        data_bytes=stage.data_bytes * samples_of // stage.trainers,
         process_bytes=stage.process_bytes,
         exchange_bytes=exchange,
     )
@@ -472,7 +453,9 @@ def _of_cohorts(stage: Rehearsal, portions: Portions) -> tuple[int, int]:
     user, copies = user_bytes(clients.state, stage.store), clients.method.placement.copies
     rows = stage.trainers * copies
     at_once = min(portions.users, stage.present * copies)
-    return held_params(user, at_once, rows) + clients.mask[:1].nbytes, held_moments(user, at_once)
+    # A cohort at work, one read ahead, others to be written (models or moments, counted once), and all users' places.
+    models = at_once * (user.params + (READ_AHEAD + BEHIND) * user.params_record) + PLACES_BYTES * rows
+    return models + clients.mask[:1].nbytes, at_once * (user.moments + READ_AHEAD * user.moments_record)
 
 
 def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
@@ -489,12 +472,9 @@ def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
         return live.peak * (1 if alone else stage.present)
     user = user_bytes(clients.state, stage.store)
     evaluated = min(clients.at_once, clients.plan.evaluation.users or stage.trainers)
-    return max(stage.present * (live.peak + taken_bytes(user)), evaluated * received_bytes(user))
-
-
-def _data_bytes(stage: Rehearsal, users: int) -> int:
-    """Of so many of those whose samples there are."""
-    return stage.data_bytes * min(users, stage.trainers) // stage.trainers
+    read = user.params_record + user.params  # a model to be sent: its record, and the tensors that are made of it
+    downloaded = user.params + (1 + BEHIND) * user.params_record  # while one is packed, as many wait to be written
+    return max(stage.present * (live.peak + read), evaluated * downloaded)
 
 
 def _server_bytes(federation: InProcess, share: float) -> int:

@@ -376,7 +376,7 @@ class Mixtures:
         """At each evaluation the adjusted Rand index of every user's heaviest set against the true clusters."""
         if self.clusters is None:
             return None
-        return tuple(adjusted_rand_index(self.clusters, _heaviest(at)) for at in self.values)
+        return tuple(adjusted_rand_index(self.clusters, at.argmax(1).tolist()) for at in self.values)
 
 
 def read_mixtures(folder: Path) -> Mixtures | None:
@@ -446,10 +446,6 @@ def adjusted_rand_index(one: Sequence[Hashable], other: Sequence[Hashable]) -> f
 
 def _pairs(sizes: Counter[Any]) -> int:
     return sum(comb(size, 2) for size in sizes.values())
-
-
-def _heaviest(mixture: np.ndarray) -> list[int]:
-    return [int(at) for at in mixture.argmax(1)]
 
 
 # -------------------------------------------------------------------- the picture

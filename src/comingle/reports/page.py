@@ -182,15 +182,11 @@ def _grid(view: TokenView, rows: Sequence[Sequence[_Cell]], title: str) -> Figur
             _paint(axis, cell, lines)
             axis.set_title(cell.title, fontsize=7)
         names = max(view.experts, key=len)
-        patches = [_patch(name) for name in names]
+        patches = [Patch(color=expert_colour(name).light) for name in names]
         legend_above(figure, patches, names, title=title)
         _fit(figure, axes)
 
     return draw(len(rows), len(rows[0]), (3.6, max(1.1, 0.35 + 0.115 * lines)), paint)
-
-
-def _patch(name: str) -> Patch:
-    return Patch(color=expert_colour(name).light)
 
 
 def _fit(figure: Figure, axes: Sequence[Axes]) -> None:

@@ -104,7 +104,7 @@ class RunRecord:
         kind = data.get("kind") or ("samples" if self.unit == "samples" else "text")
         source = data.get("questions") or data.get("dataset") or {}
         paths = source.get("name") or source.get("path") or []
-        names = [_last_name(path) for path in ([paths] if isinstance(paths, str) else paths)]
+        names = [re.split(r"[/\\]", path.rstrip("/\\"))[-1] for path in ([paths] if isinstance(paths, str) else paths)]
         return f"{kind} ({brief_list(names, ', ')})" if names else kind
 
     @property
@@ -130,10 +130,6 @@ class RunRecord:
         asked = kept.pop("evaluation", None) or {}
         evaluation = {"model": asked.get("model"), "select": asked.get("select", "last")}
         return tuple(sorted(_flat({**kept, "evaluation": evaluation}).items()))
-
-
-def _last_name(path: str) -> str:
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
 def brief_list(names: Sequence[str], last: str) -> str:

@@ -53,10 +53,6 @@ MOST_USERS = 8
 """The largest number of users that get a column each."""
 
 
-def _title_of(measure: str) -> str:
-    return f"test {measure} ({rule(measure)})"
-
-
 def megabytes(count: float | int) -> str:
     """Bytes as megabytes."""
     return f"{count / 1e6:,.2f} MB"
@@ -77,7 +73,7 @@ def seconds_text(value: float) -> str:
 def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
     """The users of a run, and their mean; of many, unless ``everybody`` is asked for, the best and the worst."""
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
-    title = f"{metrics['method']}, seed {metrics['seed']}: {_title_of(measure)}"
+    title = f"{metrics['method']}, seed {metrics['seed']}: test {measure} ({rule(measure)})"
     table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
     means = {"mean": metrics[f"mean_test_{measure}"], **_geometric(metrics["users"], measure)}
     table.columns[0].footer = "\n".join(means)
