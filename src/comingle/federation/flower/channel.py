@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from comingle.federation.flower.envelope import (
+from comingle.federation.flower.client_app import (
     FORMAT,
     HELLO,
     REFUSED,

@@ -1,10 +1,13 @@
-"""The Flower app of a client and its bundle (FAB).
+"""The Flower app of a client: its bundle (FAB), the content of its messages, and the app itself.
 
 A SuperLink hands the bundle of a run to every node, and Flower's own SuperNode installs and imports what is in it.
 Clients of comingle never do: they compare the digest of the run's bundle with :data:`DIGEST`, which is computed from
 what is installed here, and refuse every other run.
 
-An ordinary Flower ``ClientApp``, and a quick one: it imports neither torch nor anything that does.
+A message carries bytes as they are, or one line that says why there are none. Bytes travel as one array: Flower cuts
+arrays into pieces and sends those piece by piece, so that nothing has to be in one request. Nothing is pickled.
+
+The module imports neither torch nor anything that does.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ import io
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 
-from comingle.federation.flower.envelope import Failure, Hello, request_of, wrap, wrap_failure, wrap_hello
 from comingle.federation.flower.worker import REFUSAL, BrokenOff, User, call, instance_of, read_user
-from comingle.utils.errors import ComingleError
+from comingle.utils.errors import ComingleError, MessageError
+from comingle.utils.names import name_problem
 from comingle.utils.records import write_text
 from comingle.utils.terminal import printable
 
@@ -68,10 +73,115 @@ UNKNOWN_KEY = "the key is not registered"
 """What a server says to a client whose key it does not know."""
 
 
+FORMAT = 1
+"""Raised when these records change their meaning."""
+
+HELLO, REFUSED, TRAIN = "query.hello", "query.refused", "train"
+"""Kinds of messages: who are you; you may not take part; here is a request."""
+
+_LONGEST = 400
+"""Characters of a client's text that are repeated."""
+
+_BYTES, _KEY, _HELLO, _LINE = "message", "bytes", "hello", "line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """Who a node says it is; ``instance`` is another one for each state folder."""
+
+    name: str
+    instance: str
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why there is no reply, in one line; after an accident another try may go well, after a refusal it does not."""
+
+    line: str
+    accident: bool
+
+
+def wrap(data: bytes) -> RecordDict:
+    """Bytes as the content of a message."""
+    return RecordDict({_BYTES: ArrayRecord({_KEY: Array("uint8", (len(data),), "comingle", data)})})
+
+
+def wrap_failure(failure: Failure) -> RecordDict:
+    """The same of what goes back where there is no reply."""
+    return RecordDict({_LINE: ConfigRecord({"line": failure.line, "accident": failure.accident})})
+
+
+def wrap_hello(hello: Hello) -> RecordDict:
+    """The same of a node's answer to :data:`HELLO`."""
+    return RecordDict({_HELLO: ConfigRecord({"name": hello.name, "instance": hello.instance, "format": hello.format})})
+
+
+_LOST = {
+    ErrorCode.NODE_UNAVAILABLE: "its connection was lost",
+    ErrorCode.MESSAGE_UNAVAILABLE: "its reply was lost on the way",
+}
+"""Errors that Flower's server replies with instead of a user."""
+
+
+def unwrap(message: Message) -> bytes | Failure:
+    """What :func:`wrap` or :func:`wrap_failure` has put in; an error of Flower's own is an accident."""
+    if message.has_error():
+        line = _LOST.get(message.error.code) or _one_line(f"{message.error.reason or message.error.code}")
+        return Failure(line=line, accident=True)
+    content = message.content
+    if (record := content.config_records.get(_LINE)) is not None:
+        return Failure(line=_one_line(record.get("line")), accident=record.get("accident") is True)
+    try:
+        return content.array_records[_BYTES][_KEY].data
+    except KeyError:
+        return Failure(line=_one_line(f"a message without {_BYTES!r}; it has {sorted(content)}"), accident=False)
+
+
+def unwrap_hello(message: Message) -> Hello | Failure:
+    """Who has answered."""
+    if message.has_error() or _LINE in message.content.config_records:
+        failure = unwrap(message)
+        assert isinstance(failure, Failure)
+        return failure
+    try:
+        record = message.content.config_records[_HELLO]
+        name, instance, version = record["name"], record["instance"], record["format"]
+    except KeyError:
+        return Failure(line="its app is not comingle's", accident=False)
+    if not (isinstance(name, str) and isinstance(instance, str) and isinstance(version, int)):
+        return Failure(line="its app is not comingle's", accident=False)
+    hello = Hello(name=name, instance=instance, format=version)
+    if name_problem([hello.name]) or max(len(hello.name), len(hello.instance)) > _LONGEST:
+        line = (
+            f"a node says that it is {hello.name[:70]!r}; allowed: a name in one line, of up to {_LONGEST} characters"
+        )
+        return Failure(line=_one_line(line), accident=False)
+    return hello
+
+
+def _one_line(text: object) -> str:
+    """What somebody has sent, as a short line that no terminal obeys."""
+    line = " ".join(text[: 2 * _LONGEST].split()) if isinstance(text, str) else ""
+    return printable(line)[:_LONGEST] or "says nothing that can be read"
+
+
+def request_of(message: Message) -> bytes:
+    """The bytes of a request.
+
+    Raises:
+        MessageError: there are none.
+    """
+    data = unwrap(message)
+    if isinstance(data, Failure):
+        raise MessageError(f"request: {data.line}")
+    return data
+
+
 WORKER = (sys.executable, "-m", "comingle.federation.worker")
 """Command that starts a user's worker; the user's options come after it."""
 
-_LONGEST = 1000
+_SHOWN_BYTES = 1000
 """Bytes of a refusal that are shown."""
 
 Ask = Callable[[User, bytes, float], bytes]
@@ -95,7 +205,7 @@ def make_client_app(ask: Ask) -> ClientApp:
     @made.query("refused")
     def refused(message: Message, context: Context) -> Message:
         """The coordinator does not want this node, and says why: that is for the person at the node."""
-        line = printable(" ".join(request_of(message)[:_LONGEST].decode(errors="replace").split()))
+        line = printable(" ".join(request_of(message)[:_SHOWN_BYTES].decode(errors="replace").split()))
         print(f"comingle: refused: {line}", file=sys.stderr, flush=True)
         write_text(read_user(context.node_config).state / REFUSAL, line + "\n")
         return Message(wrap(b""), reply_to=message)
