@@ -10,7 +10,7 @@ import pytest
 from tests.commands import comingle as comingle
 from tests.federation.tiny import one_base
 
-from comingle.federation import coordinator
+from comingle.federation import server_session
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -31,4 +31,4 @@ def shared_base() -> Iterator[None]:
 @pytest.fixture
 def asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who does not answer is asked again at once, and not after seconds."""
-    monkeypatch.setattr(coordinator, "AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(server_session, "RETRY_SECONDS", 0.02)

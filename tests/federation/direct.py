@@ -1,4 +1,4 @@
-"""A federation by hand: every user a :class:`Node` with a folder of its own, tasks handed over in this process."""
+"""A federation by hand: every user a :class:`Client` with a folder of its own, tasks handed over in this process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import Recipe, parse_recipe
-from comingle.federation.client import Node
-from comingle.federation.coordinator import Patience
+from comingle.federation.client import Client
 from comingle.federation.files import split_recipe
 from comingle.federation.messages import unpack_answer
 from comingle.federation.public import Own
 from comingle.federation.run_folder import Plan, coordinate
+from comingle.federation.server_session import NetworkSection
 from comingle.protocol.messages import Upload
 from comingle.protocol.wire import unpack
 
@@ -20,7 +20,7 @@ from comingle.protocol.wire import unpack
 class Direct:
     """Nodes in this process; ``recorded`` is all that went to and fro."""
 
-    def __init__(self, nodes: Mapping[str, Node]):
+    def __init__(self, nodes: Mapping[str, Client]):
         self.nodes = dict(nodes)
         self.recorded: list[tuple[str, bytes, bytes]] = []
 
@@ -50,10 +50,10 @@ class Direct:
         return found
 
 
-def nodes_of(recipe: Recipe, folder: Path) -> tuple[Plan, dict[str, Node]]:
+def nodes_of(recipe: Recipe, folder: Path) -> tuple[Plan, dict[str, Client]]:
     """What a server and its users have of an ordinary recipe, each its part."""
     plan, owns = split_recipe(recipe)
-    return plan, {own.name: Node(folder / own.name, own) for own in owns}
+    return plan, {own.name: Client(folder / own.name, own) for own in owns}
 
 
 def federated(content: Mapping[str, Any], folder: Path, **options: Any) -> tuple[dict[str, Any], Direct]:
@@ -63,4 +63,4 @@ def federated(content: Mapping[str, Any], folder: Path, **options: Any) -> tuple
     return coordinate(plan, channel, folder / "server", **options), channel
 
 
-__all__ = ["Direct", "Own", "Patience", "federated", "nodes_of"]
+__all__ = ["Direct", "NetworkSection", "Own", "federated", "nodes_of"]

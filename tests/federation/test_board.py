@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.federation.direct import Direct, Patience, nodes_of
+from tests.federation.direct import Direct, NetworkSection, nodes_of
 from tests.federation.tiny import one_base, tiny
 
 from comingle.config import parse_recipe
-from comingle.federation import coordinator
-from comingle.federation.client import Node
+from comingle.federation import server_session
+from comingle.federation.client import Client
 from comingle.federation.messages import unpack_answer, unpack_task
-from comingle.federation.run_folder import Board, coordinate
+from comingle.federation.run_folder import StatusFile, coordinate
 from comingle.reports.tables import render_participants
 from comingle.utils.records import read_metrics
 from comingle.utils.terminal import Terminal
@@ -42,11 +42,11 @@ def shown(folder: Path, **options: bool) -> list[str]:
 
 def test_everybody_in_a_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One who tells all, one who tells nothing, and one who never comes."""
-    monkeypatch.setattr(coordinator, "AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(server_session, "RETRY_SECONDS", 0.02)
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, users=3)), tmp_path / "run")
-    nodes["bob"] = Node(nodes["bob"].folder, nodes["bob"].own.model_copy(update={"tells": "nothing"}))
+    nodes["bob"] = Client(nodes["bob"].folder, nodes["bob"].own.model_copy(update={"tells": "nothing"}))
     del nodes["cem"]
-    plan = replace(plan, patience=Patience(round_timeout=0.5, join_timeout=0.1))
+    plan = replace(plan, network=NetworkSection(round_timeout=0.5, join_timeout=0.1))
     channel, server = Direct(nodes), tmp_path / "run" / "server"
     coordinate(plan, channel, server)
     told, users = board(server), board(server)["users"]
@@ -71,10 +71,10 @@ def test_everybody_in_a_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_server_that_goes_on_goes_on_counting(tmp_path: Path) -> None:
     step = {"event": "step", "round": 1, "user": "ann", "upload_bytes": 5, "download_bytes": 7}
-    first = Board(tmp_path, ["ann", "bob"], 3)
+    first = StatusFile(tmp_path, ["ann", "bob"], 3)
     first(step)
     first({"event": "round", "round": 1, "train_loss_nats": {"ann": 2.5}})
-    again = Board(tmp_path, ["ann", "bob"], 3)
+    again = StatusFile(tmp_path, ["ann", "bob"], 3)
     assert board(tmp_path)["users"]["ann"]["state"] == "expected"  # until it answers
     again({"event": "rejected", "round": 2, "user": "bob", "reason": "has NaN"})
     again(step)
@@ -85,7 +85,7 @@ def test_a_server_that_goes_on_goes_on_counting(tmp_path: Path) -> None:
 
 
 def test_how_much_of_an_upload_counted_is_shown_where_there_is_a_rule(tmp_path: Path) -> None:
-    seats = Board(tmp_path, ["ann", "bob"], 3)
+    seats = StatusFile(tmp_path, ["ann", "bob"], 3)
     assert "counted" not in shown(tmp_path)[1]
     event = {"event": "aggregation", "round": 1, "rule": "krum", "left_out": ["ann"]}
     seats(event | {"counted": {"ann": 0.0, "bob": 0.25}})
@@ -102,13 +102,13 @@ def test_a_damaged_board_is_made_anew(content: str | None, tmp_path: Path) -> No
         (tmp_path / "participants.json").write_text(content)
     if content is None or "users" not in content:
         assert shown(tmp_path)[0].strip() == "waiting for the coordinator"
-    Board(tmp_path, ["ann"], 3)
+    StatusFile(tmp_path, ["ann"], 3)
     assert board(tmp_path)["users"]["ann"]["state"] == "expected"
 
 
 def test_of_many_those_who_fail_come_first(tmp_path: Path) -> None:
     names = [f"user{number:03}" for number in range(100)]
-    crowd = Board(tmp_path, names, 3)
+    crowd = StatusFile(tmp_path, names, 3)
     for name in names[:90]:
         crowd({"event": "joined", "user": name})
     crowd({"event": "failed", "user": "user042", "reason": "[red]\x1b[31mgone"})

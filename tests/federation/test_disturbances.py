@@ -19,11 +19,11 @@ from tests.federation.proxy import DISTURBANCES, Proxy
 from tests.federation.test_federate import nothing_is_left, recipe_of
 from tests.federation.test_out_there import Place, command, rounds_of, wait_for
 
-from comingle.federation.coordinator import Patience
 from comingle.federation.flower.certificates import make_certificates
 from comingle.federation.flower.fleet_client import FleetConnection, NotActiveError, Server
 from comingle.federation.flower.fleet_server import create_active_run, make_fleet_api, make_states, serve_fleet_api
 from comingle.federation.flower.processes import free_port
+from comingle.federation.server_session import NetworkSection
 
 __all__ = ["nothing_is_left"]  # around each of these tests too
 
@@ -44,7 +44,7 @@ def test_a_client_finds_back_after_a_disturbance(how: str, secure: bool, tmp_pat
         "evaluation.model": "local",
     }
     recipe = recipe_of(tmp_path, "fedavg").with_changes(changes)
-    here = Place.of(tmp_path, recipe, Patience(min_participants=2, round_timeout=900))
+    here = Place.of(tmp_path, recipe, NetworkSection(min_participants=2, round_timeout=900))
     options: dict[str, tuple[object, ...]] = {"server": (), "ann": (), "bob": ()}
     if secure:
         files = make_certificates(tmp_path / "keys", ["127.0.0.1"], ["ann", "bob"])

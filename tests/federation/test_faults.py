@@ -25,13 +25,13 @@ from tests.federation.tiny import method, text_recipe
 
 from comingle.config import Recipe, parse_recipe
 from comingle.federation.client import GONE_ON
-from comingle.federation.coordinator import Patience
 from comingle.federation.files import Participant, save_participant, save_plan, split_recipe
 from comingle.federation.flower.client import SuperNode
 from comingle.federation.flower.fate import read_state
 from comingle.federation.flower.server import SuperLink, coordinate
 from comingle.federation.flower.server_app import spell
 from comingle.federation.flower.worker import User, read_worker
+from comingle.federation.server_session import NetworkSection
 from comingle.runs import api
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
@@ -47,7 +47,9 @@ LIMIT_SECONDS = 500
 class Federation:
     """A recipe's federation; ``faults`` are those of users by name, and then by round (from 1)."""
 
-    def __init__(self, folder: Path, recipe: Recipe, patience: Patience, faults: dict[str, dict[int, str]]) -> None:
+    def __init__(
+        self, folder: Path, recipe: Recipe, patience: NetworkSection, faults: dict[str, dict[int, str]]
+    ) -> None:
         self.folder, self.run_folder, self.said = folder, folder / "run", list[str]()
         self.plan, owns = split_recipe(recipe, patience)
         folder.mkdir()
@@ -156,7 +158,7 @@ def test_what_one_user_sends_wrong_harms_nobody_else(tmp_path: Path) -> None:
     rounds, users = len(WRONG) + 2, ("ann", "bob", "cem")
     recipe = recipe_of(tmp_path, rounds, users)
     faults = {"cem": {number: fault for number, (fault, _) in WRONG.items()}}
-    federation = Federation(tmp_path / "apart", recipe, Patience(round_timeout=10.0, join_timeout=120.0), faults)
+    federation = Federation(tmp_path / "apart", recipe, NetworkSection(round_timeout=10.0, join_timeout=120.0), faults)
     federation.run(set(users))
     assert federation.rounds == [set(users), *([{"ann", "bob"}] * len(WRONG)), set(users)]
     assert_as_in_one_process(federation, tmp_path, recipe, ["ann", "bob"])
@@ -176,7 +178,7 @@ def test_users_who_come_late_are_late_or_never_come_back(tmp_path: Path) -> None
     users = ("ann", "bob", "cem", "dan")
     recipe = recipe_of(tmp_path, 8, users)
     faults = {"bob": {2: "waits"}, "ann": {3: "waits"}}
-    patience = Patience(min_participants=2, round_timeout=15.0, join_timeout=30.0)
+    patience = NetworkSection(min_participants=2, round_timeout=15.0, join_timeout=30.0)
     federation = Federation(tmp_path / "apart", recipe, patience, faults)
     other, here, refused = federation.node("ann", tmp_path / "another ann"), {"ann", "bob", "dan"}, list[str]()
 
@@ -255,7 +257,7 @@ def killed_in(step: str, lost: set[str], federation: Federation) -> list[dict[st
 @pytest.mark.parametrize("step", ["share", "mask"])
 def test_who_is_killed_before_its_mask_is_off_is_not_in_the_sum(step: str, tmp_path: Path) -> None:
     """The others end in every bit as in one process without it in that round."""
-    recipe, patience = summed(tmp_path), Patience(round_timeout=15.0, join_timeout=120.0)
+    recipe, patience = summed(tmp_path), NetworkSection(round_timeout=15.0, join_timeout=120.0)
     federation = Federation(tmp_path / "apart", recipe, patience, {"bob": {2: f"waits in {step}"}})
     events = killed_in(step, {"bob"}, federation)
     assert not [event for event in events if event["event"] == "no_sum"]
@@ -269,7 +271,7 @@ def test_who_is_killed_before_its_mask_is_off_is_not_in_the_sum(step: str, tmp_p
 
 
 def test_when_too_many_are_killed_nothing_is_summed_and_the_model_stays(tmp_path: Path) -> None:
-    recipe, patience = summed(tmp_path), Patience(round_timeout=15.0, join_timeout=120.0)
+    recipe, patience = summed(tmp_path), NetworkSection(round_timeout=15.0, join_timeout=120.0)
     faults = {name: {2: "waits in mask"} for name in ("bob", "cem")}
     federation = Federation(tmp_path / "apart", recipe, patience, faults)
     (found,) = [e for e in killed_in("mask", {"bob", "cem"}, federation) if e["event"] == "no_sum"]

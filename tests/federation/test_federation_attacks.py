@@ -20,7 +20,7 @@ from tests.federation.tiny import answer_of, one_base, own_of, refusal, tiny
 
 from comingle.config import parse_recipe
 from comingle.federation import backend
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.federation.files import split_recipe
 from comingle.federation.messages import Task, unpack_answer
 from comingle.federation.public import Own, public_part
@@ -57,7 +57,7 @@ def joining(content: dict[str, Any], **changes: Any) -> Task:
 class Liar:
     """A user's node, all of whose numbers are another one."""
 
-    def __init__(self, node: Node, size: float) -> None:
+    def __init__(self, node: Client, size: float) -> None:
         self.node, self.size = node, size
 
     def handle(self, task: bytes) -> bytes:
@@ -121,7 +121,7 @@ class TestFiles:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOME", str(tmp_path))
         content, named = tiny(tmp_path), name.format(tmp_path)
-        told = refusal(Node(tmp_path / "ann", own_of(content, "ann")), joining(content, base=named))
+        told = refusal(Client(tmp_path / "ann", own_of(content, "ann")), joining(content, base=named))
         assert told == f"base: the server names a file or folder, {named!r}; `base` in your own file says where it is"
 
     @pytest.mark.parametrize("there", [True, False])
@@ -131,13 +131,13 @@ class TestFiles:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         content = tiny(tmp_path)
-        told = refusal(Node(tmp_path / "ann", own_of(content, "ann")), joining(content, base="owner/secret"))
+        told = refusal(Client(tmp_path / "ann", own_of(content, "ann")), joining(content, base="owner/secret"))
         assert told == "user 'ann': its base cannot be used; it says on its own machine what is wrong"
 
     def test_the_users_own_base_comes_before(self, tmp_path: Path) -> None:
         content = tiny(tmp_path)
         task = joining(content, base="/etc")
-        assert not answer_of(Node(tmp_path / "ann", own_of(content, "ann", base="random:llama")), task).refused
+        assert not answer_of(Client(tmp_path / "ann", own_of(content, "ann", base="random:llama")), task).refused
 
     @pytest.mark.parametrize(
         "data",
@@ -155,12 +155,12 @@ class TestFiles:
     )
     def test_data_that_the_server_names(self, data: dict[str, Any], tmp_path: Path) -> None:
         content = tiny(tmp_path)
-        told = refusal(Node(tmp_path / "ann", own_of(content, "ann")), joining(content, data=data))
+        told = refusal(Client(tmp_path / "ann", own_of(content, "ann")), joining(content, data=data))
         assert "passwd" not in told
 
     def test_a_method_that_pools_everybodys_data(self, tmp_path: Path) -> None:
         content = tiny(tmp_path)
-        node = Node(tmp_path / "ann", own_of(content, "ann"))
+        node = Client(tmp_path / "ann", own_of(content, "ann"))
         assert "pools everybody's data" in refusal(node, joining(content, method="centralized"))
 
 
@@ -173,23 +173,23 @@ class TestRefusals:
         (tmp_path / "rows.jsonl").write_text('{"secret diary": "dear diary"}\nnot json, dear diary\n')
         heard: list[str] = []
         own = Own(name="ann", data={"path": str(tmp_path / data)})
-        told = refusal(Node(tmp_path / "ann", own, say=heard.append), joining(tiny(tmp_path)))
+        told = refusal(Client(tmp_path / "ann", own, say=heard.append), joining(tiny(tmp_path)))
         assert told == "user 'ann': its data cannot be used; it says on its own machine what is wrong"
         assert data in heard[-1]
 
     def test_nor_from_settings_that_do_not_fit_the_data(self, tmp_path: Path) -> None:
         content = tiny(tmp_path)
         own = Own(name="ann", data={"path": f"{tmp_path}/texts/ann.txt", "diary": "secret"})
-        told = refusal(Node(tmp_path / "ann", own), joining(content))
+        told = refusal(Client(tmp_path / "ann", own), joining(content))
         assert "diary" not in told
 
     def test_nor_from_a_fault(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fails(*args: object) -> None:
             raise KeyError(f"{tmp_path} dear diary")
 
-        monkeypatch.setattr("comingle.federation.client.open_home", fails)
+        monkeypatch.setattr("comingle.federation.client.open_store", fails)
         content = tiny(tmp_path)
-        told = refusal(Node(tmp_path / "ann", own_of(content, "ann")), joining(content))
+        told = refusal(Client(tmp_path / "ann", own_of(content, "ann")), joining(content))
         assert told == "user 'ann': something went wrong; it says on its own machine what is wrong"
 
 
@@ -210,7 +210,7 @@ class TestSizes:
     @pytest.mark.parametrize("key", HUGE)
     def test_of_adapters(self, key: str, tmp_path: Path) -> None:
         content = tiny(tmp_path)
-        node, before = Node(tmp_path / "ann", own_of(content, "ann")), psutil.Process().memory_info().rss
+        node, before = Client(tmp_path / "ann", own_of(content, "ann")), psutil.Process().memory_info().rss
         answer_of(node, joining(content, **{key: HUGE[key]}))
         assert psutil.Process().memory_info().rss - before < 2 << 30
         assert not answer_of(node, joining(content)).refused
@@ -243,6 +243,6 @@ class TestSizes:
             "runtime": {"dtype": "float32", "device": "cpu", "threads": 1},
         }
         own = Own(name="ann", data={"path": users["ann"]})
-        told = refusal(Node(tmp_path / "ann", own), joining(content, **settings))
+        told = refusal(Client(tmp_path / "ann", own), joining(content, **settings))
         assert told
         assert not (tmp_path / "ann").exists()

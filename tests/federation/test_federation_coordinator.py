@@ -15,12 +15,12 @@ from typing import Any, Literal
 import pytest
 import torch
 from tests.commands import Answer as CliAnswer
-from tests.federation.direct import Direct, Patience, federated, nodes_of
+from tests.federation.direct import Direct, NetworkSection, federated, nodes_of
 from tests.federation.tiny import assert_same_end, tasks_of, tiny
 from tests.quick import quick
 
 from comingle.config import parse_recipe
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
 from comingle.federation.public import tokens_of
 from comingle.federation.run_folder import Plan, coordinate, has_ended
@@ -36,9 +36,9 @@ CASES: dict[str, dict[str, Any]] = {"comigs-1g1s": {}, "fedavg": HALF, "pcl": {"
 pytestmark = pytest.mark.usefixtures("shared_base", "asked_again_soon")
 
 
-def started(content: dict[str, Any], folder: Path, patience: Patience) -> tuple[Plan, dict[str, Node]]:
+def started(content: dict[str, Any], folder: Path, patience: NetworkSection) -> tuple[Plan, dict[str, Client]]:
     plan, nodes = nodes_of(parse_recipe(content), folder)
-    return replace(plan, patience=patience), nodes
+    return replace(plan, network=patience), nodes
 
 
 # -------------------------------------------------------------------- stopped
@@ -51,7 +51,7 @@ class Stopped(Exception):
 class Stopping(Direct):
     """The server dies at every task that it has not died at before: once on the way there, once on the way back."""
 
-    def __init__(self, nodes: Mapping[str, Node]):
+    def __init__(self, nodes: Mapping[str, Client]):
         super().__init__(nodes)
         self.stops: set[tuple[str, int, bool]] = set()
 
@@ -104,7 +104,7 @@ class Leaving(Direct):
 
 def test_who_was_away_hears_of_the_round_that_was_judged(tmp_path: Path) -> None:
     content = tiny(tmp_path, "fedavg", users=3, evaluation__select="best", evaluation__every=2, training__rounds=4)
-    plan, nodes = started(content, tmp_path / "away", Patience(round_timeout=0.1))
+    plan, nodes = started(content, tmp_path / "away", NetworkSection(round_timeout=0.1))
     with pytest.raises(Stopped):
         coordinate(plan, Leaving(nodes), tmp_path / "away" / "server")
     back = Direct(nodes)
@@ -203,7 +203,7 @@ class Unsteady(Direct):
 
     def __init__(
         self,
-        nodes: Mapping[str, Node],
+        nodes: Mapping[str, Client],
         *,
         away: Mapping[str, Sequence[int]] | None = None,
         late: Mapping[str, Sequence[int]] | None = None,
@@ -224,11 +224,11 @@ class Unsteady(Direct):
 
 
 EVERYBODY = ("ann", "bob", "cem")
-QUICK = Patience(min_participants=2, round_timeout=0.4, join_timeout=0.4)
+QUICK = NetworkSection(min_participants=2, round_timeout=0.4, join_timeout=0.4)
 ALL_ROUNDS = range(1, 9)
 
 
-def unsteady(folder: Path, name: str = "fedavg", patience: Patience = QUICK, **options: Any) -> Unsteady:
+def unsteady(folder: Path, name: str = "fedavg", patience: NetworkSection = QUICK, **options: Any) -> Unsteady:
     plan, nodes = started(tiny(folder, name, users=3, training__rounds=3), folder / "unsteady", patience)
     channel = Unsteady(nodes, **options)
     coordinate(plan, channel, folder / "unsteady" / "server", observers=[channel.see])
@@ -275,7 +275,7 @@ def assert_same_end_without(one: Direct, other: Direct, name: str) -> None:
 
 
 def test_too_few_end_the_run_in_one_line_and_it_goes_on(tmp_path: Path) -> None:
-    patience = Patience(min_participants=2, round_timeout=0.1, join_timeout=0.1)
+    patience = NetworkSection(min_participants=2, round_timeout=0.1, join_timeout=0.1)
     plan, nodes = started(tiny(tmp_path, "fedavg", users=3, training__rounds=3), tmp_path / "few", patience)
     server = tmp_path / "few" / "server"
     nobody = Unsteady(nodes, away=dict.fromkeys(EVERYBODY, ALL_ROUNDS))
@@ -292,14 +292,16 @@ def test_too_few_end_the_run_in_one_line_and_it_goes_on(tmp_path: Path) -> None:
 def test_nobody_left_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"^round 2: 0 of 3 participants answered in 0.1 s; needed: 1$"):
         unsteady(
-            tmp_path, patience=Patience(round_timeout=0.1, join_timeout=0.1), away={name: [2] for name in EVERYBODY}
+            tmp_path,
+            patience=NetworkSection(round_timeout=0.1, join_timeout=0.1),
+            away={name: [2] for name in EVERYBODY},
         )
 
 
 def test_a_user_who_cannot_join_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reference = with_members(tmp_path, OTHERS, OTHERS, OTHERS)
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, "fedavg", users=3, training__rounds=3)), tmp_path / "refusing")
-    nodes["bob"] = Node(tmp_path / "bob", nodes["bob"].own.model_copy(update={"expects": {"base": "another"}}))
+    nodes["bob"] = Client(tmp_path / "bob", nodes["bob"].own.model_copy(update={"expects": {"base": "another"}}))
     channel = Direct(nodes)
     began = time.monotonic()
     coordinate(plan, channel, tmp_path / "refusing" / "server")
@@ -314,7 +316,7 @@ class Hanging(Direct):
     As a channel that waits does, it follows the requests while it waits.
     """
 
-    def __init__(self, nodes: Mapping[str, Node], hangs: Callable[[Task], bool]):
+    def __init__(self, nodes: Mapping[str, Client], hangs: Callable[[Task], bool]):
         super().__init__(nodes)
         self.hangs = hangs
 
@@ -337,7 +339,7 @@ class Hanging(Direct):
 @pytest.mark.slow
 def test_a_worker_that_hangs_holds_up_nobody_else(step: str, tmp_path: Path) -> None:
     """Hanging in its join or in a task, Bob is missing; whoever has answered counts."""
-    content, patience = tiny(tmp_path, "fedavg", users=3, training__rounds=3), Patience(min_participants=2)
+    content, patience = tiny(tmp_path, "fedavg", users=3, training__rounds=3), NetworkSection(min_participants=2)
     patience = replace(patience, round_timeout=2.0, join_timeout=5.0)
     plan, nodes = started(content, tmp_path / "hanging", patience)
     channel = Hanging(nodes, lambda task: step in task.todo)
@@ -348,11 +350,11 @@ def test_a_worker_that_hangs_holds_up_nobody_else(step: str, tmp_path: Path) -> 
 def test_a_user_who_refuses_may_be_repaired_while_too_few_have_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comingle.federation.coordinator._REFUSED_SECONDS", 0.1)
-    content, patience = tiny(tmp_path, "fedavg", users=2), Patience(min_participants=2, join_timeout=60)
+    monkeypatch.setattr("comingle.federation.server_session._REFUSED_SECONDS", 0.1)
+    content, patience = tiny(tmp_path, "fedavg", users=2), NetworkSection(min_participants=2, join_timeout=60)
     plan, nodes = started(content, tmp_path / "repaired", patience)
     honest = nodes["bob"]
-    wrong = Node(tmp_path / "bob", honest.own.model_copy(update={"expects": {"base": "another"}}))
+    wrong = Client(tmp_path / "bob", honest.own.model_copy(update={"expects": {"base": "another"}}))
     refusals = 0
 
     class Repaired(Direct):
@@ -371,9 +373,9 @@ def test_a_user_who_refuses_may_be_repaired_while_too_few_have_joined(
 
 
 def test_too_few_because_of_a_refusal_says_who_refused_and_why(tmp_path: Path) -> None:
-    content, patience = tiny(tmp_path, "fedavg", users=2), Patience(min_participants=2, join_timeout=0.3)
+    content, patience = tiny(tmp_path, "fedavg", users=2), NetworkSection(min_participants=2, join_timeout=0.3)
     plan, nodes = started(content, tmp_path / "refused", patience)
-    nodes["bob"] = Node(tmp_path / "bob", nodes["bob"].own.model_copy(update={"expects": {"base": "another"}}))
+    nodes["bob"] = Client(tmp_path / "bob", nodes["bob"].own.model_copy(update={"expects": {"base": "another"}}))
     began = time.monotonic()
     with pytest.raises(RunError, match=r"^1 of 2 users have joined; needed: 2; .*0.3 s; user 'bob': expects base"):
         coordinate(plan, Direct(nodes), tmp_path / "refused" / "server")
@@ -382,7 +384,7 @@ def test_too_few_because_of_a_refusal_says_who_refused_and_why(tmp_path: Path) -
 
 def test_users_who_have_come_and_are_loading_are_waited_for_beyond_the_time(tmp_path: Path) -> None:
     """Each loads for longer than join_timeout."""
-    content, patience = tiny(tmp_path, "fedavg", users=3), Patience(min_participants=3, join_timeout=0.5)
+    content, patience = tiny(tmp_path, "fedavg", users=3), NetworkSection(min_participants=3, join_timeout=0.5)
     plan, nodes = started(content, tmp_path / "loading", patience)
     ready: dict[str, float] = {}
 
@@ -427,7 +429,7 @@ class Losing(Unsteady):
             for path in newest.iterdir():
                 path.unlink()
             newest.rmdir()
-            self.nodes["bob"] = Node(bob.folder, bob.own)
+            self.nodes["bob"] = Client(bob.folder, bob.own)
 
 
 # -------------------------------------------------------------------- wrong
@@ -436,7 +438,7 @@ class Losing(Unsteady):
 class Lying(Direct):
     """Bob's answers are changed on the way, where he has trained."""
 
-    def __init__(self, nodes: Mapping[str, Node], lie: Callable[[Answer], Answer | bytes], step: str = "train"):
+    def __init__(self, nodes: Mapping[str, Client], lie: Callable[[Answer], Answer | bytes], step: str = "train"):
         super().__init__(nodes)
         self.lie, self.step = lie, step
 
@@ -515,7 +517,7 @@ def lying(
     folder: Path, lie: Callable[[Answer], Answer | bytes], *, step: str = "train", wait: float = 0.4, **options: Any
 ) -> Direct:
     content = tiny(folder, "fedavg", training__weighting="tokens", **options)
-    plan, nodes = started(content, folder / "lying", Patience(round_timeout=wait, join_timeout=0.4))
+    plan, nodes = started(content, folder / "lying", NetworkSection(round_timeout=wait, join_timeout=0.4))
     channel = Lying(nodes, lie, step)
     coordinate(plan, channel, folder / "lying" / "server")
     return channel
@@ -565,7 +567,9 @@ def test_a_round_that_changed_nothing_says_nothing_of_the_rule(tmp_path: Path) -
     """What the rule made of the round before is not told again."""
     events = list[dict[str, Any]]()
     content = tiny(tmp_path, "fedavg", users=3, training__rounds=3, aggregation={"rule": "median"})
-    plan, nodes = started(content, tmp_path / "rule", Patience(min_participants=3, round_timeout=5, join_timeout=5))
+    plan, nodes = started(
+        content, tmp_path / "rule", NetworkSection(min_participants=3, round_timeout=5, join_timeout=5)
+    )
     lies = iter([lambda answer: answer, UPLOADS["NaN"]])
     coordinate(
         plan, Lying(nodes, lambda a: next(lies)(a), "upload"), tmp_path / "rule" / "server", observers=[events.append]
@@ -609,7 +613,9 @@ def test_metrics_are_there_before_anybody_hears_that_all_is_over(tmp_path: Path)
     assert list(json.loads(before)["users"]) == ["ann", "bob"]
     assert not has_ended(server)
     few = {"bob": nodes["bob"]}  # the other one has heard it, and has gone
-    coordinate(replace(plan, patience=replace(QUICK, min_participants=1)), Direct(few), server, resume=True)
+    coordinate(
+        replace(plan, network=QUICK.model_copy(update={"min_participants": 1})), Direct(few), server, resume=True
+    )
     assert (server / "metrics.json").read_bytes() == before
     assert has_ended(server)
     assert list((tmp_path / "end" / "bob").glob("run-*/model/metrics.json"))
@@ -733,7 +739,7 @@ def test_a_validation_loss_that_is_none_decides_nothing(value: list[float], tmp_
 def test_words_of_one_who_joins_are_checked_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wrong = [{"steps": "many"}, {"steps": 10**30}, {"unit": "\n"}, {"amounts": {"train_tokens": "x"}}, {"done": -1}]
     lies = [of_words(**told) for told in wrong]
-    plan, nodes = started(tiny(tmp_path, "fedavg"), tmp_path / "lying", Patience(join_timeout=60))
+    plan, nodes = started(tiny(tmp_path, "fedavg"), tmp_path / "lying", NetworkSection(join_timeout=60))
     channel = Lying(nodes, lambda answer: lies.pop(0)(answer) if lies else answer, step="join")
     metrics = coordinate(plan, channel, tmp_path / "lying" / "server")
     assert not lies
@@ -756,7 +762,7 @@ def test_what_is_not_told_is_absent_and_the_run_folder_is_readable(
 ) -> None:
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, users=2)), tmp_path / "run")
     for name, tells in (("ann", ann), ("bob", bob)):
-        nodes[name] = Node(nodes[name].folder, nodes[name].own.model_copy(update={"tells": tells}))
+        nodes[name] = Client(nodes[name].folder, nodes[name].own.model_copy(update={"tells": tells}))
     metrics = coordinate(plan, Direct(nodes), tmp_path / "run" / "server")
     assert list(metrics["users"]) == (["ann"] if ann == "all" else [])
     events = told_in(tmp_path / "run" / "server")
@@ -781,7 +787,7 @@ def test_steps_that_no_user_of_the_recipe_can_have_are_refused(
     """Everybody's learning rate would hardly decay; on text all take the steps of the recipe."""
     content, wrong = tiny(tmp_path, "fedavg"), [10_000_000, 2, 0]
     lies = [of_words(steps=number) for number in wrong]
-    plan, nodes = started(content, tmp_path / "claims", Patience(join_timeout=60))
+    plan, nodes = started(content, tmp_path / "claims", NetworkSection(join_timeout=60))
     channel = Lying(nodes, lambda answer: lies.pop(0)(answer) if lies else answer, step="join")
     coordinate(plan, channel, tmp_path / "claims" / "server")
     assert not lies
@@ -813,7 +819,7 @@ def test_of_conversations_a_user_may_have_as_many_as_the_server_allows(
 ) -> None:
     """Ann and Bob have 8 to train on, which is 2 batches."""
     content = chats(tmp_path, training__weighting=weighting)
-    plan, nodes = started(content, tmp_path / "run", Patience(max_samples=8, join_timeout=60))
+    plan, nodes = started(content, tmp_path / "run", NetworkSection(max_samples=8, join_timeout=60))
     lies = [of_words(steps=3)]
     channel = Lying(nodes, lambda answer: lies.pop(0)(answer) if lies else answer, step="join")
     coordinate(plan, channel, tmp_path / "run" / "server")
@@ -825,7 +831,7 @@ def test_of_conversations_a_user_may_have_as_many_as_the_server_allows(
 
 def test_weights_are_bounded_by_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = chats(tmp_path, training__weighting="samples")
-    plan, nodes = started(content, tmp_path / "run", Patience(max_samples=8))
+    plan, nodes = started(content, tmp_path / "run", NetworkSection(max_samples=8))
     coordinate(plan, Lying(nodes, of_reports(count=torch.tensor([9])), step="upload"), tmp_path / "run" / "server")
     lines = [r.getMessage() for r in caplog.records if "is left out of round" in r.getMessage()]
     assert lines

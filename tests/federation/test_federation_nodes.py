@@ -33,7 +33,7 @@ from tests.federation.tiny import (
     with_message,
 )
 
-from comingle.federation.client import GONE_ON, Node
+from comingle.federation.client import GONE_ON, Client
 from comingle.federation.flower.worker import UNFIT
 from comingle.federation.launch import Ending, Words
 from comingle.federation.messages import Task, unpack_answer
@@ -53,14 +53,14 @@ class Case:
         self.answers = [unpack_answer(answer) for who, _, answer in self.channel.recorded if who == "ann"]
         self.ended: Tree = tensors_of(self.channel.nodes["ann"])
 
-    def node(self, folder: Path, tasks: int = 0) -> Node:
+    def node(self, folder: Path, tasks: int = 0) -> Client:
         """Ann's node, once it has joined and done so many tasks."""
-        node = Node(folder, self.own)
+        node = Client(folder, self.own)
         for task in self.tasks[: tasks + 1]:
             assert not answer_of(node, task).refused
         return node
 
-    def go_on(self, node: Node) -> None:
+    def go_on(self, node: Client) -> None:
         """Have a node do all; it ends as the whole run did."""
         for task, answer in zip(self.tasks, self.answers, strict=True):
             assert said(answer_of(node, task)) == said(answer)
@@ -100,7 +100,7 @@ def run_folder(folder: Path) -> Path:
 
 
 def test_a_task_twice_is_the_same_answer_and_no_work(case: Case, folder: Path) -> None:
-    node, before = Node(folder, case.own), kept_in(folder)
+    node, before = Client(folder, case.own), kept_in(folder)
     first = [node.handle(task.pack()) for task in case.tasks[1:3]]
     assert [node.handle(task.pack()) for task in case.tasks[1:3]] == first
     assert kept_in(folder) == before
@@ -109,7 +109,7 @@ def test_a_task_twice_is_the_same_answer_and_no_work(case: Case, folder: Path) -
 
 def test_the_folder_of_another_user_is_refused(case: Case, folder: Path) -> None:
     """What is private in it would be this user's from then on, without a word."""
-    bob = Node(folder, own_of(case.content, "bob"))
+    bob = Client(folder, own_of(case.content, "bob"))
     join = replace(case.tasks[0], user="bob")
     before = kept_in(folder)
     assert refusal(bob, join).endswith("its own folder cannot be used; it says on its own machine what is wrong")
@@ -120,20 +120,20 @@ def test_other_data_than_the_run_was_begun_with_is_refused(case: Case, folder: P
     before = kept_in(folder)
     other = tmp_path / "other.txt"
     other.write_text("Something else altogether, with a zebra. " * 200)
-    node, lines = Node(folder, case.own.model_copy(update={"data": str(other)})), []
+    node, lines = Client(folder, case.own.model_copy(update={"data": str(other)})), []
     node.say = lines.append
     assert "its data cannot be used" in refusal(node, case.tasks[0])
     assert any("the train and valid and test data changed since the run began; restore it" in line for line in lines)
     assert kept_in(folder) == before
-    case.go_on(Node(folder, case.own))
+    case.go_on(Client(folder, case.own))
 
 
 def test_who_joined_with_the_wrong_data_may_bring_the_right_before_anything_is_done(case: Case, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("Something else altogether, with a zebra. " * 200)
-    wrong = Node(tmp_path / "ann", case.own.model_copy(update={"data": str(other)}))
+    wrong = Client(tmp_path / "ann", case.own.model_copy(update={"data": str(other)}))
     assert not answer_of(wrong, case.tasks[0]).refused
-    right = Node(tmp_path / "ann", case.own)
+    right = Client(tmp_path / "ann", case.own)
     assert not answer_of(right, case.tasks[0]).refused
     for task in case.tasks[1:]:
         assert not answer_of(right, task).refused
@@ -149,7 +149,7 @@ def test_an_answer_without_its_state_is_gone_once_another_task_is_done(
     other = with_message(task, replace(download, tensors={name: 2 * t for name, t in download.tensors.items()}))
     left = run_folder(folder) / "answers" / f"{task.serial:06d}-0123456789abcdef.bin"
     left.write_bytes(b"of a process that was killed")
-    node = Node(folder, case.own)
+    node = Client(folder, case.own)
     for earlier in case.tasks[2 : case.tasks.index(task)]:
         node.handle(earlier.pack())
     left.write_bytes(b"of a process that was killed")
@@ -161,11 +161,11 @@ def test_another_task_of_the_same_number_undoes_the_first(case: Case, folder: Pa
     task = next(task for task in case.tasks[3:] if "receive" in task.todo)
     download = download_in(task)
     other = with_message(task, replace(download, tensors={name: 2 * t for name, t in download.tensors.items()}))
-    node, never = Node(folder, case.own), Node(Path(shutil.copytree(folder, tmp_path / "never")), case.own)
+    node, never = Client(folder, case.own), Client(Path(shutil.copytree(folder, tmp_path / "never")), case.own)
     assert said(answer_of(node, task)) != said(answer_of(never, other))
     assert said(answer_of(node, other)) == said(answer_of(never, other))
     assert_equal(tensors_of(node), tensors_of(never))
-    case.go_on(Node(folder, case.own))
+    case.go_on(Client(folder, case.own))
 
 
 def test_what_is_older_than_what_is_kept_is_refused_and_nothing_is_lost(case: Case, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_what_is_older_than_what_is_kept_is_refused_and_nothing_is_lost(case: Ca
 
 
 def test_a_task_too_many_is_refused(case: Case, folder: Path) -> None:
-    assert "has done 2" in refusal(Node(folder, case.own), replace(case.tasks[3], serial=4))
+    assert "has done 2" in refusal(Client(folder, case.own), replace(case.tasks[3], serial=4))
 
 
 # -------------------------------------------------------------------- what is not for it
@@ -188,7 +188,7 @@ def test_a_task_too_many_is_refused(case: Case, folder: Path) -> None:
 
 @pytest.mark.parametrize("run", ["../x", "", "a/b", "..", "a" * 300, "é", "run-1"])
 def test_a_run_is_a_short_word(case: Case, tmp_path: Path, run: str) -> None:
-    node = Node(tmp_path / "ann", case.own)
+    node = Client(tmp_path / "ann", case.own)
     with pytest.raises(MessageError, match="a run is called by"):
         node.handle(replace(case.tasks[0], run=run).pack())
     assert not list(tmp_path.iterdir())
@@ -196,7 +196,7 @@ def test_a_run_is_a_short_word(case: Case, tmp_path: Path, run: str) -> None:
 
 def test_somebody_elses_task_is_refused(case: Case, tmp_path: Path) -> None:
     with pytest.raises(MessageError, match=r"^task: for user 'bob', and this is 'ann'$"):
-        Node(tmp_path, case.own).handle(replace(case.tasks[0], user="bob").pack())
+        Client(tmp_path, case.own).handle(replace(case.tasks[0], user="bob").pack())
 
 
 def test_a_refusal_to_join_is_told_to_the_client_and_a_full_disk_is_not(
@@ -205,15 +205,15 @@ def test_a_refusal_to_join_is_told_to_the_client_and_a_full_disk_is_not(
     """The client ends with what has to be changed first, and goes on with what may pass."""
     told: list[str] = []
     own = case.own.model_copy(update={"expects": {"base": "another"}})
-    refusal(Node(tmp_path / "unfit", own, refuse=told.append), case.tasks[0])
+    refusal(Client(tmp_path / "unfit", own, refuse=told.append), case.tasks[0])
     assert len(told) == 1
     assert "expects base another" in told[0]
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("comingle.federation.client.open_home", full)
-    refusal(Node(tmp_path / "full", case.own, refuse=told.append), case.tasks[0])
+    monkeypatch.setattr("comingle.federation.client.open_store", full)
+    refusal(Client(tmp_path / "full", case.own, refuse=told.append), case.tasks[0])
     assert len(told) == 1
 
 
@@ -232,7 +232,7 @@ def test_a_client_that_cannot_take_part_ends_unless_it_is_to_stay(
 
 
 def test_a_run_that_was_not_joined_is_refused(case: Case, tmp_path: Path) -> None:
-    assert "has not joined it" in refusal(Node(tmp_path, case.own), case.tasks[1])
+    assert "has not joined it" in refusal(Client(tmp_path, case.own), case.tasks[1])
 
 
 def wrong_tasks(task: Task) -> dict[str, tuple[Task, str]]:
@@ -329,13 +329,13 @@ WRONG = (
 
 
 @pytest.fixture(scope="module")
-def used(case: Case, begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Node:
+def used(case: Case, begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Client:
     """A node of Ann's after two tasks, of which many ask in vain."""
-    return Node(Path(shutil.copytree(begun, tmp_path_factory.mktemp("used") / "ann")), case.own)
+    return Client(Path(shutil.copytree(begun, tmp_path_factory.mktemp("used") / "ann")), case.own)
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_task_is_refused_in_one_line_and_leaves_the_state(case: Case, used: Node, what: str) -> None:
+def test_a_wrong_task_is_refused_in_one_line_and_leaves_the_state(case: Case, used: Client, what: str) -> None:
     task = next(task for task in case.tasks[3:] if "receive" in task.todo)
     wrong = wrong_tasks(task)
     assert wrong.keys() == set(WRONG)
@@ -347,7 +347,7 @@ def test_a_wrong_task_is_refused_in_one_line_and_leaves_the_state(case: Case, us
     assert kept_in(used.folder) == kept
 
 
-def test_after_all_of_these_it_goes_on_as_if_nothing_had_been(case: Case, used: Node) -> None:
+def test_after_all_of_these_it_goes_on_as_if_nothing_had_been(case: Case, used: Client) -> None:
     for wrong, _ in wrong_tasks(next(task for task in case.tasks[3:] if "receive" in task.todo)).values():
         refusal(used, wrong)
     case.go_on(used)
@@ -360,11 +360,11 @@ def test_after_all_of_these_it_goes_on_as_if_nothing_had_been(case: Case, used: 
 )
 def test_bytes_that_are_no_task_are_refused(case: Case, tmp_path: Path, data: bytes) -> None:
     with pytest.raises(MessageError, match=r"^task: "):
-        Node(tmp_path, case.own).handle(data)
+        Client(tmp_path, case.own).handle(data)
 
 
 def test_a_task_of_another_format_or_cut_off_is_refused(case: Case, tmp_path: Path) -> None:
-    data, node = case.tasks[3].pack(), Node(tmp_path, case.own)
+    data, node = case.tasks[3].pack(), Client(tmp_path, case.own)
     with pytest.raises(MessageError, match=r"^task: of format 9; allowed: 1$"):
         node.handle(data[:4] + b"\x09\x00" + data[6:])
     for size in (5, 30, len(data) // 2, len(data) - 1):
@@ -378,7 +378,7 @@ def test_a_task_of_another_format_or_cut_off_is_refused(case: Case, tmp_path: Pa
 def test_who_is_known_is_told_of_another_recipe_with_both_digests(case: Case, folder: Path) -> None:
     public = case.tasks[0].about["public"]
     other = changed(case.tasks[0], recipe={**public["recipe"], "seed": 7})
-    assert "and is" in refusal(Node(folder, case.own), other)
+    assert "and is" in refusal(Client(folder, case.own), other)
 
 
 @pytest.mark.parametrize(
@@ -402,19 +402,19 @@ def test_who_is_known_is_told_of_another_recipe_with_both_digests(case: Case, fo
 def test_another_federation_is_refused_with_both_values(
     case: Case, tmp_path: Path, what: str, value: Any, line: str
 ) -> None:
-    node = Node(tmp_path / "ann", case.own)
+    node = Client(tmp_path / "ann", case.own)
     assert line in refusal(node, changed(case.tasks[0], **{what: value}))
     assert not list(tmp_path.rglob("*"))
 
 
 @pytest.mark.parametrize("about", [{}, {"public": None}, {"public": []}, {"public": "x"}])
 def test_a_join_that_says_nothing_is_refused(case: Case, tmp_path: Path, about: dict[str, Any]) -> None:
-    assert "the federation" in refusal(Node(tmp_path, case.own), replace(case.tasks[0], about=about))
+    assert "the federation" in refusal(Client(tmp_path, case.own), replace(case.tasks[0], about=about))
 
 
 def test_what_is_expected_must_be(case: Case, tmp_path: Path) -> None:
     for what in ("recipe", "base"):
-        node = Node(tmp_path, own_of(case.content, "ann", expects={what: "abc"}))
+        node = Client(tmp_path, own_of(case.content, "ann", expects={what: "abc"}))
         assert f"user 'ann': expects {what} abc; the server has " in refusal(node, case.tasks[0])
 
 
@@ -423,9 +423,9 @@ def test_what_is_expected_must_be(case: Case, tmp_path: Path) -> None:
 
 def test_a_user_hears_what_leaves_and_after_each_task_how_much_has_left(case: Case, tmp_path: Path) -> None:
     heard: list[str] = []
-    node = Node(tmp_path / "ann", case.own, say=heard.append)
+    node = Client(tmp_path / "ann", case.own, say=heard.append)
     sizes = [len(node.handle(task.pack())) for task in case.tasks]
-    home = node._home
+    home = node._store
     assert home is not None
     (upload,) = home.clients.upload_bytes()
     shared = f"attention, generalist ({upload:,} bytes) leave this machine each round you take part in"
@@ -438,7 +438,7 @@ def test_a_user_hears_what_leaves_and_after_each_task_how_much_has_left(case: Ca
 
 def test_it_hears_that_what_was_sent_last_does_not_count(case: Case, folder: Path) -> None:
     heard: list[str] = []
-    node, task = Node(folder, case.own, say=heard.append), case.tasks[3]
+    node, task = Client(folder, case.own, say=heard.append), case.tasks[3]
     node.handle(task.pack())
     node.handle(replace(task, about={**task.about, "other": 1}).pack())
     assert heard.count(GONE_ON) == 1
@@ -449,7 +449,7 @@ def test_it_hears_that_what_was_sent_last_does_not_count(case: Case, folder: Pat
 
 def test_a_server_that_begins_run_after_run_does_not_fill_the_disk(case: Case, tmp_path: Path) -> None:
     heard: list[str] = []
-    node = Node(tmp_path, case.own.model_copy(update={"max_runs": 3}), say=heard.append)
+    node = Client(tmp_path, case.own.model_copy(update={"max_runs": 3}), say=heard.append)
     for number in range(3):
         assert not answer_of(node, replace(case.tasks[0], run=f"run{number}")).refused
     (tmp_path / "run-run1" / "model").mkdir()  # as of one that has ended
@@ -467,7 +467,7 @@ def test_a_server_that_begins_run_after_run_does_not_fill_the_disk(case: Case, t
     assert "the oldest, which has not ended" in line_of_one_more(node, case, heard)
 
 
-def line_of_one_more(node: Node, case: Case, heard: list[str]) -> str:
+def line_of_one_more(node: Client, case: Case, heard: list[str]) -> str:
     refusal(node, replace(case.tasks[0], run="more"))
     return heard[-1]
 
@@ -504,7 +504,7 @@ def test_killed_before_any_change_of_the_disk_it_goes_on_bit_for_bit(
 ) -> None:
     task = next(task for task in case.tasks[3:] if "receive" in task.todo)
     other = replace(task, about={**task.about, "other": 1})  # which is undone: that changes files too
-    node, into = Node(folder, case.own), tmp_path / "snapshots"
+    node, into = Client(folder, case.own), tmp_path / "snapshots"
     node.handle(case.tasks[0].pack())
     into.mkdir()
     with monkeypatch.context() as patch:
@@ -513,7 +513,7 @@ def test_killed_before_any_change_of_the_disk_it_goes_on_bit_for_bit(
         node.handle(task.pack())
     assert snapshots.made > 10
     for each in sorted(into.iterdir()):
-        again = Node(each, case.own)
+        again = Client(each, case.own)
         answer = answer_of(again, task)
         assert said(answer) == said(case.answers[task.serial]), each.name
         assert_equal(tensors_of(again), tensors_of(node))
@@ -526,12 +526,12 @@ import sys, json
 from pathlib import Path
 import torch
 from comingle.training import client as local
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.federation.public import Own
 from comingle.federation.launch import Ending, Words
 torch.set_num_threads(1)
 folder, tasks = Path(sys.argv[1]), Path(sys.argv[2])
-node = Node(folder, Own(**json.loads(sys.argv[3])))
+node = Client(folder, Own(**json.loads(sys.argv[3])))
 work = local._work
 def slow(*args):
     print("training", flush=True)
@@ -562,7 +562,7 @@ def test_a_process_that_is_killed_in_training_goes_on_bit_for_bit(case: Case, tm
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["training\n", "a step\n"]
         process.send_signal(signal.SIGKILL)
-    case.go_on(Node(folder, case.own))
+    case.go_on(Client(folder, case.own))
 
 
 # -------------------------------------------------------------------- damage
@@ -572,27 +572,27 @@ def test_a_damaged_checkpoint_is_one_line_that_says_what_to_do(case: Case, folde
     newest = sorted((run_folder(folder) / "checkpoints").iterdir())[-1]
     (newest / "state.safetensors").write_bytes(b"\x00" * 100)
     heard: list[str] = []
-    node = Node(folder, case.own, say=heard.append)
+    node = Client(folder, case.own, say=heard.append)
     told = refusal(node, case.tasks[3])
     assert str(folder) not in told  # which is nobody else's business
     assert "damaged" in heard[-1]
     assert f"`rm -r {newest}`" in heard[-1]
     assert "comingle run --resume" not in heard[-1]
     shutil.rmtree(newest)  # as it says
-    case.go_on(Node(folder, case.own))
+    case.go_on(Client(folder, case.own))
 
 
 def test_a_damaged_answer_is_made_anew(case: Case, folder: Path) -> None:
     for path in (run_folder(folder) / "answers").iterdir():
         path.write_bytes(path.read_bytes()[:-3])
-    case.go_on(Node(folder, case.own))
+    case.go_on(Client(folder, case.own))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"users": 3}', "\x00"])
 def test_what_is_known_of_a_run_may_be_damaged(case: Case, folder: Path, content: str) -> None:
     (run_folder(folder) / "public.json").write_text(content)
     heard: list[str] = []
-    refusal(Node(folder, case.own, say=heard.append), case.tasks[3])
+    refusal(Client(folder, case.own, say=heard.append), case.tasks[3])
     assert "public.json: damaged" in heard[-1]
     assert "to begin this run anew" in heard[-1]
 
@@ -604,7 +604,7 @@ def test_a_full_disk_is_one_line_and_the_state_of_before(
     case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
-    node = Node(folder, case.own, say=heard.append)
+    node = Client(folder, case.own, say=heard.append)
     answer_of(node, case.tasks[2])
     before, kept, real = {name: t.clone() for name, t in tensors_of(node).items()}, kept_in(folder), os.fsync
     calls, fails = 0, 1

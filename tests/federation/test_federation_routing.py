@@ -16,7 +16,7 @@ from tests.federation.tiny import one_base, tiny
 from tests.quick import quick
 
 from comingle.config import parse_recipe
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.federation.messages import unpack_answer
 from comingle.federation.public import Tells
 from comingle.federation.run_folder import coordinate
@@ -43,7 +43,7 @@ def told_by(folder: Path, name: str, tells: dict[str, Tells | None]) -> tuple[Pa
     """The server's run folder of a federation in which these users tell that much."""
     plan, nodes = nodes_of(parse_recipe(tiny(folder, name, **OPTIONS)), folder / "run")
     for user, said in tells.items():
-        nodes[user] = Node(nodes[user].folder, nodes[user].own.model_copy(update={"tells": said}))
+        nodes[user] = Client(nodes[user].folder, nodes[user].own.model_copy(update={"tells": said}))
     channel = Direct(nodes)
     coordinate(plan, channel, folder / "run" / "server")
     return folder / "run" / "server", channel
@@ -153,7 +153,7 @@ def test_nor_are_those_of_a_method_that_has_none(tmp_path: Path) -> None:
 def test_what_is_no_share_at_all_is_a_wrong_answer(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lies = [of_words(**REFUSED[what])]
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, **OPTIONS)), tmp_path / "run")
-    plan = replace(plan, patience=replace(plan.patience, round_timeout=60.0))
+    plan = replace(plan, network=plan.network.model_copy(update={"round_timeout": 60.0}))
     channel = Lying(nodes, lambda answer: lies.pop(0)(answer) if lies else answer, step="evaluate")
     coordinate(plan, channel, tmp_path / "run" / "server")
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("user 'bob': answer: ")]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from tests.federation.direct import Direct, Patience, federated, nodes_of
+from tests.federation.direct import Direct, NetworkSection, federated, nodes_of
 from tests.federation.tiny import (
     answer_of,
     assert_same_end,
@@ -25,7 +25,7 @@ from tests.federation.tiny import (
 from tests.quick import quick
 
 from comingle.config import parse_recipe
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.federation.client_store import SECURE
 from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
 from comingle.federation.run_folder import coordinate
@@ -89,7 +89,7 @@ def test_users_elsewhere_end_with_the_same_bit_for_bit(
     there, channel = federated(content, tmp_path / "there")
     clients = here.federation.clients
     for name, node in channel.nodes.items():
-        mine = node._home
+        mine = node._store
         assert mine is not None
         for key, t in tensors(clients, name).items():
             assert torch.equal(t, tensors(mine.clients, name)[key])
@@ -113,7 +113,7 @@ def test_nothing_of_an_upload_reaches_the_server_without_masks(tmp_path: Path) -
     words = np.concatenate([m.tensors[VECTOR].numpy().view(np.uint8).ravel() for m in sent if VECTOR in m.tensors])
     assert len(words) > 100_000
     assert chisquare(np.bincount(words, minlength=256)).pvalue > 1e-7
-    nodes = {name: Node(tmp_path / "again" / name, own_of(content, name)) for name in channel.nodes}
+    nodes = {name: Client(tmp_path / "again" / name, own_of(content, name)) for name in channel.nodes}
     told = [answer_of(nodes[name], unpack_task(task)).told for name, task, _ in channel.recorded[:3]]
     assert not any({"train_loss", "score", "amounts"} & one.keys() for one in told)
 
@@ -124,7 +124,7 @@ def test_nothing_of_an_upload_reaches_the_server_without_masks(tmp_path: Path) -
 class Losing(Direct):
     """Some users do not answer in some steps of some rounds."""
 
-    def __init__(self, nodes: Mapping[str, Node], lost: Collection[tuple[str, int, str]]):
+    def __init__(self, nodes: Mapping[str, Client], lost: Collection[tuple[str, int, str]]):
         super().__init__(nodes)
         self.lost = lost
 
@@ -142,8 +142,8 @@ def losing(
 ) -> tuple[Direct, list[Any]]:
     plan, nodes = nodes_of(parse_recipe(content), folder)
     channel = Losing(nodes, lost)
-    patience = Patience(round_timeout=0.3, min_participants=least)
-    coordinate(replace(plan, patience=patience), channel, folder / "server")
+    patience = NetworkSection(round_timeout=0.3, min_participants=least)
+    coordinate(replace(plan, network=patience), channel, folder / "server")
     return channel, list(read_events(folder / "server"))
 
 
@@ -171,8 +171,8 @@ def test_too_few_in_any_step_end_the_round_without_a_sum_and_the_next_one_has_on
     assert found["round"] == 1
     assert found["reason"].startswith("round 1: 1 of 3 users have ")
     assert [event["round"] for event in events if event["event"] == "round"] == [1, 2]
-    models = [t["rows"] for t in (tensors(node._home.clients, n) for n, node in channel.nodes.items())]  # type: ignore[union-attr]
-    clients = channel.nodes["ann"]._home.clients  # type: ignore[union-attr]
+    models = [t["rows"] for t in (tensors(node._store.clients, n) for n, node in channel.nodes.items())]  # type: ignore[union-attr]
+    clients = channel.nodes["ann"]._store.clients  # type: ignore[union-attr]
     shared = clients.model.layout.mask(clients.method.shared)
     assert torch.equal(models[0][shared], models[1][shared])
 
@@ -210,7 +210,7 @@ class Stopped(Exception):
 class Stopping(Direct):
     """The server dies at every task once, on the way there and on the way back; every user is anew each time."""
 
-    def __init__(self, make: Callable[[], dict[str, Node]]):
+    def __init__(self, make: Callable[[], dict[str, Client]]):
         super().__init__(make())
         self.make, self.stops = make, set[tuple[str, int, bool]]()
 
@@ -232,7 +232,7 @@ def test_a_server_and_users_that_stop_at_every_exchange_end_with_the_same(tmp_pa
     content = recipe(tmp_path, users=2)
     _, whole = federated(content, tmp_path / "whole")
     plan, nodes = nodes_of(parse_recipe(content), tmp_path / "stopped")
-    channel = Stopping(lambda: {name: Node(node.folder, node.own) for name, node in nodes.items()})
+    channel = Stopping(lambda: {name: Client(node.folder, node.own) for name, node in nodes.items()})
     server, ended = tmp_path / "stopped" / "server", None
     while ended is None:
         try:
@@ -258,7 +258,7 @@ def asked(tmp_path: Path) -> tuple[dict[str, Any], Direct, Callable[[str], list[
 class Until(Direct):
     """Goes on until Ann is asked for a step of a round."""
 
-    def __init__(self, nodes: Mapping[str, Node], task: Task):
+    def __init__(self, nodes: Mapping[str, Client], task: Task):
         super().__init__(nodes)
         self.until = task
         self.last: Task | None = None
@@ -291,7 +291,7 @@ def test_a_user_answers_one_unmasking_of_a_round(tmp_path: Path, asked: Any) -> 
     assert "1 users are in the sum; allowed: from 2" in refusal(channel.nodes["ann"], with_survivors(task, few))
     answer = answer_of(channel.nodes["ann"], task)
     assert answer.messages
-    anew = Node(channel.nodes["ann"].folder, channel.nodes["ann"].own)
+    anew = Client(channel.nodes["ann"].folder, channel.nodes["ann"].own)
     assert answer_of(anew, task).messages == answer.messages
     for survivors in (["ann", "bob"], ["ann", "cem"]):
         why = refusal(anew, with_survivors(task, survivors_message("ann", 1, survivors)))
@@ -345,7 +345,7 @@ def test_a_user_uploads_nothing_without_masks(tmp_path: Path, asked: Any) -> Non
     assert "an upload without masks" in refusal(channel.nodes["ann"], plain)
     other = tiny(tmp_path, "fedavg", users=2)
     _, ordinary = federated(other, tmp_path / "ordinary")
-    node = Node(tmp_path / "ordinary again", own_of(other, "ann"))
+    node = Client(tmp_path / "ordinary again", own_of(other, "ann"))
     first, second, *_ = tasks_of(ordinary, "ann")
     assert not answer_of(node, first).refused
     why = refusal(node, replace(second, todo=("advertise",), messages=()))

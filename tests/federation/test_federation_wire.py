@@ -15,7 +15,7 @@ from tests.federation.direct import Direct, nodes_of
 from tests.federation.tiny import one_base, tiny
 
 from comingle.config import parse_recipe
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.federation.messages import unpack_answer, unpack_task
 from comingle.federation.public import Tells
 from comingle.federation.run_folder import coordinate
@@ -79,7 +79,7 @@ def run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, tells: Tells =
     content = tiny(folder, name, users=3, training__rounds=3, training__local_steps=2, **best)
     content |= {"method": SETTINGS.get(name, content["method"])}
     plan, nodes = nodes_of(parse_recipe(content), folder / "run")
-    nodes = {name: Node(node.folder, node.own.model_copy(update={"tells": tells})) for name, node in nodes.items()}
+    nodes = {name: Client(node.folder, node.own.model_copy(update={"tells": tells})) for name, node in nodes.items()}
     watch, upload, receive = Watch(), Clients.upload, Clients.receive
 
     def watched(clients: Clients, *args: object, **options: object) -> Upload:
@@ -95,8 +95,8 @@ def run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, tells: Tells =
     channel = Direct(nodes)
     coordinate(plan, channel, folder / "run" / "server")
     for node in nodes.values():
-        assert node._home is not None
-        watch.look(node._home.clients)
+        assert node._store is not None
+        watch.look(node._store.clients)
     return channel, watch
 
 
@@ -152,7 +152,7 @@ def assert_no_text(every: list[bytes], texts: Path) -> None:
 
 def assert_as_declared(channel: Direct) -> None:
     for name, task, answer in channel.recorded:
-        home = channel.nodes[name]._home
+        home = channel.nodes[name]._store
         assert home is not None
         method, layout = home.clients.method, home.clients.model.layout
         shared = restrict(layout.views(home.clients.state.rows), layout, method.shared)

@@ -22,8 +22,8 @@ from tests.federation.test_out_there import SECONDS, Place, command, rounds_of
 from tests.golden.cases import method, text_recipe
 
 from comingle.config import Recipe, parse_recipe
-from comingle.federation.coordinator import Patience
 from comingle.federation.flower.certificates import make_certificates
+from comingle.federation.server_session import NetworkSection
 from comingle.utils.records import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -107,7 +107,7 @@ def crowd_of(here: Place, names: list[str], keys: Path) -> Iterator[Crowd]:
 @pytest.mark.parametrize("count", [5, 20])
 def test_participants_who_come_and_go_leave_a_defined_result(count: int, tmp_path: Path) -> None:
     names = [f"user{number:02}" for number in range(count)]
-    patience = Patience(min_participants=2, round_timeout=60.0, join_timeout=600.0)
+    patience = NetworkSection(min_participants=2, round_timeout=60.0, join_timeout=600.0)
     here = Place.of(tmp_path, recipe_of(tmp_path, names), patience)
     files = make_certificates(tmp_path / "keys", ["127.0.0.1"], names)
     keys = files.authority.parent

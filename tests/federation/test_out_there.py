@@ -22,10 +22,10 @@ from tests.federation.proxy import Proxy
 from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
 
 from comingle.config import Recipe
-from comingle.federation.coordinator import Patience
 from comingle.federation.files import save_plan, split_recipe
 from comingle.federation.flower.processes import free_port
 from comingle.federation.flower.worker import read_worker
+from comingle.federation.server_session import NetworkSection
 from comingle.models.loading import load_base
 from comingle.runs import api
 from comingle.utils.records import read_events, read_metrics
@@ -72,7 +72,7 @@ class Place:
     port: int = field(default_factory=free_port)
 
     @classmethod
-    def of(cls, folder: Path, recipe: Recipe, patience: Patience | None = None) -> Place:
+    def of(cls, folder: Path, recipe: Recipe, patience: NetworkSection | None = None) -> Place:
         plan, _ = split_recipe(recipe, patience)
         save_plan(folder / "federation.yaml", plan)
         (folder / "apart" / "users").mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def line_of(folder: Path, name: str) -> str:
 
 def test_a_server_waits_no_longer_than_it_says_for_users_who_never_come(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "fedavg")
-    here = Place.of(tmp_path, recipe, Patience(min_participants=2, join_timeout=5.0))
+    here = Place.of(tmp_path, recipe, NetworkSection(min_participants=2, join_timeout=5.0))
     began = time.monotonic()
     with (
         command(tmp_path, "server", *here.server()) as server,
@@ -192,7 +192,7 @@ def test_too_few_in_a_round_end_the_run_in_one_line_and_the_same_commands_go_on(
     """Bob and all his processes are killed behind the first round; he comes back when the server has given up."""
     recipe = recipe_of(tmp_path, "comigs-1g1s")
     api.run(recipe, out=tmp_path / "together")
-    here = Place.of(tmp_path, recipe, Patience(min_participants=2, round_timeout=20.0, join_timeout=120.0))
+    here = Place.of(tmp_path, recipe, NetworkSection(min_participants=2, round_timeout=20.0, join_timeout=120.0))
     with (
         command(tmp_path, "ann", *here.client("ann", here.port)) as ann,
         command(tmp_path, "bob", *here.client("bob", here.port)) as bob,
@@ -226,7 +226,7 @@ def test_a_client_whose_base_is_missing_ends_with_the_reason_and_a_repaired_one_
         base.model.save_pretrained(tmp_path / folder)
         base.tokenizer.save_pretrained(tmp_path / folder)
     recipe = recipe.with_changes({"base": str(tmp_path / "base")})
-    here = Place.of(tmp_path, recipe, Patience(min_participants=2, join_timeout=300))
+    here = Place.of(tmp_path, recipe, NetworkSection(min_participants=2, join_timeout=300))
     own = "--base", tmp_path / "base of bob"
     with (
         command(tmp_path, "server", *here.server()) as server,

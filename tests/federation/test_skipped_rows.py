@@ -12,7 +12,7 @@ from tests.federation.tiny import tiny
 from tests.golden.cases import USERS
 
 from comingle.config import parse_recipe
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.federation.run_folder import coordinate
 from comingle.runs.api import run
 from comingle.runs.join import join
@@ -91,7 +91,7 @@ class TestFederation:
     def test_users_who_tell_no_amounts_do_not_tell_it(self, tmp_path: Path) -> None:
         plan, nodes = nodes_of(parse_recipe(recipe(tmp_path)), tmp_path)
         quiet = {
-            name: Node(node.folder, node.own.model_copy(update={"tells": "losses"})) for name, node in nodes.items()
+            name: Client(node.folder, node.own.model_copy(update={"tells": "losses"})) for name, node in nodes.items()
         }
         assert "skipped_rows" not in coordinate(plan, Direct(quiet), tmp_path / "server")
 

@@ -16,7 +16,7 @@ import torch
 from tests.federation.direct import Direct
 from tests.golden.cases import method, text_recipe
 
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
 from comingle.federation.public import Own
 from comingle.protocol.messages import Download, Upload
@@ -47,7 +47,7 @@ def tasks_of(channel: Direct, name: str) -> list[Task]:
     return [unpack_task(task) for who, task, _ in channel.recorded if who == name]
 
 
-def answer_of(node: Node, task: Task) -> Answer:
+def answer_of(node: Client, task: Task) -> Answer:
     """What a node answers."""
     return unpack_answer(node.handle(task.pack()))
 
@@ -57,7 +57,7 @@ def said(answer: Answer) -> tuple[dict[str, Any], tuple[bytes, ...]]:
     return {key: value for key, value in answer.told.items() if key not in PASSING}, answer.messages
 
 
-def refusal(node: Node, task: Task | bytes) -> str:
+def refusal(node: Client, task: Task | bytes) -> str:
     """Why a node does not do what it is asked to do: one line."""
     answer = unpack_answer(node.handle(task if isinstance(task, bytes) else task.pack()))
     assert answer.refused
@@ -65,9 +65,9 @@ def refusal(node: Node, task: Task | bytes) -> str:
     return answer.refused
 
 
-def tensors_of(node: Node) -> Tree:
+def tensors_of(node: Client) -> Tree:
     """All that a user has of a run."""
-    home = node._home
+    home = node._store
     assert home is not None
     return home.clients.state.tensors() | {f"best/{name}": t for name, t in home.clients.state.best.items()}
 

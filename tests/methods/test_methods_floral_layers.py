@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.federation.checks import check_upload
+from comingle.federation.messages import check_upload
 from comingle.methods import make
 from comingle.methods.mixtures import ClusterSteps, by_layer
 from comingle.methods.server import Received

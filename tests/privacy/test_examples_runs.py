@@ -23,7 +23,7 @@ from tests.privacy.examples import HIDDEN, TRAINED
 
 from comingle.config import parse_recipe
 from comingle.config.settings import KEY, PrivacySection
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.methods import REGISTRY, make
 from comingle.privacy import noise
 from comingle.privacy.accounting import Work, multiplier_of, spent_by
@@ -246,7 +246,7 @@ def test_users_elsewhere_end_with_the_same(tmp_path: Path, method: str, settings
 def test_a_user_tells_nothing_but_how_many_examples_it_has(tmp_path: Path) -> None:
     content = recipe(tmp_path)
     _, channel = federated(content, tmp_path / "all")
-    node = Node(tmp_path / "ann", own_of(content, "ann"))
+    node = Client(tmp_path / "ann", own_of(content, "ann"))
     words: set[str] = set()
     for task in tasks_of(channel, "ann"):
         words |= answer_of(node, task).told.keys()
@@ -255,14 +255,14 @@ def test_a_user_tells_nothing_but_how_many_examples_it_has(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def user(tmp_path: Path) -> tuple[Any, Node]:
+def user(tmp_path: Path) -> tuple[Any, Client]:
     content = recipe(tmp_path, "fedavg", noise="secret", epsilon=100.0)
     _, channel = federated(content, tmp_path / "all")
-    return channel, Node(tmp_path / "again", own_of(content, "ann"))
+    return channel, Client(tmp_path / "again", own_of(content, "ann"))
 
 
 def test_a_server_that_asks_twice_with_other_models_gets_other_noise_and_both_are_counted(
-    tmp_path: Path, user: tuple[Any, Node]
+    tmp_path: Path, user: tuple[Any, Client]
 ) -> None:
     channel, node = user
     tasks = tasks_of(channel, "ann")
@@ -279,7 +279,7 @@ def test_a_server_that_asks_twice_with_other_models_gets_other_noise_and_both_ar
     known = ledger(tmp_path / "again")
     assert len(known["releases"]) == 3  # one of the first round, and two of this
     privacy = PrivacySection(mechanism="example", noise_multiplier=1.0, accountant="rdp")
-    home = node._home
+    home = node._store
     assert home is not None
     private = home.clients.steps.private
     assert private is not None
@@ -294,7 +294,7 @@ def ledger(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_user_whose_budget_is_spent_takes_no_step_whatever_the_server_asks(
-    tmp_path: Path, user: tuple[Any, Node]
+    tmp_path: Path, user: tuple[Any, Client]
 ) -> None:
     channel, node = user
     tasks = tasks_of(channel, "ann")

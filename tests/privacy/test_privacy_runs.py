@@ -16,7 +16,7 @@ from tests.federation.tiny import answer_of, download_in, one_base, own_of, task
 import comingle as library
 from comingle.config import parse_recipe
 from comingle.config.settings import KEY
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.privacy import noise
 from comingle.privacy.accounting import Release, epsilon
 from comingle.protocol.wire import unpack
@@ -243,7 +243,7 @@ def scores(metrics: dict[str, Any]) -> dict[str, float]:
 def test_a_user_tells_nothing_of_itself_unless_it_says_so(tmp_path: Path) -> None:
     content = recipe(tmp_path)
     _, channel = federated(content, tmp_path / "all")
-    node = Node(tmp_path / "ann", own_of(content, "ann"))
+    node = Client(tmp_path / "ann", own_of(content, "ann"))
     for task in tasks_of(channel, "ann"):
         answer = answer_of(node, task)
         assert (
@@ -253,14 +253,14 @@ def test_a_user_tells_nothing_of_itself_unless_it_says_so(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def local_user(tmp_path: Path) -> tuple[dict[str, Any], Any, Node]:
+def local_user(tmp_path: Path) -> tuple[dict[str, Any], Any, Client]:
     content = recipe(tmp_path, "fedavg", mechanism="local", noise="secret", epsilon=100.0, noise_multiplier=3.0)
     _, channel = federated(content, tmp_path / "all")
-    return content, channel, Node(tmp_path / "again", own_of(content, "ann"))
+    return content, channel, Client(tmp_path / "again", own_of(content, "ann"))
 
 
 def test_a_server_that_asks_twice_with_other_models_gets_no_difference_without_noise(
-    tmp_path: Path, local_user: tuple[dict[str, Any], Any, Node]
+    tmp_path: Path, local_user: tuple[dict[str, Any], Any, Client]
 ) -> None:
     """Two uploads of one round have noise of their own, and both are in the user's ledger for good."""
     _, channel, node = local_user
@@ -286,7 +286,7 @@ def ledger(folder: Path) -> dict[str, Any]:
 
 
 def test_a_user_whose_budget_is_spent_sends_nothing_whatever_the_server_asks(
-    tmp_path: Path, local_user: tuple[dict[str, Any], Any, Node]
+    tmp_path: Path, local_user: tuple[dict[str, Any], Any, Client]
 ) -> None:
     _, channel, node = local_user
     tasks = tasks_of(channel, "ann")

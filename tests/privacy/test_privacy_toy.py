@@ -74,7 +74,7 @@ def test_users_elsewhere_upload_the_same(tmp_path: Path) -> None:
     assert there["privacy"] == here.metrics["privacy"]
     clients = here.federation.clients
     for at, name in enumerate(clients.names):
-        home = channel.nodes[name]._home
+        home = channel.nodes[name]._store
         assert home is not None
         own = [trainer.name for trainer in home.clients.trainers].index(name)
         assert torch.equal(clients.state.rows[at], home.clients.state.rows[own])

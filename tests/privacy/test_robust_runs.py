@@ -16,7 +16,7 @@ from tests.federation.tiny import one_base, tiny
 from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import AggregationSection, PrivacySection, Rule, SecureSection
 from comingle.cost.planning import plan
-from comingle.federation.checks import check_upload
+from comingle.federation.messages import check_upload
 from comingle.methods import REGISTRY, make
 from comingle.privacy import robust
 from comingle.privacy.base import RunSettings

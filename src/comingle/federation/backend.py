@@ -1,7 +1,7 @@
-"""The backend of a federation over the network, with secure sums.
+"""The backend of a federation over the network: aggregation of uploads and secure sums, and the rounds' tasks.
 
-Users are asked for the steps of a round in tasks (:mod:`comingle.federation.client` says which). A user reports its own
-numbers; the server knows by which names they go, and how many there must be.
+Clients carry out the steps of a round in tasks (:mod:`comingle.federation.client` lists the steps). Clients report
+their own metrics; the server checks names and sizes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from comingle.federation.checks import check_upload, validation_loss
-from comingle.federation.coordinator import Coordinator
-from comingle.federation.messages import Answer, counts_samples
+from comingle.federation.messages import Answer, check_upload, validation_loss
+from comingle.federation.public import counts_samples
+from comingle.federation.server_session import ServerSession
 from comingle.privacy import secure_client
 from comingle.privacy.secure_server import SumCollector
 from comingle.protocol.messages import LOSS, Download, Upload, expand, join_uploads, no_uploads, validation_report
@@ -36,40 +36,40 @@ logger = logging.getLogger("comingle")
 Value = TypeVar("Value", int, str)
 
 
-def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int) -> tuple[list[str], str]:
-    """Aggregate the valid uploads of a round (from 1).
+def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], number: int) -> tuple[list[str], str]:
+    """Check and aggregate the uploads of a round (from 1).
 
     Returns:
-        Whose uploads were aggregated, and why none were, if they are fewer than ``network.min_participants``.
+        The users whose uploads were aggregated; and why none were, if they are fewer than ``network.min_participants``.
 
     Raises:
-        RunError: none is valid.
+        RunError: No upload is valid, or the result is not finite.
     """
-    found = {name: _upload(coordinator, name, answer, number) for name, answer in answers.items()}
-    uploads = {name: upload for name in coordinator.public.users if (upload := found.get(name)) is not None}
+    found = {name: _upload(session, name, answer, number) for name, answer in answers.items()}
+    uploads = {name: upload for name in session.public.users if (upload := found.get(name)) is not None}
     if answers and not uploads:
         raise RunError(f"round {number}: nobody's upload can be used")
-    if why := pass_over_if_few(coordinator, list(uploads), answers, number):
+    if why := skip_if_few(session, list(uploads), answers, number):
         return [], why
-    _aggregate(coordinator, join_uploads(list(uploads.values())) if uploads else no_uploads(number))
+    _aggregate(session, join_uploads(list(uploads.values())) if uploads else no_uploads(number))
     return list(uploads), ""
 
 
-def pass_over_if_few(coordinator: Coordinator, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
-    """Keep the model of the round before if uploads are fewer than ``network.min_participants``.
+def skip_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
+    """Keep the model of the round before if valid uploads are fewer than ``network.min_participants``.
 
-    What users' own noise hides was sent, and is charged.
+    Uploads with the users' own noise have been sent, and are charged to their privacy budgets.
 
     Args:
-        coordinator: The coordinator.
-        users: Those whose uploads can be used.
-        answers: Those of all who answered.
+        session: The session.
+        users: Users whose uploads are valid.
+        answers: All answers of the round.
         number: The round, counted from 1.
 
     Returns:
         Why the model stays as it was; empty if the uploads are enough.
     """
-    needed, server = min(coordinator.patience.min_participants, len(answers)), coordinator.server
+    needed, server = min(session.network.min_participants, len(answers)), session.server
     if len(users) >= needed:
         return ""
     why = f"round {number}: {len(users)} uploads can be used; needed: {needed} (network.min_participants)"
@@ -79,13 +79,13 @@ def pass_over_if_few(coordinator: Coordinator, users: Sequence[str], answers: Ma
     return why
 
 
-def _aggregate(coordinator: Coordinator, upload: Upload) -> None:
+def _aggregate(session: ServerSession, upload: Upload) -> None:
     """Have the server take in a round's uploads; what it makes of them is looked at before it is kept or sent.
 
     Raises:
         RunError: it is nothing to go on with. The checkpoint of the round before stays the newest.
     """
-    server = coordinator.server
+    server = session.server
     try:
         server.aggregate(upload)
         broken = [name for name, t in server.kept.items() if not bool(t.isfinite().all())]
@@ -102,7 +102,7 @@ def _aggregate(coordinator: Coordinator, upload: Upload) -> None:
         raise RunError(f"round {upload.round}: {told}; the same command goes on from the round before")
 
 
-def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) -> Upload | None:
+def _upload(session: ServerSession, name: str, answer: Answer, number: int) -> Upload | None:
     try:
         if "left_out" in answer.told or not answer.messages:
             raise MessageError(str(answer.told.get("left_out", "no upload in the answer")))
@@ -110,29 +110,29 @@ def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) ->
         if not isinstance(message, Upload):
             raise MessageError("a download where an upload belongs")
         check_upload(
-            replace(message, tensors=expand(message.tensors, coordinator.server.uploads)),
-            coordinator.model.layout,
-            coordinator.house.method,
+            replace(message, tensors=expand(message.tensors, session.server.uploads)),
+            session.model.layout,
+            session.context.method,
             user=name,
             number=number,
-            rank=coordinator.largest_rank(name),
-            weighted=coordinator.server.weighted,
-            adaptive=coordinator.server.adaptive,
-            **({"most": coordinator.patience.max_samples} if counts_samples(coordinator.house.recipe) else {}),
+            rank=session.largest_rank(name),
+            weighted=session.server.weighted,
+            adaptive=session.server.adaptive,
+            **({"most": session.network.max_samples} if counts_samples(session.context.recipe) else {}),
         )
     except MessageError as error:
-        log_rejection(coordinator.observe, number, name, str(error))
+        log_rejection(session.observe, number, name, str(error))
         return None
     message.reports.pop(LOSS, None)  # which not everybody tells
     return message
 
 
-def validation_losses(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
+def validation_losses(session: ServerSession, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
     """Return users' validation losses after ``done`` rounds, where they decide on the best round."""
     losses: dict[str, float] = {}
-    if coordinator.house.plan.evaluation.select != "best":
+    if session.context.plan.evaluation.select != "best":
         return losses
-    for name in coordinator.public.users:
+    for name in session.public.users:
         for data in answers[name].messages[-1:] if name in answers else ():  # behind an upload, if there is one
             try:
                 loss = validation_loss(unpack(data), user=name, done=done)
@@ -144,37 +144,37 @@ def validation_losses(coordinator: Coordinator, answers: Mapping[str, Answer], d
     return losses
 
 
-def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -> list[str]:
+def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], done: int) -> list[str]:
     """Sum uploads of round ``done`` (from 1) behind masks and aggregate the sum; return whose it is.
 
     If too few users are left, nothing is revealed, the model stays as it was, and an event says why.
     """
-    server = coordinator.server
+    server = session.server
     assert server.sums is not None
-    terms = terms_of(coordinator.house.plan, coordinator.run, done, server.size)
-    work = _Sum(coordinator=coordinator, collection=SumCollector(terms=terms))
+    terms = terms_of(session.context.plan, session.run, done, server.size)
+    work = _SecureSum(session=session, collection=SumCollector(terms=terms))
     try:
         total = work.total(answers, server.sums.grid(done).levels)
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
-        coordinator.observe({"event": "no_sum", "round": done, "reason": str(error)})
+        session.observe({"event": "no_sum", "round": done, "reason": str(error)})
         if work.revealing:  # users may have opened what the server has not understood
             server.charge([server.users.index(user) for user in work.collection.survivors])
         server.pass_over(done)
         return []
     survivors = work.collection.survivors
-    if why := pass_over_if_few(coordinator, survivors, answers, done):
-        coordinator.observe({"event": "no_sum", "round": done, "reason": why})
+    if why := skip_if_few(session, survivors, answers, done):
+        session.observe({"event": "no_sum", "round": done, "reason": why})
         return []
     server.aggregate_sum(total, survivors, done)
     return survivors
 
 
 @dataclass(kw_only=True)
-class _Sum:
+class _SecureSum:
     """``revealing`` says whether users have been asked to open their shares."""
 
-    coordinator: Coordinator
+    session: ServerSession
     collection: SumCollector
     revealing: bool = False
 
@@ -218,32 +218,32 @@ class _Sum:
         """Have users do a step, and take what they answer."""
         said = {name: pack(say(name)) for name in names}
         asked = dict.fromkeys(said, (step,))
-        self._take(self.coordinator.ask(asked, self.collection.terms.round - 1, messages=said), take)
+        self._take(self.session.ask(asked, self.collection.terms.round - 1, messages=said), take)
 
     def _take(self, answers: Mapping[str, Answer], take: Callable[[str, Upload | Download], None]) -> None:
         """Whatever is not as it must be is left out, in everybody's order."""
-        for name in (one for one in self.coordinator.public.users if one in answers):
+        for name in (one for one in self.session.public.users if one in answers):
             answer = answers[name]
             try:
                 if "left_out" in answer.told or not answer.messages:
                     raise MessageError(str(answer.told.get("left_out", "nothing for a sum in the answer")))
                 take(name, unpack(answer.messages[0]))
             except MessageError as error:
-                log_rejection(self.coordinator.observe, self.collection.terms.round, name, str(error))
+                log_rejection(self.session.observe, self.collection.terms.round, name, str(error))
 
 
 RoutingMetrics = Mapping[str, Mapping[str, Any]]
 """Metrics that users have reported, by name."""
 
 
-def routing_event(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
+def routing_event(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
     """Return the routing part of an evaluation event, without values that do not fit the user's model."""
-    return _gates(coordinator, told) | _mixtures(coordinator, told)
+    return _gates(session, told) | _mixtures(session, told)
 
 
-def _gates(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
+def _gates(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
     """Return mean gates of users whose numbers of layers and experts fit; most users decide on the number of layers."""
-    users, model = coordinator.public.users, coordinator.model
+    users, model = session.public.users, session.model
     if not model.routed:
         return {}
     names = {name: model.expert_names(users.index(name)) for name, one in told.items() if "gates" in one}
@@ -257,12 +257,12 @@ def _gates(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
     return {"experts": {name: names[name] for name in scores}, "expert_scores": scores} if scores else {}
 
 
-def _mixtures(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
+def _mixtures(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
     """Return the mixtures that users report, or the server's own merging weights."""
-    method, server = coordinator.house.method, coordinator.server
+    method, server = session.context.method, session.server
     merging = method.server.merging_weights(server.kept)
     if merging is not None:
-        return mixtures_event(coordinator.public.users, merging.double().cpu(), method)
+        return mixtures_event(session.public.users, merging.double().cpu(), method)
     mixture = method.placement.mixture
     size = method.server.server_models if mixture is None else mixture.clusters
     rows = {name: one["mixture"] for name, one in told.items() if len(one.get("mixture", ())) == size}
@@ -274,17 +274,17 @@ Told = dict[str, Mapping[str, Any]]
 
 
 class NetworkBackend(Backend[Told]):
-    """Users elsewhere, whom a coordinator asks to train, and their server in this process.
+    """Users elsewhere, whom a session asks to train, and their server in this process.
 
     Args:
-        coordinator: Sends tasks to users and receives their answers.
+        session: Sends tasks to users and receives their answers.
         stopped_after: Number of rounds after which the privacy budget was spent, if it was before.
     """
 
     remote = True
 
-    def __init__(self, coordinator: Coordinator, *, stopped_after: int | None = None):
-        self.coordinator, self.server, self.stopped_after = coordinator, coordinator.server, stopped_after
+    def __init__(self, session: ServerSession, *, stopped_after: int | None = None):
+        self.session, self.server, self.stopped_after = session, session.server, stopped_after
         self._plan: RoundPlan | None = None
         self._worked: Mapping[str, Answer] = {}
         self._senders: list[str] = []
@@ -292,13 +292,13 @@ class NetworkBackend(Backend[Told]):
 
     @property
     def _names(self) -> Sequence[str]:
-        return self.coordinator.public.users
+        return self.session.public.users
 
     @property
     def rounds(self) -> int:
         """After how many rounds the run ends: as planned, or before the privacy budget would be exceeded."""
-        house = self.coordinator.house
-        planned = house.plan.training.rounds if house.method.trains else 0
+        context = self.session.context
+        planned = context.plan.training.rounds if context.method.trains else 0
         return planned if self.stopped_after is None else self.stopped_after
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
@@ -306,12 +306,12 @@ class NetworkBackend(Backend[Told]):
 
         A user can go back by one task and no more.
         """
-        self.coordinator.observe, self.coordinator.clock = observe, clock
-        return self.coordinator.house.plan.updated("checkpoints", every=1), self.rounds
+        self.session.observe, self.session.clock = observe, clock
+        return self.session.context.plan.updated("checkpoints", every=1), self.rounds
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
         """Return the participants of a round, or None and end the run where the privacy budget allows no more."""
-        run = self.coordinator.house.plan
+        run = self.session.context.plan
         participants = self.server.invite(run, plan.number, releases=plan.exchanges)
         if participants is None:
             self.stopped_after = plan.number
@@ -325,18 +325,18 @@ class NetworkBackend(Backend[Told]):
         Raises:
             RunError: too few participants answered in time.
         """
-        coordinator, names = self.coordinator, [self._names[number] for number in participants]
+        session, names = self.session, [self._names[number] for number in participants]
         local = ("evaluate",) if plan.evaluates == "local" else ()
         summed = plan.exchanges and self.server.sums is not None
         work = ("receive", "train", *(("advertise" if summed else "upload",) if plan.exchanges else ()), *local)
         steps: dict[str, Sequence[str]] = dict.fromkeys(names, work)
         if local:
             steps |= {name: ("receive", "evaluate") for name in self._names if name not in steps}
-        answers = coordinator.ask(steps, plan.number, about={"done": plan.done})
+        answers = session.ask(steps, plan.number, about={"done": plan.done})
         worked = {name: answers[name] for name in names if name in answers}
-        _require_enough(coordinator, worked, names, plan.done)
+        _require_enough(session, worked, names, plan.done)
         self._plan, self._worked, self._scored = plan, worked, answers if local else None
-        self._senders = sum_up(coordinator, worked, plan.done) if summed else []
+        self._senders = aggregate_secure_sum(session, worked, plan.done) if summed else []
         told = [answer.told for answer in worked.values()]
         return RoundResult(
             losses={name: answer.told["train_loss"] for name, answer in worked.items() if "train_loss" in answer.told},
@@ -354,9 +354,9 @@ class NetworkBackend(Backend[Told]):
         assert self._plan is not None
         why = ""
         if self.server.sums is None:
-            self._senders, why = take_in(self.coordinator, self._worked, self._plan.done)
+            self._senders, why = aggregate_uploads(self.session, self._worked, self._plan.done)
         if self.server.method.server.peer_to_peer:
-            self.coordinator.ask(dict.fromkeys(self._senders, ("receive",)), self._plan.number)
+            self.session.ask(dict.fromkeys(self._senders, ("receive",)), self._plan.number)
             self.server.forget()
         return why
 
@@ -367,57 +367,58 @@ class NetworkBackend(Backend[Told]):
         answers, self._scored = self._scored, None
         if answers is None:
             steps = (*(("receive",) if receives else ()), *(("finish",) if finishes else ()), "evaluate")
-            answers = self.coordinator.ask(dict.fromkeys(self._names, steps), max(0, done - 1), about={"done": done})
+            answers = self.session.ask(dict.fromkeys(self._names, steps), max(0, done - 1), about={"done": done})
         names = [name for name in self._names if name in answers]
         told = {name: answers[name].told for name in names if answers[name].told.get("evaluated")}
         measure = _measure(told)
         scores = {name: dict(one["score"]) for name, one in told.items() if f"test_{measure}" in one.get("score", {})}
-        event = evaluation_event(scores, measure, done=done, iterations=done * self.coordinator.local_steps)
-        if not silent and (losses := validation_losses(self.coordinator, answers, done)):
+        event = evaluation_event(scores, measure, done=done, iterations=done * self.session.local_steps)
+        if not silent and (losses := validation_losses(self.session, answers, done)):
             event["mean_valid_loss"] = self._judge(losses, done)
-        return told or None, event | routing_event(self.coordinator, told)
+        return told or None, event | routing_event(self.session, told)
 
     def _judge(self, losses: dict[str, float], done: int) -> float:
         """Have the server judge validation losses, and return their mean; users hear of it with their next task."""
         before = self.server.lowest_loss
         verdict = self.server.judge(validation_report(losses, done), self._names)
-        self.coordinator.verdicts |= dict(zip(self._names, verdict.split(), strict=True))
+        for name, one in zip(self._names, verdict.split(), strict=True):
+            self.session.clients[name].verdict = one
         if self.server.lowest_loss < before:
-            self.coordinator.best_round = done
+            self.session.best_round = done
         return fmean(losses.values())
 
     def choose(self, rounds: int, scores: Told | None) -> Told | None:
         """Tell users to end with the models of the best round, where that is selected, and return their scores."""
-        if self.coordinator.house.plan.evaluation.select != "best":
+        if self.session.context.plan.evaluation.select != "best":
             return scores
-        again = ("evaluate",) if self.coordinator.best_round != rounds else ()
-        answers = self.coordinator.ask(dict.fromkeys(self._names, ("choose", *again)), rounds)
+        again = ("evaluate",) if self.session.best_round != rounds else ()
+        answers = self.session.ask(dict.fromkeys(self._names, ("choose", *again)), rounds)
         return {name: answer.told for name, answer in answers.items()} or None if again else scores
 
     def summarise(self, told: Told | None) -> Metrics:
         """Return the metrics of the finished run, of the users who let theirs be known."""
-        coordinator, told = self.coordinator, told or {}
-        house, measure = coordinator.house, _measure(told)
+        session, told = self.session, told or {}
+        context, measure = session.context, _measure(told)
         needed = {f"test_{measure}", "trainable_parameters"}
         users = {name: dict(one["metrics"]) for name, one in told.items() if _has(one.get("metrics", {}), needed)}
         return metrics_of(
             users,
-            coordinator.model,
-            house.plan,
-            coordinator.clock,
+            session.model,
+            context.plan,
+            session.clock,
             rounds=self.rounds,
-            selected=coordinator.best_round if house.plan.evaluation.select == "best" else self.rounds,
+            selected=session.best_round if context.plan.evaluation.select == "best" else self.rounds,
             measure=measure,
-            unit=_most_common([str(one["unit"]) for one in coordinator.joined.values() if "unit" in one], "tokens"),
+            unit=_most_common([str(one["unit"]) for one in session.joined.values() if "unit" in one], "tokens"),
         )
 
 
-def _require_enough(coordinator: Coordinator, worked: Mapping[str, Answer], members: Sequence[str], done: int) -> None:
-    needed = min(coordinator.patience.min_participants, len(members))
+def _require_enough(session: ServerSession, worked: Mapping[str, Answer], members: Sequence[str], done: int) -> None:
+    needed = min(session.network.min_participants, len(members))
     if members and len(worked) < max(1, needed):
         raise RunError(
             f"round {done}: {len(worked)} of {len(members)} participants answered in "
-            f"{coordinator.patience.round_timeout:g} s; needed: {max(1, needed)}"
+            f"{session.network.round_timeout:g} s; needed: {max(1, needed)}"
         )
 
 

@@ -33,10 +33,27 @@ import torch
 from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import complete_older
 from comingle.config.settings import Terms
-from comingle.federation.checks import check_download, check_verdict
-from comingle.federation.client_store import MODEL, Home, check_room, keep_model, run_folder
-from comingle.federation.messages import Answer, Task, check_address, check_task, counts_samples, unpack_task
-from comingle.federation.public import ENDED, SCORES, Own, Public, build_house, read_public, tokens_of
+from comingle.federation.client_store import MODEL, ClientStore, check_room, keep_model, run_folder
+from comingle.federation.messages import (
+    Answer,
+    Task,
+    check_address,
+    check_download,
+    check_task,
+    check_verdict,
+    unpack_task,
+)
+from comingle.federation.public import (
+    ENDED,
+    SCORES,
+    Own,
+    Public,
+    counts_samples,
+    plan_of,
+    read_public,
+    remote_data,
+    tokens_of,
+)
 from comingle.methods import own_errors
 from comingle.models.base import digests_of
 from comingle.models.loading import is_public
@@ -73,35 +90,35 @@ from comingle.utils.records import PUBLIC, expand_home, told_in_one_line, write_
 Message = Download | Upload | None
 
 
-def advertise(home: Home, task: Task, message: Message) -> Upload:
+def advertise(store: ClientStore, task: Task, message: Message) -> Upload:
     """The keys of a sum that begins."""
-    session = home.sessions.begin(_terms(home, task), task.user)
+    session = store.sessions.begin(_terms(store, task), task.user)
     return keys_message(task.user, session.terms.round, session.advertise())
 
 
-def share(home: Home, task: Task, message: Message) -> Upload:
+def share(store: ClientStore, task: Task, message: Message) -> Upload:
     """For each other user its shares of this one's secrets, sealed."""
-    session = _current(home, task)
+    session = _current_session(store, task)
     roster = read_roster(message, task.user, session.terms.round, session.advertise())
     return shares_message(task.user, session.terms.round, session.share(roster))
 
 
-def mask(home: Home, task: Task, message: Message) -> Upload:
+def mask(store: ClientStore, task: Task, message: Message) -> Upload:
     """What is shared, behind masks."""
-    session, done = _current(home, task), task.round + 1
+    session, done = _current_session(store, task), task.round + 1
     sealed = read_sealed(message, task.user, done)
-    whole = as_words(home.clients.upload([0], done, {}).tensors[VECTOR][0])
+    whole = as_words(store.clients.upload([0], done, {}).tensors[VECTOR][0])
     return masked_message(task.user, done, session.mask(sealed, whole))
 
 
-def unmask(home: Home, task: Task, message: Message) -> Upload:
+def unmask(store: ClientStore, task: Task, message: Message) -> Upload:
     """The shares that take the masks off the sum of enough users."""
-    session = _current(home, task)
+    session = _current_session(store, task)
     survivors = read_survivors(message, task.user, session.terms.round)
     return shares_message(task.user, session.terms.round, session.unmask(survivors))
 
 
-PARTS: dict[str, Callable[[Home, Task, Message], Upload]] = {
+PARTS: dict[str, Callable[[ClientStore, Task, Message], Upload]] = {
     "advertise": advertise,
     "share": share,
     "mask": mask,
@@ -109,18 +126,18 @@ PARTS: dict[str, Callable[[Home, Task, Message], Upload]] = {
 }
 
 
-def _current(home: Home, task: Task) -> Session:
-    return home.sessions.current(_terms(home, task))
+def _current_session(store: ClientStore, task: Task) -> Session:
+    return store.sessions.current(_terms(store, task))
 
 
-def _terms(home: Home, task: Task) -> Terms:
-    clients = home.clients
+def _terms(store: ClientStore, task: Task) -> Terms:
+    clients = store.clients
     if clients.plan.sums is None:
         raise MessageError("task: a sum behind masks; this federation has none")
     return terms_of(clients.plan, task.run, task.round + 1, clients.model.layout.count(clients.method.shared))
 
 
-def open_home(folder: Path, own: Own, public: Public) -> Home:
+def open_store(folder: Path, own: Own, public: Public) -> ClientStore:
     """The user's part of a run, as it was left.
 
     Raises:
@@ -132,25 +149,26 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     _check_expected(own, public)
     read = prepare(recipe, given=Given(date=str(public.settings.get(DATE, ""))))
     _check_base(public, read)
-    house = build_house(public, recipe, read.base)
+    data = remote_data(public, recipe, read.base)
     number = public.users.index(own.name)
     _check_settings(own, public, read)
-    users = tuple(read.users[0] if i == number else user for i, user in enumerate(house.materials.users))
-    common = house.materials.common
-    common = None if common is None else replace(common, users=users)
-    materials = replace(house.materials, users=users, common=common, here=(number,), unread=False)
-    clients = materials.kind.clients(recipe, materials, house.plan)
+    users = tuple(read.users[0] if i == number else user for i, user in enumerate(data.users))
+    common = None if data.common is None else replace(data.common, users=users)
+    data = replace(data, users=users, common=common, here=(number,), unread=False)
+    clients = data.kind.clients(recipe, data, plan_of(public, recipe))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
-    home = Home(folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy())
+    store = ClientStore(
+        folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy()
+    )
     begun = any((folder / "answers").glob("*.bin"))  # so something may have been released
     _check_inputs(folder, own, describe(read, recipe), begun=begun)
     keep_key(folder, *clients.mechanisms, begun=begun)
-    home.tidy()
-    home.newest()
-    return home
+    store.tidy()
+    store.newest()
+    return store
 
 
 def _check_inputs(folder: Path, own: Own, now: Inputs, *, begun: bool) -> None:
@@ -248,7 +266,7 @@ Say = Callable[[str], None]
 """Takes a line for the person at this machine."""
 
 
-class Node:
+class Client:
     """One user, with a folder for all that is private; what it knows of a run it keeps between tasks.
 
     Args:
@@ -260,7 +278,7 @@ class Node:
 
     def __init__(self, folder: Path, own: Own, *, say: Say = lambda line: None, refuse: Say = lambda line: None):
         self.folder, self.own, self.say, self.refuse = folder, own, say, refuse
-        self._home: Home | None = None
+        self._store: ClientStore | None = None
         self._run = ""
 
     def handle(self, data: bytes) -> bytes:
@@ -296,65 +314,65 @@ class Node:
                 f"{public.digest} now"
             )
         check_room(self.folder, task.run, self.own.max_runs)
-        home = self._enter(task.run, public)
-        self.say(what_leaves(home))
+        store = self._enter(task.run, public)
+        self.say(what_leaves(store))
         told: dict[str, Any] = {
-            "unit": home.clients.feed.unit,
-            "steps": home.clients.steps.local_steps,
-            "done": home.serial,
-            "back": home.can_go_back_to()[0],
-            **home.counted,
+            "unit": store.clients.feed.unit,
+            "steps": store.clients.steps.local_steps,
+            "done": store.serial,
+            "back": store.can_go_back_to()[0],
+            **store.counted,
         }
-        if home.tells(self.own) in SCORES:
-            told["amounts"] = amounts(home.clients.trainers[0], home.clients.feed.unit)
-            if home.read.skipped_rows:
-                told["skipped_rows"] = home.read.skipped_rows
-            told["works"] = amounts_of(home.clients)[1:]
+        if store.tells(self.own) in SCORES:
+            told["amounts"] = amounts(store.clients.trainers[0], store.clients.feed.unit)
+            if store.read.skipped_rows:
+                told["skipped_rows"] = store.read.skipped_rows
+            told["works"] = amounts_of(store.clients)[1:]
         return Answer(run=task.run, serial=task.serial, user=task.user, told=told)
 
     def _answer(self, task: Task, data: bytes) -> Answer | bytes:
-        home = self._known(task.run)
-        if (answer := home.answered(task.serial, data)) is not None:
+        store = self._known(task.run)
+        if (answer := store.answered(task.serial, data)) is not None:
             return answer
-        check_task(task, home.clients.plan, Work.STEPS, counted=counts_samples(home.recipe))
-        if task.serial <= home.serial:  # the server has not counted what was done, and asks for something else
+        check_task(task, store.clients.plan, TaskRunner.STEPS, counted=counts_samples(store.recipe))
+        if task.serial <= store.serial:  # the server has not counted what was done, and asks for something else
             self.say(GONE_ON)
-            home.go_back_to(task.serial - 1)
-        if task.serial != home.serial + 1:
-            raise MessageError(f"task {task.serial}: user {self.own.name!r} has done {home.serial}, so the next is")
+            store.go_back_to(task.serial - 1)
+        if task.serial != store.serial + 1:
+            raise MessageError(f"task {task.serial}: user {self.own.name!r} has done {store.serial}, so the next is")
         try:
-            with own_errors(home.clients.method):
-                answer = Work(home, self.own, task).done().pack()
-            home.keep(task.serial, data, answer)
-            self.say(_account(home, task, answer))
+            with own_errors(store.clients.method):
+                answer = TaskRunner(store, self.own, task).done().pack()
+            store.keep(task.serial, data, answer)
+            self.say(_account(store, task, answer))
         except BaseException:
-            home.forget()
+            store.forget()
             raise
         return answer
 
     def _folder(self, run: str) -> Path:
         return run_folder(self.folder, run)
 
-    def _known(self, run: str) -> Home:
-        if self._home is not None and self._run == run:
-            return self._home
+    def _known(self, run: str) -> ClientStore:
+        if self._store is not None and self._run == run:
+            return self._store
         public = known_public(self._folder(run))
         if public is None:
             raise MessageError(f"run {run}: user {self.own.name!r} has not joined it")
         return self._enter(run, public)
 
-    def _enter(self, run: str, public: Public) -> Home:
-        if self._home is None or self._run != run:
-            self._home, self._run = open_home(self._folder(run), self.own, public), run
-        return self._home
+    def _enter(self, run: str, public: Public) -> ClientStore:
+        if self._store is None or self._run != run:
+            self._store, self._run = open_store(self._folder(run), self.own, public), run
+        return self._store
 
 
-class Work:
+class TaskRunner:
     """The steps of one task."""
 
-    def __init__(self, home: Home, own: Own, task: Task):
-        self.home, self.own, self.task, self.clients = home, own, task, home.clients
-        self.tells = home.tells(own)
+    def __init__(self, store: ClientStore, own: Own, task: Task):
+        self.store, self.own, self.task, self.clients = store, own, task, store.clients
+        self.tells = store.tells(own)
         self.told: dict[str, Any] = {}
         self.sent: list[bytes] = []
         self.received = list(task.messages)
@@ -383,7 +401,7 @@ class Work:
         return message
 
     def _receive(self) -> None:
-        download, clients, name, users = self._next(), self.clients, self.own.name, self.home.public.users
+        download, clients, name, users = self._next(), self.clients, self.own.name, self.store.public.users
         rounds, rank = clients.plan.training.rounds, int(clients.model.ranks.max())
         check_download(download, clients.model.layout, clients.method, user=name, users=users, rounds=rounds, rank=rank)
         clients.receive(download)
@@ -394,7 +412,7 @@ class Work:
         self.clients.hear(verdict)
 
     def _train(self) -> None:
-        if why := self.home.note_steps(self.task.round):
+        if why := self.store.note_steps(self.task.round):
             self.told["left_out"] = why
             return
         before = self.clients.state.copy()
@@ -419,7 +437,7 @@ class Work:
             return
         told = {} if (loss := self.told.get("train_loss")) is None else {LOSS: torch.tensor([loss])}
         data = pack(self.clients.upload([0], self.task.round + 1, told))
-        if why := self.home.note_release(data):
+        if why := self.store.note_release(data):
             self.told["left_out"] = why
         else:
             self.sent.append(data)
@@ -428,7 +446,7 @@ class Work:
         """In a sum behind masks."""
         if "left_out" not in self.told:
             message = None if step == "advertise" else unpack(self.received.pop(0))
-            self.sent.append(pack(PARTS[step](self.home, self.task, message)))
+            self.sent.append(pack(PARTS[step](self.store, self.task, message)))
 
     def _finish(self) -> None:
         finish(self.clients)
@@ -450,10 +468,10 @@ class Work:
         self.clients.choose()
 
     def _end(self) -> None:
-        keep_model(self.home, self.own, rounds=self.task.round)
-        self.home.sessions.end()
+        keep_model(self.store, self.own, rounds=self.task.round)
+        self.store.sessions.end()
 
-    STEPS: ClassVar[dict[str, Callable[[Work], None]]] = {
+    STEPS: ClassVar[dict[str, Callable[[TaskRunner], None]]] = {
         "receive": _receive,
         "hear": _hear,
         "train": _train,
@@ -466,9 +484,9 @@ class Work:
     }
 
 
-def what_leaves(home: Home) -> str:
+def what_leaves(store: ClientStore) -> str:
     """In one line what of this user leaves the machine in a round."""
-    clients, method = home.clients, home.clients.method
+    clients, method = store.clients, store.clients.method
     local = sorted(clients.model.layout.roles & method.client.trained - method.shared)
     stays = f"; {', '.join(local)}, text and optimiser state stay" if local else "; text and optimiser state stay"
     if not clients.shares:
@@ -479,10 +497,10 @@ def what_leaves(home: Home) -> str:
     return f"user {name!r}: {shared} ({size}) leave this machine{how} each round you take part in{stays}"
 
 
-def _account(home: Home, task: Task, answer: bytes) -> str:
+def _account(store: ClientStore, task: Task, answer: bytes) -> str:
     """What was done, and how many bytes leave this machine for it."""
     if "end" in task.todo:
-        return f"{ENDED}; {home.folder / MODEL} is the model of user {task.user!r}"
+        return f"{ENDED}; {store.folder / MODEL} is the model of user {task.user!r}"
     done = f"round {task.round + 1}" if "train" in task.todo else ", ".join(task.todo)
     return f"{done}: {len(answer):,} bytes leave this machine"
 

@@ -114,7 +114,7 @@ behind masks takes three more."""
 
 
 @dataclass(kw_only=True)
-class Home:
+class ClientStore:
     """``serial`` is the number of the last task that was done."""
 
     folder: Path
@@ -286,7 +286,7 @@ def _is_whole(answer: bytes) -> bool:
 MODEL = "model"
 
 
-def keep_model(home: Home, own: Own, *, rounds: int) -> Path:
+def keep_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     """Write the user's model after so many rounds; padding to the ranks and experts of others is left out.
 
     It is scored once more, so what is written is known to say the same.
@@ -294,17 +294,17 @@ def keep_model(home: Home, own: Own, *, rounds: int) -> Path:
     Raises:
         ComingleError: the data or the base cannot be read any more, or the disk does not take it.
     """
-    recipe = _of_one_user(home, own)
-    federation = build(recipe, home.read, store="memory")
+    recipe = _of_one_user(store, own)
+    federation = build(recipe, store.read, store="memory")
     clients = federation.clients
-    _fill(clients, home.clients)
+    _fill(clients, store.clients)
     clients.stopped_after = rounds if 0 <= rounds < clients.rounds_done else None
     with finetuned(clients):
         metrics = summarise(clients, clients.evaluate(), Clock()).as_dict() | clients.left_out
-    folder = home.folder / MODEL
+    folder = store.folder / MODEL
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
-    write_inputs(folder, describe(home.read, recipe))
+    write_inputs(folder, describe(store.read, recipe))
     write_text(folder / "recipe.yaml", recipe.as_yaml())
     progress = progress_of(metrics["rounds"], recipe.fingerprint, [own.name])
     save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
@@ -312,10 +312,10 @@ def keep_model(home: Home, own: Own, *, rounds: int) -> Path:
     return folder
 
 
-def _of_one_user(home: Home, own: Own) -> Recipe:
+def _of_one_user(store: ClientStore, own: Own) -> Recipe:
     """The user's own recipe, with its own rank and specialists in the place of everybody's."""
-    number = home.public.users.index(own.name)
-    return of_one_user(home.recipe, lambda values: values[number])
+    number = store.public.users.index(own.name)
+    return of_one_user(store.recipe, lambda values: values[number])
 
 
 def _fill(clients: Clients, of_all: Clients) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,24 +22,15 @@ from pydantic import Field, ValidationError
 from comingle.config import Recipe, parse_recipe
 from comingle.config.files import read_yaml
 from comingle.config.hints import first_problem
-from comingle.config.settings import PATHS, Count, Positive, Section
-from comingle.federation.coordinator import Patience
+from comingle.config.settings import PATHS
 from comingle.federation.public import Own, check_possible, without_data
 from comingle.federation.run_folder import Plan
+from comingle.federation.server_session import NetworkSection
 from comingle.runs.session import prepare
 from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import RecipeError
 from comingle.utils.names import name_problem
 from comingle.utils.records import expand_home, write_text
-
-
-class NetworkSection(Section):
-    """How long the server waits, in seconds, for how many, and how many samples a user may have."""
-
-    min_participants: Count = Patience.min_participants
-    round_timeout: Positive = Patience.round_timeout
-    join_timeout: Positive = Patience.join_timeout
-    max_samples: Count = Patience.max_samples
 
 
 class Participant(Own):
@@ -85,12 +75,12 @@ def load_plan(path: Path) -> Plan:
     recipe = parse_recipe(content, where=str(path))
     if os.path.exists(path.parent / recipe.base):
         recipe = recipe.with_changes({"base": str((path.parent / recipe.base).resolve())})
-    return Plan(recipe=recipe, users=tuple(names), settings=shapes, patience=Patience(**network.model_dump()))
+    return Plan(recipe=recipe, users=tuple(names), settings=shapes, network=network)
 
 
 def save_plan(path: Path, plan: Plan) -> None:
     """Write a coordinator's file, which :func:`load_plan` reads."""
-    content = without_data(plan.recipe) | {"participants": list(plan.users), "network": asdict(plan.patience)}
+    content = without_data(plan.recipe) | {"participants": list(plan.users), "network": plan.network.model_dump()}
     content |= {"shapes": plan.settings} if plan.settings else {}
     write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
@@ -154,7 +144,7 @@ def _beside(folder: Path, value: str) -> str:
     return str((folder / os.path.expanduser(value)).absolute())
 
 
-def split_recipe(recipe: Recipe, patience: Patience | None = None) -> tuple[Plan, list[Own]]:
+def split_recipe(recipe: Recipe, network: NetworkSection | None = None) -> tuple[Plan, list[Own]]:
     """The server's plan, and each user's own part; users are those whom the recipe names or its data set holds.
 
     Raises:
@@ -165,7 +155,7 @@ def split_recipe(recipe: Recipe, patience: Patience | None = None) -> tuple[Plan
     kind = kind_of(recipe)
     names = kind.names_of(recipe)
     settings = {} if kind.needs_base else kind.settings(prepare(recipe))  # shapes and labels are all users' together
-    plan = Plan(recipe=recipe, users=names, settings=settings, patience=patience or Patience())
+    plan = Plan(recipe=recipe, users=names, settings=settings, network=network or NetworkSection())
     # Nobody takes a path from a server; on this machine it is the same for all.
     base = recipe.base if kind.needs_base and expand_home(recipe.base).exists() else None
     # Here one person has everybody's data, and may see how well it goes also with privacy.

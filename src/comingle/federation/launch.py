@@ -12,7 +12,6 @@ from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
 from comingle.config import Recipe
-from comingle.federation.coordinator import Patience
 from comingle.federation.files import Participant, load_participant, save_participant, save_plan, split_recipe
 from comingle.federation.flower.certificates import make_key, read_certificates
 from comingle.federation.flower.client import SuperNode, participate
@@ -26,6 +25,7 @@ from comingle.federation.flower.worker import FOLDER as WORKER
 from comingle.federation.flower.worker import LOG, UNFIT, User
 from comingle.federation.public import ENDED, public_part
 from comingle.federation.run_folder import Plan, has_ended
+from comingle.federation.server_session import NetworkSection
 from comingle.runs.folders import as_begun, check_folder
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import list_checkpoints, locked
@@ -284,7 +284,7 @@ def federate(
     *,
     resume: bool = False,
     force: bool = False,
-    patience: Patience | None = None,
+    network: NetworkSection | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run a recipe with every user in processes of its own; the metrics that the server has of them.
@@ -296,7 +296,7 @@ def federate(
             server cannot go on.
     """
     recipe = as_begun(folder, recipe, resume=resume)
-    plan, owns = split_recipe(recipe, patience)
+    plan, owns = split_recipe(recipe, network)
     without_data = public_part(recipe, plan.users, plan.settings, None).whole_recipe()
     check_folder(folder, without_data, resume=resume, force=force)
     if force:
@@ -323,7 +323,7 @@ def federate(
     ]
     words = {node.user.name: Words(node.user.state / WORKER / LOG) for node in nodes}
     try:
-        coordinate(link, lambda: _tend(nodes, plan.patience.min_participants))
+        coordinate(link, lambda: _tend(nodes, plan.network.min_participants))
     except RunError as error:
         raise RunError(str(error) + ("" if list_checkpoints(folder) else _told(words))) from None
     finally:

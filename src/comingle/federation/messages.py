@@ -1,8 +1,11 @@
-"""Tasks and answers between server and clients, and which tasks a client accepts.
+"""Messages between server and clients: tasks and answers, their format, and the checks of what arrives.
 
-    magic "CMGT" · format version · length of the words · CRC-32 of the words · words · the messages, one after another
+    magic "CMGT" · format version · length of the header · CRC-32 of the header · header · messages, one after another
 
-The words are JSON. Each message is the bytes that :mod:`comingle.protocol.wire` packs and checks. Nothing is executed.
+The header is JSON. Each message is the bytes that :mod:`comingle.protocol.wire` packs and checks. Nothing is executed.
+
+Either side may be faulty or hostile, so no part of a message is used before it has been checked: sender, round, tensors
+and values.
 """
 
 from __future__ import annotations
@@ -13,32 +16,46 @@ import struct
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
-from comingle.config import Recipe
-from comingle.federation.public import House
-from comingle.privacy.accounting import Work
+import torch
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator
+from torch import Tensor
+
+from comingle.config.hints import first_problem
+from comingle.config.settings import Section, Steps
+from comingle.methods.base import Method
+from comingle.methods.server import Reported
+from comingle.privacy.base import CLIP_NORM, WITHIN, without_bound
+from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.protocol.wire import FORMAT, MAX_BYTES
-from comingle.training.plan import work_of
 from comingle.training.settings import RunPlan
 from comingle.utils.errors import MessageError
+from comingle.utils.records import MEASURES
+from comingle.utils.trees import Layout, Tree, restrict
 
 _MAGIC = b"CMGT"
 _PREFIX = struct.Struct("<4sHII")
-MAX_WORDS = 16 << 20
-"""Longer words are refused before they are read."""
+MAX_HEADER_BYTES = 16 << 20
+"""Longer headers are refused before they are read."""
 
 _WRONG = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
-"""What words can be that are not those of a task or an answer."""
+"""Errors of reading a header that is not one of a task or an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a user is to do, in this order, as the ``serial``-th task of run ``run``.
+    """Steps that a client carries out in order.
 
-    ``round`` is what its steps are about: the round to train (from 0), or how many are done. ``about`` holds what else
-    the steps need.
+    Args:
+        run: Name of the run.
+        serial: Number of the task among the client's tasks of this run, from 1; 0 for the task to join.
+        user: Name of the user.
+        todo: Names of the steps.
+        round: The round to train, from 0, or the number of rounds that are done.
+        about: Other values that the steps need.
+        messages: Downloads that the steps need, in their order.
     """
 
     run: str
@@ -50,14 +67,22 @@ class Task:
     messages: tuple[bytes, ...] = ()
 
     def pack(self) -> bytes:
-        """As bytes; equal tasks are equal bytes."""
-        words = {"todo": list(self.todo), "round": self.round, "about": dict(self.about)}
-        return _pack("task", self.run, self.serial, self.user, words, self.messages)
+        """Return the task as bytes; equal tasks are equal bytes."""
+        header = {"todo": list(self.todo), "round": self.round, "about": dict(self.about)}
+        return _pack("task", self.run, self.serial, self.user, header, self.messages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a user answers to the task of the same run and number: ``told`` in words, and its upload."""
+    """A client's answer to the task of the same run and number.
+
+    Args:
+        run: Name of the run.
+        serial: Number of the task.
+        user: Name of the user.
+        told: Values that the client reports (:func:`check_told`).
+        messages: Its upload and its validation losses, as far as the task asks for them.
+    """
 
     run: str
     serial: int
@@ -66,55 +91,55 @@ class Answer:
     messages: tuple[bytes, ...] = ()
 
     def pack(self) -> bytes:
-        """As bytes."""
+        """Return the answer as bytes."""
         return _pack("answer", self.run, self.serial, self.user, {"told": dict(self.told)}, self.messages)
 
     @property
     def refused(self) -> str:
-        """Why the user did not do what it was asked; empty if it did."""
+        """Why the client did not carry out the task; empty if it did."""
         return str(self.told.get("refused", ""))
 
 
 def unpack_task(data: bytes) -> Task:
-    """The task that was packed.
+    """Return the task that :meth:`Task.pack` packed.
 
     Raises:
-        MessageError: not such bytes.
+        MessageError: The bytes are no task.
     """
-    words, messages = _unpack("task", data)
+    header, messages = _unpack("task", data)
     with _refused("task"):
         return Task(
-            run=str(words["run"]),
-            serial=int(words["serial"]),
-            user=str(words["user"]),
-            todo=tuple(str(step) for step in words["todo"]),
-            round=int(words["round"]),
-            about=dict(words["about"]),
+            run=str(header["run"]),
+            serial=int(header["serial"]),
+            user=str(header["user"]),
+            todo=tuple(str(step) for step in header["todo"]),
+            round=int(header["round"]),
+            about=dict(header["about"]),
             messages=messages,
         )
 
 
 def unpack_answer(data: bytes) -> Answer:
-    """The answer that was packed.
+    """Return the answer that :meth:`Answer.pack` packed.
 
     Raises:
-        MessageError: not such bytes.
+        MessageError: The bytes are no answer.
     """
-    words, messages = _unpack("answer", data)
+    header, messages = _unpack("answer", data)
     with _refused("answer"):
         return Answer(
-            run=str(words["run"]),
-            serial=int(words["serial"]),
-            user=str(words["user"]),
-            told=dict(words["told"]),
+            run=str(header["run"]),
+            serial=int(header["serial"]),
+            user=str(header["user"]),
+            told=dict(header["told"]),
             messages=messages,
         )
 
 
-def _pack(kind: str, run: str, serial: int, user: str, words: Mapping[str, Any], messages: tuple[bytes, ...]) -> bytes:
+def _pack(kind: str, run: str, serial: int, user: str, header: Mapping[str, Any], messages: tuple[bytes, ...]) -> bytes:
     every = {"kind": kind, "run": run, "serial": serial, "user": user, "lengths": [len(one) for one in messages]}
-    header = json.dumps(every | dict(words), separators=(",", ":"), allow_nan=False).encode()
-    return b"".join([_PREFIX.pack(_MAGIC, FORMAT, len(header), zlib.crc32(header)), header, *messages])
+    packed = json.dumps(every | dict(header), separators=(",", ":"), allow_nan=False).encode()
+    return b"".join([_PREFIX.pack(_MAGIC, FORMAT, len(packed), zlib.crc32(packed)), packed, *messages])
 
 
 def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
@@ -123,25 +148,27 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
     _, version, length, check = _PREFIX.unpack_from(data)
     if version != FORMAT:
         raise MessageError(f"{kind}: of format {version}; allowed: {FORMAT}")
-    if length > MAX_WORDS or len(data) > MAX_BYTES:
-        raise MessageError(f"{kind}: {len(data)} bytes, of which {length} are words; at most {MAX_BYTES}, {MAX_WORDS}")
+    if length > MAX_HEADER_BYTES or len(data) > MAX_BYTES:
+        raise MessageError(
+            f"{kind}: {len(data)} bytes, of which {length} are words; at most {MAX_BYTES}, {MAX_HEADER_BYTES}"
+        )
     start = _PREFIX.size + length
     if zlib.crc32(data[_PREFIX.size : start]) != check:
         raise MessageError(f"{kind}: its checksum is wrong, so something has changed on the way")
     with _refused(kind):
-        words = json.loads(data[_PREFIX.size : start], parse_constant=_refuse)
-        lengths = [int(one) for one in words["lengths"]]
-        if words["kind"] != kind:
-            raise MessageError(f"{kind}: got one of kind {words['kind']!r}")
+        header = json.loads(data[_PREFIX.size : start], parse_constant=_refuse)
+        lengths = [int(one) for one in header["lengths"]]
+        if header["kind"] != kind:
+            raise MessageError(f"{kind}: got one of kind {header['kind']!r}")
     if min(lengths, default=0) < 0 or start + sum(lengths) != len(data):
         raise MessageError(f"{kind}: has {len(data)} bytes and says that it has {start + sum(lengths)}")
     ends = [start + sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return words, tuple(data[end - size : end] for end, size in zip(ends, lengths, strict=True))
+    return header, tuple(data[end - size : end] for end, size in zip(ends, lengths, strict=True))
 
 
 @contextmanager
 def _refused(kind: str) -> Iterator[None]:
-    """Whatever is wrong with words is the message's fault."""
+    """Raise a MessageError for errors of reading a header."""
     try:
         yield
     except MessageError:
@@ -156,15 +183,15 @@ def _refuse(constant: str) -> None:
 
 _RUN = re.compile(r"[A-Za-z0-9]{1,64}")
 _MOST_STEPS = 10_000_000
-"""As in a recipe, where they depend on how much data users have."""
+"""Largest number of local steps of a round that a recipe allows."""
 _NEEDS_MESSAGE = ("receive", "hear", "share", "mask", "unmask")
 
 
 def check_address(task: Task, user: str) -> None:
-    """Whether a task is for this user; its run gives a folder its name.
+    """Check that a task is for this user, and that its run can name a folder.
 
     Raises:
-        MessageError: it is not.
+        MessageError: It is not.
     """
     if task.user != user:
         raise MessageError(f"task: for user {task.user!r}, and this is {user!r}")
@@ -173,12 +200,16 @@ def check_address(task: Task, user: str) -> None:
 
 
 def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bool) -> None:
-    """Whether its steps are known, each once, with the messages that they need, about a round that there is.
+    """Check that a task has known steps, each once, the messages that they need, and a round of the run.
 
-    Local iterations are ``counted`` from users' data, or as many as the recipe says.
+    Args:
+        task: The task.
+        plan: Settings of the run.
+        steps: Names of the steps that a client knows.
+        counted: Local steps follow from the users' data; without it they are those of the recipe.
 
     Raises:
-        MessageError: something is not so.
+        MessageError: A check fails; says which.
     """
     if not task.todo:
         raise MessageError(f"task: no step; allowed: join, {', '.join(steps)}")
@@ -205,37 +236,280 @@ def _check_number(what: str, got: Any, most: int) -> None:
         raise MessageError(f"task: {what} is {str(got)[:70]!r}; allowed: 0 to {most}")
 
 
-def counts_samples(recipe: Recipe) -> bool:
-    """Whether users pass over what they have; else all take the iterations that the recipe says."""
-    return "training.local_steps" in type(recipe.data).unread
+_LONGEST = 400
+_Key = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+_Amount = Annotated[int, Field(ge=0, le=10**15, strict=True)]
+_Whole = Annotated[int, Field(strict=True, ge=-(10**15), le=10**15)]
+_Number = _Whole | Annotated[float, Field(strict=True)]
+_Share = Annotated[float, Field(ge=0, le=1.001, strict=True)]  # rounded
+_Shares = Annotated[list[_Share], Field(max_length=1000)]
+_NotNegative = Annotated[float, Field(ge=0, strict=True)]
 
 
-def most_steps(house: House, max_samples: int) -> int:
-    """Local iterations of a round that a user may have: ``local_epochs`` passes over at most so many samples."""
-    plan = house.plan
-    if not counts_samples(house.recipe):
-        return plan.training.local_steps
-    return plan.training.local_epochs * max(1, -(-max_samples // plan.training.batch_size))
+def _one_line(text: str) -> str:
+    """Return text without characters that move a terminal's cursor or begin another line of a log."""
+    line = "".join(sign if sign.isprintable() else " " for sign in text[: 2 * _LONGEST])
+    return " ".join(line.split())[:_LONGEST]
 
 
-def works_of(house: House, examples: Mapping[str, int]) -> dict[str, Work]:
-    """What each user does, where privacy hides examples, of which these have said that they have so many."""
-    plan = house.plan
-    return {
-        name: work_of(plan, name, examples=count, iterations=most_steps(house, count))
-        for name, count in examples.items()
-    }
+_Line = Annotated[str, AfterValidator(_one_line)]
 
 
-def check_steps(steps: int, house: House, max_samples: int) -> None:
-    """Whether a user may have so many local iterations in a round.
+class _Refusal(Section):
+    """Why a client did not do what it was asked."""
+
+    refused: _Line = ""
+    kind: _Line = ""
+
+
+class _JoinReport(Section):
+    """What a client reports of itself when it joins."""
+
+    unit: _Key = ""
+    steps: Steps = 1
+    done: _Amount = 0
+    back: _Amount = 0
+    examples: _Amount = 0
+    amounts: dict[_Key, _Amount] = {}  # noqa: RUF012 (pydantic copies it)
+    skipped_rows: _Amount = 0
+    works: tuple[_Amount, _Amount] = (0, 0)
+
+
+class _TrainingReport(Section):
+    """What a client reports of its local steps."""
+
+    seconds: _NotNegative = 0.0
+    tokens: _Amount = 0
+    train_seconds: _NotNegative = 0.0
+    train_loss: _Number = 0.0
+    left_out: _Line = ""
+
+
+class _EvaluationReport(Section):
+    """What a client reports of its scores."""
+
+    measure: str = ""
+    evaluated: Literal[True] = True
+    score: dict[_Key, _Number] = {}  # noqa: RUF012
+    metrics: dict[_Key, _Number | None] = {}  # noqa: RUF012
+    gates: Annotated[list[_Shares], Field(max_length=1000)] = []  # noqa: RUF012
+    mixture: _Shares = []  # noqa: RUF012
+
+    @field_validator("measure")
+    @classmethod
+    def _known(cls, measure: str) -> str:
+        if measure not in MEASURES:
+            raise ValueError(f"allowed: {', '.join(MEASURES)}")
+        return measure
+
+
+_REPORTS: tuple[type[Section], ...] = (_Refusal, _JoinReport, _TrainingReport, _EvaluationReport)
+
+
+def check_told(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that an answer reports.
 
     Raises:
-        MessageError: it may not.
+        MessageError: A key belongs to no report, or a value is of another type; names the first one.
     """
-    most = most_steps(house, max_samples)
-    if not counts_samples(house.recipe) and steps != most:
-        raise MessageError(f"answer: says that it takes {steps:,} local steps; the recipe's are {most:,}")
-    if not steps <= most:
-        why = f"allowed: up to {most:,} (network.max_samples is {max_samples:,})"
-        raise MessageError(f"answer: says that it takes {steps:,} local steps; {why}")
+    allowed = [name for report in _REPORTS for name in report.model_fields]
+    if unknown := [name for name in told if name not in allowed]:
+        problem = f"unknown key {unknown[0]!r}. Allowed: {', '.join(allowed)}"
+        raise MessageError(f"answer: {_one_line(problem)}")
+    checked: dict[str, Any] = {}
+    for report in _REPORTS:
+        try:
+            of_report = report(**{name: told[name] for name in report.model_fields if name in told})
+        except ValidationError as error:
+            raise MessageError(f"answer: {_one_line(first_problem(error, report))}") from None
+        checked |= of_report.model_dump(exclude_unset=True)
+    return checked
+
+
+_FACTORS = (".a", ".b")
+_DTYPES = (torch.float32, torch.float64)
+_MOST = 10**15
+_LARGEST_FACTOR, _LARGEST_NUMBER = 1e6, 1e15
+_LARGEST = float(torch.finfo(torch.float32).max)
+_LOSS = Reported(least=-_LARGEST, most=_LARGEST)
+
+
+def check_upload(
+    upload: Upload,
+    layout: Layout,
+    method: Method,
+    *,
+    user: str,
+    number: int,
+    rank: int,
+    weighted: bool = False,
+    adaptive: bool = False,
+    most: int = _MOST,
+) -> None:
+    """Check that an upload is the user's own, of this round, and holds what the method shares.
+
+    Args:
+        upload: The upload.
+        layout: Layout of the model's tensors.
+        method: The method.
+        user: Name of the user.
+        number: The round, from 1.
+        rank: Largest LoRA rank that the user may have.
+        weighted: The upload reports how much data the user has.
+        adaptive: The upload reports whether its change was within the server's clipping bound.
+        most: Largest amount of data that is accepted.
+
+    Raises:
+        MessageError: A check fails; says which.
+    """
+    if upload.users != (user,):
+        raise MessageError(f"upload: from user {user!r}, in the name of {upload.users[0]!r}")
+    if upload.round != number:
+        raise MessageError(f"upload: of round {upload.round}; now it is round {number}")
+    _check_rank("upload", int(upload.ranks[0]), rank)
+    _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=int(upload.ranks[0]))
+    _check_sizes(upload.tensors)
+    _check_reports(upload.reports, _reported(method, layout, weighted=weighted, adaptive=adaptive, most=most))
+
+
+def check_download(
+    download: Download, layout: Layout, method: Method, *, user: str, users: tuple[str, ...], rounds: int, rank: int
+) -> None:
+    """Check that a download is for this user and holds what the method shares.
+
+    Raises:
+        MessageError: A check fails; says which.
+    """
+    if download.users != (user,):
+        raise MessageError(f"download: for {download.users[0]!r}, and this is user {user!r}")
+    if not 0 <= download.version <= rounds:
+        raise MessageError(f"download: of version {download.version}; allowed: 0 to {rounds}")
+    _check_rank("download", int(download.ranks[0]), rank)
+    bounds, tensors = without_bound(download.tensors)
+    if bounds is not None and not (len(bounds) == 1 and 0 < float(bounds) <= _LARGEST):
+        raise MessageError(f"download: {CLIP_NORM} is {bounds.tolist()}; allowed: a number above 0")
+    download = replace(download, tensors=tensors)
+    _check_tensors("download", download.tensors, layout, method.received, leading=1, rank=int(download.ranks[0]))
+    _check_models(download, users if method.server.peer_to_peer else (), user)
+
+
+def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> None:
+    """Check that a download is the server's verdict on validation losses: one number, under this name.
+
+    Raises:
+        MessageError: It is something else.
+    """
+    t = verdict.tensors.get(name)
+    if t is None or len(verdict.tensors) != 1 or t.numel() != 1 or verdict.users != (user,):
+        raise MessageError("task: a verdict on validation losses is something else")
+    if not 0 <= verdict.version <= rounds:
+        raise MessageError(f"verdict: after round {verdict.version}; allowed: 0 to {rounds}")
+
+
+def validation_loss(message: Download | Upload, *, user: str, done: int) -> float | None:
+    """Return the validation loss that a user reports after ``done`` rounds; None for any other message.
+
+    Raises:
+        MessageError: It is not the user's, or of another round, or no loss.
+    """
+    if not isinstance(message, Upload) or message.tensors:
+        return None
+    if message.users != (user,) or message.round != done:
+        raise MessageError(f"validation loss: of {message.users[0]!r} after round {message.round}; now it is {done}")
+    _check_reports(message.reports, {VALIDATION: _LOSS})
+    return float(message.reports[VALIDATION])
+
+
+def _check_rank(what: str, got: int, most: int) -> None:
+    if not min(1, most) <= got <= most:
+        raise MessageError(f"{what}: of rank {got}; allowed: {min(1, most)} to {most}")
+
+
+def _check_models(download: Download, peers: tuple[str, ...], user: str) -> None:
+    """Check that every tensor has as many models: one or more, or one for each other user that sent its own."""
+    counts = {t.shape[1] for t in download.tensors.values()}
+    senders = download.senders
+    if len(set(senders)) != len(senders) or not set(senders) <= set(peers):
+        raise MessageError(f"download: its senders are {list(senders)[:9]}; allowed: {list(peers)[:9]}, each once")
+    wanted = len(set(senders) - {user}) if peers else None
+    if len(counts) != 1 or 0 in counts or (wanted is not None and counts != {wanted}):
+        raise MessageError(f"download: has {sorted(counts)} models; allowed: {wanted or 'the same number of each'}")
+
+
+def _check_tensors(
+    what: str, tensors: Tree, layout: Layout, shared: frozenset[str], *, leading: int, rank: int
+) -> None:
+    """Check for every shared tensor and no other, ``(1, [models,] *shape)``, LoRA factors of the user's rank."""
+    wanted = _shapes(layout, shared, rank)
+    for name in sorted(wanted.keys() | tensors.keys()):
+        got = tuple(tensors[name].shape[1 + leading :]) if name in tensors else None
+        if name not in wanted or got not in wanted[name]:
+            allowed = wanted[name][0] if name in wanted else "none of this name"
+            raise MessageError(f"{what}: tensor {name!r} has shape {got}; allowed: {allowed}")
+        if tensors[name].dtype not in _DTYPES:
+            raise MessageError(f"{what}: tensor {name!r} is {_called(tensors[name])}; allowed: float32, float64")
+        if not bool(tensors[name].isfinite().all()):
+            raise MessageError(f"{what}: tensor {name!r} is not finite")
+
+
+def _check_sizes(tensors: Tree) -> None:
+    """Check that no number of an upload is so large that products and squares may have no finite sum.
+
+    Downloads may have larger ones: FlexLoRA puts singular values of products into one factor.
+    """
+    for name, t in tensors.items():
+        most = _LARGEST_FACTOR if name.endswith(_FACTORS) else _LARGEST_NUMBER
+        if t.numel() and (largest := float(t.abs().max())) > most:
+            raise MessageError(f"upload: tensor {name!r} has a number of size {largest:.3g}; allowed: up to {most:g}")
+
+
+def _shapes(layout: Layout, shared: frozenset[str], rank: int) -> dict[str, list[tuple[int, ...]]]:
+    """Return the shapes that each shared tensor may have: cut to the rank, or as wide as the widest user's."""
+    whole = {name: tuple(t.shape[1:]) for name, t in restrict(_empty(layout), layout, shared).items()}
+    return {name: [_cut(name, shape, rank), shape] for name, shape in whole.items()}
+
+
+def _empty(layout: Layout) -> Tree:
+    return layout.views(torch.zeros(1, layout.columns, device="meta"))
+
+
+def _cut(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    if not rank or not name.endswith(_FACTORS):
+        return shape
+    return (*shape[:-2], min(rank, shape[-2]), shape[-1])
+
+
+def _reported(method: Method, layout: Layout, *, weighted: bool, adaptive: bool, most: int) -> dict[str, Reported]:
+    """Return the reports of an upload besides the mean training loss, which is optional."""
+    shapes = {slot.name: slot.shape for slot in layout.slots}
+    of_method = {
+        name: replace(one, shape=shapes.get(one.like, one.shape))
+        for part in method.client.parts
+        for name, one in part.reports.items()
+    }
+    of_method |= {WITHIN: Reported(most=1, whole=True)} if adaptive else {}
+    return of_method | ({COUNT: Reported(least=1, most=most, whole=True)} if weighted else {})
+
+
+def _check_reports(reports: Tree, wanted: dict[str, Reported]) -> None:
+    """Check for every report that was asked for, and no other."""
+    for name in sorted((wanted.keys() | reports.keys()) - ({LOSS} - wanted.keys())):
+        if name not in wanted or name not in reports:
+            raise MessageError(f"upload: report {name!r} {'is missing' if name in wanted else 'belongs to nothing'}")
+    for name, t in reports.items():
+        _check_numbers(name, t, wanted.get(name, _LOSS))
+
+
+def _check_numbers(name: str, t: Tensor, wanted: Reported) -> None:
+    if tuple(t.shape[1:]) != wanted.shape:
+        raise MessageError(f"upload: report {name!r} has shape {tuple(t.shape[1:])}; allowed: {wanted.shape}")
+    if (t.dtype not in _DTYPES) != wanted.whole or (wanted.whole and t.dtype != torch.int64):
+        raise MessageError(
+            f"upload: report {name!r} is {_called(t)}; allowed: {'int64' if wanted.whole else 'float32'}"
+        )
+    if not bool(((t >= wanted.least) & (t <= wanted.most)).all()):
+        raise MessageError(f"upload: report {name!r} is not finite, or not from {wanted.least:g} to {wanted.most:g}")
+
+
+def _called(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")

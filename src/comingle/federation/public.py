@@ -18,11 +18,11 @@ from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of
 from comingle.models.model import Model
+from comingle.privacy.accounting import Work
 from comingle.protocol.wire import FORMAT
 from comingle.runs.folders import BOS
 from comingle.training.kinds.base import RunData, check_recipe, kind_of, later
-from comingle.training.plan import make_plan
-from comingle.training.settings import RunPlan
+from comingle.training.plan import make_plan, work_of
 from comingle.utils.errors import DataError, MessageError, RecipeError
 from comingle.utils.names import name_problem
 
@@ -194,17 +194,49 @@ def check_possible(recipe: Recipe) -> None:
         raise RecipeError("data.on_small_user: skip needs to see everybody's data; allowed: refuse")
 
 
-# ---------------------------------------------------------------- what both sides build
+# ---------------------------------------------------------------- what follows from the public part
+
+
+def plan_of(public: Public, recipe: Recipe) -> RunPlan:
+    """Return the settings of a federation's run for its users."""
+    method = make(recipe.method.name, **recipe.method.settings)
+    return make_plan(recipe, method, list(public.users)).updated("runtime", store=MEMORY)
+
+
+def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
+    """Return the data of a run whose users are all on other machines."""
+    kind = kind_of(recipe)
+    users = tuple(later(kind.user, name, lambda name=name: _elsewhere(name)) for name in public.users)
+    return replace(kind.reopened(base, users, public.settings), here=())
+
+
+def _elsewhere(name: str) -> Any:
+    raise DataError(f"user {name!r}: the data is not on this machine")
+
+
+def counts_samples(recipe: Recipe) -> bool:
+    """Return whether local steps are passes over a user's data; otherwise the recipe says how many there are."""
+    return "training.local_steps" in type(recipe.data).unread
 
 
 @dataclass(frozen=True, kw_only=True)
-class House:
-    """What both sides build from the public part, each for itself."""
+class ServerContext:
+    """Recipe, settings and data description of a run, as its server builds them from the public part."""
 
     recipe: Recipe
     plan: RunPlan
-    materials: RunData
-    """Everybody, none of whose data can be read but of those who are here."""
+    data: RunData
+    """All users; none of their data can be read here."""
+
+    @classmethod
+    def of(cls, public: Public, base: Base | None) -> ServerContext:
+        """Return the context of a federation."""
+        recipe = public.whole_recipe()
+        return cls(
+            recipe=recipe,
+            plan=plan_of(public, recipe),
+            data=remote_data(public, recipe, base),
+        )
 
     @property
     def method(self) -> Method:
@@ -212,22 +244,37 @@ class House:
         return self.plan.method
 
     def model(self) -> Model:
-        """The model of all users."""
-        return self.materials.kind.model(self.recipe, self.materials, self.plan)
+        """Return the model of all users."""
+        return self.data.kind.model(self.recipe, self.data, self.plan)
 
+    @property
+    def planned_rounds(self) -> int:
+        """Number of rounds that the recipe asks for; 0 for a method without training."""
+        return self.plan.training.rounds if self.method.trains else 0
 
-def build_house(public: Public, recipe: Recipe, base: Base | None) -> House:
-    """The recipe's method, training and materials, without data."""
-    kind = kind_of(recipe)
-    users = tuple(later(kind.user, name, lambda name=name: _elsewhere(name)) for name in public.users)
-    materials = kind.reopened(base, users, public.settings)
-    method = make(recipe.method.name, **recipe.method.settings)
-    return House(
-        recipe=recipe,
-        plan=make_plan(recipe, method, list(public.users)).updated("runtime", store=MEMORY),
-        materials=replace(materials, here=()),
-    )
+    def most_steps(self, max_samples: int) -> int:
+        """Return the most local steps of a round for a user with at most ``max_samples`` samples."""
+        training = self.plan.training
+        if not counts_samples(self.recipe):
+            return training.local_steps
+        return training.local_epochs * max(1, -(-max_samples // training.batch_size))
 
+    def check_steps(self, steps: int, max_samples: int) -> None:
+        """Check the number of local steps of a round that a user reports.
 
-def _elsewhere(name: str) -> Any:
-    raise DataError(f"user {name!r}: the data is not on this machine")
+        Raises:
+            MessageError: The user may not have so many.
+        """
+        most = self.most_steps(max_samples)
+        if not counts_samples(self.recipe) and steps != most:
+            raise MessageError(f"answer: says that it takes {steps:,} local steps; the recipe's are {most:,}")
+        if not steps <= most:
+            why = f"allowed: up to {most:,} (network.max_samples is {max_samples:,})"
+            raise MessageError(f"answer: says that it takes {steps:,} local steps; {why}")
+
+    def works(self, examples: Mapping[str, int]) -> dict[str, Work]:
+        """Return the work of users whose single examples are protected, by the number of their examples."""
+        return {
+            name: work_of(self.plan, name, examples=count, iterations=self.most_steps(count))
+            for name, count in examples.items()
+        }

@@ -15,9 +15,9 @@ import torch
 from comingle.config import Recipe
 from comingle.config.settings import AUTO
 from comingle.federation.backend import NetworkBackend
-from comingle.federation.coordinator import Coordinator, Patience, new_coordinator
 from comingle.federation.flower.channel import Channel
-from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
+from comingle.federation.public import Public, ServerContext, check_possible, public_part, read_public
+from comingle.federation.server_session import NetworkSection, ServerSession, start_session
 from comingle.methods import own_errors
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.runs.folders import as_begun, open_folder
@@ -47,7 +47,7 @@ WRITE_SECONDS = 0.5
 
 
 @dataclass(kw_only=True)
-class Seat:
+class ClientStatus:
     """What is known of one user.
 
     ``state`` is "expected", "here" or "away"; ``seen`` the time of its last answer (seconds since 1970); bytes are
@@ -67,60 +67,60 @@ class Seat:
     why: str = ""
 
 
-class Board:
-    """An observer of a coordinator's events, which keeps ``participants.json``; a run that goes on goes on counting."""
+class StatusFile:
+    """An observer of a session's events, which keeps ``participants.json``; a run that goes on goes on counting."""
 
     def __init__(self, folder: Path, users: Sequence[str], rounds: int):
         self._path, self._rounds, self._round, self._measure = folder / PARTICIPANTS, rounds, 0, ""
         self._privacy: dict[str, float] = {}
         known = self._known()
-        self._seats = {name: Seat(**known.get(name, {})) for name in users}
-        for seat in self._seats.values():
-            seat.state, seat.why = "expected", ""
+        self._clients = {name: ClientStatus(**known.get(name, {})) for name in users}
+        for client in self._clients.values():
+            client.state, client.why = "expected", ""
         self._written = 0.0
         self._write()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event."""
-        if (seat := self._seats.get(event.get("user", ""))) is not None:
-            self._take(seat, event)
+        if (client := self._clients.get(event.get("user", ""))) is not None:
+            self._take(client, event)
         if event["event"] == "round":
             self._round = event["round"]
             for name, loss in event["train_loss_nats"].items():
-                self._seats[name].train_loss_nats = loss
+                self._clients[name].train_loss_nats = loss
         elif event["event"] == "privacy":
             self._privacy = {key: event[key] for key in ("epsilon", "delta")}
-            for name, seat in self._seats.items():
-                seat.epsilon = event.get("users", {}).get(name, event["epsilon"])
+            for name, client in self._clients.items():
+                client.epsilon = event.get("users", {}).get(name, event["epsilon"])
         elif event["event"] == "aggregation":
             for name, share in event.get("counted", {}).items():
-                self._seats[name].counted = share
+                self._clients[name].counted = share
         elif event["event"] == "evaluation":
             for name, scores in event["users"].items():
-                key, self._seats[name].test = next(iter(scores.items()))
+                key, self._clients[name].test = next(iter(scores.items()))
                 self._measure = key.removeprefix("test_")
         if event["event"] != "step" or time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
 
-    def _take(self, seat: Seat, event: Mapping[str, Any]) -> None:
-        seat.state, seat.why = "away" if event["event"] == "failed" else "here", event.get("reason", "")
-        if seat.state == "here":
-            seat.seen = time.time()
+    def _take(self, client: ClientStatus, event: Mapping[str, Any]) -> None:
+        client.state, client.why = "away" if event["event"] == "failed" else "here", event.get("reason", "")
+        if client.state == "here":
+            client.seen = time.time()
         if event["event"] == "step":
-            seat.round = min(event["round"], self._rounds)  # what ends a run comes after its last round
-            seat.upload_bytes += event["upload_bytes"]
-            seat.download_bytes += event["download_bytes"]
+            client.round = min(event["round"], self._rounds)  # what ends a run comes after its last round
+            client.upload_bytes += event["upload_bytes"]
+            client.download_bytes += event["download_bytes"]
 
     def _known(self) -> dict[str, Any]:
         try:
             users = json.loads(self._path.read_text(encoding="utf-8"))["users"]
-            return {name: asdict(Seat(**one)) for name, one in users.items()}
+            return {name: asdict(ClientStatus(**one)) for name, one in users.items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return {}  # it only tells people; nothing is computed from it
 
     def _write(self) -> None:
-        seats = {name: asdict(seat) for name, seat in self._seats.items()}
-        content = {"round": self._round, "rounds": self._rounds, "measure": self._measure, "users": seats}
+        clients = {name: asdict(client) for name, client in self._clients.items()}
+        content = {"round": self._round, "rounds": self._rounds, "measure": self._measure, "users": clients}
         content |= {"privacy": self._privacy} if self._privacy else {}
         write_json(self._path, content)
         self._written = time.monotonic()
@@ -137,7 +137,7 @@ class Plan:
     recipe: Recipe
     users: tuple[str, ...]
     settings: dict[str, Any]
-    patience: Patience = field(default_factory=Patience)
+    network: NetworkSection = field(default_factory=NetworkSection)
 
 
 def coordinate(
@@ -161,61 +161,60 @@ def coordinate(
     base = Given(date=recorded_date(folder) if resume else "").load_base(plan.recipe) if kind.needs_base else None
     settings = plan.settings | ({} if base is None else kind.settings(kind.reopened(base, (), plan.settings)))
     public = public_part(plan.recipe, plan.users, settings, base)
-    house = build_house(public, public.whole_recipe(), base)
+    context = ServerContext.of(public, base)
     inputs = Inputs(
-        kind=house.materials.kind.name,
+        kind=context.data.kind.name,
         base=public.base,
         tokenizer=public.tokenizer,
         users={name: UserInputs(counts={}, digests=dict.fromkeys(SPLITS, "")) for name in plan.users},
         settings=settings,
     )
-    pooled = house.method.placement.pooled
-    opening = open_folder(folder, house.recipe, inputs, resume=resume, force=force, pooled=pooled)
-    with opening, own_errors(house.method):
-        return _run(public, house, plan, channel, folder, observers)
+    pooled = context.method.placement.pooled
+    opening = open_folder(folder, context.recipe, inputs, resume=resume, force=force, pooled=pooled)
+    with opening, own_errors(context.method):
+        return _run(public, context, plan, channel, folder, observers)
 
 
 def _run(
-    public: Public, house: House, plan: Plan, channel: Channel, folder: Path, observers: Sequence[Observer]
+    public: Public, context: ServerContext, plan: Plan, channel: Channel, folder: Path, observers: Sequence[Observer]
 ) -> dict[str, Any]:
     run, known = _named(folder, public)
     newest = list_checkpoints(folder)[-1:] if known else []
     progress = read_progress(newest[0]) if newest else None
     path, ending = folder / "events.jsonl", _is_ending(folder)
     log = EventLog(path, keep_bytes=path.stat().st_size if ending else progress.events_bytes if progress else 0)
-    rounds = house.plan.training.rounds if house.method.trains else 0
     evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
-    sinks = [log, Board(folder, plan.users, rounds), evaluations, *observers]
+    sinks = [log, StatusFile(folder, plan.users, context.planned_rounds), evaluations, *observers]
 
     def observe(event: dict[str, Any]) -> None:
         for sink in sinks:
             sink(event)
 
     try:
-        coordinator = new_coordinator(run, public, house, channel, observe, plan.patience)
-        keep_key(folder, *coordinator.server.mechanisms, anew=not known, begun=progress is not None)
+        session = start_session(run, public, context, channel, observe, plan.network)
+        keep_key(folder, *session.server.mechanisms, anew=not known, begun=progress is not None)
         if progress is not None:
-            _restore(coordinator, newest[0], progress)
-        coordinator.join()
+            _restore(session, newest[0], progress)
+        session.join()
         if progress is None:
-            _settle(coordinator)
+            _resolve_eval_interval(session)
         if log.size_bytes == 0 or progress is None:
-            started = start_event(house.plan, coordinator.model.name, _amounts(coordinator))
-            observe(started | _skipped_rows(coordinator))
+            started = start_event(context.plan, session.model.name, _amounts(session))
+            observe(started | _skipped_rows(session))
 
         start = progress.round if progress else 0
-        backend = NetworkBackend(coordinator, stopped_after=start if progress and progress.stopped else None)
+        backend = NetworkBackend(session, stopped_after=start if progress and progress.stopped else None)
 
         def save(done: int, clock: Clock) -> None:
             log.to_disk()
-            _save(coordinator, folder, done, log.size_bytes, stopped=backend.stopped_after is not None)
+            _save(session, folder, done, log.size_bytes, stopped=backend.stopped_after is not None)
 
         if not ending:
-            clock = coordinator.clock
+            clock = session.clock
             told = run_rounds(backend, observe=observe, checkpoint=save, first_round=start, clock=clock)
             metrics = backend.summarise(told).as_dict()
-            metrics |= _skipped_rows(coordinator) | coordinator.server.metrics
-            metrics |= outcome_warnings(house.method, evaluations, metrics)
+            metrics |= _skipped_rows(session) | session.server.metrics
+            metrics |= outcome_warnings(context.method, evaluations, metrics)
             if untold := [name for name in plan.users if name not in metrics["users"]]:
                 metrics["untold"] = untold
             observe(end_event(metrics))
@@ -223,7 +222,7 @@ def _run(
             _write_down(folder, run, public, ending=True)
             write_json(folder / "metrics.json", metrics)
         metrics = read_metrics(folder)
-        coordinator.end(metrics["rounds"])
+        session.end(metrics["rounds"])
         _write_down(folder, run, public)
     finally:
         log.close()
@@ -260,80 +259,81 @@ def _write_down(folder: Path, run: str, public: Public, *, ending: bool = False)
     write_json(folder / FEDERATION, {"run": run, "public": public.as_dict(), **({_ENDING: True} if ending else {})})
 
 
-def _settle(coordinator: Coordinator) -> None:
+def _resolve_eval_interval(session: ServerSession) -> None:
     """Find out how often users evaluate, as :mod:`comingle.training.rounds` does; those who tell stand for all."""
-    plan, users = coordinator.house.plan, len(coordinator.public.users)
-    told = [one["works"] for one in coordinator.joined.values() if one.get("works", (0, 0))[0]]
-    if plan.evaluation.every == AUTO and coordinator.house.method.trains and told:
+    plan, users = session.context.plan, len(session.public.users)
+    told = [one["works"] for one in session.joined.values() if one.get("works", (0, 0))[0]]
+    if plan.evaluation.every == AUTO and session.context.method.trains and told:
         trained, scored = map(sum, zip(*told, strict=True))
         evaluated = min(plan.evaluation.users or users, users)
         amounts = [len(told), trained, scored * evaluated // len(told)]
-        _evaluate_every(coordinator, period(plan, amounts, users))
+        _evaluate_every(session, period(plan, amounts, users))
 
 
-def _evaluate_every(coordinator: Coordinator, rounds: int) -> None:
-    plan = coordinator.house.plan.updated("evaluation", every=rounds)
-    coordinator.house = replace(coordinator.house, plan=plan)
+def _evaluate_every(session: ServerSession, rounds: int) -> None:
+    plan = session.context.plan.updated("evaluation", every=rounds)
+    session.context = replace(session.context, plan=plan)
 
 
-def _amounts(coordinator: Coordinator) -> dict[str, dict[str, Any]]:
+def _amounts(session: ServerSession) -> dict[str, dict[str, Any]]:
     """How much everybody has, of those who tell."""
-    joined = coordinator.joined
-    return {name: dict(joined.get(name, {}).get("amounts", {})) for name in coordinator.public.users}
+    joined = session.joined
+    return {name: dict(joined.get(name, {}).get("amounts", {})) for name in session.public.users}
 
 
-def _skipped_rows(coordinator: Coordinator) -> dict[str, int]:
+def _skipped_rows(session: ServerSession) -> dict[str, int]:
     """Return the number of rows that clients left out, of those that tell it; empty where there are none."""
-    rows = sum(one.get("skipped_rows", 0) for one in coordinator.joined.values())
+    rows = sum(one.get("skipped_rows", 0) for one in session.joined.values())
     return {"skipped_rows": rows} if rows else {}
 
 
 # ---------------------------------------------------------------- the server's own state
 
 
-def _save(coordinator: Coordinator, folder: Path, done: int, events_bytes: int, *, stopped: bool) -> None:
-    public, counted = coordinator.public, {"clock": coordinator.clock, "events_bytes": events_bytes}
+def _save(session: ServerSession, folder: Path, done: int, events_bytes: int, *, stopped: bool) -> None:
+    public, counted = session.public, {"clock": session.clock, "events_bytes": events_bytes}
     progress = progress_of(done, public.digest, public.users, stopped=stopped, **counted)
-    kept = coordinator.server.state | _own_tensors(coordinator)
-    save_checkpoint(folder, coordinator.model.layout, _no_rows(coordinator), kept, progress)
+    kept = session.server.state | _own_tensors(session)
+    save_checkpoint(folder, session.model.layout, _no_rows(session), kept, progress)
     prune_checkpoints(folder, KEPT)
 
 
-def _own_tensors(coordinator: Coordinator) -> Tree:
-    names, said = coordinator.public.users, coordinator.verdicts
+def _own_tensors(session: ServerSession) -> Tree:
+    clients = list(session.clients.values())
+    verdicts = [client.verdict for client in clients]
     numbers = {
-        "serials": [coordinator.serials[name] for name in names],
-        "versions": [coordinator.versions[name] + 1 for name in names],  # counts, which are never negative
-        "verdicts": [1 + int(said[name].tensors[LOWEST]) if name in said else 0 for name in names],
-        "verdict_rounds": [said[name].version if name in said else 0 for name in names],
-        "local_steps": coordinator.local_steps,
-        "best_round": coordinator.best_round,
-        "evaluate_every": coordinator.house.plan.period,
+        "serials": [client.serial for client in clients],
+        "versions": [client.version + 1 for client in clients],  # counts, which are never negative
+        "verdicts": [1 + int(verdict.tensors[LOWEST]) if verdict else 0 for verdict in verdicts],
+        "verdict_rounds": [verdict.version if verdict else 0 for verdict in verdicts],
+        "local_steps": session.local_steps,
+        "best_round": session.best_round,
+        "evaluate_every": session.context.plan.period,
     }
     return {_OWN + name: torch.tensor(value) for name, value in numbers.items()}
 
 
-def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> None:
-    server, names = coordinator.server, coordinator.public.users
-    like = server.state | _own_tensors(coordinator)
-    _, kept = load_checkpoint(checkpoint, coordinator.model.layout, _no_rows(coordinator), like)
+def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> None:
+    server, names = session.server, session.public.users
+    like = server.state | _own_tensors(session)
+    _, kept = load_checkpoint(checkpoint, session.model.layout, _no_rows(session), like)
     own = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
     server.restore(kept)
-    if progress.round < coordinator.house.plan.training.rounds and not progress.stopped:
+    if progress.round < session.context.plan.training.rounds and not progress.stopped:
         # The round after it may have been published, and will be again, perhaps with other participants.
         server.charge(range(len(names)))
-    coordinator.serials = dict(zip(names, own["serials"].tolist(), strict=True))
-    coordinator.versions = dict(zip(names, (own["versions"] - 1).tolist(), strict=True))
-    coordinator.local_steps, coordinator.best_round = int(own["local_steps"]), int(own["best_round"])
-    _evaluate_every(coordinator, int(own["evaluate_every"]))
-    said = zip(names, own["verdicts"].tolist(), own["verdict_rounds"].tolist(), strict=True)
-    coordinator.verdicts = {name: verdict([name], done, lowest=flag > 1) for name, flag, done in said if flag}
-    coordinator.clock = progress.clock
+    session.local_steps, session.best_round = int(own["local_steps"]), int(own["best_round"])
+    _evaluate_every(session, int(own["evaluate_every"]))
+    of_clients = (own[name].tolist() for name in ("serials", "versions", "verdicts", "verdict_rounds"))
+    for (name, client), serial, version, flag, done in zip(session.clients.items(), *of_clients, strict=True):
+        client.serial, client.version = serial, version - 1
+        client.verdict = verdict([name], done, lowest=flag > 1) if flag else None
+    session.clock = progress.clock
 
 
-def _no_rows(coordinator: Coordinator) -> State:
+def _no_rows(session: ServerSession) -> State:
     """The server has no user's row."""
-    layout = coordinator.model.layout
+    layout = session.model.layout
     nothing = torch.zeros(0, layout.columns, dtype=torch.bool)
     return initial_state(
         layout,

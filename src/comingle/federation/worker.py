@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from comingle.federation.client import Node
+from comingle.federation.client import Client
 from comingle.federation.files import load_participant
 from comingle.federation.flower.worker import UNFIT, User, main
 from comingle.methods.user_files import load_files_of_command
@@ -30,7 +30,7 @@ def load(user: User) -> Callable[[bytes], bytes]:
     except (RecipeError, PluginError) as error:
         _refuse(user, str(error))
         raise
-    return Node(user.state, participant.own, say=_say, refuse=lambda line: _refuse(user, line)).handle
+    return Client(user.state, participant.own, say=_say, refuse=lambda line: _refuse(user, line)).handle
 
 
 def _refuse(user: User, line: str) -> None:

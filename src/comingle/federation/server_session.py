@@ -1,0 +1,549 @@
+"""The server's session with its clients: which client gets which task, and how long the server waits for answers.
+
+The rounds are those of :func:`comingle.training.rounds.run_rounds`; messages are wrapped in tasks
+(:mod:`comingle.federation.messages`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from comingle.config.settings import Count, Positive, Section
+from comingle.federation.flower.channel import Channel
+from comingle.federation.messages import Answer, Task, check_told, unpack_answer
+from comingle.federation.public import Public, ServerContext
+from comingle.models.model import Model
+from comingle.protocol.messages import Download
+from comingle.protocol.wire import pack
+from comingle.training.evaluation import Clock
+from comingle.training.events import AN_EVENT, Observer
+from comingle.training.server import ServerHalf, start_server
+from comingle.utils.errors import MessageError, RunError
+
+
+class NetworkSection(Section):
+    """How long the server waits for clients, in seconds, for how many, and how much data it accepts of each.
+
+    A round ends when all clients with a task have answered, or after ``round_timeout`` if ``min_participants`` have;
+    with fewer the run ends and can be resumed. ``join_timeout`` bounds the wait for all clients before the first round.
+    ``max_samples`` is the largest number of samples or conversations of a user.
+    """
+
+    min_participants: Count = 1
+    round_timeout: Positive = 3600.0
+    join_timeout: Positive = 300.0
+    max_samples: Count = 1_000_000
+
+
+logger = logging.getLogger("comingle")
+
+_JOIN = ("join",)
+END_SECONDS = 60.0
+"""How long the server waits for clients to acknowledge the end of the run."""
+RETRY_SECONDS = 1.0
+"""Pause before a client that failed, or is absent, gets its task again."""
+_REFUSED_SECONDS = 5.0
+"""Pause before a client that refused to join is asked again, while too few have joined."""
+_REMIND_SECONDS, _REMINDER_SECONDS = 60.0, 10.0
+"""Interval of further join tasks for a connected client whose join timed out, and how long a round waits for each."""
+_LOADING_TIMEOUTS = 10
+"""Connected clients that are still loading are waited for up to so many times ``join_timeout``."""
+_REASONS = 3
+
+
+@dataclass(kw_only=True)
+class ClientSession:
+    """The server's record of one client: its place in the run, and whether it takes part.
+
+    Args:
+        serial: Number of the last task that it has answered.
+        version: Version of the server's state that it has downloaded.
+        verdict: Judgement on validation losses that it has not received yet.
+        joined: Values that it reported when it joined; None before it joins and after it refuses a task.
+        examples: Number of its examples, where each of them is protected; None before it joins.
+        refusal: Why it does not join; empty if it does.
+        is_present: It was connected when the channel was last asked.
+        is_away: The server waited for it in vain, and does not wait again until it reconnects or joins.
+        join_asked: When it got its first join task since it connected, in seconds of the monotonic clock.
+        join_reminded: When it last got another join task after the first one failed, on the same clock.
+    """
+
+    serial: int = 0
+    version: int = 0
+    verdict: Download | None = None
+    joined: Mapping[str, Any] | None = None
+    examples: int | None = None
+    refusal: str = ""
+    is_present: bool = False
+    is_away: bool = False
+    join_asked: float | None = None
+    join_reminded: float | None = None
+
+    def reset_join(self) -> None:
+        """Discard refusals and times of earlier attempts to join."""
+        self.refusal, self.join_asked, self.join_reminded = "", None, None
+
+
+@dataclass(kw_only=True)
+class ServerSession:
+    """A server and its clients on other machines.
+
+    Args:
+        run: Name by which clients know the run.
+        public: Public part of the federation.
+        context: Recipe, method and settings.
+        model: The model of all users.
+        server: Holds and aggregates the shared state.
+        channel: Moves bytes to clients and back.
+        observe: Takes events.
+        network: Section of the server's file.
+        clock: Counts time and bytes.
+        clients: Sessions by name of the user, in the order of the users.
+        local_steps: Largest number of local steps that a client takes in a round.
+        best_round: Number of rounds after which the mean validation loss was lowest.
+    """
+
+    run: str
+    public: Public
+    context: ServerContext
+    model: Model
+    server: ServerHalf
+    channel: Channel
+    observe: Observer
+    network: NetworkSection = field(default_factory=NetworkSection)
+    clock: Clock = field(default_factory=Clock)
+    clients: dict[str, ClientSession] = field(default_factory=dict)
+    local_steps: int = 0
+    best_round: int = 0
+
+    @property
+    def first_version(self) -> int:
+        """Version of a client that has not downloaded anything."""
+        return -1 if self.context.method.server.first_download else 0
+
+    def largest_rank(self, name: str) -> int:
+        """Return the LoRA rank with which a user begins; a method may reduce it."""
+        ranks = self.model.ranks.expand(len(self.public.users))
+        return int(ranks[self.public.users.index(name)])
+
+    @property
+    def joined(self) -> dict[str, Mapping[str, Any]]:
+        """Values that clients reported when they joined, by name."""
+        return {name: client.joined for name, client in self.clients.items() if client.joined is not None}
+
+    # ---------------------------------------------------------------- tasks
+
+    def join(self) -> None:
+        """Send all clients the public part of the federation; wait for all of them to join, or for enough.
+
+        ``network.join_timeout`` counts from the last client that connected or joined. Connected clients that are still
+        loading are waited for beyond that. A client that refuses is waited for only while too few have joined.
+
+        Raises:
+            RunError: Too few take part; says why.
+        """
+        TaskQueue(self, self.public.users, self.network.join_timeout).run()
+        if (count := len(self.joined)) < self.network.min_participants:
+            there = f"{count} of {len(self.public.users)} users have joined"
+            waits = f"network.join_timeout is {self.network.join_timeout:g} s"
+            refusals = [client.refusal for client in self.clients.values() if client.refusal]
+            reasons = "".join(f"; {why}" for why in refusals[:_REASONS])
+            raise RunError(f"{there}; needed: {self.network.min_participants}; {waits}{reasons}")
+
+    def end(self, rounds: int) -> None:
+        """Tell all clients that the federation is over, once the server has written its results."""
+        self.ask(dict.fromkeys(self.public.users, ("end",)), rounds, seconds=END_SECONDS)
+
+    def ask(
+        self,
+        steps: Mapping[str, Sequence[str]],
+        number: int,
+        *,
+        about: Mapping[str, Any] | None = None,
+        seconds: float | None = None,
+        messages: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> dict[str, Answer]:
+        """Send clients a task each and return the answers that arrive in time.
+
+        Args:
+            steps: Steps of each client's task. Steps that need the newest download begin with "receive".
+            number: The round to train, from 0, or the number of rounds that are done.
+            about: Other values for the tasks.
+            seconds: Timeout; ``network.round_timeout`` by default.
+            messages: Messages that other steps than "receive" need, by name.
+        """
+
+        def task_of(name: str) -> Task:
+            more = [messages[name]] if name in messages else []
+            return self._with_messages(name, steps[name], number, about or {}, more)
+
+        queue = TaskQueue(self, list(steps), self.network.round_timeout if seconds is None else seconds, task_of)
+        answers = queue.run()
+        for name, answer in answers.items():
+            task, client = queue.tasks[name], self.clients[name]
+            client.serial = task.serial
+            if "receive" in task.todo:
+                client.version = self.server.version
+            if "hear" in task.todo:
+                client.verdict = None
+            self.clock.download_bytes += _message_bytes(task)
+            self.clock.upload_bytes += _message_bytes(answer)
+        return answers
+
+    def _with_messages(
+        self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any], more: Sequence[bytes]
+    ) -> Task:
+        messages, steps = list(more), list(todo)
+        if "receive" in steps:
+            if self._is_stale(name):
+                messages.insert(0, pack(self.server.download([name])))
+            else:
+                steps.remove("receive")
+        if (verdict := self.clients[name].verdict) is not None:
+            messages.insert(0, pack(verdict))
+            steps.insert(0, "hear")
+        serial = self.clients[name].serial + 1
+        return self._task(name, tuple(steps), serial, number=number, about=about, messages=tuple(messages))
+
+    def _is_stale(self, name: str) -> bool:
+        shares = bool(self.model.layout.mask(self.context.method.shared).any())
+        if not shares or self.clients[name].version >= self.server.version:
+            return False
+        return bool(self.server.answers([name]))
+
+    def join_task(self, name: str) -> Task:
+        """Return the task that tells a client what the federation is about."""
+        return self._task(name, _JOIN, 0, about={"public": self.public.as_dict()})
+
+    def _task(
+        self,
+        name: str,
+        todo: tuple[str, ...],
+        serial: int,
+        *,
+        number: int = 0,
+        about: Mapping[str, Any],
+        messages: tuple[bytes, ...] = (),
+    ) -> Task:
+        about = {**about, "local_steps": self.local_steps} if self.local_steps else about
+        return Task(run=self.run, serial=serial, user=name, todo=todo, round=number, about=about, messages=messages)
+
+    # ---------------------------------------------------------------- answers
+
+    def read_answer(self, name: str, task: Task, got: bytes | str) -> Answer | str:
+        """Return a client's answer to a task, or one line that says what is wrong with it."""
+        if isinstance(got, str):
+            return got
+        try:
+            answer = unpack_answer(got)
+            answer = replace(answer, told=check_told(answer.told))
+            if task.todo == _JOIN and not answer.refused:
+                self.context.check_steps(int(answer.told.get("steps", 1)), self.network.max_samples)
+        except MessageError as error:
+            return str(error)
+        if (answer.run, answer.serial, answer.user) != (task.run, task.serial, name):
+            of, user = answer.run[:70], answer.user[:70]
+            return f"answers task {answer.serial} of run {of!r} as {user!r}; asked was task {task.serial}"
+        return answer
+
+    def welcome(self, name: str, told: Mapping[str, Any]) -> None:
+        """Record a client that has joined; if it has lost or repeated tasks, continue from its own last one."""
+        client = self.clients[name]
+        client.joined, client.examples = told, int(told.get("examples", 0))
+        self.observe({"event": "joined", "user": name})
+        steps = int(told.get("steps", 1))
+        if not any(one.serial for one in self.clients.values()):
+            self.local_steps = max(self.local_steps, steps)
+        elif steps > self.local_steps:
+            schedule = f"the schedule is of {self.local_steps}: its rates stay at their end"
+            self._note(name, f"takes {steps} steps a round, {schedule}")
+        done, was = int(told.get("done", client.serial)), client.serial
+        if done < was or was < int(told.get("back", 0)):
+            why = (
+                f"has lost what it did after task {done}" if done < was else f"has done {done} tasks and not just {was}"
+            )
+            self._note(name, f"{why}, and goes on from there")
+            client.serial, client.version = done, self.first_version
+
+    def _note(self, name: str, what: str) -> None:
+        """Log something about a client that changes the meaning of a run's numbers."""
+        logger.warning("user %r: %s", name, what)
+        self.observe({"event": "noted", "user": name, "what": what})
+
+    def log_failure(self, name: str, why: str, *, known: str | None, gone: bool = False) -> None:
+        """Log why a client failed, once for each reason.
+
+        Args:
+            name: Name of the user.
+            why: The reason.
+            known: The reason that was logged last.
+            gone: The server goes on without this client; logged as a warning in any case.
+        """
+        if gone or why != known:
+            logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why, extra=AN_EVENT)
+        if why != known:
+            self.observe({"event": "failed", "user": name, "reason": why})
+
+
+class TaskQueue:
+    """Tasks sent to several clients concurrently, and their answers until a timeout.
+
+    A client that has not joined gets a join task first, which does not delay the others.
+
+    Args:
+        session: The session.
+        users: Names of the clients.
+        seconds: The timeout.
+        task_of: Makes a client's task; None to send nothing but join tasks.
+    """
+
+    def __init__(
+        self,
+        session: ServerSession,
+        users: Sequence[str],
+        seconds: float,
+        task_of: Callable[[str], Task] | None = None,
+    ):
+        self.session, self.seconds, self.task_of = session, seconds, task_of
+        self.pending, self.tasks, self.answers = set(users), dict[str, Task](), dict[str, Answer]()
+        self._began = time.monotonic()
+        self._ends = self._began + seconds
+        self._packed: dict[str, bytes] = {}
+        self._asked: dict[str, float] = {}  # when a client got a join task of this queue
+        self._paused: dict[str, float] = {}  # until when a client that failed gets no task
+        self._failed: dict[str, str] = {}  # reasons as they were logged
+        self._reasons: dict[str, str] = {}
+
+    def run(self) -> dict[str, Answer]:
+        """Return the answers that arrive in time. A client that fails gets its task again until then."""
+        session = self.session
+        while self.pending:
+            requests = _DueRequests(self._due)
+            for name, got in session.channel.exchange(requests, timeout=self._left()):
+                self._take(name, got)
+            if self._has_just_joined():
+                continue  # a client that joined in time gets its task, even where the time is over now
+            if not self._awaited() or not self._goes_on():
+                break
+            time.sleep(RETRY_SECONDS)
+        for name in sorted(self.pending):
+            client, loading = session.clients[name], self._is_loading(name)
+            if not (client.is_away or client.refusal or loading):
+                self._fail(name, self._reasons.get(name, f"no answer in {self.seconds:g} s"), gone=True)
+            if not loading:
+                client.is_away = True
+        return self.answers
+
+    def _has_just_joined(self) -> bool:
+        """Return whether a client is present and has joined, but has not got its task."""
+        clients = [self.session.clients[name] for name in self.pending - self.tasks.keys()]
+        return self.task_of is not None and any(one.is_present and one.joined is not None for one in clients)
+
+    def _left(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
+    def _goes_on(self) -> bool:
+        """Return whether there is time for another try; extends the time for clients that are still loading."""
+        now, session = time.monotonic(), self.session
+        if self.task_of is None and now + RETRY_SECONDS > self._ends:
+            loading = {name for name in self._asked.keys() & self.pending if session.clients[name].is_present}
+            loading -= self._failed.keys() | {name for name in loading if session.clients[name].refusal}
+            enough = len(session.joined) + len(loading) >= session.network.min_participants
+            if loading and enough and now < self._began + self._loading_seconds:
+                logger.warning("still waiting for %s, who have come and are loading", ", ".join(sorted(loading)))
+                self._ends = now + self.seconds
+        return now + RETRY_SECONDS <= self._ends
+
+    def _awaited(self) -> set[str]:
+        """Return the clients for whose answers the queue waits."""
+        clients, enough = self.session.clients, len(self.session.joined) >= self.session.network.min_participants
+        return {name for name in self.pending if not clients[name].is_away and not (enough and clients[name].refusal)}
+
+    # ---------------------------------------------------------------- requests
+
+    def _due(self) -> dict[str, bytes]:
+        """Return the request of each client that is present and gets a task now, or still works on its answer."""
+        session, now = self.session, time.monotonic()
+        present = set(session.channel.present())
+        came = {name for name in present & session.clients.keys() if not session.clients[name].is_present}
+        for name, client in session.clients.items():
+            client.is_present = name in present
+            if name in came or (name in present & self.pending and client.joined is not None):
+                client.is_away = False
+        for name in came & self.pending:
+            session.clients[name].reset_join()
+            self._paused.pop(name, None)
+        if came and self.task_of is None:
+            self._ends = max(self._ends, now + self.seconds)
+        return {
+            name: self._request(name)
+            for name in sorted(present & self.pending)
+            if self._paused.get(name, 0.0) <= now and (self._has_joined(name) or self._may_join(name, now))
+        }
+
+    def _has_joined(self, name: str) -> bool:
+        return self.session.clients[name].joined is not None
+
+    def _request(self, name: str) -> bytes:
+        if self.task_of is None or not self._has_joined(name):
+            if name not in self._asked:
+                self._asked[name] = time.monotonic()
+                client = self.session.clients[name]
+                client.join_asked = self._asked[name] if client.join_asked is None else client.join_asked
+                self._packed[name] = self.session.join_task(name).pack()
+        elif name not in self.tasks:
+            self.tasks[name] = self.task_of(name)
+            self._packed[name] = self.tasks[name].pack()
+        return self._packed[name]
+
+    def _may_join(self, name: str, now: float) -> bool:
+        """Return whether a client gets a join task, or its answer is waited for; a round does not wait long for it."""
+        if self.task_of is None:
+            return True
+        client = self.session.clients[name]
+        if client.is_away:
+            if name in self._asked:
+                return now - self._asked[name] <= _REMINDER_SECONDS
+            if client.join_reminded is not None and now - client.join_reminded < _REMIND_SECONDS:
+                return False
+            client.join_reminded = now
+            return True
+        if client.join_asked is None or self._is_loading(name):
+            return True
+        self._fail(name, f"has not joined in {self._loading_seconds:g} s", gone=True)
+        client.is_away, client.join_reminded = True, now
+        return False
+
+    def _is_loading(self, name: str) -> bool:
+        """Return whether a client that connected during the rounds still has time to join."""
+        client = self.session.clients[name]
+        if self.task_of is None or client.joined is not None or not client.is_present or client.join_asked is None:
+            return False
+        return time.monotonic() - client.join_asked <= self._loading_seconds
+
+    @property
+    def _loading_seconds(self) -> float:
+        return _LOADING_TIMEOUTS * self.session.network.join_timeout
+
+    # ---------------------------------------------------------------- answers
+
+    def _take(self, name: str, got: bytes | str) -> None:
+        """Take a client's reply, or the line that says why there is none."""
+        if name not in self.pending:
+            return
+        joins = name not in self.tasks
+        task = self.session.join_task(name) if joins else self.tasks[name]
+        answer = self.session.read_answer(name, task, got)
+        if isinstance(answer, str):  # the request did not arrive, or the reply did not return
+            self._reasons[name] = answer
+            if self._left():
+                self._pause(name, RETRY_SECONDS)
+                self._fail(name, answer)
+            return
+        self._failed.pop(name, None)
+        if joins:
+            self._take_join(name, task, answer)
+        elif answer.refused:
+            self.pending.discard(name)
+            self.session.clients[name].joined = None  # it gets a join task again, and reports its last task
+            self._fail(name, answer.refused, gone=True)
+        else:
+            self._finish(name, task, answer)
+
+    def _take_join(self, name: str, task: Task, answer: Answer) -> None:
+        client = self.session.clients[name]
+        if answer.refused:
+            self.session.log_failure(name, answer.refused, known=client.refusal)
+            client.refusal = answer.refused
+            self._pause(name, _REFUSED_SECONDS)
+            if self.task_of is not None:
+                self.pending.discard(name)
+                client.is_away, client.join_reminded = True, time.monotonic()
+            return
+        client.reset_join()
+        client.is_away = False
+        self.session.welcome(name, answer.told)
+        if self.task_of is None:
+            self._ends = max(self._ends, time.monotonic() + self.seconds)
+            self._finish(name, task, answer)
+
+    def _fail(self, name: str, why: str, *, gone: bool = False) -> None:
+        self.session.log_failure(name, why, known=self._failed.get(name), gone=gone)
+        self._failed[name] = why
+
+    def _finish(self, name: str, task: Task, answer: Answer) -> None:
+        self.pending.discard(name)
+        self.answers[name] = answer
+        self.session.observe(
+            {
+                "event": "step",
+                "advance": 1,
+                "round": task.round + 1,
+                "user": name,
+                "upload_bytes": _message_bytes(answer),
+                "download_bytes": _message_bytes(task),
+            }
+        )
+
+    def _pause(self, name: str, seconds: float) -> None:
+        self._paused[name] = time.monotonic() + seconds
+        self._asked.pop(name, None)
+
+
+class _DueRequests(Mapping[str, bytes]):
+    """The requests that are due, looked up again at each iteration; those that were due once stay readable."""
+
+    def __init__(self, look: Callable[[], dict[str, bytes]]):
+        self._look, self._known = look, dict[str, bytes]()
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        due = self._look()
+        self._known |= due
+        return iter(list(due))
+
+    def __len__(self) -> int:
+        return len(self._look())
+
+
+def _message_bytes(message: Task | Answer) -> int:
+    return sum(len(one) for one in message.messages)
+
+
+def start_session(
+    run: str, public: Public, context: ServerContext, channel: Channel, observe: Observer, network: NetworkSection
+) -> ServerSession:
+    """Return the session of a server before its first round.
+
+    Raises:
+        RecipeError: The method's server cannot serve such users.
+    """
+    model = context.model()
+    server = start_server(model, public.users, context.plan)
+    server.check_rounds(context.plan)
+    server.warn_of_noise(context.plan)
+    session = ServerSession(
+        run=run,
+        public=public,
+        context=context,
+        model=model,
+        server=server,
+        channel=channel,
+        observe=observe,
+        network=network,
+    )
+    session.clients = {name: ClientSession(version=session.first_version) for name in public.users}
+    clients = session.clients
+
+    def examples() -> dict[str, int]:
+        return {name: one.examples for name, one in clients.items() if one.examples is not None}
+
+    server.set_works(lambda: context.works(examples()))
+    return session
