@@ -1,16 +1,19 @@
-"""The way from ``comingle run`` to the first optimiser step is the one that docs/architecture.md describes."""
+"""Runs and uploads go the ways that docs/architecture.md describes."""
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.federation.tiny import tiny
 
 import comingle
 from comingle.cli import app
+from comingle.config import parse_recipe
 from comingle.training import cohort_state
 
 PACKAGE = Path(comingle.__file__).parent
@@ -43,3 +46,29 @@ def test_a_run_goes_the_documented_way(recipe_file: Path, tmp_path: Path, monkey
     assert documented[-1] == way[-1]
     assert {step.partition(":")[0] for step in way} == {step.partition(":")[0] for step in documented}
     assert len({step.partition(":")[0] for step in way}) <= 25
+
+
+@pytest.mark.slow
+def test_an_upload_goes_the_documented_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr")
+    from comingle.federation.launch import federate
+
+    trace = tmp_path / "trace"
+    trace.mkdir()
+    paths = [str(Path(__file__).parent / "tracing"), str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("UPLOAD_TRACE", str(trace))
+    recipe = tiny(tmp_path, "fedavg", users=1)
+    federate(parse_recipe(recipe), tmp_path / "run")
+    lines = sorted(line.split(" ", 1) for file in trace.iterdir() for line in file.read_text().splitlines())
+    steps = [step for _, step in lines]
+    way = steps[: steps.index("training/server.py: aggregate") + 1]
+    way = way[-1 - way[::-1].index("training/client.py: upload") :]
+
+    section = PAGE.read_text().partition("## From a client's upload")[2].partition("\n## ")[0]
+    documented = re.findall(r"^\| \w+ \| `(\S+: \w+)`", section, re.M)
+    remaining = iter(way)
+    assert [step for step in documented if step not in remaining] == []  # each one comes after the one before
+    files = {step.partition(":")[0] for step in documented}
+    assert {step.partition(":")[0] for step in way} == files
+    assert len(files) <= 15

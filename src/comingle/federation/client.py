@@ -1,20 +1,20 @@
-"""A client: carries out tasks and answers.
+"""A client of a federation: its session with the server, and the steps of its tasks.
 
-A task is a list of steps, done in its order:
+A task is a list of steps, carried out in order:
 
-    join       learn what the federation is about, and say whether this user can take part
-    receive    take in a download
-    hear       keep the models as they are, if the server says that they are the best so far
-    train      the local steps of a round
+    join       read the public part of the federation, and answer whether this user can take part
+    receive    apply a download
+    hear       store the current models as the best ones, if the server says that they are
+    train      take the local steps of a round
     upload     send what is shared
-    advertise  where uploads are summed behind masks: send the keys of a sum;
-    share      learn the others' keys, and send each shares of this user's secrets;
-    mask       send what is shared behind masks;
-    unmask     send the shares that take the masks off a sum of enough users
-    finish     what users do once, after the last exchange
+    advertise  secure sums: send the keys of a sum
+    share      secure sums: read the other users' keys; send each a share of this user's secrets
+    mask       secure sums: send what is shared behind masks
+    unmask     secure sums: send the shares that take the masks off a sum of enough users
+    finish     what clients do once, after the last exchange
     evaluate   score the model on the user's own test data
     choose     end with the models of the best round
-    end        the federation is over: keep the user's own model where it can be opened
+    end        the federation is over: save the user's own model
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import complete_older
 from comingle.config.settings import Terms
-from comingle.federation.client_store import MODEL, ClientStore, check_room, keep_model, run_folder
+from comingle.federation.client_store import MODEL, ClientStore, check_run_limit, run_folder, save_model
 from comingle.federation.messages import (
     Answer,
     Task,
@@ -87,38 +87,38 @@ from comingle.utils.errors import (
 from comingle.utils.inputs import DATE, INPUTS, SPLITS, Inputs, read_inputs, write_inputs
 from comingle.utils.records import PUBLIC, expand_home, told_in_one_line, write_json
 
-Message = Download | Upload | None
+Received = Download | Upload | None
 
 
-def advertise(store: ClientStore, task: Task, message: Message) -> Upload:
-    """The keys of a sum that begins."""
+def advertise(store: ClientStore, task: Task, message: Received) -> Upload:
+    """Begin a secure sum and return its keys."""
     session = store.sessions.begin(_terms(store, task), task.user)
     return keys_message(task.user, session.terms.round, session.advertise())
 
 
-def share(store: ClientStore, task: Task, message: Message) -> Upload:
-    """For each other user its shares of this one's secrets, sealed."""
+def share(store: ClientStore, task: Task, message: Received) -> Upload:
+    """Return each other user's share of this user's secrets, sealed."""
     session = _current_session(store, task)
     roster = read_roster(message, task.user, session.terms.round, session.advertise())
     return shares_message(task.user, session.terms.round, session.share(roster))
 
 
-def mask(store: ClientStore, task: Task, message: Message) -> Upload:
-    """What is shared, behind masks."""
+def mask(store: ClientStore, task: Task, message: Received) -> Upload:
+    """Return what is shared behind masks."""
     session, done = _current_session(store, task), task.round + 1
     sealed = read_sealed(message, task.user, done)
     whole = as_words(store.clients.upload([0], done, {}).tensors[VECTOR][0])
     return masked_message(task.user, done, session.mask(sealed, whole))
 
 
-def unmask(store: ClientStore, task: Task, message: Message) -> Upload:
-    """The shares that take the masks off the sum of enough users."""
+def unmask(store: ClientStore, task: Task, message: Received) -> Upload:
+    """Return the shares that take the masks off the sum of enough users."""
     session = _current_session(store, task)
     survivors = read_survivors(message, task.user, session.terms.round)
     return shares_message(task.user, session.terms.round, session.unmask(survivors))
 
 
-PARTS: dict[str, Callable[[ClientStore, Task, Message], Upload]] = {
+SUM_STEPS: dict[str, Callable[[ClientStore, Task, Received], Upload]] = {
     "advertise": advertise,
     "share": share,
     "mask": mask,
@@ -138,11 +138,16 @@ def _terms(store: ClientStore, task: Task) -> Terms:
 
 
 def open_store(folder: Path, own: Own, public: Public) -> ClientStore:
-    """The user's part of a run, as it was left.
+    """Open the user's part of a run after its last task.
+
+    Args:
+        folder: Folder of the run.
+        own: The user's settings.
+        public: Public part of the federation.
 
     Raises:
-        MessageError: server and user do not speak of the same federation; says what each has.
-        ComingleError: the user's data or base cannot be used.
+        MessageError: Server and user do not agree on the federation; says what each has.
+        ComingleError: The user's data or base cannot be used.
     """
     public.check()
     recipe = _own_recipe(own, public)
@@ -166,17 +171,17 @@ def open_store(folder: Path, own: Own, public: Public) -> ClientStore:
     begun = any((folder / "answers").glob("*.bin"))  # so something may have been released
     _check_inputs(folder, own, describe(read, recipe), begun=begun)
     keep_key(folder, *clients.mechanisms, begun=begun)
-    store.tidy()
-    store.newest()
+    store.remove_drafts()
+    store.load_newest()
     return store
 
 
 def _check_inputs(folder: Path, own: Own, now: Inputs, *, begun: bool) -> None:
-    """Whether the folder is this user's, and the data what the user has ``begun`` the run with; a new one is told both.
+    """Check that the folder is this user's and the data unchanged since the run began; record both in a new folder.
 
     Raises:
-        RunError: the folder is another user's.
-        DataError: the data is other than it was.
+        RunError: The folder is another user's.
+        DataError: The data has changed.
     """
     if not begun or not (folder / INPUTS).exists():
         return write_inputs(folder, now)
@@ -196,7 +201,7 @@ def _check_inputs(folder: Path, own: Own, now: Inputs, *, begun: bool) -> None:
 
 
 def known_public(folder: Path) -> Public | None:
-    """What the server said of a run's federation, if the user has taken part before."""
+    """Return the public part of a run's federation, if the user has joined it before."""
     path = folder / PUBLIC
     if not path.exists():
         return None
@@ -220,7 +225,7 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
 
 
 def _check_base_name(name: str) -> None:
-    """A server names no file of the user's, and does not learn which there are."""
+    """Refuse names of local files, so that a server cannot learn which ones exist."""
     if not is_public(name):
         raise MessageError(
             f"base: the server names a file or folder, {name!r}; `base` in your own file says where it is"
@@ -248,7 +253,7 @@ def _check_base(public: Public, read: RunData) -> None:
 
 
 def _check_settings(own: Own, public: Public, read: RunData) -> None:
-    """Nets fit each other where shapes and labels are the same."""
+    """Check that nets of server and user have the same shapes and labels."""
     mine = read.kind.settings(read)
     for key, value in public.settings.items():
         if key == "classes" and isinstance(value, int) and mine.get(key, value) <= value:
@@ -260,20 +265,20 @@ def _check_settings(own: Own, public: Public, read: RunData) -> None:
 logger = logging.getLogger("comingle")
 
 GONE_ON = "the server has gone on without what was sent last, which came too late or was lost; it is undone here"
-"""Said to the person at this machine; the server says the same of its side."""
+"""Shown to the user; the server shows the same of its side."""
 
 Say = Callable[[str], None]
-"""Takes a line for the person at this machine."""
+"""Takes a line to show to the user."""
 
 
 class Client:
-    """One user, with a folder for all that is private; what it knows of a run it keeps between tasks.
+    """One user's side of its session with the server.
 
     Args:
         folder: The user's state folder.
-        own: What the user says of itself.
-        say: Gets lines for the person at this machine.
-        refuse: Gets the reason where this user cannot join, and its settings have to be changed first.
+        own: The user's settings.
+        say: Called with each line to show to the user.
+        refuse: Called with the reason where this user cannot join before its settings are changed.
     """
 
     def __init__(self, folder: Path, own: Own, *, say: Say = lambda line: None, refuse: Say = lambda line: None):
@@ -282,10 +287,10 @@ class Client:
         self._run = ""
 
     def handle(self, data: bytes) -> bytes:
-        """The answer to a task; a mistake that somebody can correct is an answer too.
+        """Return the answer to a task; a task that fails is answered with the reason.
 
         Raises:
-            MessageError: no task of comingle's, or another user's.
+            MessageError: The bytes are no task, or one of another user.
         """
         task = unpack_task(data)
         check_address(task, self.own.name)
@@ -313,15 +318,15 @@ class Client:
                 f"run {task.run}: its recipe was {known.digest} when user {self.own.name!r} joined, and is "
                 f"{public.digest} now"
             )
-        check_room(self.folder, task.run, self.own.max_runs)
+        check_run_limit(self.folder, task.run, self.own.max_runs)
         store = self._enter(task.run, public)
         self.say(what_leaves(store))
         told: dict[str, Any] = {
             "unit": store.clients.feed.unit,
             "steps": store.clients.steps.local_steps,
             "done": store.serial,
-            "back": store.can_go_back_to()[0],
-            **store.counted,
+            "back": store.revertible_tasks()[0],
+            **store.public_counts,
         }
         if store.tells(self.own) in SCORES:
             told["amounts"] = amounts(store.clients.trainers[0], store.clients.feed.unit)
@@ -332,21 +337,21 @@ class Client:
 
     def _answer(self, task: Task, data: bytes) -> Answer | bytes:
         store = self._known(task.run)
-        if (answer := store.answered(task.serial, data)) is not None:
+        if (answer := store.stored_answer(task.serial, data)) is not None:
             return answer
         check_task(task, store.clients.plan, TaskRunner.STEPS, counted=counts_samples(store.recipe))
         if task.serial <= store.serial:  # the server has not counted what was done, and asks for something else
             self.say(GONE_ON)
-            store.go_back_to(task.serial - 1)
+            store.revert_to(task.serial - 1)
         if task.serial != store.serial + 1:
             raise MessageError(f"task {task.serial}: user {self.own.name!r} has done {store.serial}, so the next is")
         try:
             with own_errors(store.clients.method):
-                answer = TaskRunner(store, self.own, task).done().pack()
-            store.keep(task.serial, data, answer)
+                answer = TaskRunner(store, self.own, task).run().pack()
+            store.commit(task.serial, data, answer)
             self.say(_account(store, task, answer))
         except BaseException:
-            store.forget()
+            store.revert()
             raise
         return answer
 
@@ -368,7 +373,7 @@ class Client:
 
 
 class TaskRunner:
-    """The steps of one task."""
+    """Carries out the steps of one task."""
 
     def __init__(self, store: ClientStore, own: Own, task: Task):
         self.store, self.own, self.task, self.clients = store, own, task, store.clients
@@ -379,12 +384,12 @@ class TaskRunner:
         if steps := int(task.about.get("local_steps", 0)):
             self.clients.steps.most_steps = steps
 
-    def done(self) -> Answer:
-        """Do them all.
+    def run(self) -> Answer:
+        """Carry out all steps and return the answer.
 
         Raises:
-            MessageError: a message that is not as it must be.
-            ComingleError: a step cannot be done.
+            MessageError: A message of the task fails a check.
+            ComingleError: A step fails.
         """
         started = time.perf_counter()
         for step in self.task.todo:
@@ -442,11 +447,11 @@ class TaskRunner:
         else:
             self.sent.append(data)
 
-    def _take_part(self, step: str) -> None:
-        """In a sum behind masks."""
+    def _secure_sum(self, step: str) -> None:
+        """Carry out a step of a secure sum."""
         if "left_out" not in self.told:
             message = None if step == "advertise" else unpack(self.received.pop(0))
-            self.sent.append(pack(PARTS[step](self.store, self.task, message)))
+            self.sent.append(pack(SUM_STEPS[step](self.store, self.task, message)))
 
     def _finish(self) -> None:
         finish(self.clients)
@@ -468,7 +473,7 @@ class TaskRunner:
         self.clients.choose()
 
     def _end(self) -> None:
-        keep_model(self.store, self.own, rounds=self.task.round)
+        save_model(self.store, self.own, rounds=self.task.round)
         self.store.sessions.end()
 
     STEPS: ClassVar[dict[str, Callable[[TaskRunner], None]]] = {
@@ -476,7 +481,7 @@ class TaskRunner:
         "hear": _hear,
         "train": _train,
         "upload": _upload,
-        **{step: lambda work, step=step: work._take_part(step) for step in PARTS},
+        **{step: lambda work, step=step: work._secure_sum(step) for step in SUM_STEPS},
         "finish": _finish,
         "evaluate": _evaluate,
         "choose": _choose,
@@ -485,7 +490,7 @@ class TaskRunner:
 
 
 def what_leaves(store: ClientStore) -> str:
-    """In one line what of this user leaves the machine in a round."""
+    """Return one line that says what leaves this user's machine in a round."""
     clients, method = store.clients, store.clients.method
     local = sorted(clients.model.layout.roles & method.client.trained - method.shared)
     stays = f"; {', '.join(local)}, text and optimiser state stay" if local else "; text and optimiser state stay"
@@ -498,7 +503,7 @@ def what_leaves(store: ClientStore) -> str:
 
 
 def _account(store: ClientStore, task: Task, answer: bytes) -> str:
-    """What was done, and how many bytes leave this machine for it."""
+    """Return one line that says what a task did and how many bytes leave this machine for it."""
     if "end" in task.todo:
         return f"{ENDED}; {store.folder / MODEL} is the model of user {task.user!r}"
     done = f"round {task.round + 1}" if "train" in task.todo else ", ".join(task.todo)
@@ -516,7 +521,7 @@ _PRIVATE = {
 
 
 def _refusal(task: Task, error: Exception) -> Answer:
-    """What the server is told: why, if it is about what it has sent; of what is the user's own nothing is quoted."""
+    """Return the answer to a task that failed; of the reason, nothing of the user's own is quoted."""
     kind = type(error).__name__
     own = f"user {task.user!r}: {_PRIVATE.get(kind, 'something went wrong')}; it says on its own machine what is wrong"
     told = {"refused": str(error) if isinstance(error, MessageError) else own, "kind": kind}

@@ -1,12 +1,12 @@
 """A client's private state on disk.
 
-What is written here is never undone with the tasks that wrote it. A server that begins a round again, with other users
-or other models, gets either the bytes that it had, or keys that nothing was ever masked with; and nothing any more of a
-round whose sum this user has helped to unmask.
+A run has the folder ``STATE/run-RUN/`` with ``public.json`` (the public part of the federation), ``checkpoints/`` (the
+user's tensors after each of its last tasks) and ``answers/``. A task that arrives again gets the stored answer and is
+not carried out again. A task that the server did not count is reverted when another one of the same number arrives.
 
-Everything lies in ``STATE/run-RUN/``: ``public.json`` (what the server said of the federation), ``checkpoints/`` (the
-user's tensors after each of its last tasks) and ``answers/`` (what it answered). A task that was done once is answered
-again without being done again; one that the server did not count is undone by the next of the same number.
+Reverting a task does not revert its records of secure sums and of privacy. A server that repeats a round, with other
+users or models, gets either the same bytes or keys that have masked nothing, and nothing of a round whose sum this user
+has helped to unmask.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from comingle.utils.inputs import write_inputs
 from comingle.utils.records import DRAFT, told_in_one_line, write_bytes, write_json, write_text
 
 SECURE = "secure.json"
-"""The file, in the folder of a run."""
+"""Name of the file of secure sums in the folder of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions:
-    """The sums of a run; ``folder`` is the user's alone."""
+    """Secure sums of a run, stored in a folder that only the user can read."""
 
     folder: Path
 
     def begin(self, terms: Terms, name: str) -> Session:
-        """A sum with new keys; the one before is forgotten.
+        """Begin a sum with new keys and discard the one before.
 
         Raises:
-            MessageError: the round's sum is known already, or that of a later one.
+            MessageError: The sum of this round, or of a later one, has been unmasked.
         """
         if terms.round <= (known := self._read()["unmasked"]):
             raise MessageError(
@@ -67,10 +67,10 @@ class Sessions:
         return Session(terms=terms, name=name, seed=secrets.token_bytes(KEY), save=self._save)
 
     def current(self, terms: Terms) -> Session:
-        """The sum that has begun.
+        """Return the sum that has begun.
 
         Raises:
-            MessageError: it is another, or there is none.
+            MessageError: It is of another round, or there is none.
         """
         record = self._read()["session"]
         if record is None or (session := Session.of(record, self._save)).terms != terms:
@@ -78,7 +78,7 @@ class Sessions:
         return session
 
     def end(self) -> None:
-        """Forget all secrets, for good."""
+        """Delete all secrets."""
         if self._path.exists():
             write_text(self._path, json.dumps({**self._read(), "session": None}), private=True)
 
@@ -96,7 +96,7 @@ class Sessions:
             raise RunError(f"{self._path}: damaged; nobody can say what was masked, so the run cannot go on") from None
 
     def _save(self, record: Record) -> None:
-        """On disk before anything of it leaves."""
+        """Write the record; called before anything of it is sent."""
         was = self._read()["unmasked"]
         unmasked = record["terms"]["round"] if "unmask" in record["done"] else 0
         with told_in_one_line(self.folder):
@@ -107,58 +107,66 @@ class Sessions:
 logger = logging.getLogger("comingle")
 
 LEDGER = "privacy.json"
-"""Every upload, or round of steps, with noise of the user's own that was ever made in a run, and the epsilon of all."""
+"""File of all uploads, or rounds of steps, with the user's own noise in a run, and of the epsilon spent."""
 KEPT, KEPT_OF_SUMS = 4, 7
-"""So many tasks can be undone, or answered again: more than the server asks for between two of its checkpoints. A sum
-behind masks takes three more."""
+"""Numbers of tasks that can be reverted or answered again, without and with secure sums, which take three more tasks a
+round: more than there are between two checkpoints of the server."""
 
 
 @dataclass(kw_only=True)
 class ClientStore:
-    """``serial`` is the number of the last task that was done."""
+    """One user's part of a run, in memory and on disk.
+
+    Args:
+        folder: Folder of the run.
+        public: Public part of the federation.
+        recipe: The user's own recipe.
+        read: The user's own data, and the base.
+        clients: The client group that trains the user.
+        first: State before the first task.
+        serial: Number of the last task that was carried out.
+    """
 
     folder: Path
     public: Public
     recipe: Recipe
     read: RunData
-    """The user's own data, and the base."""
     clients: Clients
     first: State
-    """What the user had before its first task."""
     serial: int = 0
 
     @property
     def sessions(self) -> Sessions:
-        """The user's sums with others."""
+        """Secure sums with other users."""
         return Sessions(folder=self.folder)
 
     # ---------------------------------------------------------------- answers
 
     @property
-    def keeps(self) -> int:
-        """How many tasks can be undone."""
+    def num_revertible(self) -> int:
+        """Number of tasks that can be reverted."""
         return KEPT if self.clients.plan.sums is None else KEPT_OF_SUMS
 
-    def answered(self, serial: int, task: bytes) -> bytes | None:
-        """What was answered to this very task, if it was done."""
+    def stored_answer(self, serial: int, task: bytes) -> bytes | None:
+        """Return the answer to this very task, if it was carried out."""
         if serial > self.serial:
             return None
         path = self._answer(serial, task)
         answer = path.read_bytes() if path.exists() else None
         return answer if answer is not None and _is_whole(answer) else None
 
-    def can_go_back_to(self) -> list[int]:
-        """After which tasks the state is still known; that of the beginning is no more once much has been done."""
+    def revertible_tasks(self) -> list[int]:
+        """Return the tasks after which the state is still stored; 0 is the beginning."""
         known = [_number(folder) for folder in list_checkpoints(self.folder)]
-        return [number for number in (0, *known) if 0 <= self.serial - number <= self.keeps] or [self.serial]
+        return [number for number in (0, *known) if 0 <= self.serial - number <= self.num_revertible] or [self.serial]
 
-    def go_back_to(self, serial: int) -> None:
-        """Undo what was done after a task.
+    def revert_to(self, serial: int) -> None:
+        """Restore the state after a task and discard later ones.
 
         Raises:
-            MessageError: that is not kept any more.
+            MessageError: That state is not stored any more.
         """
-        if serial not in (back := self.can_go_back_to()):
+        if serial not in (back := self.revertible_tasks()):
             raise MessageError(
                 f"task {serial + 1}: another than was done; user {self.clients.users[0].name!r} can go back to what it "
                 f"had after task {', '.join(map(str, back))}"
@@ -170,43 +178,43 @@ class ClientStore:
         for number, folder in known.items():
             if number > serial:
                 folder.rename(folder.with_name(f".{folder.name}.undone"))
-        prune_checkpoints(self.folder, self.keeps)
+        prune_checkpoints(self.folder, self.num_revertible)
         self._restore(known.get(serial))
         self.serial = serial
 
-    def keep(self, serial: int, task: bytes, answer: bytes) -> None:
-        """The state after a task, and what it is answered with; both or neither, whatever happens.
+    def commit(self, serial: int, task: bytes, answer: bytes) -> None:
+        """Store the answer to a task and the state after it; both or neither, whatever happens.
 
         Raises:
-            RunError: the disk does not take it; the state of before stays.
+            RunError: The disk is full; the state before stays.
         """
         with told_in_one_line(self.folder):
             write_bytes(self._answer(serial, task), answer)
         progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
         save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, {}, progress)
         self.serial = serial
-        prune_checkpoints(self.folder, self.keeps)
+        prune_checkpoints(self.folder, self.num_revertible)
         for path in (self.folder / "answers").glob("*.bin"):
             number = int(path.name.partition("-")[0])
             # Another of this number is of who was killed before the state was kept.
             left = number == serial and path != self._answer(serial, task)
-            if left or not serial - self.keeps < number <= serial:
+            if left or not serial - self.num_revertible < number <= serial:
                 path.unlink()
 
-    def tidy(self) -> None:
-        """Remove what a process has left that was killed while it wrote."""
+    def remove_drafts(self) -> None:
+        """Remove unfinished files of a process that was killed."""
         for draft in (self.folder / "answers").glob(".*"):
             draft.unlink()
         for draft in self.folder.glob(f".*{DRAFT}"):
             draft.unlink()
-        prune_checkpoints(self.folder, self.keeps)
+        prune_checkpoints(self.folder, self.num_revertible)
 
-    def forget(self) -> None:
-        """Make the state what it was before a task that failed half way."""
-        self.go_back_to(self.serial)
+    def revert(self) -> None:
+        """Restore the state before a task that failed half way."""
+        self.revert_to(self.serial)
 
-    def newest(self) -> None:
-        """Go on from the last task that was done."""
+    def load_newest(self) -> None:
+        """Load the state after the last task."""
         folders = list_checkpoints(self.folder)
         self._restore(folders[-1] if folders else None)
         self.serial = _number(folders[-1]) if folders else 0
@@ -214,19 +222,22 @@ class ClientStore:
     # ---------------------------------------------------------------- privacy
 
     @property
-    def counted(self) -> dict[str, int]:
-        """How many examples the user has, where its epsilon follows from that: the account takes it for public."""
+    def public_counts(self) -> dict[str, int]:
+        """Number of examples, where each is protected: the epsilon depends on it, and accounting takes it as public."""
         private = self.clients.steps.private
         return {} if private is None else {"examples": private.work(self.clients.feed, 0).examples}
 
     def tells(self, own: Own) -> Tells:
-        """What the user tells of itself: with privacy nothing, unless its own file says so."""
+        """Return how much the user reports of itself: with privacy nothing, unless its own file says so."""
         return own.tells or ("scores" if self.clients.plan.privacy is None else "nothing")
 
     def note_release(self, data: bytes) -> str:
-        """Write down, before it leaves, that an upload with the user's own noise does; why it may not, if it may not.
+        """Charge an upload with the user's own noise to the privacy budget, before it is sent.
 
-        The same upload again reveals nothing new; another one for the same task does, and what it cost is not undone.
+        The same upload again costs nothing. Another one for the same task does, also where the task is reverted.
+
+        Returns:
+            Why the upload may not be sent; empty if it may.
         """
         privacy = self.clients.plan.privacy
         if privacy is None or privacy.noise_at != "upload":
@@ -237,7 +248,11 @@ class ClientStore:
         return next(filter(None, notes), "")
 
     def note_steps(self, number: int) -> str:
-        """The same, before the steps of round ``number`` are taken, where these hide the user's single examples."""
+        """Charge the local steps of a round (from 0) where they protect single examples, before they are taken.
+
+        Returns:
+            Why they may not be taken; empty if they may.
+        """
         clients = self.clients
         if (private := clients.steps.private) is None:
             return ""
@@ -286,13 +301,21 @@ def _is_whole(answer: bytes) -> bool:
 MODEL = "model"
 
 
-def keep_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
-    """Write the user's model after so many rounds; padding to the ranks and experts of others is left out.
+def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
+    """Write the user's model as a run folder of one user, without padding to the ranks and experts of others.
 
-    It is scored once more, so what is written is known to say the same.
+    The model is evaluated once more, from the tensors that are written.
+
+    Args:
+        store: The user's part of the run.
+        own: The user's settings.
+        rounds: Number of rounds after which the federation ended.
+
+    Returns:
+        The folder.
 
     Raises:
-        ComingleError: the data or the base cannot be read any more, or the disk does not take it.
+        ComingleError: The data or the base cannot be read any more, or the disk is full.
     """
     recipe = _of_one_user(store, own)
     federation = build(recipe, store.read, store="memory")
@@ -313,13 +336,13 @@ def keep_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
 
 
 def _of_one_user(store: ClientStore, own: Own) -> Recipe:
-    """The user's own recipe, with its own rank and specialists in the place of everybody's."""
+    """Return the user's own recipe, with its own rank and specialists instead of all users'."""
     number = store.public.users.index(own.name)
     return of_one_user(store.recipe, lambda values: values[number])
 
 
 def _fill(clients: Clients, of_all: Clients) -> None:
-    """A single user's state out of one that is as wide as everybody's."""
+    """Copy one user's state from a client group that is padded to the ranks and experts of all users."""
     wide, own = of_all.model.layout, clients.model.layout
     for mine, whole in zip(_matrices(clients.state), _matrices(of_all.state), strict=True):
         if mine.shape[1]:  # an optimiser may remember nothing
@@ -338,20 +361,20 @@ def _matrices(state: State) -> tuple[Tensor, ...]:
 
 
 def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Without what stands behind the user's own experts and ranks."""
+    """Cut the padding behind the user's own experts and ranks."""
     return tensor[(slice(None), *(slice(size) for size in shape))]
 
 
 def run_folder(state: Path, run: str) -> Path:
-    """Where all that is private lies of a run."""
+    """Return the folder of a run."""
     return state / f"run-{run}"
 
 
-def check_room(state: Path, run: str, most: int) -> None:
-    """Whether a run is known, or there is room for one more.
+def check_run_limit(state: Path, run: str, most: int) -> None:
+    """Check that a run is known, or that the folder may hold one more.
 
     Raises:
-        RunError: there is none; names what may be removed, of those that have ended the oldest first.
+        RunError: It may not; names the run to remove, the oldest of those that have ended if there are any.
     """
     known = sorted(state.glob("run-*"), key=lambda folder: folder.stat().st_mtime)
     if run_folder(state, run) in known or len(known) < most:
