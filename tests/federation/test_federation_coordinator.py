@@ -340,7 +340,7 @@ class Hanging(Direct):
 def test_a_worker_that_hangs_holds_up_nobody_else(step: str, tmp_path: Path) -> None:
     """Hanging in its join or in a task, Bob is missing; whoever has answered counts."""
     content, patience = tiny(tmp_path, "fedavg", users=3, training__rounds=3), NetworkSection(min_participants=2)
-    patience = replace(patience, round_timeout=2.0, join_timeout=5.0)
+    patience = patience.model_copy(update={"round_timeout": 2.0, "join_timeout": 5.0})
     plan, nodes = started(content, tmp_path / "hanging", patience)
     channel = Hanging(nodes, lambda task: step in task.todo)
     coordinate(plan, channel, tmp_path / "hanging" / "server")
