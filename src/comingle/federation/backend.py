@@ -80,10 +80,10 @@ def skip_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[s
 
 
 def _aggregate(session: ServerSession, upload: Upload) -> None:
-    """Have the server take in a round's uploads; what it makes of them is looked at before it is kept or sent.
+    """Aggregate a round's uploads, and check that the result is finite before it is stored or sent.
 
     Raises:
-        RunError: it is nothing to go on with. The checkpoint of the round before stays the newest.
+        RunError: It is not. The checkpoint of the round before stays the newest.
     """
     server = session.server
     try:
@@ -123,7 +123,7 @@ def _upload(session: ServerSession, name: str, answer: Answer, number: int) -> U
     except MessageError as error:
         log_rejection(session.observe, number, name, str(error))
         return None
-    message.reports.pop(LOSS, None)  # which not everybody tells
+    message.reports.pop(LOSS, None)  # which is optional
     return message
 
 
@@ -145,9 +145,12 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
 
 
 def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], done: int) -> list[str]:
-    """Sum uploads of round ``done`` (from 1) behind masks and aggregate the sum; return whose it is.
+    """Sum the uploads of round ``done`` (from 1) behind masks and aggregate the sum.
 
     If too few users are left, nothing is revealed, the model stays as it was, and an event says why.
+
+    Returns:
+        The users whose uploads are in the sum.
     """
     server = session.server
     assert server.sums is not None
@@ -172,17 +175,17 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
 
 @dataclass(kw_only=True)
 class _SecureSum:
-    """``revealing`` says whether users have been asked to open their shares."""
+    """A secure sum of one round; ``revealing`` once users have been asked to open their shares."""
 
     session: ServerSession
     collection: SumCollector
     revealing: bool = False
 
     def total(self, answers: Mapping[str, Answer], largest: int) -> np.ndarray:
-        """All steps.
+        """Carry out all steps and return the sum.
 
         Raises:
-            NoSumError: too few users have answered in one.
+            NoSumError: Too few users have answered in one.
         """
         server, terms, done = self.collection, self.collection.terms, self.collection.terms.round
         self._take(answers, lambda name, got: server.advertised(name, secure_client.read_keys(got, name, done)))
@@ -215,13 +218,13 @@ class _SecureSum:
         say: Callable[[str], Download],
         take: Callable[[str, Upload | Download], None],
     ) -> None:
-        """Have users do a step, and take what they answer."""
+        """Ask users for a step, and take their answers."""
         said = {name: pack(say(name)) for name in names}
         asked = dict.fromkeys(said, (step,))
         self._take(self.session.ask(asked, self.collection.terms.round - 1, messages=said), take)
 
     def _take(self, answers: Mapping[str, Answer], take: Callable[[str, Upload | Download], None]) -> None:
-        """Whatever is not as it must be is left out, in everybody's order."""
+        """Take answers in the order of the users, without those that fail a check."""
         for name in (one for one in self.session.public.users if one in answers):
             answer = answers[name]
             try:
@@ -233,7 +236,7 @@ class _SecureSum:
 
 
 RoutingMetrics = Mapping[str, Mapping[str, Any]]
-"""Metrics that users have reported, by name."""
+"""Metrics that clients have reported, by name."""
 
 
 def routing_event(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
@@ -270,15 +273,15 @@ def _mixtures(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
 
 
 Told = dict[str, Mapping[str, Any]]
-"""Metrics that users have reported, by name."""
+"""Metrics that clients have reported, by name."""
 
 
 class NetworkBackend(Backend[Told]):
-    """Users elsewhere, whom a session asks to train, and their server in this process.
+    """Backend of a federation: clients on other machines, the server in this process.
 
     Args:
-        session: Sends tasks to users and receives their answers.
-        stopped_after: Number of rounds after which the privacy budget was spent, if it was before.
+        session: Sends tasks to clients and receives their answers.
+        stopped_after: Number of rounds after which the privacy budget was spent, in a resumed run.
     """
 
     remote = True
@@ -296,15 +299,14 @@ class NetworkBackend(Backend[Told]):
 
     @property
     def rounds(self) -> int:
-        """After how many rounds the run ends: as planned, or before the privacy budget would be exceeded."""
+        """Number of rounds of the run: as planned, or until the privacy budget is spent."""
         context = self.session.context
-        planned = context.plan.training.rounds if context.method.trains else 0
-        return planned if self.stopped_after is None else self.stopped_after
+        return context.planned_rounds if self.stopped_after is None else self.stopped_after
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
         """Send events to ``observe`` and count on ``clock``; a checkpoint follows every round.
 
-        A user can go back by one task and no more.
+        A client can revert few tasks.
         """
         self.session.observe, self.session.clock = observe, clock
         return self.session.context.plan.updated("checkpoints", every=1), self.rounds

@@ -1,12 +1,12 @@
-"""The files of a federation, and a recipe split into them.
+"""The files of a federation, and the conversion of a recipe into them.
 
-The coordinator's has the keys of a recipe, but whose data is where, and
+The server's file has the keys of a recipe except data sources, and
 
-    participants: [ada, ben, cem]       who may take part
+    participants: [ada, ben, cem]       names of the users
     network: {min_participants: 2, round_timeout: 600, join_timeout: 300}
-    shapes: {...}                       of samples: what nets have to know of everybody's (see docs/federation.md)
+    shapes: {...}                       of samples: shapes and labels of nets (see docs/federation.md)
 
-A participant's has ``name``, ``data``, ``state`` and the options of :class:`comingle.federation.public.Own`.
+A client's file has ``name``, ``data``, ``state`` and the options of :class:`comingle.federation.public.Own`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from comingle.utils.records import expand_home, write_text
 
 
 class Participant(Own):
-    """A participant's file: its own part, the folder for all that is private, and how to reach the server."""
+    """A client's file: the user's own settings, the folder for private state, and how to reach the server."""
 
     state: Annotated[str, Field(min_length=1)]
     server: str | None = None
@@ -43,15 +43,15 @@ class Participant(Own):
 
     @property
     def own(self) -> Own:
-        """The part that says who it is and what it has."""
+        """The user's own settings."""
         return Own(**{name: getattr(self, name) for name in Own.model_fields})
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a coordinator's file.
+    """Read a server's file.
 
     Raises:
-        RecipeError: no such file, or something in it is wrong.
+        RecipeError: There is no such file, or a value is wrong.
     """
     content = _mapping(path)
     names = content.pop("participants", None)
@@ -79,17 +79,17 @@ def load_plan(path: Path) -> Plan:
 
 
 def save_plan(path: Path, plan: Plan) -> None:
-    """Write a coordinator's file, which :func:`load_plan` reads."""
+    """Write a server's file, which :func:`load_plan` reads."""
     content = without_data(plan.recipe) | {"participants": list(plan.users), "network": plan.network.model_dump()}
     content |= {"shapes": plan.settings} if plan.settings else {}
     write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def load_participant(path: Path, **changes: Any) -> Participant:
-    """Read a participant's file; ``changes`` come before what it says, where they are not None.
+    """Read a client's file; values of ``changes`` that are not None replace its own.
 
     Raises:
-        RecipeError: no such file, or something in it is wrong.
+        RecipeError: There is no such file, or a value is wrong.
     """
     content = _mapping(path) | {key: value for key, value in changes.items() if value is not None}
     folder = path.parent
@@ -100,7 +100,7 @@ def load_participant(path: Path, **changes: Any) -> Participant:
 
 
 def save_participant(path: Path, participant: Participant) -> None:
-    """Write a participant's file, for its owner alone."""
+    """Write a client's file, which only the user can read."""
     text = yaml.safe_dump(participant.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_text(path, text, private=True)
@@ -125,7 +125,7 @@ def _section(kind: type[Any], content: Any, where: str) -> Any:
 
 
 def _anchored(folder: Path, data: Any) -> Any:
-    """Paths relative to the file; those with a scheme, and those of a data set's hub, as they are."""
+    """Make paths relative to the file absolute; leave those with a scheme or on a hub as they are."""
     if isinstance(data, str):
         return _existing(folder, data)
     if isinstance(data, Mapping):
@@ -145,20 +145,20 @@ def _beside(folder: Path, value: str) -> str:
 
 
 def split_recipe(recipe: Recipe, network: NetworkSection | None = None) -> tuple[Plan, list[Own]]:
-    """The server's plan, and each user's own part; users are those whom the recipe names or its data set holds.
+    """Return the server's plan and each user's own settings, for the users of the recipe or of its data set.
 
     Raises:
-        RecipeError: users who are elsewhere cannot do what the recipe asks for.
-        DataError: it cannot be found out who they are.
+        RecipeError: The recipe cannot be run with clients on other machines.
+        DataError: The users' names cannot be read.
     """
     check_possible(recipe)
     kind = kind_of(recipe)
     names = kind.names_of(recipe)
     settings = {} if kind.needs_base else kind.settings(prepare(recipe))  # shapes and labels are all users' together
     plan = Plan(recipe=recipe, users=names, settings=settings, network=network or NetworkSection())
-    # Nobody takes a path from a server; on this machine it is the same for all.
+    # Clients take no path from a server; on this machine it is the same for all.
     base = recipe.base if kind.needs_base and expand_home(recipe.base).exists() else None
-    # Here one person has everybody's data, and may see how well it goes also with privacy.
+    # Here one person has all users' data, and may see all metrics also with privacy.
     return plan, [Own(name=name, data=_data(recipe, name), base=base, tells="all") for name in names]
 
 

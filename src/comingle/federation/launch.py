@@ -1,4 +1,4 @@
-"""Processes of the server and of clients, on several machines or on one."""
+"""Start servers and clients, on several machines or all on one."""
 
 from __future__ import annotations
 
@@ -45,10 +45,19 @@ def serve(
     certificates: Path | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run a coordinator's file in a run folder, from where it was; the metrics of those who let them be known.
+    """Run the server of a federation's file in a run folder, or resume it, and return its metrics.
+
+    Args:
+        file: The server's file.
+        plan: Its content.
+        folder: The run folder.
+        host: Address to listen on.
+        port: Port to listen on; 0 for a free one.
+        certificates: Folder of certificates and keys; None for loopback without TLS.
+        say: Called with each line to show to the operator.
 
     Raises:
-        ComingleError: the file, the folder or the certificates cannot be used, or too few users take part.
+        ComingleError: The file, the folder or the certificates cannot be used, or too few clients take part.
     """
     if has_ended(folder):
         raise RunError(f"{folder}: this federation has ended; --out names another folder")
@@ -112,19 +121,23 @@ def _bind_error(host: str, port: int) -> OSError | None:
 LINGER_SECONDS = 5.0
 
 SAYS = "comingle: "
-"""How the lines of a worker begin that are for people."""
+"""Prefix of lines of a worker that are shown to the user."""
 
 
 def take_part(
     file: Path | None, given: Mapping[str, Any], *, default: Path, say: Callable[[str], None], stays: bool = False
 ) -> None:
-    """Take part in a federation until it ends, or until somebody interrupts; what is ``given`` comes before the file.
+    """Run a client until its federation ends or the user interrupts it.
 
-    With ``stays`` the participant waits for the next federation when one has ended.
-    Without a file one is written to the state folder, so that the same without options goes on.
+    Args:
+        file: The client's file; without one, the options are written to ``default`` for the next start.
+        given: Options of the command, which replace those of the file.
+        default: File that is read if there is no ``file``.
+        say: Called with each line to show to the user.
+        stays: Wait for the next federation when one has ended.
 
     Raises:
-        ComingleError: something about the participant is missing or wrong, or the server refuses it.
+        ComingleError: A setting is missing or wrong, or the server refuses the client.
     """
     participant = _participant(file, given, default)
     if not participant.server:
@@ -179,10 +192,10 @@ class Ending:
         self._ended: float | None = None
 
     def __call__(self) -> bool:
-        """Say what the worker has said meanwhile.
+        """Show the worker's new lines.
 
         Raises:
-            RunError: this user cannot take part with its settings.
+            RunError: The user's settings do not fit the federation.
         """
         ended = _relay(self._words, self._say)
         reason = read_reason(self._state)
@@ -196,7 +209,7 @@ class Ending:
 
 
 def read_reason(state: Path) -> str:
-    """Return why the user of a state folder cannot take part, as its worker has found; nothing where it can."""
+    """Return why a user cannot take part, as its worker wrote to the state folder; empty if it can."""
     try:
         return (state / UNFIT).read_text(encoding="utf-8").strip()
     except OSError:
@@ -204,7 +217,7 @@ def read_reason(state: Path) -> str:
 
 
 def _relay(words: Words, say: Callable[[str], None]) -> bool:
-    """Say what the worker has said; whether that was the end."""
+    """Show the worker's new lines; return whether one of them is the last."""
     lines = words.new()
     for line in lines:
         say(line)
@@ -212,14 +225,14 @@ def _relay(words: Words, say: Callable[[str], None]) -> bool:
 
 
 class Words:
-    """What a worker prints for the person at this machine, from now on."""
+    """Lines that a worker prints for the user, from now on."""
 
     def __init__(self, log: Path):
         self._log = log
         self._read = log.stat().st_size if log.exists() else 0
 
     def new(self) -> list[str]:
-        """Whole lines that have not been read."""
+        """Return complete lines that have not been read."""
         if not self._log.exists():
             return []
         with self._log.open("rb") as file:
@@ -244,10 +257,10 @@ def _participant(file: Path | None, given: Mapping[str, Any], default: Path) -> 
 
 
 def _require_files(participant: Participant) -> None:
-    """See that the files are there that processes would look for later, again and again.
+    """Check that the files exist that processes will need.
 
     Raises:
-        RecipeError: one is not.
+        RecipeError: One does not.
     """
     data = participant.data
     paths = {"key": participant.key, "certificates": participant.certificates}
@@ -273,7 +286,7 @@ def _is_address(server: str) -> bool:
 
 
 _SHOWN = 3
-"""So many users' reasons are told where a federation has failed."""
+"""Number of users whose reasons are shown where a federation has failed."""
 
 USERS, PLAN, FILE = "users", "federation.yaml", "participant.yaml"
 
@@ -287,13 +300,19 @@ def federate(
     network: NetworkSection | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run a recipe with every user in processes of its own; the metrics that the server has of them.
+    """Run a recipe with server and clients in processes of their own, on this machine, and return its metrics.
 
-    The run folder is that of the server, ``FOLDER/users/NAME`` are the users' own.
+    Args:
+        recipe: The recipe.
+        folder: The server's run folder; ``FOLDER/users/NAME`` are the users' own.
+        resume: Continue a run that was stopped.
+        force: Replace a run that is there.
+        network: How long the server waits, and for how many clients.
+        say: Called with each line to show.
 
     Raises:
-        ComingleError: users elsewhere cannot do what the recipe asks for, the folder cannot be used, or a user or the
-            server cannot go on.
+        ComingleError: The recipe needs all users' data in one place, the folder cannot be used, or the server or a
+            client fails.
     """
     recipe = as_begun(folder, recipe, resume=resume)
     plan, owns = split_recipe(recipe, network)
@@ -339,7 +358,7 @@ def _node(state: Path, name: str, server: str, key: Path, say: Callable[[str], N
 
 
 def _told(words: Mapping[str, Words]) -> str:
-    """What workers have said on this machine, which is everybody's: the last line of each of the first few."""
+    """Return the last line of the first few workers."""
     told = {
         name: [line for line in of_user.new() if "leave this machine" not in line] for name, of_user in words.items()
     }
@@ -348,7 +367,7 @@ def _told(words: Mapping[str, Words]) -> str:
 
 
 def _tend(nodes: Sequence[SuperNode], needed: int) -> None:
-    """Keep the users' processes at work.
+    """Start clients that have died again.
 
     Raises:
         RunError: too few users are left who fit the federation; here nobody repairs their settings meanwhile.

@@ -1,4 +1,4 @@
-"""What server and clients know of each other."""
+"""The public part of a federation, which server and clients share, and a user's own settings."""
 
 from __future__ import annotations
 
@@ -27,25 +27,28 @@ from comingle.utils.errors import DataError, MessageError, RecipeError
 from comingle.utils.names import name_problem
 
 ENDED = "the federation has ended"
-"""How the last line begins that a user's node says."""
+"""Beginning of the last line that a client shows."""
 
 Tells = Literal["all", "scores", "losses", "nothing"]
-"""Each has what those behind it have."""
+"""How much a client reports; each value includes those behind it."""
 
 SCORES: frozenset[Tells] = frozenset({"all", "scores"})
-"""With these a user's test scores and amounts of data are told."""
+"""Values with which a client reports test scores and amounts of data."""
 
 
 class Own(Section):
-    """A participant's own part.
+    """A user's own settings.
 
-    ``data`` is what a recipe has under ``data.users.NAME``, or a mapping with ``dataset`` of which the user takes its
-    own rows. ``runtime`` are keys of a recipe's ``runtime``. ``tells`` says which numbers about the user the server
-    may see: "all" (how its model shares the work out among experts or components too), "scores" (losses, test scores,
-    amounts of data), "losses" or "nothing"; without it scores, in a federation with privacy nothing. ``base`` is where
-    the base is on this machine, if not where the federation's recipe says. ``expects`` are digests without which the
-    user takes no part: ``recipe``, ``base``. ``max_runs`` is how many runs may lie in its folder: a server that begins
-    one after the other does not fill the disk.
+    Args:
+        name: Name of the user.
+        data: A source, as under ``data.users.NAME`` of a recipe, or a mapping with ``dataset``, of which the user takes
+            its own rows.
+        runtime: Keys of a recipe's section ``runtime``.
+        tells: Metrics that the server may see: "all" (with weights of experts or components), "scores" (losses, test
+            scores, amounts of data), "losses" or "nothing"; by default scores, with privacy nothing.
+        base: Path of the base model on this machine, if not as in the federation's recipe.
+        expects: Digests of recipe and base; the user joins no federation with others.
+        max_runs: Largest number of runs in the user's folder, so that a server cannot fill the disk.
     """
 
     name: str
@@ -64,7 +67,7 @@ class Own(Section):
         return name
 
     def data_section(self, public: dict[str, Any]) -> dict[str, Any]:
-        """The section ``data`` of the user's own recipe, whose options are the public ones."""
+        """Return the section ``data`` of the user's own recipe, with the options of the public one."""
         options = {key: value for key, value in public.items() if key != "given"}
         if isinstance(self.data, dict) and "dataset" in self.data:
             return {**options, "dataset": {**self.data["dataset"], "users": [self.name]}}
@@ -72,19 +75,26 @@ class Own(Section):
 
 
 KINDS = ("text", "conversations", "samples")
-"""Kinds of data that users can have elsewhere."""
+"""Kinds of data that can be on other machines."""
 
 
 def tokens_of(digest: str) -> str:
-    """The part of a tokenizer's digest that says nothing of conversations, which is all that older runs have."""
+    """Return the digest of a tokenizer without its chat template; older runs have only this."""
     return digest.partition(":")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Public:
-    """``recipe`` is its content with ``data.given``; ``settings`` are what the kind says of nets and labels.
+    """The part of a federation that server and clients share.
 
-    ``base`` and ``tokenizer`` are digests, empty where users train nets.
+    Args:
+        recipe: Content of the recipe, with ``data.given`` instead of sources.
+        users: Names of the users.
+        settings: Shapes and labels of nets.
+        base: Digest of the base model; empty where users train nets.
+        tokenizer: Digest of the tokenizer; empty where users train nets.
+        version: Version of comingle.
+        format: Version of the message format.
     """
 
     recipe: dict[str, Any]
@@ -97,21 +107,21 @@ class Public:
 
     @property
     def digest(self) -> str:
-        """A short name of all of it, but for where and how fast it is computed."""
+        """Digest of everything except the section ``runtime``."""
         content = self.as_dict()
         content["recipe"] = {key: value for key, value in self.recipe.items() if key != "runtime"}
         content["tokenizer"] = tokens_of(self.tokenizer)  # the rest is compared by itself, and older runs have none
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the content for JSON."""
         return {**asdict(self), "users": list(self.users)}
 
     def check(self) -> None:
-        """Whether a user may take part: both sides speak the same, and the recipe is one without anybody's data.
+        """Check that both sides have the same versions, and that the recipe suits clients elsewhere and has no data.
 
         Raises:
-            MessageError: something is not so; says what both have.
+            MessageError: A check fails; says what each side has.
         """
         for what, mine in (("format", FORMAT), ("version", __version__)):
             if (theirs := getattr(self, what)) != mine:
@@ -127,7 +137,7 @@ class Public:
             raise MessageError("the federation's recipe: data: says where it is; that is for each user to say")
 
     def whole_recipe(self) -> Recipe:
-        """The recipe, without data."""
+        """Return the recipe, without data."""
         return parse_recipe(complete_older(self.recipe), where="the federation's recipe")
 
 
@@ -135,10 +145,10 @@ _TYPES = {"recipe": dict, "users": list, "settings": dict, "base": str, "tokeniz
 
 
 def read_public(content: Any) -> Public:
-    """What :meth:`Public.as_dict` wrote.
+    """Return the public part that :meth:`Public.as_dict` wrote.
 
     Raises:
-        MessageError: something else.
+        MessageError: The content is something else.
     """
     if not isinstance(content, Mapping) or not {"recipe", "users"} <= content.keys():
         raise MessageError("the federation: does not say of itself what it is: no recipe, or no users")
@@ -153,10 +163,10 @@ def read_public(content: Any) -> Public:
 
 
 def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, Any], base: Base | None) -> Public:
-    """The public part of a recipe: everything but whose data is where.
+    """Return the public part of a recipe: everything but the data sources.
 
     Raises:
-        RecipeError: something in it cannot be done with users elsewhere; says why.
+        RecipeError: The recipe needs all users' data in one place; says why.
     """
     check_possible(recipe)
     content = without_data(recipe)
@@ -168,17 +178,17 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
 
 
 def without_data(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's content, whose ``data`` says what users have and not where."""
+    """Return a recipe's content without data sources."""
     content = recipe.model_dump(mode="json", exclude_unset=True)
     options = {key: value for key, value in content["data"].items() if key not in ("users", "dataset", "given")}
     return {**content, "data": {**options, "kind": recipe.data.kind}}
 
 
 def check_possible(recipe: Recipe) -> None:
-    """Whether users who are elsewhere can do what a recipe asks for.
+    """Check that a recipe can be run with clients on other machines.
 
     Raises:
-        RecipeError: they cannot; says why.
+        RecipeError: It cannot; says why.
     """
     method = check_recipe(recipe)
     kind, mixture = kind_of(recipe).name, method.placement.mixture

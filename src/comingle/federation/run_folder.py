@@ -43,16 +43,24 @@ from comingle.utils.records import FEDERATION, PARTICIPANTS, read_evaluations, r
 from comingle.utils.trees import Tree
 
 WRITE_SECONDS = 0.5
-"""The file is written no more often than that while a round lasts."""
+"""Shortest time between two writes of the status file within a round."""
 
 
 @dataclass(kw_only=True)
 class ClientStatus:
-    """What is known of one user.
+    """Status of one client, as ``participants.json`` has it.
 
-    ``state`` is "expected", "here" or "away"; ``seen`` the time of its last answer (seconds since 1970); bytes are
-    those of its messages in this run. Losses and scores are there if the user tells them, ``epsilon`` where the recipe
-    has ``privacy``, and ``counted``, how much of its last upload did, where it has a rule of ``aggregation``.
+    Args:
+        state: "expected", "here" or "away".
+        round: Last round that it has answered.
+        seen: Time of its last answer, in seconds since 1970.
+        upload_bytes: Bytes of its messages in this run.
+        download_bytes: Bytes of the messages to it in this run.
+        train_loss_nats: Its last training loss, if it reports one.
+        test: Its last test score, if it reports one.
+        epsilon: Spent privacy budget, where the recipe has ``privacy``.
+        counted: Weight of its last upload under the rule of ``aggregation``, where there is one.
+        why: Reason of its last failure.
     """
 
     state: str = "expected"
@@ -68,7 +76,7 @@ class ClientStatus:
 
 
 class StatusFile:
-    """An observer of a session's events, which keeps ``participants.json``; a run that goes on goes on counting."""
+    """Observer that writes ``participants.json`` from a server's events; a resumed run continues its counts."""
 
     def __init__(self, folder: Path, users: Sequence[str], rounds: int):
         self._path, self._rounds, self._round, self._measure = folder / PARTICIPANTS, rounds, 0, ""
@@ -81,7 +89,7 @@ class StatusFile:
         self._write()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Take one event."""
+        """Update the file with an event."""
         if (client := self._clients.get(event.get("user", ""))) is not None:
             self._take(client, event)
         if event["event"] == "round":
@@ -116,7 +124,7 @@ class StatusFile:
             users = json.loads(self._path.read_text(encoding="utf-8"))["users"]
             return {name: asdict(ClientStatus(**one)) for name, one in users.items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return {}  # it only tells people; nothing is computed from it
+            return {}  # the file is for display; nothing is computed from it
 
     def _write(self) -> None:
         clients = {name: asdict(client) for name, client in self._clients.items()}
@@ -132,7 +140,14 @@ KEPT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A federation that a server is to run: ``recipe`` has no data, only options; ``settings`` are of nets."""
+    """A federation to run.
+
+    Args:
+        recipe: Recipe without data sources.
+        users: Names of the users.
+        settings: Shapes and labels of nets.
+        network: How long the server waits, and for how many clients.
+    """
 
     recipe: Recipe
     users: tuple[str, ...]
@@ -149,10 +164,18 @@ def coordinate(
     force: bool = False,
     observers: Sequence[Observer] = (),
 ) -> dict[str, Any]:
-    """Run a federation from its run folder; its metrics. A run that was stopped goes on with ``resume``.
+    """Run a federation in its run folder and return its metrics.
+
+    Args:
+        plan: The federation.
+        channel: Moves bytes to clients and back.
+        folder: The run folder.
+        resume: Continue a run that was stopped.
+        force: Replace a run that is there.
+        observers: Take events, besides the event log and the status file.
 
     Raises:
-        ComingleError: the plan cannot be carried out with users elsewhere, the folder cannot be used, or too few users
+        ComingleError: The plan needs all users' data in one place, the folder cannot be used, or too few clients
             answered.
     """
     check_possible(plan.recipe)
@@ -178,7 +201,7 @@ def coordinate(
 def _run(
     public: Public, context: ServerContext, plan: Plan, channel: Channel, folder: Path, observers: Sequence[Observer]
 ) -> dict[str, Any]:
-    run, known = _named(folder, public)
+    run, known = _name_of(folder, public)
     newest = list_checkpoints(folder)[-1:] if known else []
     progress = read_progress(newest[0]) if newest else None
     path, ending = folder / "events.jsonl", _is_ending(folder)
@@ -219,30 +242,30 @@ def _run(
                 metrics["untold"] = untold
             observe(end_event(metrics))
             log.to_disk()
-            _write_down(folder, run, public, ending=True)
+            _write_identity(folder, run, public, ending=True)
             write_json(folder / "metrics.json", metrics)
         metrics = read_metrics(folder)
         session.end(metrics["rounds"])
-        _write_down(folder, run, public)
+        _write_identity(folder, run, public)
     finally:
         log.close()
     return metrics
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether a federation is over, and all who were there have been told so."""
+    """Return whether a federation is over and its connected clients know it."""
     return (folder / "metrics.json").exists() and not _is_ending(folder)
 
 
 def _is_ending(folder: Path) -> bool:
-    """Whether there are metrics, and users are to hear that all is over; then each writes down its model."""
+    """Return whether there are metrics, and clients have yet to be told that the federation is over."""
     path = folder / FEDERATION
     told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return bool(told.get(_ENDING)) and (folder / "metrics.json").exists()
 
 
-def _named(folder: Path, public: Public) -> tuple[str, bool]:
-    """By which name users know this run, and whether it was there before."""
+def _name_of(folder: Path, public: Public) -> tuple[str, bool]:
+    """Return the name by which clients know this run, and whether it existed before."""
     path = folder / FEDERATION
     if path.exists():
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -250,17 +273,17 @@ def _named(folder: Path, public: Public) -> tuple[str, bool]:
             raise RunError(f"{folder}: belongs to another federation ({was.digest}, not {public.digest})")
         return str(content["run"]), True
     run = secrets.token_hex(8)
-    _write_down(folder, run, public)
+    _write_identity(folder, run, public)
     return run, False
 
 
-def _write_down(folder: Path, run: str, public: Public, *, ending: bool = False) -> None:
-    """Keep what users know this run by and, while it is so, that they are about to hear of its end."""
+def _write_identity(folder: Path, run: str, public: Public, *, ending: bool = False) -> None:
+    """Write the run's name and public part and, while clients are being told of its end, that it is ending."""
     write_json(folder / FEDERATION, {"run": run, "public": public.as_dict(), **({_ENDING: True} if ending else {})})
 
 
 def _resolve_eval_interval(session: ServerSession) -> None:
-    """Find out how often users evaluate, as :mod:`comingle.training.rounds` does; those who tell stand for all."""
+    """Resolve ``evaluation.every: auto`` as a run in one process does, from clients that report their data."""
     plan, users = session.context.plan, len(session.public.users)
     told = [one["works"] for one in session.joined.values() if one.get("works", (0, 0))[0]]
     if plan.evaluation.every == AUTO and session.context.method.trains and told:
@@ -276,7 +299,7 @@ def _evaluate_every(session: ServerSession, rounds: int) -> None:
 
 
 def _amounts(session: ServerSession) -> dict[str, dict[str, Any]]:
-    """How much everybody has, of those who tell."""
+    """Return the amounts of data of clients that report them."""
     joined = session.joined
     return {name: dict(joined.get(name, {}).get("amounts", {})) for name in session.public.users}
 
@@ -332,7 +355,7 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
 
 
 def _no_rows(session: ServerSession) -> State:
-    """The server has no user's row."""
+    """Return a state of no users, which is what a server has."""
     layout = session.model.layout
     nothing = torch.zeros(0, layout.columns, dtype=torch.bool)
     return initial_state(

@@ -1,4 +1,4 @@
-"""What a ServerApp runs: the coordinator of a federation's file, in its run folder, from where it was."""
+"""What the ServerApp runs: the server of a federation's file, in its run folder."""
 
 from __future__ import annotations
 
@@ -18,40 +18,46 @@ from comingle.utils.records import expand_home
 
 
 def coordinate_app(channel: Channel, config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
-    """Run the federation of the file ``config["federation"]``; a run that was stopped goes on.
+    """Run the federation of the file ``config["federation"]``, or resume it.
+
+    Args:
+        channel: Moves bytes to clients and back.
+        config: Run config of the Flower app.
+        folder: The run folder.
+        say: Called with each line to show to the operator.
 
     Raises:
-        ComingleError: the file or the folder cannot be used, or too few users answered.
+        ComingleError: The file or the folder cannot be used, or too few clients answered.
     """
     if not (file := str(config.get("federation") or "").strip()):
         raise RecipeError("run config: no 'federation'; give --run-config 'federation=\"FILE\"'")
     load_files_of_command()
-    with _heard(say):
+    with _warnings_shown(say):
         coordinate(
             load_plan(expand_home(file)),
             channel,
             folder,
             resume=(folder / "recipe.yaml").exists(),
-            observers=[lambda event: _tell(say, event)],
+            observers=[lambda event: _show_event(say, event)],
         )
 
 
-class _Relay(logging.Handler):
-    """Says each warning to whoever has started the server, but for those that are events as well."""
+class _WarningHandler(logging.Handler):
+    """Shows warnings to the operator, except those that are events as well."""
 
     def __init__(self, say: Callable[[str], None]):
         super().__init__(logging.WARNING)
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say it."""
+        """Show a warning."""
         if not any(hasattr(record, name) for name in AN_EVENT):
             self._say(record.getMessage())
 
 
 @contextmanager
-def _heard(say: Callable[[str], None]) -> Iterator[None]:
-    handler, logger = _Relay(say), logging.getLogger("comingle")
+def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
+    handler, logger = _WarningHandler(say), logging.getLogger("comingle")
     logger.addHandler(handler)
     try:
         yield
@@ -59,8 +65,8 @@ def _heard(say: Callable[[str], None]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _tell(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
-    """Each event worth a line that no warning says."""
+def _show_event(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
+    """Show an event that no warning reports."""
     kind = event["event"]
     if kind == "joined":
         say(f"{event['user']} has joined")

@@ -1,4 +1,4 @@
-"""The process that answers a user's tasks: ``python -m comingle.federation.worker --name --state --config``."""
+"""The process that carries out a user's tasks: ``python -m comingle.federation.worker --name --state --config``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from comingle.utils.records import write_text
 
 
 def load(user: User) -> Callable[[bytes], bytes]:
-    """The node of a user.
+    """Return the function that answers a user's tasks.
 
     Raises:
-        RecipeError: its file is missing or wrong.
-        PluginError: a file of methods that its command was given cannot be used.
+        RecipeError: The user's file is missing or wrong.
+        PluginError: A file of methods that the command was given cannot be used.
     """
     try:
         if user.config is None:
@@ -34,7 +34,7 @@ def load(user: User) -> Callable[[bytes], bytes]:
 
 
 def _refuse(user: User, line: str) -> None:
-    """Leave the reason for the client of this user, which ends with it."""
+    """Write the reason for the client process, which ends with it."""
     write_text(user.state / UNFIT, line + "\n", private=True)
 
 
