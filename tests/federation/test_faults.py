@@ -26,8 +26,8 @@ from tests.federation.tiny import method, text_recipe
 from comingle.config import Recipe, parse_recipe
 from comingle.federation.client import GONE_ON
 from comingle.federation.files import Participant, save_participant, save_plan, split_recipe
+from comingle.federation.flower.app_status import read_status
 from comingle.federation.flower.client import SuperNode
-from comingle.federation.flower.fate import read_state
 from comingle.federation.flower.server import SuperLink, coordinate
 from comingle.federation.flower.server_app import spell
 from comingle.federation.flower.worker import User, read_worker
@@ -90,7 +90,7 @@ class Federation:
 
     def memory_of_the_server(self) -> int:
         """The most that the server's process has ever had, in bytes."""
-        state = read_state(self.run_folder)
+        state = read_status(self.run_folder)
         try:
             lines = Path(f"/proc/{state.process.pid}/status").read_text() if state else ""
         except OSError:

@@ -18,9 +18,9 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from tests.federation.grid import LocalGrid, run_app
 
+from comingle.federation.flower.app_status import read_status
 from comingle.federation.flower.channel import Channel, GridChannel
 from comingle.federation.flower.client_app import make_client_app
-from comingle.federation.flower.fate import read_state
 from comingle.federation.flower.server_app import make_server_app
 from comingle.federation.flower.worker import BrokenOff, User
 from comingle.utils.errors import MessageError
@@ -65,7 +65,7 @@ def test_the_app_runs_a_coordinator_and_says_how_it_fares(grid: LocalGrid, tmp_p
 
     run_app(make_server_app(coordinate), grid, out=str(tmp_path / "run"), word="hello")
     assert got == {"ada": b"ada: HELLO"}
-    state = read_state(tmp_path / "run")
+    state = read_status(tmp_path / "run")
     assert state is not None
     assert state.state == "finished"
 
@@ -77,7 +77,7 @@ def test_a_persons_mistake_is_told_from_another(grid: LocalGrid, tmp_path: Path,
 
     with pytest.raises(type(error)):
         run_app(make_server_app(coordinate), grid, out=str(tmp_path))
-    found = read_state(tmp_path)
+    found = read_status(tmp_path)
     assert found is not None
     assert found.state == state
 

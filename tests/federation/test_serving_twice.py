@@ -14,7 +14,7 @@ from tests.federation.test_federate import recipe_of
 
 from comingle.federation import launch
 from comingle.federation.files import split_recipe
-from comingle.federation.flower.fate import FOLDER
+from comingle.federation.flower.app_status import FOLDER
 from comingle.federation.launch import take_part
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import locked

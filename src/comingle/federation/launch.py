@@ -13,10 +13,10 @@ from urllib.request import getproxies, proxy_bypass
 
 from comingle.config import Recipe
 from comingle.federation.files import Participant, load_participant, save_participant, save_plan, split_recipe
+from comingle.federation.flower.app_status import FOLDER
+from comingle.federation.flower.app_status import FOLDER as FLOWER
 from comingle.federation.flower.certificates import make_key, read_certificates
 from comingle.federation.flower.client import SuperNode, participate
-from comingle.federation.flower.fate import FOLDER
-from comingle.federation.flower.fate import FOLDER as FLOWER
 from comingle.federation.flower.probe import Answer, certificate_problem, problem_of, who_answers
 from comingle.federation.flower.processes import LOCAL_HOSTS, join_address, split_address
 from comingle.federation.flower.server import Certificates, SuperLink, coordinate

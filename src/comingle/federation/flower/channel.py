@@ -33,18 +33,18 @@ from comingle.federation.flower.client_app import (
 
 @runtime_checkable
 class Channel(Protocol):
-    """Moves bytes between the coordinator and users, by name."""
+    """Moves bytes between the server and clients, by name of the user."""
 
     def present(self) -> Sequence[str]:
-        """Names of the users who can be reached now."""
+        """Return the names of connected users."""
         ...
 
     def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
-        """Send each user its request; yield ``(name, reply)`` as replies arrive, or ``(name, why it failed)``.
+        """Send each client its request; yield ``(name, reply)`` as replies arrive, or ``(name, why it failed)``.
 
-        Ends when all have answered or failed, or when ``timeout`` seconds are over. The reason of a failure is one
-        line. A reply to an older request is never yielded. ``requests`` may change meanwhile: a channel that waits
-        sends requests that are new in it, and no longer waits for those that are gone.
+        Ends when all have answered or failed, or after ``timeout`` seconds. The reason of a failure is one line. A
+        reply to an older request is never yielded. ``requests`` may change meanwhile: a channel that waits sends
+        requests that are new in it, and no longer waits for those that are gone.
         """
         ...
 
@@ -52,24 +52,24 @@ class Channel(Protocol):
 Tag = TypeVar("Tag")
 
 _FIRST_SECONDS, _LAST_SECONDS = 0.1, 2.0
-_PART = 0.03
-"""What has been awaited for T seconds is asked for again after this part of T: that is little on top of it."""
+_POLL_FRACTION = 0.03
+"""A reply that has been awaited for T seconds is polled again after this fraction of T."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Late:
-    """There is no reply, and there will be none."""
+class NoReply:
+    """Stands for a reply that will not come; ``line`` says why."""
 
     line: str
 
 
-class Post:
-    """The way from the coordinator's process to the nodes and back."""
+class MessageSender:
+    """Sends messages to nodes through the grid and awaits their replies, each in a thread of its own."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._pushing = threading.Lock()  # what a message shares with others is sent once where they go in turn
-        self._flying = 0
+        self._pushing = threading.Lock()  # objects that messages share are sent once if messages go in turn
+        self._in_flight = 0
 
     def send(
         self,
@@ -79,39 +79,48 @@ class Post:
         kind: str,
         seconds: float,
         tag: Tag,
-        put: Callable[[tuple[Tag, Message | Late]], None],
+        put: Callable[[tuple[Tag, Message | NoReply]], None],
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Send a message; what comes back within so many seconds is ``put`` together with the tag.
+        """Send a message, and hand its reply to ``put``.
 
-        The reply is no longer looked for once it is not ``wanted``.
+        Args:
+            content: Content of the message.
+            node: Number of the node.
+            kind: Flower's type of the message.
+            seconds: Timeout for the reply.
+            tag: Handed to ``put`` with the reply.
+            put: Takes the tag, and the reply or the reason why there is none.
+            wanted: Polling ends once this is False.
         """
 
-        def fly() -> None:
-            self._flying += 1
+        def exchange() -> None:
+            self._in_flight += 1
             try:
                 put((tag, self._reply(content, node, kind, seconds, wanted)))
-            except Exception as error:  # the grid's, which are many; whoever waits must hear of it
-                put((tag, Late(line=f"{type(error).__name__}: {' '.join(str(error).split())}")))
+            except Exception as error:  # the grid raises many; the receiver must hear of all
+                put((tag, NoReply(line=f"{type(error).__name__}: {' '.join(str(error).split())}")))
             finally:
-                self._flying -= 1
+                self._in_flight -= 1
 
-        threading.Thread(target=fly, daemon=True).start()
+        threading.Thread(target=exchange, daemon=True).start()
 
     def _reply(
         self, content: RecordDict, node: int, kind: str, seconds: float, wanted: Callable[[], bool]
-    ) -> Message | Late:
+    ) -> Message | NoReply:
         message = Message(content, dst_node_id=node, message_type=kind, ttl=max(seconds, 1.0))
         with self._pushing:
             names = list(self._grid.push_messages([message]))
         if not names or not names[0]:
-            return Late(line="the server does not take the message")
+            return NoReply(line="the server does not take the message")
         began = time.monotonic()
         while (waited := time.monotonic() - began) < seconds and wanted():
             for reply in self._grid.pull_messages(names):
                 return reply
-            time.sleep(min(max(_FIRST_SECONDS, waited * _PART) * max(1.0, self._flying / 16), _LAST_SECONDS))
-        return Late(line=f"no reply within {round(seconds, 1):g} s")
+            time.sleep(
+                min(max(_FIRST_SECONDS, waited * _POLL_FRACTION) * max(1.0, self._in_flight / 16), _LAST_SECONDS)
+            )
+        return NoReply(line=f"no reply within {round(seconds, 1):g} s")
 
 
 _HELLO_SECONDS = 60.0
@@ -120,20 +129,22 @@ _ROSTER_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node since it was last started; ``registered`` is the name that belongs to its key, if it has such a key."""
+    """A node since its last start; ``registered`` is the name of its key, if the key is registered."""
 
     number: int
     since: str = ""
     registered: str = ""
 
 
-class Roster:
-    """Names of users and their nodes; ``allowed`` are the names that may take part, all where it is empty."""
+class ConnectedNodes:
+    """Connected nodes and the users' names that they have; ``allowed`` are the names that may join, all if empty."""
 
-    def __init__(self, grid: Grid, post: Post, say: Callable[[str], None], *, allowed: Collection[str] = ()) -> None:
-        self._grid, self._post, self._say = grid, post, say
+    def __init__(
+        self, grid: Grid, sender: MessageSender, say: Callable[[str], None], *, allowed: Collection[str] = ()
+    ) -> None:
+        self._grid, self._sender, self._say = grid, sender, say
         self._allowed = frozenset(allowed)
-        self._replies: queue.SimpleQueue[tuple[Node, Message | Late]] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[Node, Message | NoReply]] = queue.SimpleQueue()
         self._asked: dict[Node, float] = {}
         self._hellos: dict[Node, Hello] = {}
         self._refused: dict[Node, str] = {}
@@ -142,13 +153,13 @@ class Roster:
         self.nodes: dict[str, Node] = {}
 
     def waiting(self, seconds: float) -> bool:
-        """Return whether a node was asked for its name within so many seconds and has not answered yet."""
+        """Return whether a node was asked for its name in the last ``seconds`` and has not answered yet."""
         since = time.monotonic() - seconds
         known = self._hellos.keys() | self._refused.keys()
         return any(asked > since for node, asked in self._asked.items() if node not in known)
 
     def look(self) -> None:
-        """Sees who has come and who has gone; asks at most twice a second."""
+        """Look up which nodes have connected and gone; at most twice a second."""
         if time.monotonic() - self._looked < _ROSTER_SECONDS:
             return
         self._looked = time.monotonic()
@@ -163,19 +174,19 @@ class Roster:
             if node not in self._asked:
                 self._ask(node)
         self._listen()
-        self._settle()
+        self._assign_names()
 
     def _ask(self, node: Node) -> None:
         self._asked[node] = time.monotonic()
-        self._post.send(
+        self._sender.send(
             RecordDict(), node=node.number, kind=HELLO, seconds=_HELLO_SECONDS, tag=node, put=self._replies.put
         )
 
     def _listen(self) -> None:
-        """Takes in the answers that have come; who does not answer is asked again."""
+        """Take the answers that have arrived; ask nodes that do not answer again."""
         while not self._replies.empty():
             node, reply = self._replies.get()
-            hello = Failure(line=reply.line, accident=True) if isinstance(reply, Late) else unwrap_hello(reply)
+            hello = Failure(line=reply.line, accident=True) if isinstance(reply, NoReply) else unwrap_hello(reply)
             if node not in self._asked:
                 continue
             if isinstance(hello, Hello):
@@ -185,8 +196,8 @@ class Roster:
             else:
                 self._refuse(node, hello.line)
 
-    def _settle(self) -> None:
-        """Which node has which name: of several that say the same one, the first, or where that was started again."""
+    def _assign_names(self) -> None:
+        """Assign names to nodes: of several with the same name the first, or the one that it was restarted as."""
         nodes: dict[str, Node] = {}
         present = {(hello.name, hello.instance) for hello in self._hellos.values()}
         self._holders = {name: instance for name, instance in self._holders.items() if (name, instance) in present}
@@ -204,7 +215,7 @@ class Roster:
         self.nodes = nodes
 
     def _objection(self, node: Node, hello: Hello) -> str:
-        """Why a node may not have the name that it says, if so."""
+        """Return why a node may not have the name that it claims; empty if it may."""
         if hello.format != FORMAT:
             return f"{hello.name}: its messages are of format {hello.format}; allowed: {FORMAT}"
         if node.registered and node.registered != hello.name:
@@ -218,37 +229,37 @@ class Roster:
         return ""
 
     def _refuse(self, node: Node, line: str) -> None:
-        """Says once, here and there, that a node may not take part."""
+        """Refuse a node, and say so once on both sides."""
         if self._refused.get(node) == line:
             return
         self._refused[node] = line
         self._say(f"refused: {line}")
-        self._post.send(
+        self._sender.send(
             wrap(line.encode()), node=node.number, kind=REFUSED, seconds=_HELLO_SECONDS, tag=node, put=lambda _: None
         )
 
 
 _LOOK_SECONDS = 0.25
-_ACCIDENTS = 3
-"""So often a request is sent to a user whose worker, client or connection breaks while it answers."""
+_MAX_TRIES = 3
+"""How often a request is sent to a client whose worker, process or connection fails while it answers."""
 
 
 @dataclass(eq=False)
-class _Parcel:
-    """A request on its way: its node, since when its user cannot be reached, how often it went wrong."""
+class _Request:
+    """A request in flight: its node, since when its client is disconnected, and how often it failed."""
 
     request: bytes
     node: Node | None = None
-    alone_since: float | None = None
+    disconnected_since: float | None = None
     accidents: int = 0
     line: str = "has not come"
     done: bool = False
 
 
 class GridChannel:
-    """Moves bytes between the coordinator and users, by name.
+    """Moves bytes between the server and clients, by name of the user.
 
-    A user who goes away in the middle of an exchange and comes back within ``grace`` seconds gets its request again.
+    A client that disconnects during an exchange and returns within ``grace`` seconds gets its request again.
     """
 
     def __init__(
@@ -260,94 +271,94 @@ class GridChannel:
         patience: float = 10.0,
         grace: float = 120.0,
     ) -> None:
-        self._post = Post(grid)
-        self._roster = Roster(grid, self._post, say, allowed=allowed)
-        self._patience, self._grace = patience, grace
+        self._sender = MessageSender(grid)
+        self._nodes = ConnectedNodes(grid, self._sender, say, allowed=allowed)
+        self._hello_seconds, self._grace = patience, grace
         self._waits = True
 
     def present(self) -> Sequence[str]:
-        """Names of the users who can be reached now; waits some seconds for those who have just come."""
-        until = time.monotonic() + self._patience
-        self._roster.look()
-        while self._waits and self._roster.waiting(self._patience) and time.monotonic() < until:
+        """Return the names of connected users; waits some seconds for nodes that have just connected."""
+        until = time.monotonic() + self._hello_seconds
+        self._nodes.look()
+        while self._waits and self._nodes.waiting(self._hello_seconds) and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
-            self._roster.look()
-        return sorted(self._roster.nodes)
+            self._nodes.look()
+        return sorted(self._nodes.nodes)
 
     def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
-        """Send each user its request; yield replies, or why there is none, as they arrive, for ``timeout`` seconds."""
+        """Send each client its request; yield replies, or why there is none, for ``timeout`` seconds."""
         until = time.monotonic() + timeout
-        replies: queue.SimpleQueue[tuple[tuple[str, _Parcel, Node], Message | Late]] = queue.SimpleQueue()
-        parcels: dict[str, _Parcel] = {}
+        replies: queue.SimpleQueue[tuple[tuple[str, _Request, Node], Message | NoReply]] = queue.SimpleQueue()
+        in_flight: dict[str, _Request] = {}
         try:
-            while self._update(parcels, requests) and (left := until - time.monotonic()) > 0:
-                self._roster.look()
-                for name, parcel in parcels.items():
-                    if not parcel.done and (line := self._lost(parcel)) is not None:
-                        parcel.done = True
+            while self._update(in_flight, requests) and (left := until - time.monotonic()) > 0:
+                self._nodes.look()
+                for name, sent in in_flight.items():
+                    if not sent.done and (line := self._lost(sent)) is not None:
+                        sent.done = True
                         yield name, line
-                    elif not parcel.done:
-                        self._forward(name, parcel, left, replies)
+                    elif not sent.done:
+                        self._forward(name, sent, left, replies)
                 try:
-                    (name, parcel, node), reply = replies.get(timeout=min(_LOOK_SECONDS, left))
+                    (name, sent, node), reply = replies.get(timeout=min(_LOOK_SECONDS, left))
                 except queue.Empty:
                     continue
-                if parcel.done or parcel.node != node or parcels.get(name) is not parcel:
+                if sent.done or sent.node != node or in_flight.get(name) is not sent:
                     continue  # of a node that has been started again since, or of a request that is not due any more
-                answer = _answer(parcel, reply)
+                answer = _answer(sent, reply)
                 if answer is not None:
-                    parcel.done = True
+                    sent.done = True
                     yield name, answer
-            late = [name for name, parcel in parcels.items() if not parcel.done]
+            late = [name for name, sent in in_flight.items() if not sent.done]
         finally:
-            for parcel in parcels.values():
-                parcel.done = True  # nobody waits for its reply
+            for sent in in_flight.values():
+                sent.done = True  # its reply is not awaited any more
         for name in late:
             yield name, f"no reply within {round(timeout, 1):g} s"
 
-    def _update(self, parcels: dict[str, _Parcel], requests: Mapping[str, bytes]) -> bool:
-        """Follow what is requested now; whether a reply is still awaited."""
+    def _update(self, in_flight: dict[str, _Request], requests: Mapping[str, bytes]) -> bool:
+        """Update the requests in flight; return whether a reply is still awaited."""
         self._waits, due = False, dict(requests)  # presence is looked up without waiting
         self._waits = True
-        for name in [name for name, parcel in parcels.items() if due.get(name) is not parcel.request]:
-            parcels.pop(name).done = True
-        for name in due.keys() - parcels.keys():
-            parcels[name] = _Parcel(due[name])
-        return any(not parcel.done for parcel in parcels.values())
+        for name in [name for name, sent in in_flight.items() if due.get(name) is not sent.request]:
+            in_flight.pop(name).done = True
+        for name in due.keys() - in_flight.keys():
+            in_flight[name] = _Request(due[name])
+        return any(not sent.done for sent in in_flight.values())
 
-    def _forward(self, name: str, parcel: _Parcel, seconds: float, replies: queue.SimpleQueue) -> None:
-        """Sends a request that has not been sent, or only to a node that is no more."""
-        node = self._roster.nodes.get(name)
+    def _forward(self, name: str, sent: _Request, seconds: float, replies: queue.SimpleQueue) -> None:
+        """Send a request that has not been sent yet, or only to a node that has gone."""
+        node = self._nodes.nodes.get(name)
         if node is None:
-            parcel.node = None
-            parcel.alone_since = parcel.alone_since or time.monotonic()
-        elif node != parcel.node:
-            parcel.node, parcel.alone_since = node, None
-            self._post.send(
-                wrap(parcel.request),
+            sent.node = None
+            sent.disconnected_since = sent.disconnected_since or time.monotonic()
+        elif node != sent.node:
+            sent.node, sent.disconnected_since = node, None
+            self._sender.send(
+                wrap(sent.request),
                 node=node.number,
                 kind=TRAIN,
                 seconds=seconds,
-                tag=(name, parcel, node),
+                tag=(name, sent, node),
                 put=replies.put,
-                wanted=lambda: not parcel.done and parcel.node == node,
+                wanted=lambda: not sent.done and sent.node == node,
             )
 
-    def _lost(self, parcel: _Parcel) -> str | None:
-        """What is said of a user who is not expected any more."""
-        if parcel.accidents >= _ACCIDENTS:
-            return parcel.line
-        if parcel.alone_since is not None and time.monotonic() - parcel.alone_since > self._grace:
+    def _lost(self, sent: _Request) -> str | None:
+        """Return why a client is not expected any more; None if it is."""
+        if sent.accidents >= _MAX_TRIES:
+            return sent.line
+        if sent.disconnected_since is not None and time.monotonic() - sent.disconnected_since > self._grace:
             return f"cannot be reached for {self._grace:g} s"
         return None
 
 
-def _answer(parcel: _Parcel, reply: Message | Late) -> bytes | str | None:
-    """What a user's reply comes to; None where its request is to be sent again."""
-    outcome = Failure(line=reply.line, accident=True) if isinstance(reply, Late) else unwrap(reply)
+def _answer(sent: _Request, reply: Message | NoReply) -> bytes | str | None:
+    """Return a client's reply, or why it failed; None where its request is to be sent again."""
+    outcome = Failure(line=reply.line, accident=True) if isinstance(reply, NoReply) else unwrap(reply)
     if isinstance(outcome, bytes):
         return outcome
     if not outcome.accident:
         return outcome.line
-    parcel.accidents, parcel.node, parcel.line = parcel.accidents + 1, None, outcome.line
+    sent.accidents, sent.node, sent.line = sent.accidents + 1, None, outcome.line
     return None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.federation.flower.fate import FOLDER
+from comingle.federation.flower.app_status import FOLDER
 from comingle.federation.flower.processes import LOCAL_HOSTS, Service, ended_politely, environment, split_address
 from comingle.federation.flower.worker import REFUSAL, User, read_worker
 from comingle.utils.errors import RecipeError, RunError

@@ -65,8 +65,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
+from comingle.federation.flower.app_status import FOLDER
 from comingle.federation.flower.client_app import DIGEST, UNKNOWN_KEY
-from comingle.federation.flower.fate import FOLDER
 from comingle.federation.flower.probe import certificate_problem
 from comingle.federation.flower.processes import end_with_parent, load_app
 from comingle.utils.errors import ComingleError, RunError

@@ -543,7 +543,7 @@ def main() -> None:
     """Serve clients and run the coordinator to its end.
 
     The exit status is 0 after the last round, 2 after a mistake of the operator's, 1 after any other failure; the run
-    folder says which (:mod:`comingle.federation.flower.fate`).
+    folder says which (:mod:`comingle.federation.flower.app_status`).
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", required=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.federation.flower.fate import FAILED, FINISHED, FOLDER, LOG, STATE, read_state
+from comingle.federation.flower.app_status import FAILED, FINISHED, FOLDER, LOG, STATE, read_status
 from comingle.federation.flower.processes import (
     LOCAL_HOSTS,
     LOOPBACK,
@@ -147,7 +147,7 @@ class Watch:
             RunError: The coordinator says that a person has to mend something, or the process dies again and again.
         """
         self._repeat()
-        state = read_state(self.link.folder)
+        state = read_status(self.link.folder)
         if state is not None and state.state == FINISHED:
             return True
         if state is not None and state.state == FAILED:
@@ -155,7 +155,7 @@ class Watch:
         try:
             self.link.tend()
         except RunError:
-            state = read_state(self.link.folder)
+            state = read_status(self.link.folder)
             if state is not None and state.state == FAILED:  # since it was read above
                 raise RunError(state.line) from None
             raise

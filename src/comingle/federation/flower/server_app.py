@@ -1,7 +1,7 @@
-"""The app that a SuperLink runs: lets a coordinator talk to users through Flower's grid.
+"""The app that a SuperLink runs: runs a server whose messages go through Flower's grid.
 
-An ordinary Flower ``ServerApp``. Its run config has ``federation``, the path of the coordinator's file, and ``out``,
-the run folder. There it also says how it fares, for whoever has started it: see :mod:`comingle.federation.flower.fate`.
+An ordinary Flower ``ServerApp``. Its run config has ``federation``, the path of the server's file, and ``out``,
+the run folder, where it also writes its status (:mod:`comingle.federation.flower.app_status`).
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from urllib.parse import quote, unquote
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from comingle.federation.flower.app_status import StatusWriter
 from comingle.federation.flower.channel import Channel, GridChannel
-from comingle.federation.flower.fate import Fate
 from comingle.utils.errors import ComingleError, RecipeError
 from comingle.utils.records import expand_home
 
 COORDINATE = "comingle.federation.server_app", "coordinate_app"
-"""What runs the rounds; by name, since it stands above all transports, and Flower wants the app to lie here."""
+"""Function that runs the rounds; by name, since it stands above this package, in which Flower expects the app."""
 
 Coordinate = Callable[[Channel, Mapping[str, Any], Path, Callable[[str], None]], None]
-"""Gets the channel, the run config, the run folder, and what says one line to whoever watches."""
+"""Runs the rounds; gets the channel, the run config, the run folder, and a function that shows a line."""
 
 
 def make_server_app(coordinate: Coordinate) -> ServerApp:
-    """The app around whatever runs the rounds; a mistake of the person's (ComingleError) is said in one line."""
+    """Return the app around a function that runs the rounds; shows a ComingleError in one line."""
     made = ServerApp()
 
     @made.main()
     def main(grid: Grid, context: Context) -> None:
-        """Everything, from the first hello to the end of the run."""
+        """Run the federation from the first hello to its end."""
         folder = _folder(context.run_config)
-        fate = Fate.begin(folder)
+        status = StatusWriter.begin(folder)
         try:
-            channel = GridChannel(grid, fate.say, allowed=_names(context.run_config))
-            coordinate(channel, context.run_config, folder, fate.say)
+            channel = GridChannel(grid, status.say, allowed=_names(context.run_config))
+            coordinate(channel, context.run_config, folder, status.say)
         except ComingleError as error:
-            fate.fail(str(error))
+            status.fail(str(error))
             raise
         except Exception as error:
-            fate.break_off(f"{type(error).__name__}: {error}")
+            status.break_off(f"{type(error).__name__}: {error}")
             raise
-        fate.finish()
+        status.finish()
 
     return made
 
@@ -58,12 +58,12 @@ def _folder(run_config: Mapping[str, Any]) -> Path:
 
 
 def _names(run_config: Mapping[str, Any]) -> list[str]:
-    """Who may take part: names as :func:`spell` writes them; nothing for everybody."""
+    """Return the users' names that :func:`spell` wrote; none if any user may join."""
     return [unquote(name) for name in str(run_config.get("users") or "").split()]
 
 
 def spell(names: Sequence[str]) -> str:
-    """Names as a run config can have them, with blanks between them."""
+    """Return names for a run config, separated by blanks."""
     return " ".join(quote(name, safe="") for name in names)
 
 

@@ -1,6 +1,6 @@
-"""How a ServerApp fares, said in its run folder: Flower throws away what the app prints, and says late that it died.
+"""Status of a ServerApp in its run folder: Flower discards what the app prints, and reports late that it died.
 
-``app.json`` is the app's process and whether it has finished; ``app.log`` has a line for each thing worth saying.
+``app.json`` has the app's process and whether it has finished; ``app.log`` has the lines for the operator.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from comingle.utils.terminal import printable
 FOLDER, STATE, LOG = "flower", "app.json", "app.log"
 
 RUNNING, FINISHED, FAILED, BROKEN = "running", "finished", "failed", "broken"
-"""``failed`` is a person's mistake, which another start does not mend; ``broken`` is all else that can go wrong."""
+"""``failed`` is a mistake of the operator's, which a restart does not mend; ``broken`` is any other failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
-    """What ``app.json`` says."""
+class AppStatus:
+    """Content of ``app.json``."""
 
     process: Keeper
     state: str = RUNNING
@@ -31,52 +31,52 @@ class State:
 
     @property
     def alive(self) -> bool:
-        """Whether the app is at work."""
+        """Whether the app is running."""
         return self.state == RUNNING and self.process.lives()
 
 
-def read_state(folder: Path) -> State | None:
-    """How the app of a run folder fares; None before its first start."""
+def read_status(folder: Path) -> AppStatus | None:
+    """Return the status of a run folder's app; None before its first start."""
     try:
         said = json.loads((folder / FOLDER / STATE).read_text(encoding="utf-8"))
-        return State(**(said | {"process": Keeper(**said["process"])}))
+        return AppStatus(**(said | {"process": Keeper(**said["process"])}))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-class Fate:
-    """The app's own side."""
+class StatusWriter:
+    """Writes the status of this process's app."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self._process = Keeper.of(os.getpid())
 
     @classmethod
-    def begin(cls, folder: Path) -> Fate:
-        """The app has been started."""
-        fate = cls(folder)
-        fate._folder.mkdir(parents=True, exist_ok=True)
-        fate._write(RUNNING)
-        return fate
+    def begin(cls, folder: Path) -> StatusWriter:
+        """Record that the app has started."""
+        writer = cls(folder)
+        writer._folder.mkdir(parents=True, exist_ok=True)
+        writer._write(RUNNING)
+        return writer
 
     def say(self, line: str) -> None:
-        """One line for whoever watches."""
+        """Write one line for the operator."""
         with (self._folder / LOG).open("a", encoding="utf-8") as log:
             log.write(f"{time.strftime('%F %T')} {printable(' '.join(line.split()))}\n")
 
     def finish(self) -> None:
-        """All rounds are done."""
+        """Record that all rounds are done."""
         self._write(FINISHED)
 
     def fail(self, line: str) -> None:
-        """A person has to mend something."""
+        """Record a mistake of the operator's."""
         self.say(line)
         self._write(FAILED, line)
 
     def break_off(self, line: str) -> None:
-        """Something else went wrong: another start may go well."""
+        """Record any other failure; a restart may succeed."""
         self.say(line)
         self._write(BROKEN, line)
 
     def _write(self, state: str, line: str = "") -> None:
-        write_text(self._folder / STATE, json.dumps(asdict(State(process=self._process, state=state, line=line))))
+        write_text(self._folder / STATE, json.dumps(asdict(AppStatus(process=self._process, state=state, line=line))))
