@@ -11,7 +11,7 @@ from comingle.federation.client import Client
 from comingle.federation.files import split_recipe
 from comingle.federation.messages import unpack_answer
 from comingle.federation.public import Own
-from comingle.federation.run_folder import Plan, coordinate
+from comingle.federation.run_folder import Plan, run_federation
 from comingle.federation.server_session import NetworkSection
 from comingle.protocol.messages import Upload
 from comingle.protocol.wire import unpack
@@ -60,7 +60,7 @@ def federated(content: Mapping[str, Any], folder: Path, **options: Any) -> tuple
     """The metrics of a recipe's federation, and what went to and fro."""
     plan, nodes = nodes_of(parse_recipe(content), folder)
     channel = Direct(nodes)
-    return coordinate(plan, channel, folder / "server", **options), channel
+    return run_federation(plan, channel, folder / "server", **options), channel
 
 
 __all__ = ["Direct", "NetworkSection", "Own", "federated", "nodes_of"]

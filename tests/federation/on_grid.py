@@ -15,7 +15,7 @@ from comingle.federation.files import save_plan
 from comingle.federation.flower.client_app import make_client_app
 from comingle.federation.flower.server_app import make_server_app, spell
 from comingle.federation.flower.worker import User
-from comingle.federation.server_app import coordinate_app
+from comingle.federation.server_app import run_federation_app
 from comingle.utils.records import read_metrics
 
 
@@ -34,7 +34,7 @@ def federated_on_grid(content: Mapping[str, Any], folder: Path) -> tuple[dict[st
         grid.join(make_client_app(ask), name=name, state=str(folder / name))
     out = folder / "server"
     run_app(
-        make_server_app(coordinate_app),
+        make_server_app(run_federation_app),
         grid,
         federation=str(folder / "federation.yaml"),
         out=str(out),

@@ -17,7 +17,7 @@ from comingle.config import parse_recipe
 from comingle.federation import server_session
 from comingle.federation.client import Client
 from comingle.federation.messages import unpack_answer, unpack_task
-from comingle.federation.run_folder import StatusFile, coordinate
+from comingle.federation.run_folder import StatusFile, run_federation
 from comingle.reports.tables import render_participants
 from comingle.utils.records import read_metrics
 from comingle.utils.terminal import Terminal
@@ -48,7 +48,7 @@ def test_everybody_in_a_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     del nodes["cem"]
     plan = replace(plan, network=NetworkSection(round_timeout=0.5, join_timeout=0.1))
     channel, server = Direct(nodes), tmp_path / "run" / "server"
-    coordinate(plan, channel, server)
+    run_federation(plan, channel, server)
     told, users = board(server), board(server)["users"]
     assert (told["round"], told["rounds"], told["measure"]) == (2, 2, "perplexity")
     assert {name: user["state"] for name, user in users.items()} == {"ann": "here", "bob": "here", "cem": "away"}

@@ -28,7 +28,7 @@ from comingle.federation.client import GONE_ON
 from comingle.federation.files import Participant, save_participant, save_plan, split_recipe
 from comingle.federation.flower.app_status import read_status
 from comingle.federation.flower.client import SuperNode
-from comingle.federation.flower.server import SuperLink, coordinate
+from comingle.federation.flower.server import SuperLink, supervise
 from comingle.federation.flower.server_app import spell
 from comingle.federation.flower.worker import User, read_worker
 from comingle.federation.server_session import NetworkSection
@@ -83,7 +83,7 @@ class Federation:
             beside()
 
         try:
-            coordinate(self.link, tend)
+            supervise(self.link, tend)
         finally:
             for node in self.nodes.values():
                 node.stop()

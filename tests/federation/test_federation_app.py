@@ -13,7 +13,7 @@ from tests.federation.tiny import tiny
 from comingle.config import parse_recipe
 from comingle.federation.files import save_plan
 from comingle.federation.flower.channel import Channel
-from comingle.federation.server_app import coordinate_app
+from comingle.federation.server_app import run_federation_app
 
 pytestmark = pytest.mark.usefixtures("shared_base", "asked_again_soon")
 
@@ -23,7 +23,7 @@ def lines_of(folder: Path, make: type[Direct], *arguments: object, **changes: ob
     save_plan(folder / "federation.yaml", plan)
     lines: list[str] = []
     channel: Channel = make(nodes, *arguments)
-    coordinate_app(channel, {"federation": str(folder / "federation.yaml")}, folder / "server", lines.append)
+    run_federation_app(channel, {"federation": str(folder / "federation.yaml")}, folder / "server", lines.append)
     assert not [one for one in logging.getLogger("comingle").handlers if type(one).__name__ == "_Relay"]
     return lines
 

@@ -24,7 +24,7 @@ from comingle.federation.client import Client
 from comingle.federation.files import split_recipe
 from comingle.federation.messages import Task, unpack_answer
 from comingle.federation.public import Own, public_part
-from comingle.federation.run_folder import coordinate
+from comingle.federation.run_folder import run_federation
 from comingle.models.loading import load_base
 from comingle.protocol.wire import pack, unpack
 from comingle.training.kinds.base import kind_of
@@ -79,7 +79,7 @@ class TestUsers:
     def test_a_number_that_no_honest_user_has_is_left_out(self, method: str, size: float, tmp_path: Path) -> None:
         plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, method, training__rounds=2)), tmp_path)
         nodes["bob"] = Liar(nodes["bob"], size)  # type: ignore[assignment]
-        metrics = coordinate(plan, Direct(nodes), tmp_path / "server")
+        metrics = run_federation(plan, Direct(nodes), tmp_path / "server")
         assert metrics["mean_test_perplexity"] < 500
         rejected = [event for event in read_events(tmp_path / "server") if event["event"] == "rejected"]
         assert [(event["round"], event["user"]) for event in rejected] == [(1, "bob")]  # no exchange is behind the last
@@ -89,7 +89,7 @@ class TestUsers:
         """FlexLoRA has the singular values of products, here of 5e4 by 5e4, in one factor."""
         plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, "flexlora", training__rounds=2)), tmp_path)
         nodes["bob"] = Liar(nodes["bob"], 5e4)  # type: ignore[assignment]
-        assert coordinate(plan, Direct(nodes), tmp_path / "server")["rounds"] == 2
+        assert run_federation(plan, Direct(nodes), tmp_path / "server")["rounds"] == 2
 
     @pytest.mark.parametrize("method", ["flexlora", "hetlora"])
     def test_what_the_server_cannot_go_on_with_is_not_kept(
@@ -101,9 +101,9 @@ class TestUsers:
             liar: Any = Liar(nodes["bob"], 3e38)
             told = r"round 1: what the server makes of uploads cannot be used: .*largest number, 3e\+38, is of 'bob'"
             with pytest.raises(RunError, match=told):
-                coordinate(plan, Direct(nodes | {"bob": liar}), tmp_path / "server")
+                run_federation(plan, Direct(nodes | {"bob": liar}), tmp_path / "server")
         assert not list_checkpoints(tmp_path / "server")
-        metrics = coordinate(plan, Direct(nodes), tmp_path / "server", resume=True)
+        metrics = run_federation(plan, Direct(nodes), tmp_path / "server", resume=True)
         assert metrics["mean_test_perplexity"] < 500
 
 

@@ -23,7 +23,7 @@ from comingle.config import parse_recipe
 from comingle.federation.client import Client
 from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
 from comingle.federation.public import tokens_of
-from comingle.federation.run_folder import Plan, coordinate, has_ended
+from comingle.federation.run_folder import Plan, has_ended, run_federation
 from comingle.models import base, folders
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
@@ -76,7 +76,7 @@ def test_a_server_that_stops_at_every_exchange_ends_with_the_same(name: str, tmp
     channel, server, ended = Stopping(nodes), tmp_path / "stopped" / "server", None
     while ended is None:
         try:
-            ended = coordinate(plan, channel, server, resume=(server / "recipe.yaml").exists())
+            ended = run_federation(plan, channel, server, resume=(server / "recipe.yaml").exists())
         except Stopped:
             continue
     asked = {(who, unpack_task(task).serial) for who, task, _ in whole.recorded}
@@ -106,9 +106,9 @@ def test_who_was_away_hears_of_the_round_that_was_judged(tmp_path: Path) -> None
     content = tiny(tmp_path, "fedavg", users=3, evaluation__select="best", evaluation__every=2, training__rounds=4)
     plan, nodes = started(content, tmp_path / "away", NetworkSection(round_timeout=0.1))
     with pytest.raises(Stopped):
-        coordinate(plan, Leaving(nodes), tmp_path / "away" / "server")
+        run_federation(plan, Leaving(nodes), tmp_path / "away" / "server")
     back = Direct(nodes)
-    coordinate(plan, back, tmp_path / "away" / "server", resume=True)
+    run_federation(plan, back, tmp_path / "away" / "server", resume=True)
     verdict = next(unpack(task.messages[0]) for task in tasks_of(back, "bob") if "hear" in task.todo)
     assert isinstance(verdict, Download)
     assert verdict.version == 2
@@ -141,10 +141,10 @@ def test_stopped_once_and_all_users_with_it(name: str, tmp_path: Path) -> None:
             known = [(who, unpack_task(task).serial) for who, task, _ in whole.recorded]
             channel.stops = {(*one, way) for one in known for way in (False, True)} - {(*known[at], there)}
             with pytest.raises(Stopped):
-                coordinate(plan, channel, folder / "server")
+                run_federation(plan, channel, folder / "server")
             _, nodes = nodes_of(parse_recipe(content), folder)
             again = Direct(nodes)
-            coordinate(plan, again, folder / "server", resume=(folder / "server" / "recipe.yaml").exists())
+            run_federation(plan, again, folder / "server", resume=(folder / "server" / "recipe.yaml").exists())
             assert_same_end(again, whole)
 
 
@@ -170,7 +170,7 @@ def test_a_full_disk_of_the_servers_is_one_line_and_it_goes_on(tmp_path: Path, m
     while True:
         calls, fails = 0, fails + 1
         try:
-            coordinate(plan, channel, server, resume=(server / "recipe.yaml").exists())
+            run_federation(plan, channel, server, resume=(server / "recipe.yaml").exists())
         except RunError as error:
             reasons.append(str(error))
             continue
@@ -189,9 +189,9 @@ def test_a_damaged_checkpoint_of_the_servers_is_one_line_that_says_what_to_do(na
     (newest / "state.safetensors").write_bytes(b"\x00" * 100)
     plan, _ = nodes_of(parse_recipe(content), tmp_path / "run")
     with pytest.raises(RunError, match=r"damaged.*`rm -r .*`, then the federation, started again, goes on from there"):
-        coordinate(plan, channel, server, resume=True)
+        run_federation(plan, channel, server, resume=True)
     shutil.rmtree(newest)  # as it says
-    again = coordinate(plan, channel, server, resume=True)
+    again = run_federation(plan, channel, server, resume=True)
     assert sorted(again["users"]) == sorted(metrics["users"])
 
 
@@ -231,7 +231,7 @@ ALL_ROUNDS = range(1, 9)
 def unsteady(folder: Path, name: str = "fedavg", patience: NetworkSection = QUICK, **options: Any) -> Unsteady:
     plan, nodes = started(tiny(folder, name, users=3, training__rounds=3), folder / "unsteady", patience)
     channel = Unsteady(nodes, **options)
-    coordinate(plan, channel, folder / "unsteady" / "server", observers=[channel.see])
+    run_federation(plan, channel, folder / "unsteady" / "server", observers=[channel.see])
     return channel
 
 
@@ -280,12 +280,12 @@ def test_too_few_end_the_run_in_one_line_and_it_goes_on(tmp_path: Path) -> None:
     server = tmp_path / "few" / "server"
     nobody = Unsteady(nodes, away=dict.fromkeys(EVERYBODY, ALL_ROUNDS))
     with pytest.raises(RunError, match=r"^0 of 3 users have joined; needed: 2; network.join_timeout is 0.1 s$"):
-        coordinate(plan, nobody, server)
+        run_federation(plan, nobody, server)
     few = Unsteady(nodes, away={"ann": [2], "bob": [2]})
     with pytest.raises(RunError, match=r"^round 2: 1 of 3 participants answered in 0.1 s; needed: 2$"):
-        coordinate(plan, few, server, resume=True, observers=[few.see])
+        run_federation(plan, few, server, resume=True, observers=[few.see])
     steady = Direct(nodes)
-    coordinate(plan, steady, server, resume=True)
+    run_federation(plan, steady, server, resume=True)
     assert_same_end(steady, with_members(tmp_path, EVERYBODY, EVERYBODY, EVERYBODY))
 
 
@@ -304,7 +304,7 @@ def test_a_user_who_cannot_join_is_not_waited_for(tmp_path: Path, caplog: pytest
     nodes["bob"] = Client(tmp_path / "bob", nodes["bob"].own.model_copy(update={"expects": {"base": "another"}}))
     channel = Direct(nodes)
     began = time.monotonic()
-    coordinate(plan, channel, tmp_path / "refusing" / "server")
+    run_federation(plan, channel, tmp_path / "refusing" / "server")
     assert time.monotonic() - began < 30
     assert len([r for r in caplog.records if "expects base another" in r.getMessage()]) <= 2
     assert_same_end_without(channel, reference, "bob")
@@ -343,7 +343,7 @@ def test_a_worker_that_hangs_holds_up_nobody_else(step: str, tmp_path: Path) -> 
     patience = patience.model_copy(update={"round_timeout": 2.0, "join_timeout": 5.0})
     plan, nodes = started(content, tmp_path / "hanging", patience)
     channel = Hanging(nodes, lambda task: step in task.todo)
-    coordinate(plan, channel, tmp_path / "hanging" / "server")
+    run_federation(plan, channel, tmp_path / "hanging" / "server")
     assert_same_end_without(channel, with_members(tmp_path, OTHERS, OTHERS, OTHERS), "bob")
 
 
@@ -367,7 +367,7 @@ def test_a_user_who_refuses_may_be_repaired_while_too_few_have_joined(
                 yield name, answer
 
     channel = Repaired(nodes | {"bob": wrong})
-    metrics = coordinate(plan, channel, tmp_path / "repaired" / "server")
+    metrics = run_federation(plan, channel, tmp_path / "repaired" / "server")
     assert refusals == 2
     assert sorted(metrics["users"]) == ["ann", "bob"]
 
@@ -378,7 +378,7 @@ def test_too_few_because_of_a_refusal_says_who_refused_and_why(tmp_path: Path) -
     nodes["bob"] = Client(tmp_path / "bob", nodes["bob"].own.model_copy(update={"expects": {"base": "another"}}))
     began = time.monotonic()
     with pytest.raises(RunError, match=r"^1 of 2 users have joined; needed: 2; .*0.3 s; user 'bob': expects base"):
-        coordinate(plan, Direct(nodes), tmp_path / "refused" / "server")
+        run_federation(plan, Direct(nodes), tmp_path / "refused" / "server")
     assert time.monotonic() - began < 30
 
 
@@ -401,7 +401,7 @@ def test_users_who_have_come_and_are_loading_are_waited_for_beyond_the_time(tmp_
                 time.sleep(0.02)
             yield from super().exchange(due, timeout=timeout)
 
-    metrics = coordinate(plan, Loading(nodes), tmp_path / "loading" / "server")
+    metrics = run_federation(plan, Loading(nodes), tmp_path / "loading" / "server")
     assert sorted(metrics["users"]) == ["ann", "bob", "cem"]
 
 
@@ -409,7 +409,7 @@ def test_a_user_who_has_lost_its_last_task_takes_part_again(tmp_path: Path) -> N
     """As the line about a damaged checkpoint says: what is damaged is removed, and it goes on from what is whole."""
     plan, nodes = started(tiny(tmp_path, "fedavg", users=3, training__rounds=4), tmp_path / "lost", QUICK)
     channel = Losing(nodes)
-    coordinate(plan, channel, tmp_path / "lost" / "server", observers=[channel.see])
+    run_federation(plan, channel, tmp_path / "lost" / "server", observers=[channel.see])
     rounds = [unpack_task(task).round for who, task, _ in channel.recorded if who == "bob" and b'"train"' in task]
     assert rounds[-1] == 3
     noted = [event for event in told_in(tmp_path / "lost" / "server") if event["event"] == "noted"]
@@ -519,7 +519,7 @@ def lying(
     content = tiny(folder, "fedavg", training__weighting="tokens", **options)
     plan, nodes = started(content, folder / "lying", NetworkSection(round_timeout=wait, join_timeout=0.4))
     channel = Lying(nodes, lie, step)
-    coordinate(plan, channel, folder / "lying" / "server")
+    run_federation(plan, channel, folder / "lying" / "server")
     return channel
 
 
@@ -547,7 +547,7 @@ def test_fewer_usable_uploads_than_the_least_change_nothing(
     lie, events = UPLOADS["NaN"], list[dict[str, Any]]()
     plan, nodes = started(tiny(tmp_path, name, users=2, training__rounds=2), tmp_path / "least", QUICK)
     channel = Lying(nodes, lie, "upload")
-    coordinate(plan, channel, tmp_path / "least" / "server", observers=[events.append])
+    run_federation(plan, channel, tmp_path / "least" / "server", observers=[events.append])
     why = "round 1: 1 uploads can be used; needed: 2 (network.min_participants); the model stays as it was"
     assert next(event["reason"] for event in events if event["event"] == "no_sum") == why
     assert why in caplog.messages
@@ -571,7 +571,7 @@ def test_a_round_that_changed_nothing_says_nothing_of_the_rule(tmp_path: Path) -
         content, tmp_path / "rule", NetworkSection(min_participants=3, round_timeout=5, join_timeout=5)
     )
     lies = iter([lambda answer: answer, UPLOADS["NaN"]])
-    coordinate(
+    run_federation(
         plan, Lying(nodes, lambda a: next(lies)(a), "upload"), tmp_path / "rule" / "server", observers=[events.append]
     )
     assert [event["round"] for event in events if event["event"] == "aggregation"] == [1]
@@ -589,12 +589,12 @@ def test_a_federation_from_before_templates_were_told_goes_on(tmp_path: Path, mo
             patch.setattr(module, "digest_tokenizer", lambda tokenizer: tokens_of(older(tokenizer)))
         for _ in range(12):
             with pytest.raises(Stopped):
-                coordinate(plan, stops, tmp_path / "older" / "server", resume=bool(stops.recorded or stops.stops))
+                run_federation(plan, stops, tmp_path / "older" / "server", resume=bool(stops.recorded or stops.stops))
     assert ":" not in json.loads((tmp_path / "older" / "server" / "federation.json").read_text())["public"]["tokenizer"]
     assert list_checkpoints(tmp_path / "older" / "server")
     _, nodes = started(content, tmp_path / "older", QUICK)
     channel = Direct(nodes)
-    coordinate(plan, channel, tmp_path / "older" / "server", resume=True)
+    run_federation(plan, channel, tmp_path / "older" / "server", resume=True)
     assert_same_end(channel, whole)
 
 
@@ -608,12 +608,12 @@ def test_metrics_are_there_before_anybody_hears_that_all_is_over(tmp_path: Path)
     plan, nodes = started(tiny(tmp_path, "fedavg"), tmp_path / "end", QUICK)
     server = tmp_path / "end" / "server"
     with pytest.raises(Stopped):
-        coordinate(plan, Stopping(nodes), server)
+        run_federation(plan, Stopping(nodes), server)
     before = (server / "metrics.json").read_bytes()
     assert list(json.loads(before)["users"]) == ["ann", "bob"]
     assert not has_ended(server)
     few = {"bob": nodes["bob"]}  # the other one has heard it, and has gone
-    coordinate(
+    run_federation(
         replace(plan, network=QUICK.model_copy(update={"min_participants": 1})), Direct(few), server, resume=True
     )
     assert (server / "metrics.json").read_bytes() == before
@@ -706,7 +706,7 @@ def test_what_a_user_says_is_one_line_in_logs_and_events(tmp_path: Path, caplog:
 def test_scores_of_another_measure_are_as_if_not_told(lie: Callable[[Answer], Answer], tmp_path: Path) -> None:
     plan, nodes = started(tiny(tmp_path, "fedavg", users=3), tmp_path / "lying", QUICK)
     channel = Lying(nodes, lie, step="evaluate")
-    metrics = coordinate(plan, channel, tmp_path / "lying" / "server")
+    metrics = run_federation(plan, channel, tmp_path / "lying" / "server")
     assert metrics["measure"] == "perplexity"
     assert sorted(metrics["users"]) == ["ann", "cem"]
     for event in told_in(tmp_path / "lying" / "server"):
@@ -728,7 +728,7 @@ def test_a_validation_loss_that_is_none_decides_nothing(value: list[float], tmp_
 
     options = {"evaluation__select": "best", "evaluation__every": 1}
     plan, nodes = started(tiny(tmp_path, "fedavg", users=3, **options), tmp_path / "lying", QUICK)
-    coordinate(plan, Lying(nodes, lie, step="evaluate"), tmp_path / "lying" / "server")
+    run_federation(plan, Lying(nodes, lie, step="evaluate"), tmp_path / "lying" / "server")
     losses = [
         event["mean_valid_loss"] for event in told_in(tmp_path / "lying" / "server") if "mean_valid_loss" in event
     ]
@@ -741,7 +741,7 @@ def test_words_of_one_who_joins_are_checked_too(tmp_path: Path, caplog: pytest.L
     lies = [of_words(**told) for told in wrong]
     plan, nodes = started(tiny(tmp_path, "fedavg"), tmp_path / "lying", NetworkSection(join_timeout=60))
     channel = Lying(nodes, lambda answer: lies.pop(0)(answer) if lies else answer, step="join")
-    metrics = coordinate(plan, channel, tmp_path / "lying" / "server")
+    metrics = run_federation(plan, channel, tmp_path / "lying" / "server")
     assert not lies
     assert sorted(metrics["users"]) == ["ann", "bob"]
     assert len([r for r in caplog.records if r.getMessage().startswith("user 'bob': answer: ")]) == len(wrong)
@@ -763,7 +763,7 @@ def test_what_is_not_told_is_absent_and_the_run_folder_is_readable(
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, users=2)), tmp_path / "run")
     for name, tells in (("ann", ann), ("bob", bob)):
         nodes[name] = Client(nodes[name].folder, nodes[name].own.model_copy(update={"tells": tells}))
-    metrics = coordinate(plan, Direct(nodes), tmp_path / "run" / "server")
+    metrics = run_federation(plan, Direct(nodes), tmp_path / "run" / "server")
     assert list(metrics["users"]) == (["ann"] if ann == "all" else [])
     events = told_in(tmp_path / "run" / "server")
     assert [list(each["train_loss_nats"]) for each in events if each["event"] == "round"] == [["ann"]] * 2
@@ -789,7 +789,7 @@ def test_steps_that_no_user_of_the_recipe_can_have_are_refused(
     lies = [of_words(steps=number) for number in wrong]
     plan, nodes = started(content, tmp_path / "claims", NetworkSection(join_timeout=60))
     channel = Lying(nodes, lambda answer: lies.pop(0)(answer) if lies else answer, step="join")
-    coordinate(plan, channel, tmp_path / "claims" / "server")
+    run_federation(plan, channel, tmp_path / "claims" / "server")
     assert not lies
     assert_same_end(channel, federated(content, tmp_path / "true")[1])
     lines = [r.getMessage() for r in caplog.records if "local steps" in r.getMessage()]
@@ -822,7 +822,7 @@ def test_of_conversations_a_user_may_have_as_many_as_the_server_allows(
     plan, nodes = started(content, tmp_path / "run", NetworkSection(max_samples=8, join_timeout=60))
     lies = [of_words(steps=3)]
     channel = Lying(nodes, lambda answer: lies.pop(0)(answer) if lies else answer, step="join")
-    coordinate(plan, channel, tmp_path / "run" / "server")
+    run_federation(plan, channel, tmp_path / "run" / "server")
     assert_same_end(channel, federated(content, tmp_path / "true")[1])
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("user ")]
     allowed = "allowed: up to 2 (network.max_samples is 8)"
@@ -832,7 +832,7 @@ def test_of_conversations_a_user_may_have_as_many_as_the_server_allows(
 def test_weights_are_bounded_by_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = chats(tmp_path, training__weighting="samples")
     plan, nodes = started(content, tmp_path / "run", NetworkSection(max_samples=8))
-    coordinate(plan, Lying(nodes, of_reports(count=torch.tensor([9])), step="upload"), tmp_path / "run" / "server")
+    run_federation(plan, Lying(nodes, of_reports(count=torch.tensor([9])), step="upload"), tmp_path / "run" / "server")
     lines = [r.getMessage() for r in caplog.records if "is left out of round" in r.getMessage()]
     assert lines
     assert all(line.endswith("report 'count' is not finite, or not from 1 to 8") for line in lines)

@@ -19,7 +19,7 @@ from comingle.config import parse_recipe
 from comingle.federation.client import Client
 from comingle.federation.messages import unpack_answer
 from comingle.federation.public import Tells
-from comingle.federation.run_folder import coordinate
+from comingle.federation.run_folder import run_federation
 from comingle.reports.figures import read_mixtures
 from comingle.runs import api
 from comingle.utils.records import read_events
@@ -45,7 +45,7 @@ def told_by(folder: Path, name: str, tells: dict[str, Tells | None]) -> tuple[Pa
     for user, said in tells.items():
         nodes[user] = Client(nodes[user].folder, nodes[user].own.model_copy(update={"tells": said}))
     channel = Direct(nodes)
-    coordinate(plan, channel, folder / "run" / "server")
+    run_federation(plan, channel, folder / "run" / "server")
     return folder / "run" / "server", channel
 
 
@@ -135,7 +135,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", quick(LIES, "ragged", "a mixture of nothing"))
 def test_numbers_that_cannot_be_a_users_are_as_if_not_told(what: str, tmp_path: Path) -> None:
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, **OPTIONS)), tmp_path / "run")
-    coordinate(plan, Lying(nodes, of_words(**LIES[what]), step="evaluate"), tmp_path / "run" / "server")
+    run_federation(plan, Lying(nodes, of_words(**LIES[what]), step="evaluate"), tmp_path / "run" / "server")
     believed = ["ann", "bob", "cem"] if what == "a mixture of nothing" else ["ann", "cem"]
     assert [list(event["expert_scores"]) for event in routing_in(tmp_path / "run" / "server")] == [believed] * 2
     assert not any("mixtures" in event for event in routing_in(tmp_path / "run" / "server"))
@@ -144,7 +144,7 @@ def test_numbers_that_cannot_be_a_users_are_as_if_not_told(what: str, tmp_path: 
 def test_nor_are_those_of_a_method_that_has_none(tmp_path: Path) -> None:
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, "fedavg", **OPTIONS)), tmp_path / "run")
     lie = of_words(gates=[[1.0]], mixture=[0.5, 0.5])
-    coordinate(plan, Lying(nodes, lie, step="evaluate"), tmp_path / "run" / "server")
+    run_federation(plan, Lying(nodes, lie, step="evaluate"), tmp_path / "run" / "server")
     assert routing_in(tmp_path / "run" / "server") == [{}, {}]
 
 
@@ -155,7 +155,7 @@ def test_what_is_no_share_at_all_is_a_wrong_answer(what: str, tmp_path: Path, ca
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, **OPTIONS)), tmp_path / "run")
     plan = replace(plan, network=plan.network.model_copy(update={"round_timeout": 60.0}))
     channel = Lying(nodes, lambda answer: lies.pop(0)(answer) if lies else answer, step="evaluate")
-    coordinate(plan, channel, tmp_path / "run" / "server")
+    run_federation(plan, channel, tmp_path / "run" / "server")
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("user 'bob': answer: ")]
     assert len(lines) == 1
     assert lines[0].isprintable()

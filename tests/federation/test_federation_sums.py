@@ -28,7 +28,7 @@ from comingle.config import parse_recipe
 from comingle.federation.client import Client
 from comingle.federation.client_store import SECURE
 from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
-from comingle.federation.run_folder import coordinate
+from comingle.federation.run_folder import run_federation
 from comingle.privacy.secure_client import survivors_message
 from comingle.privacy.secure_sum import VECTOR
 from comingle.protocol.messages import Download, Upload
@@ -143,7 +143,7 @@ def losing(
     plan, nodes = nodes_of(parse_recipe(content), folder)
     channel = Losing(nodes, lost)
     patience = NetworkSection(round_timeout=0.3, min_participants=least)
-    coordinate(replace(plan, network=patience), channel, folder / "server")
+    run_federation(replace(plan, network=patience), channel, folder / "server")
     return channel, list(read_events(folder / "server"))
 
 
@@ -236,7 +236,7 @@ def test_a_server_and_users_that_stop_at_every_exchange_end_with_the_same(tmp_pa
     server, ended = tmp_path / "stopped" / "server", None
     while ended is None:
         try:
-            ended = coordinate(plan, channel, server, resume=(server / "recipe.yaml").exists())
+            ended = run_federation(plan, channel, server, resume=(server / "recipe.yaml").exists())
         except Stopped:
             continue
     assert len(channel.stops) > 20
@@ -278,7 +278,7 @@ def stopped_at(content: dict[str, Any], folder: Path, task: Task) -> tuple[Until
     plan, nodes = nodes_of(parse_recipe(content), folder)
     channel = Until(nodes, task)
     with pytest.raises(Stopped):
-        coordinate(plan, channel, folder / "server")
+        run_federation(plan, channel, folder / "server")
     assert channel.last is not None
     return channel, channel.last
 

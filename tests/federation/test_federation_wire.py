@@ -18,7 +18,7 @@ from comingle.config import parse_recipe
 from comingle.federation.client import Client
 from comingle.federation.messages import unpack_answer, unpack_task
 from comingle.federation.public import Tells
-from comingle.federation.run_folder import coordinate
+from comingle.federation.run_folder import run_federation
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.protocol.wire import unpack
 from comingle.training.client import Clients
@@ -93,7 +93,7 @@ def run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, tells: Tells =
     monkeypatch.setattr(Clients, "upload", watched)
     monkeypatch.setattr(Clients, "receive", received)
     channel = Direct(nodes)
-    coordinate(plan, channel, folder / "run" / "server")
+    run_federation(plan, channel, folder / "run" / "server")
     for node in nodes.values():
         assert node._store is not None
         watch.look(node._store.clients)

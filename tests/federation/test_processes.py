@@ -20,7 +20,7 @@ pytest.importorskip("flwr")
 from comingle.federation.flower.certificates import make_certificates
 from comingle.federation.flower.client import SuperNode, participate
 from comingle.federation.flower.processes import Service, environment
-from comingle.federation.flower.server import Certificates, SuperLink, coordinate
+from comingle.federation.flower.server import Certificates, SuperLink, supervise
 from comingle.federation.flower.worker import User, read_worker
 from comingle.utils.errors import RecipeError, RunError
 
@@ -60,7 +60,7 @@ class Federation:
 
         users = " ".join(node.user.name for node in self.nodes)
         self.link.run_config = {"users": users, "timeout": 60, **config}
-        coordinate(self.link, beside)
+        supervise(self.link, beside)
         assert not waiting, "nothing was killed: the run was too short"
 
     def replies(self) -> list[dict[str, str]]:
@@ -133,7 +133,7 @@ def test_a_mistake_of_the_persons_ends_the_run_with_its_line(federation: Federat
     federation.nodes.pop()
     federation.link.run_config = {"users": "ada eve", "timeout": 20, "rounds": 1}
     with pytest.raises(RunError, match=r"^users: ada came; wanted: ada, eve$"):
-        coordinate(federation.link, federation.nodes[0].tend)
+        supervise(federation.link, federation.nodes[0].tend)
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ class TestKeys:
                 refused.append(str(error))
 
         guarded.link.run_config = {"users": "ada", "timeout": 60, "rounds": 3, "request": "sleep 2"}
-        coordinate(guarded.link, beside)
+        supervise(guarded.link, beside)
         assert guarded.replies() == [{"ada": "ada"}] * 3
         line = "refused: mallory: the key of this node is registered for 'bob'; allowed: that name alone"
         assert refused == [line]

@@ -23,7 +23,7 @@ from comingle.utils.files import locked
 def serve(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said; nothing may be started."""
     said: list[str] = []
-    monkeypatch.setattr(launch, "coordinate", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(launch, "supervise", lambda *_: pytest.fail("it was started"))
     monkeypatch.setattr(launch, "_PORT_SECONDS", 0.0)
     plan = split_recipe(recipe_of(tmp_path, "fedavg"))[0]
     options: dict[str, Any] = {"host": "127.0.0.1", "port": port, "certificates": None, "say": said.append}

@@ -13,7 +13,7 @@ from tests.golden.cases import USERS
 
 from comingle.config import parse_recipe
 from comingle.federation.client import Client
-from comingle.federation.run_folder import coordinate
+from comingle.federation.run_folder import run_federation
 from comingle.runs.api import run
 from comingle.runs.join import join
 from comingle.utils.records import read_events, read_metrics
@@ -93,7 +93,7 @@ class TestFederation:
         quiet = {
             name: Client(node.folder, node.own.model_copy(update={"tells": "losses"})) for name, node in nodes.items()
         }
-        assert "skipped_rows" not in coordinate(plan, Direct(quiet), tmp_path / "server")
+        assert "skipped_rows" not in run_federation(plan, Direct(quiet), tmp_path / "server")
 
     def test_without_the_setting_they_are_refused(self, tmp_path: Path) -> None:
         content = recipe(tmp_path)
@@ -103,7 +103,7 @@ class TestFederation:
         for node in nodes.values():
             node.say = lines.append
         channel = Direct(nodes)
-        coordinate(plan, channel, tmp_path / "server")
+        run_federation(plan, channel, tmp_path / "server")
         assert any("its data cannot be used" in told.get("refused", "") for told in channel.told)
         assert any("not JSON" in line for line in lines)
 

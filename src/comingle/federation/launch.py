@@ -19,7 +19,7 @@ from comingle.federation.flower.certificates import make_key, read_certificates
 from comingle.federation.flower.client import SuperNode, participate
 from comingle.federation.flower.probe import Answer, certificate_problem, problem_of, who_answers
 from comingle.federation.flower.processes import LOCAL_HOSTS, join_address, split_address
-from comingle.federation.flower.server import Certificates, SuperLink, coordinate
+from comingle.federation.flower.server import Certificates, SuperLink, supervise
 from comingle.federation.flower.server_app import spell
 from comingle.federation.flower.worker import FOLDER as WORKER
 from comingle.federation.flower.worker import LOG, UNFIT, User
@@ -89,7 +89,7 @@ def serve(
         say(f"listening on {listening} for {len(plan.users)} participants: {', '.join(plan.users)}")
         if not keys:
             say("without keys any program on this machine can take part under a free name; see --certificates")
-        coordinate(link)
+        supervise(link)
     return read_metrics(folder)
 
 
@@ -342,7 +342,7 @@ def federate(
     ]
     words = {node.user.name: Words(node.user.state / WORKER / LOG) for node in nodes}
     try:
-        coordinate(link, lambda: _tend(nodes, plan.network.min_participants))
+        supervise(link, lambda: _tend(nodes, plan.network.min_participants))
     except RunError as error:
         raise RunError(str(error) + ("" if list_checkpoints(folder) else _told(words))) from None
     finally:

@@ -155,7 +155,7 @@ class Plan:
     network: NetworkSection = field(default_factory=NetworkSection)
 
 
-def coordinate(
+def run_federation(
     plan: Plan,
     channel: Channel,
     folder: Path,

@@ -10,14 +10,14 @@ from typing import Any
 
 from comingle.federation.files import load_plan
 from comingle.federation.flower.channel import Channel
-from comingle.federation.run_folder import coordinate
+from comingle.federation.run_folder import run_federation
 from comingle.methods.user_files import load_files_of_command
 from comingle.training.events import AN_EVENT
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import expand_home
 
 
-def coordinate_app(channel: Channel, config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
+def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
     """Run the federation of the file ``config["federation"]``, or resume it.
 
     Args:
@@ -33,7 +33,7 @@ def coordinate_app(channel: Channel, config: Mapping[str, Any], folder: Path, sa
         raise RecipeError("run config: no 'federation'; give --run-config 'federation=\"FILE\"'")
     load_files_of_command()
     with _warnings_shown(say):
-        coordinate(
+        run_federation(
             load_plan(expand_home(file)),
             channel,
             folder,

@@ -175,7 +175,7 @@ class Watch:
             self.link.say(line[len("2000-01-01 00:00:00 ") :])
 
 
-def coordinate(link: SuperLink, beside: Callable[[], None] = lambda: None) -> None:
+def supervise(link: SuperLink, beside: Callable[[], None] = lambda: None) -> None:
     """Run the server to its end; ``beside`` is called again and again meanwhile.
 
     Raises:

@@ -20,14 +20,14 @@ from comingle.federation.flower.channel import Channel, GridChannel
 from comingle.utils.errors import ComingleError, RecipeError
 from comingle.utils.records import expand_home
 
-COORDINATE = "comingle.federation.server_app", "coordinate_app"
+RUN_FUNCTION = "comingle.federation.server_app", "run_federation_app"
 """Function that runs the rounds; by name, since it stands above this package, in which Flower expects the app."""
 
-Coordinate = Callable[[Channel, Mapping[str, Any], Path, Callable[[str], None]], None]
+RunFunction = Callable[[Channel, Mapping[str, Any], Path, Callable[[str], None]], None]
 """Runs the rounds; gets the channel, the run config, the run folder, and a function that shows a line."""
 
 
-def make_server_app(coordinate: Coordinate) -> ServerApp:
+def make_server_app(run: RunFunction) -> ServerApp:
     """Return the app around a function that runs the rounds; shows a ComingleError in one line."""
     made = ServerApp()
 
@@ -38,7 +38,7 @@ def make_server_app(coordinate: Coordinate) -> ServerApp:
         status = StatusWriter.begin(folder)
         try:
             channel = GridChannel(grid, status.say, allowed=_names(context.run_config))
-            coordinate(channel, context.run_config, folder, status.say)
+            run(channel, context.run_config, folder, status.say)
         except ComingleError as error:
             status.fail(str(error))
             raise
@@ -67,9 +67,9 @@ def spell(names: Sequence[str]) -> str:
     return " ".join(quote(name, safe="") for name in names)
 
 
-def _coordinate(channel: Channel, run_config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
-    module, name = COORDINATE
+def _run_federation(channel: Channel, run_config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
+    module, name = RUN_FUNCTION
     getattr(importlib.import_module(module), name)(channel, run_config, folder, say)
 
 
-app = make_server_app(_coordinate)
+app = make_server_app(_run_federation)
