@@ -10,7 +10,7 @@ import pytest
 from comingle.config import parse_recipe
 from comingle.cost.counts import count_exchanges, mean_bytes, message_bytes
 from comingle.methods import REGISTRY, make
-from comingle.training.evaluation import Clock
+from comingle.training.checkpoints import Clock
 from comingle.training.kinds.base import check_recipe
 from comingle.training.rounds import run_rounds
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from comingle.methods.base import Phase
 from comingle.privacy.mechanisms import padded
 from comingle.training.backends.local import InProcess
-from comingle.training.plan import PrivateSteps
+from comingle.training.steps import PrivateSteps
 from comingle.utils.trees import Tree, restrict
 
 USERS = ("ann", "bob")

@@ -517,7 +517,7 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
 
 
 def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples: Tensor) -> Tree:
-    """Return gradients as :meth:`comingle.training.plan.PrivateSteps.step` does, for its memory.
+    """Return gradients as :meth:`comingle.training.steps.PrivateSteps.step` does, for its memory.
 
     Single examples' gradients lie beside those of what is a user's own. Passes are full; the noise itself is of one
     user at a time, and no larger than the sums.

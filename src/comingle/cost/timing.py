@@ -46,9 +46,9 @@ from comingle.training.backends.distributed import largest_terms, shifts_of, who
 from comingle.training.backends.launched import find_place
 from comingle.training.backends.local import InProcess
 from comingle.training.backends.ranks import Ranks, joined
-from comingle.training.checkpoints import write_tensors
+from comingle.training.checkpoints import Clock, write_tensors
 from comingle.training.client import Clients, LocalRound
-from comingle.training.evaluation import Clock, amounts_of
+from comingle.training.evaluation import amounts_of
 from comingle.training.kinds.base import RunData
 from comingle.training.rounds import run_rounds
 from comingle.utils.errors import ComingleError

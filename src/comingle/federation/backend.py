@@ -24,7 +24,8 @@ from comingle.privacy.secure_server import SumCollector
 from comingle.protocol.messages import LOSS, Download, Upload, expand, join_uploads, no_uploads, validation_report
 from comingle.protocol.wire import pack, unpack
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, log_rejection
-from comingle.training.evaluation import Clock, evaluation_event, metrics_of, mixtures_event
+from comingle.training.checkpoints import Clock
+from comingle.training.evaluation import evaluation_event, metrics_of, mixtures_event
 from comingle.training.events import AN_EVENT, Observer
 from comingle.training.plan import terms_of
 from comingle.training.settings import RunPlan

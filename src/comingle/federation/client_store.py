@@ -34,9 +34,9 @@ from comingle.privacy.secure_sum import KEY
 from comingle.protocol.wire import unpack
 from comingle.runs.api import of_one_user
 from comingle.runs.session import build, describe
-from comingle.training.checkpoints import load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
+from comingle.training.checkpoints import Clock, load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
 from comingle.training.client import Clients, finetuned
-from comingle.training.evaluation import Clock, summarise
+from comingle.training.evaluation import summarise
 from comingle.training.kinds.base import RunData
 from comingle.training.state import GRADIENTS, State
 from comingle.utils.errors import MessageError, RunError

@@ -22,8 +22,8 @@ from comingle.privacy.accounting import Work
 from comingle.protocol.wire import FORMAT
 from comingle.runs.folders import BOS
 from comingle.training.kinds.base import RunData, check_recipe, kind_of, later
-from comingle.training.plan import make_plan, work_of
-from comingle.training.settings import RunPlan
+from comingle.training.plan import make_plan
+from comingle.training.settings import RunPlan, work_of
 from comingle.utils.errors import DataError, MessageError, RecipeError
 from comingle.utils.names import name_problem
 

@@ -23,6 +23,7 @@ from comingle.protocol.messages import LOWEST, verdict
 from comingle.runs.folders import as_begun, open_folder
 from comingle.runs.given import Given
 from comingle.training.checkpoints import (
+    Clock,
     Progress,
     load_checkpoint,
     progress_of,
@@ -30,7 +31,7 @@ from comingle.training.checkpoints import (
     read_progress,
     save_checkpoint,
 )
-from comingle.training.evaluation import Clock, end_event, period, start_event
+from comingle.training.evaluation import end_event, period, start_event
 from comingle.training.events import EventLog, Observer
 from comingle.training.kinds.base import kind_of
 from comingle.training.plan import keep_key

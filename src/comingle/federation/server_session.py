@@ -20,7 +20,7 @@ from comingle.federation.public import Public, ServerContext
 from comingle.models.model import Model
 from comingle.protocol.messages import Download
 from comingle.protocol.wire import pack
-from comingle.training.evaluation import Clock
+from comingle.training.checkpoints import Clock
 from comingle.training.events import AN_EVENT, Observer
 from comingle.training.server import ServerHalf, start_server
 from comingle.utils.errors import MessageError, RunError

@@ -460,6 +460,12 @@ class Method:
         return ""
 
     @property
+    def sharing(self) -> list[Phase]:
+        """Phases that train something that is sent."""
+        shared = {role.partition(".")[0] for role in self.shared}
+        return [phase for phase in self.client.phases if shared & {role.partition(".")[0] for role in phase.roles}]
+
+    @property
     def needs_clusters(self) -> bool:
         """Whether users' true clusters must be known."""
         return self.placement.mixture is not None and self.placement.mixture.optimal

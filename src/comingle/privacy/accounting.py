@@ -432,3 +432,16 @@ def _package() -> Any:
     except ImportError:
         raise RecipeError("privacy: needs the package dp-accounting: pip install 'comingle[privacy]'") from None
     return package
+
+
+def check_delta(privacy: PrivacySection, name: str, examples: int) -> None:
+    """Check that delta means something for so many examples of a user.
+
+    Raises:
+        RecipeError: It would allow one of them to be published.
+    """
+    if privacy.delta * examples >= 1:
+        raise RecipeError(
+            f"privacy.delta: got {privacy.delta:g} for {examples:,} examples of user {name!r}; allowed: below "
+            f"1/{examples}, as with that chance an example may be revealed whole"
+        )

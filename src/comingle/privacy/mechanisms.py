@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from comingle.config.settings import MECHANISMS, AggregationSection, PrivacySection
-from comingle.methods.base import Method, Part, Phase
+from comingle.methods.base import Method, Part
 from comingle.methods.server import Received
 from comingle.models.scoring import PAD
 from comingle.privacy.accounting import (
@@ -520,19 +520,6 @@ def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users 
     return whole
 
 
-def check_delta(privacy: PrivacySection, name: str, examples: int) -> None:
-    """Check that delta means something for so many examples of a user.
-
-    Raises:
-        RecipeError: It would allow one of them to be published.
-    """
-    if privacy.delta * examples >= 1:
-        raise RecipeError(
-            f"privacy.delta: got {privacy.delta:g} for {examples:,} examples of user {name!r}; allowed: below "
-            f"1/{examples}, as with that chance an example may be revealed whole"
-        )
-
-
 # -------------------------------------------------------------------- what methods must not do
 
 
@@ -550,12 +537,6 @@ def _uncovered(method: Method) -> str:
     return ""
 
 
-def sharing(method: Method) -> list[Phase]:
-    """Return the phases that train something that is sent."""
-    shared = {role.partition(".")[0] for role in method.shared}
-    return [phase for phase in method.client.phases if shared & {role.partition(".")[0] for role in phase.roles}]
-
-
 _HOOKS = ("received", "begin", "stepped", "end", "penalty")
 """What a part may do in a round besides its phases, and may read data for."""
 
@@ -570,7 +551,7 @@ def _entangled(method: Method) -> str:
             f"it shares {', '.join(split)} alone, whose gradients follow from the other factor, which stays with its "
             "user and has no noise"
         )
-    for phase in sharing(method):
+    for phase in method.sharing:
         if phase.stream != "train":
             return (
                 f"it trains {', '.join(sorted(phase.roles & method.shared))} on validation data, which is not counted"

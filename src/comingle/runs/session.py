@@ -26,10 +26,9 @@ from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.training.backends.local import InProcess, federate
-from comingle.training.checkpoints import progress_of
+from comingle.training.checkpoints import Clock, progress_of
 from comingle.training.client import STORES, Clients
 from comingle.training.evaluation import (
-    Clock,
     amounts,
     end_event,
     sampled,

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -28,7 +29,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comingle.protocol.messages import LOWEST
-from comingle.training.evaluation import Clock
 from comingle.training.state import State
 from comingle.utils.errors import RunError
 from comingle.utils.files import SUMS, advise, list_checkpoints, seal, verify
@@ -42,6 +42,30 @@ OF_SERVER = "server/"
 _ROWS = "user/"
 _SERVER = OF_SERVER
 _BEST = "best/"
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """Time, tokens and bytes of a run, over all its processes: a resumed run starts from what the checkpoint says.
+
+    ``user_rounds`` counts each round once for each user who took part; ``told_upload_bytes`` and
+    ``told_download_bytes`` are what events have told of so far.
+    """
+
+    train_seconds: float = 0.0
+    tokens: int = 0
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    told_upload_bytes: int = 0
+    told_download_bytes: int = 0
+    user_rounds: int = 0
+    earlier_seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds since the run began, without the time in which no process worked on it."""
+        return self.earlier_seconds + time.perf_counter() - self.started
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,10 +45,10 @@ from comingle.protocol.messages import (
 from comingle.protocol.wire import packed_bytes
 from comingle.training.batch_sources import Feed
 from comingle.training.cohort import AnyScore, Cohort, Models, Scorer
-from comingle.training.plan import TUNING, client_mechanisms, private_steps
+from comingle.training.plan import client_mechanisms
 from comingle.training.settings import Portions, RunPlan, cohorts
 from comingle.training.state import State, draw, initial_state, true_clusters
-from comingle.training.steps import Steps, diverged, find_broken, within_memory
+from comingle.training.steps import TUNING, Steps, diverged, find_broken, private_steps, within_memory
 from comingle.utils.errors import DataError
 from comingle.utils.registry import Registry
 from comingle.utils.trees import CLIENT_ROUTER, Tree, assign, restrict

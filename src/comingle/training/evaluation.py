@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -27,6 +25,7 @@ from comingle.methods.server import aggregation_weights
 from comingle.models.hardware import peak_memory_bytes
 from comingle.models.model import Model
 from comingle.privacy.accounting import sample_size
+from comingle.training.checkpoints import Clock
 from comingle.training.client import Clients
 from comingle.training.cohort import AnyScore
 from comingle.training.server import ServerHalf, averaging_weights
@@ -36,30 +35,6 @@ from comingle.utils.records import GEOMETRIC, Metrics, geometric
 from comingle.utils.trees import CLIENT_ROUTER
 
 logger = logging.getLogger("comingle")
-
-
-@dataclass(kw_only=True)
-class Clock:
-    """Time, tokens and bytes of a run, over all its processes: a resumed run starts from what the checkpoint says.
-
-    ``user_rounds`` counts each round once for each user who took part; ``told_upload_bytes`` and
-    ``told_download_bytes`` are what events have told of so far.
-    """
-
-    train_seconds: float = 0.0
-    tokens: int = 0
-    upload_bytes: int = 0
-    download_bytes: int = 0
-    told_upload_bytes: int = 0
-    told_download_bytes: int = 0
-    user_rounds: int = 0
-    earlier_seconds: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def wall_seconds(self) -> float:
-        """Seconds since the run began, without the time in which no process worked on it."""
-        return self.earlier_seconds + time.perf_counter() - self.started
 
 
 EVALUATION_SHARE = Fraction(1, 10)

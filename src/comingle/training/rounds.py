@@ -22,7 +22,7 @@ from typing import Any
 from comingle.config.settings import protects_examples
 from comingle.methods.base import ROUTERS, Method
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, S
-from comingle.training.evaluation import Clock
+from comingle.training.checkpoints import Clock
 from comingle.training.events import Observer
 from comingle.training.settings import RunPlan, counts_exchanged, exchanged_after
 from comingle.utils.records import MEASURES, number

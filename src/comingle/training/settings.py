@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from comingle.config.settings import (
 )
 from comingle.data.populations import drawn
 from comingle.methods.base import Method
-from comingle.privacy.accounting import sample_size
+from comingle.privacy.accounting import Work, sample_size
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout
 
@@ -142,6 +144,22 @@ def selected(
     if wrong := [u for u in chosen if not 0 <= u < len(users)]:
         raise RecipeError(f"training.participation: user {wrong[0]}; allowed: 0 to {len(users) - 1}")
     return sorted(set(chosen))
+
+
+def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work:
+    """Return what a user with so many examples, and so many local steps in a round, does in a whole run."""
+    steps = [phase.steps * -(-iterations // phase.every) for phase in plan.method.sharing]
+    rounds = _rounds_of_users(plan.participation, plan.seed, plan.training.rounds, plan.users)[name]
+    return Work(examples=examples, batch=plan.training.batch_size, steps=sum(steps), rounds=rounds)
+
+
+@lru_cache(maxsize=16)
+def _rounds_of_users(
+    participation: float | tuple[tuple[int, ...], ...], seed: int, rounds: int, users: tuple[str, ...]
+) -> Counter[str]:
+    """Return the number of rounds in which each user takes part."""
+    taking_part = (selected(participation, seed, number, users) for number in range(rounds))
+    return Counter(users[user] for chosen in taking_part for user in chosen)
 
 
 def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,17 +25,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from comingle.data.populations import LazyPopulation
 from comingle.methods.base import Phase
 from comingle.models.model import Model
+from comingle.privacy.accounting import Work, check_delta
+from comingle.privacy.base import PrivacyMechanism, PrivateStep, overrides
+from comingle.privacy.noise import clipped, digest
 from comingle.training.batch_sources import Feed, Prefetcher
 from comingle.training.cohort_state import Held, Members, accumulate, holding, keep_statistics, learning_rate, take_step
-from comingle.training.settings import Portions, RunPlan, check_needs
+from comingle.training.settings import Portions, RunPlan, check_needs, work_of
 from comingle.utils.errors import DivergenceError, RecipeError, lacks_memory
 from comingle.utils.seeds import generator
 from comingle.utils.trees import CLIENT_ROUTER, STATISTICS, Layout, Tree, restrict
-
-if TYPE_CHECKING:
-    from comingle.training.plan import PrivateSteps
-else:
-    PrivateSteps = object  # what a runtime type checker sees
 
 
 @contextmanager
@@ -126,6 +124,194 @@ def scaled(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " u
         if bool((fits | (scales <= _LOWEST)).all()):
             return losses, found
         scales = torch.where(fits, scales, scales * _LOWER)
+
+
+TUNING = "tuning"
+"""Label of the phases that finetune: their batches have a random stream of their own, and nothing of them is sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateSteps:
+    """Local steps on what users share, of which a privacy mechanism makes the gradients.
+
+    Rows of a pass are examples: what a user shares is repeated for each of its examples, so that one backward pass
+    yields the gradient of every example. The model of that pass has what is shared and nothing that a user trains
+    without noise. Otherwise the released gradient would depend on what the same data has made of specialists and
+    routers, which no account covers.
+
+    Args:
+        mechanism: Has the hook ``client_gradients``.
+        plan: Has the method, which says what is shared.
+    """
+
+    mechanism: PrivacyMechanism
+    plan: RunPlan
+
+    def applies(self, phase: Phase, layout: Layout) -> bool:
+        """Whether a phase trains something that is sent."""
+        return phase.label != TUNING and bool(self.leaves(phase, layout))
+
+    def leaves(self, phase: Phase, layout: Layout) -> list[str]:
+        """The tensors of which a phase trains entries that are shared."""
+        shared, roles = self.plan.method.shared, phase.roles
+        both = ((slot.name, zip(slot.chosen(shared), slot.chosen(roles), strict=True)) for slot in layout.slots)
+        return [name for name, entries in both if any(sent and moves for sent, moves in entries)]
+
+    def alone(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
+        """The tensors of which a phase trains entries that are a user's own, or all that it trains."""
+        slots, shared, reached = layout.touching(phase.reached).slots, self.plan.method.shared, phase.reached
+        both = ((slot.name, zip(slot.chosen(shared), slot.chosen(reached), strict=True)) for slot in slots)
+        return [name for name, entries in both if everything or any(moves and not sent for sent, moves in entries)]
+
+    def own(self, layout: Layout) -> frozenset[str]:
+        """The roles that are trained without noise."""
+        return (layout.roles & self.plan.method.client.trained) - self.plan.method.shared
+
+    def works(self, feed: Feed) -> dict[str, Work]:
+        """What each of the feed's trainers does."""
+        return {trainer.name: self.work(feed, number) for number, trainer in enumerate(feed.trainers)}
+
+    def work(self, feed: Feed, trainer: int) -> Work:
+        """What one of them does.
+
+        Raises:
+            RecipeError: it has so many examples that delta would allow one of them to be published.
+        """
+        name, count = feed.trainers[trainer].name, feed.examples(trainer)
+        if self.plan.privacy is not None:
+            check_delta(self.plan.privacy, name, count)
+        return work_of(self.plan, name, examples=count, iterations=feed.steps(trainer))
+
+    # ---------------------------------------------------------------- a step
+
+    def step(
+        self,
+        model: Model,
+        feed: Feed,
+        portions: Portions,
+        cohort: Members,
+        phase: Phase,
+        place: Sequence[int],
+        at: Sequence[int],
+        plain: tuple[Float[Tensor, " users"], Tree] | None,
+    ) -> tuple[Float[Tensor, " users"], Tree]:
+        """Losses, and gradients of all that a phase trains: noised ones of what the users ``at`` share.
+
+        All others, and the losses, are the ``plain`` ones, where there are any.
+        """
+        losses, own = plain or (torch.zeros(len(cohort.rows)), Tree())
+        if not at:
+            return losses, own
+        some = cohort if len(at) == len(cohort.rows) else cohort.only(at)
+        found, shared = self.gradients(model, feed, portions, some, phase, place)
+        if plain is None:
+            losses[list(at)] = found
+        return losses, self.joined(model.layout, phase, own, shared, at, len(cohort.rows))
+
+    def gradients(
+        self, model: Model, feed: Feed, portions: Portions, cohort: Members, phase: Phase, place: Sequence[int]
+    ) -> tuple[Float[Tensor, " users"], Tree]:
+        """Of each user the mean loss, estimated from its batch, and the noised gradient of what it shares.
+
+        Tensors are cut to their shared entries. ``place`` says which step of the round this is.
+        """
+        layout, rows, number = model.layout, cohort.part.rows, cohort.round_number
+        kept = layout.roles - self.own(layout)
+        works = [self.work(feed, owner) for owner in cohort.owners]
+        stamps = [digest({n: t[i] for n, t in self._shared(layout, rows).items()}) for i in range(len(rows))]
+        streams = [(name, number, phase.purpose, *place, s) for name, s in zip(cohort.names, stamps, strict=True)]
+        tensors, leaves = restrict(model.tensors(rows), layout, kept), self.leaves(phase, layout)
+
+        def sums(part: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
+            return self.clipped_sums(model, feed, tensors, leaves, cohort, part, bound)
+
+        step = PrivateStep(works=works, streams=streams, batch=portions.sequences, clipped_sums=sums)
+        with model.randomness(self.mechanism.key, cohort.names[0], number, *place):  # masks of a known seed hide nobody
+            means, found = self.mechanism.client_gradients(step)
+        return means.float(), {name: t.to(rows.dtype) for name, t in found.items()}
+
+    def clipped_sums(
+        self,
+        model: Model,
+        feed: Feed,
+        tensors: Tree,
+        leaves: Sequence[str],
+        cohort: Members,
+        part: Int[Tensor, "u n"],
+        bound: float,
+    ) -> tuple[Tree, Float[Tensor, " u"]]:
+        """Return sums of each user's clipped gradients, float64, and of its losses over examples of these numbers."""
+        drawn = feed.numbered(cohort.owners, part, cohort.round_number).to(cohort.part.rows.device)
+        return self.sums_over(model, feed, tensors, leaves, cohort.owners, drawn, bound)
+
+    def sums_over(
+        self,
+        model: Model,
+        feed: Feed,
+        tensors: Tree,
+        leaves: Sequence[str],
+        owners: Sequence[int],
+        drawn: Int[Tensor, "u n ..."],
+        bound: float,
+    ) -> tuple[Tree, Float[Tensor, " u"]]:
+        """Return the same over examples that were drawn: one pass, whose rows they are, the first user's first."""
+        users, count = drawn.shape[:2]
+        who = [owner for owner in owners for _ in range(count)]
+        wide = {n: t.detach().repeat_interleave(count, 0) for n, t in tensors.items()}
+        for name in leaves:
+            wide[name].requires_grad_()
+        rows = drawn.flatten(0, 1).unsqueeze(1)
+        batch: Any = feed.read("train", who, rows)
+        losses = model.without(self.own(model.layout)).losses_of_each(wide, who, batch)
+        means = losses.flatten(1).sum(1) / feed.counted(rows).clamp(min=1)
+        found = torch.autograd.grad(means.sum(), [wide[n] for n in leaves], materialize_grads=True)
+        changes = clipped(dict(zip(leaves, found, strict=True)), bound)
+        sums = {n: t.view(users, count, *t.shape[1:]).sum(1) for n, t in changes.items()}
+        return sums, means.detach().double().view(users, count).sum(1).cpu()
+
+    def _shared(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
+        return restrict(layout.views(rows), layout, self.plan.method.shared)
+
+    def joined(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
+        """``plain`` gradients with ``noised`` ones, cut to shared entries, in their place for users ``at``."""
+        whole = Tree()
+        for slot in layout.touching(phase.reached).slots:
+            if slot.name not in noised:
+                whole[slot.name] = plain[slot.name]
+                continue
+            made = noised[slot.name]
+            full = plain.get(slot.name)
+            full = made.new_zeros(users, *slot.shape) if full is None else full.clone()
+            keep = [i for i, shared in enumerate(slot.chosen(self.plan.method.shared)) if shared]
+            if len(keep) == len(slot.roles):
+                full[list(at)] = made
+            else:
+                full[torch.tensor(at).unsqueeze(1), torch.tensor(keep)] = made
+            whole[slot.name] = full
+        return whole
+
+
+def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: RunPlan) -> PrivateSteps | None:
+    """Return the local steps of a mechanism that protects single examples, if a run has one.
+
+    Raises:
+        RecipeError: What is shared is no model by itself, or examples of a batch have statistics in common.
+    """
+    mechanism = next((one for one in mechanisms if overrides(one, "client_gradients")), None)
+    if mechanism is None:
+        return None
+    where = f"privacy: method {plan.method.name}"
+    if model.batchwise:
+        raise RecipeError(
+            f"{where}: statistics of batch norm are of all examples of a batch together; allowed: a net with "
+            "group norm, as net:resnet9-group"
+        )
+    steps = PrivateSteps(mechanism=mechanism, plan=plan)
+    try:
+        model.without(steps.own(model.layout))
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    return steps
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from comingle.training.evaluation import Clock
+from comingle.training.checkpoints import Clock
 from comingle.training.events import AN_EVENT, Observer
 from comingle.training.server import ServerHalf
 from comingle.training.settings import RunPlan

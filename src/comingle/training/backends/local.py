@@ -31,6 +31,7 @@ from comingle.protocol.messages import (
 from comingle.protocol.wire import pack, packed_bytes, unpack
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, log_rejection
 from comingle.training.checkpoints import (
+    Clock,
     Progress,
     load_checkpoint,
     load_server,
@@ -42,7 +43,6 @@ from comingle.training.checkpoints import (
 from comingle.training.client import NOBODY, Clients, LocalRound, finetuned, finish, settle, train
 from comingle.training.cohort import AnyScore
 from comingle.training.evaluation import (
-    Clock,
     amounts_of,
     check_finite,
     evaluation_event,
