@@ -81,7 +81,7 @@ def main() -> None:
     base = load_base(name, dtype=args.dtype, device="cpu")
     clients, users = stirred(clients_of(argparse.Namespace(**shape, **rest, **switches), base)), users_of(args)
     plan = RunPlan(method=make("fedavg"), training=TrainingSection(context=128))
-    feed = feeding.AnswerFeed(users, plan, 4, tokenizer=byte_tokenizer())
+    feed = feeding.AnswerBatchSource(users, plan, 4, tokenizer=byte_tokenizer())
     portions = Portions(users=1, sequences=max(1, TRAINED_AT_ONCE // (args.prompt + args.new)))
     generate, sets = partial(clients.scorer.generate, clients.models), [user.test for user in users]
 

@@ -31,7 +31,7 @@ from comingle.models.base import Base
 from comingle.models.injection import ExpertCounts
 from comingle.models.loading import load_base
 from comingle.training.client import Clients, batch_size, train
-from comingle.training.kinds.text import TextFeed
+from comingle.training.kinds.text import TextBatchSource
 from comingle.training.settings import RunPlan
 
 WINDOW = 128
@@ -59,7 +59,7 @@ def step(base: Base, tokens: torch.Tensor, batch: int, *, checkpointed: bool) ->
         training=TrainingSection(rounds=9, local_steps=1, batch_size=batch, context=WINDOW),
         runtime=RuntimeSection(micro_batch=batch),
     )
-    feed = TextFeed([user], plan, batch_size(plan, 1))
+    feed = TextBatchSource([user], plan, batch_size(plan, 1))
     clients = Clients(model, plan, trainers=[user], users=[user], feed=feed)
     with LiveBytes() as live:
         train(clients, [0], 0)

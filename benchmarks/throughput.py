@@ -37,7 +37,7 @@ from comingle.models.layouts import decoder_layers
 from comingle.models.loading import backbone, lm_head, load_base
 from comingle.models.loss import cross_entropy, faster
 from comingle.training.client import Clients, batch_size, train
-from comingle.training.kinds.text import TextFeed
+from comingle.training.kinds.text import TextBatchSource
 from comingle.training.settings import RunPlan
 from one_by_one import one_by_one
 
@@ -95,7 +95,7 @@ def clients_of(args: argparse.Namespace, base: Base) -> Clients:
         training=TrainingSection(rounds=100, local_steps=1, batch_size=args.batch, context=args.ctx),
         runtime=RuntimeSection(users_per_step=args.users_per_step, micro_batch=args.micro_batch),
     )
-    feed = TextFeed(users, plan, batch_size(plan, len(users)))
+    feed = TextBatchSource(users, plan, batch_size(plan, len(users)))
     return Clients(model, plan, trainers=users, users=users, feed=feed)
 
 

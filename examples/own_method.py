@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 import comingle
-from comingle.methods.base import MODEL, Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import MODEL_PREFIX as KEPT
 from comingle.methods.server import Mean, Received
 from comingle.utils.trees import Tree
 
 
 @dataclass(frozen=True)
-class StayNear(Part):
+class StayNear(ClientHook):
     """Adds ``weight / 2 |theta - theta_0|^2`` to the objective; theta_0 is what the user downloaded (FedProx)."""
 
     weight: float

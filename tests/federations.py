@@ -13,7 +13,7 @@ from torch import Tensor
 from comingle.methods.base import Phase
 from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients, LocalRound, train
-from comingle.training.kinds.nets import SampleFeed
+from comingle.training.kinds.nets import SampleBatchSource
 
 
 def everyone(federation: InProcess) -> range:
@@ -66,7 +66,7 @@ def read_anew(clients: Clients) -> None:
     """Have users whose samples have been exchanged train on those that they have now."""
     model = clients.model
     like = {"device": model.device, "dtype": model.dtype, "loss": model.loss}
-    feed = SampleFeed(clients.trainers, clients.plan, clients.batch_size, **like)
+    feed = SampleBatchSource(clients.trainers, clients.plan, clients.batch_size, **like)
     clients.steps = replace(clients.steps, source=feed)
     clients.scorer = replace(clients.scorer, steps=clients.steps)
 

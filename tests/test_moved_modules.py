@@ -15,7 +15,7 @@ import comingle
 SOURCE = Path(comingle.__file__).parent
 
 DOCUMENTED = {
-    "comingle.methods.client": ("MODEL", "Client", "Cohort", "Part", "joint"),
+    "comingle.methods.client": ("MODEL", "Client", "Cohort", "ClientHook", "joint"),
     "comingle.trees": ("Tree",),
     "comingle.evaluation.losses": ("LOSSES",),
     "comingle.store.tokens": ("read_population", "write_population"),

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from comingle.config import Recipe
 from comingle.config.settings import KINDS
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.methods.base import Method, Part
+from comingle.methods.base import ClientHook, Method
 from comingle.methods.dual_lora import Near
 from comingle.methods.mixtures import Entropic
 
@@ -70,7 +70,7 @@ def trained_on(method: Method) -> str:
     """What the table should say about a method's router."""
     if rerouted(method):
         return "set from each component's loss"
-    if any(type(part).settle is not Part.settle for part in method.client.parts):
+    if any(type(part).settle is not ClientHook.settle for part in method.client.parts):
         near = ": how near a text is to it says how much a user's own expert counts"
         by_similarity = method.placement.gating == Near()
         return "set from training text" + near if by_similarity else "set from validation text"

@@ -14,12 +14,12 @@ from pretend import pretending
 from torch import Tensor
 
 from comingle.methods.base import Phase
-from comingle.training.batch_sources import Feed, Prefetcher
+from comingle.training.batch_sources import BatchSource, Prefetcher
 
 EXPERTS, ROUTER = Phase(roles=frozenset({"a"})), Phase(roles=frozenset({"router"}), optimizer="router", steps=2)
 
 
-@Feed.register
+@BatchSource.register
 class Numbers:
     """A batch is what it was asked with."""
 
@@ -39,12 +39,12 @@ def ahead(request: pytest.FixtureRequest) -> Any:
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA GPU here")
-        yield Prefetcher(cast(Feed, Numbers()), torch.device("cuda"))
+        yield Prefetcher(cast(BatchSource, Numbers()), torch.device("cuda"))
         return
     if torch.cuda.is_available():
         pytest.skip("a real GPU is here")
     with pretending():
-        yield Prefetcher(cast(Feed, Numbers()), torch.device("cuda"))
+        yield Prefetcher(cast(BatchSource, Numbers()), torch.device("cuda"))
 
 
 def taken(ahead: Prefetcher, *place: Any) -> list[list[int]]:
@@ -95,7 +95,7 @@ def test_before_the_first_step_nothing_is_guessed(ahead: Any) -> None:
 def test_nobody_reads_before_the_copy_is_done() -> None:
     """That the pretended device would notice: its copy happens when the stream is waited for."""
     with pretending():
-        made = Prefetcher(cast(Feed, Numbers()), torch.device("cuda"))
+        made = Prefetcher(cast(BatchSource, Numbers()), torch.device("cuda"))
         taken(made, [0], EXPERTS, 0, 0, 0)
         early = made.ready[EXPERTS]
         assert early.there is not None

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import comingle
-from comingle.methods.base import MODEL, Client, Cohort, Method, Part, Placement, joint
+from comingle.methods import base
+from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import Mean, Received, Server, ServerSetup
 from comingle.utils.errors import PluginError
 from comingle.utils.trees import Tree
@@ -20,7 +21,7 @@ USERS = {name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20
 RECIPE: dict[str, Any] = {"training": {"rounds": 2, "batch_size": 8}, "data": {"loss": "mse"}}
 
 
-def mine(*, parts: Sequence[Part] = (), server: Server | None = None) -> Method:
+def mine(*, parts: Sequence[ClientHook] = (), server: Server | None = None) -> Method:
     client = Client(phases=joint(routed=False), parts=tuple(parts))
     return Method(name="mine", placement=Placement(shared=MODEL), client=client, server=server or Mean())
 
@@ -35,28 +36,28 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.endswith(text))
 
 
-class Begins(Part):
+class Begins(ClientHook):
     def begin(self, cohort: Cohort) -> None:
         {}["begun"]  # begin
 
 
-class Corrects(Part):
+class Corrects(ClientHook):
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
         for gradient in gradients.values():
             gradient.copy_(torch.zeros(7, 7, 7))  # correct
 
 
-class Punishes(Part):
+class Punishes(ClientHook):
     def penalty(self, tensors: Tree, ranks: Any) -> Any:
         return 1 / 0  # penalty
 
 
-class Starts(Part):
+class Starts(ClientHook):
     def start(self, names: Sequence[str], seed: int) -> Tree:
         raise StopIteration  # start
 
 
-class Helps(Part):
+class Helps(ClientHook):
     def end(self, cohort: Cohort) -> None:
         help_out(cohort)
 
@@ -111,7 +112,7 @@ def test_what_comingle_cannot_use_names_the_class() -> None:
 
 
 def test_a_report_that_is_none_names_the_class() -> None:
-    class Silent(Part):
+    class Silent(ClientHook):
         def report(self, cohort: Cohort) -> Any:
             return None
 
@@ -156,7 +157,7 @@ def test_other_exceptions_stay_as_they_are() -> None:
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        run(mine(parts=[Part()]), observers=[stop])
+        run(mine(parts=[ClientHook()]), observers=[stop])
     with pytest.raises(StoppedError):
         run(mine(server=LongMean()), observers=[stop])
 
@@ -164,3 +165,8 @@ def test_other_exceptions_stay_as_they_are() -> None:
 @dataclass(frozen=True, kw_only=True)
 class LongMean(Mean):
     """A strategy of the user's that works."""
+
+
+def test_the_old_name_of_a_client_hook_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"comingle\.methods\.base\.Part is now ClientHook"):
+        assert base.Part is ClientHook

@@ -31,7 +31,7 @@ from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients, train
 from comingle.training.kinds import conversations as feeding
 from comingle.training.kinds.base import RunData, kind_of
-from comingle.training.kinds.conversations import AnswerFeed, training_tokens
+from comingle.training.kinds.conversations import AnswerBatchSource, training_tokens
 from comingle.training.settings import Portions, RunPlan
 from comingle.utils.errors import RecipeError
 from comingle.utils.files import list_checkpoints
@@ -247,7 +247,7 @@ def spoken(sim: Clients, user: int) -> list[str]:
 def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sim = ask(FLORAL if method == "floral" else method).clients
     stir(sim)
-    assert isinstance(sim.feed, AnswerFeed)
+    assert isinstance(sim.feed, AnswerBatchSource)
     sets = [user.test for user in sim.users]
     expected = [spoken(sim, user) for user in range(3)]
     generate = partial(sim.scorer.generate, sim.models)
@@ -263,7 +263,7 @@ def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, mo
 def test_an_answer_ends_at_the_end_of_text_or_at_the_users_limit() -> None:
     """A model that counts up from its row's number."""
     plan = RunPlan(method=make("fedavg"), training=TrainingSection(context=24))
-    feed = AnswerFeed([make_user("ann")], plan, 2, tokenizer=byte_tokenizer())
+    feed = AnswerBatchSource([make_user("ann")], plan, 2, tokenizer=byte_tokenizer())
 
     def count(rows: Sequence[int], prompts: Tensor, limit: int) -> Tensor:
         assert bool((prompts[..., -1] != PAD).all())

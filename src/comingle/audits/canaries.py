@@ -48,7 +48,7 @@ from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData
-from comingle.training.kinds.text import TextFeed
+from comingle.training.kinds.text import TextBatchSource
 from comingle.training.server import ServerHalf
 from comingle.training.state import draw
 from comingle.utils.errors import RunError
@@ -169,7 +169,7 @@ class Attacker:
     def _losses(self, users: Sequence[int], seen: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
         model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
         windows, feed = windows.long(), self.clients.feed
-        begin = feed.begin if isinstance(feed, TextFeed) else None
+        begin = feed.begin if isinstance(feed, TextBatchSource) else None
         if begin is not None:  # as where training has drawn the window; no wider, for bases that read no more
             inside = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
             windows = begin_windows(windows[..., :-1], begin, at_start=inside)

@@ -42,7 +42,7 @@ from comingle.runs.session import build, prepare
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import RunData, adapt_base, check_recipe, kind_of
-from comingle.training.kinds.text import TextFeed
+from comingle.training.kinds.text import TextBatchSource
 from comingle.training.plan import make_plan, planned_releases, server_mechanisms
 from comingle.training.settings import Portions, portions, round_sizes
 from comingle.training.storage.disk import check_storable
@@ -370,7 +370,7 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
         tokens = among * plan.iterations * plan.training.batch_size * plan.training.context
         model = adapt_base(recipe, base, method, among, tokens)
         model = model.only(numbers) if unlike else model
-    feed = TextFeed(trainers, plan, batch_size(plan, len(people)))
+    feed = TextBatchSource(trainers, plan, batch_size(plan, len(people)))
     return federate(Clients(model, plan, trainers=trainers, users=people, feed=feed, reads=False))
 
 

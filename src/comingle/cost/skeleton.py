@@ -32,7 +32,7 @@ from comingle.models.stacked import MixedLanguageModel, StackedModel
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients
 from comingle.training.kinds.base import check_on_language
-from comingle.training.kinds.nets import SampleFeed, build_nets
+from comingle.training.kinds.nets import SampleBatchSource, build_nets
 from comingle.training.plan import make_plan
 from comingle.utils.errors import BaseModelError
 from comingle.utils.records import expand_home
@@ -151,7 +151,7 @@ def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] |
         return federate(build_nets(recipe, population, plan))
     clusters = max(1, len({user.cluster for user in population.users}))  # with fewer there would be other clusters
     first = build_nets(recipe, replace(population, users=population.users[:clusters]), plan)
-    feed, users = cast(SampleFeed, first.feed), list(population.users[: first.portions.users])
+    feed, users = cast(SampleBatchSource, first.feed), list(population.users[: first.portions.users])
     if len(users) <= clusters:
         return federate(first)
     model = cast(StackedModel, first.model).for_users(len(users))

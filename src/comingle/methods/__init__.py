@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from comingle.methods.base import ROUTERS, Client, Method, Part, Placement
+from comingle.methods.base import ROUTERS, Client, ClientHook, Method, Placement
 from comingle.methods.server import Server
 from comingle.methods.settings import allowed, by_type, setting_hint
 from comingle.utils.errors import ComingleError, PluginError, RecipeError, UnknownMethodError, lacks_memory
@@ -66,9 +66,9 @@ def call_constructor(name: str, constructor: Callable[..., Any], settings: dict[
             shown = got.__name__ + " itself, not an object of it" if isinstance(got, type) else type(got).__name__
             where = _definition(constructor)
             raise PluginError(f"method {name}: {where}: {part} is {shown}; allowed: a {kind.__name__}")
-    if wrong := next((part for part in made.client.parts if not isinstance(part, Part)), None):
+    if wrong := next((part for part in made.client.parts if not isinstance(part, ClientHook)), None):
         where = _definition(constructor)
-        raise PluginError(f"method {name}: {where}: client.parts has {wrong!r}; allowed: objects of Part")
+        raise PluginError(f"method {name}: {where}: client.parts has {wrong!r}; allowed: objects of ClientHook")
     return made
 
 

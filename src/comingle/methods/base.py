@@ -6,6 +6,7 @@ users in one batch, none of whom sees another one's data.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,8 +78,8 @@ class Phase:
         return (("experts", self.roles - routers), ("router", routers))
 
 
-class Cohort(ABC):
-    """Users that are worked on together, as a part sees them. Tensors have the users on their leading dimension."""
+class CohortState(ABC):
+    """What the users of a cohort train and keep. Tensors have the users on their leading dimension."""
 
     names: list[str]
     """The users' names."""
@@ -112,6 +113,14 @@ class Cohort(ABC):
     @abstractmethod
     def ranks(self) -> Int[Tensor, " users"]:
         """LoRA ranks, to be changed in place."""
+
+    @abstractmethod
+    def copies(self) -> Float[Tensor, "copies users columns"]:
+        """Return every set of tensors that the users train."""
+
+
+class Cohort(CohortState):
+    """Users trained in one batch, as client hooks see them: their state, local steps, and losses on their data."""
 
     @property
     @abstractmethod
@@ -164,10 +173,6 @@ class Cohort(ABC):
         window, all of it. Only for language models with routers."""
 
     @abstractmethod
-    def copies(self) -> Float[Tensor, "copies users columns"]:
-        """Every set of tensors that the users train."""
-
-    @abstractmethod
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
         """Mean validation loss in nats of one user (by place) with these tensors as its model."""
 
@@ -176,11 +181,13 @@ MODEL = frozenset({ATTENTION, GENERALIST, BASE, STATISTICS})
 """All of a model that travels: LoRA beside a frozen base, or a net with its running statistics."""
 
 
-class Part:
-    """Something that a user does besides its phases; every hook that it leaves out does nothing."""
+class ClientHook:
+    """What a method does on a client besides phases. A subclass overrides the hooks that it needs."""
 
     roles: frozenset[str] = frozenset()
     """What it trains."""
+    resets: bool = False
+    """Whether it asks for what a user had before any training."""
     validates: ClassVar[bool] = False
     """Whether it looks at validation text."""
     language_only: ClassVar[bool] = False
@@ -217,11 +224,6 @@ class Part:
     def before(self) -> tuple[Phase, ...]:
         """Phases that it takes then."""
         return ()
-
-    @property
-    def resets(self) -> bool:
-        """Whether it asks for what a user had before any training."""
-        return False
 
     def penalty(self, tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"] | float:
         """What is added to each user's objective."""
@@ -267,7 +269,7 @@ class Client:
     """
 
     phases: tuple[Phase, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ClientHook, ...] = ()
     finetunes: bool = False
     tuning: tuple[Phase, ...] = ()
     drops_nonfinite: bool = False
@@ -478,3 +480,10 @@ class Method:
     def exchanges(self, done: int) -> bool:
         """Whether there is an exchange after round ``done`` (from 1)."""
         return bool(self.shared) and self.server.exchanges(done)
+
+
+def __getattr__(name: str) -> object:
+    if name != "Part":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("comingle.methods.base.Part is now ClientHook", DeprecationWarning, stacklevel=2)
+    return ClientHook

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.methods.base import MODEL, Client, Cohort, Method, Part, Phase, Placement, joint
+from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Phase, Placement, joint
 from comingle.methods.fedmerge import mix, soup_of, start_soup
 from comingle.methods.server import Mean, Received, Reported, ServerSetup
 from comingle.methods.settings import Models
@@ -40,7 +40,7 @@ def ifca(*, models: Models = 5) -> Method:
 
 
 @dataclass(frozen=True)
-class Choose(Part):
+class Choose(ClientHook):
     """A user takes the model with the lowest loss on its training data, and says which with its upload."""
 
     models: int
@@ -138,7 +138,7 @@ def fedem(*, models: Models = 3) -> Method:
     )
 
 
-class DivideSamples(Part):
+class DivideSamples(ClientHook):
     """Says at the start of a round how much each sample belongs to each model."""
 
     sweeps = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from comingle.methods.base import MODEL, Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import Mean
 from comingle.methods.settings import NotNegative
 from comingle.utils.trees import Tree
@@ -31,7 +31,7 @@ def ditto(*, nearness: NotNegative = 0.1) -> Method:
 
 
 @dataclass(frozen=True)
-class NearGlobal(Part):
+class NearGlobal(ClientHook):
     """Adds ``weight / 2 |v - w_t|^2`` to the objective of every copy but the first."""
 
     weight: float

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.base import ROUTERS, Client, Cohort, Method, Part, Phase, Placement, joint
+from comingle.methods.base import ROUTERS, Client, ClientHook, Cohort, Method, Phase, Placement, joint
 from comingle.methods.heterogeneous_ranks import Redistribute
 from comingle.methods.server import MODEL_PREFIX, Mean, Received, ServerSetup
 from comingle.methods.settings import BelowOne, Count, NotNegative, Range
@@ -107,7 +107,7 @@ class OuterSteps(Mean):
 
 
 @dataclass(frozen=True)
-class Fuse(Part):
+class Fuse(ClientHook):
     """For each user the weights of (global, personal) with the lowest validation loss that ``steps`` tries find."""
 
     steps: int
@@ -203,7 +203,7 @@ class Near:
         return torch.cat([1 - others.sum(-1, keepdim=True), others], -1)
 
 
-class FromGlobal(Part):
+class FromGlobal(ClientHook):
     """The local LoRA is the global one until it is trained."""
 
     language_only = True
@@ -219,7 +219,7 @@ class FromGlobal(Part):
 
 
 @dataclass(frozen=True)
-class Similarity(Part):
+class Similarity(ClientHook):
     """Sets the routers so that the local LoRA's weight is ``scaling / S sum_s cos(x, x_s)`` over S instances."""
 
     scaling: float

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from comingle.methods.base import Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.base import Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import MODEL_PREFIX, NEVER, Received, Server, ServerSetup, model_of, weighted_sums
 from comingle.methods.settings import Count, CountOrNone, Range
 from comingle.models.lora import init_a
@@ -268,7 +268,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Embedded(Part):
+class Embedded(ClientHook):
     """What each expert, and T, make of a user's own text."""
 
     instances: int

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.base import Client, Cohort, Method, Part, Phase, Placement
+from comingle.methods.base import Client, ClientHook, Cohort, Method, Phase, Placement
 from comingle.methods.server import MODEL_PREFIX, Mean, Received
 from comingle.methods.settings import CountOrNone
 from comingle.models.lora import IN, OUT, RESIDUAL, init_a
@@ -106,7 +106,7 @@ TIMES = "anew"
 """What a user keeps: the run's seed, and how often its LoRA has started."""
 
 
-class Anew(Part):
+class Anew(ClientHook):
     """LoRA start anew each round: A is drawn, B is zero, and optimisers have not taken a step."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:

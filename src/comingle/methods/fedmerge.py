@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.base import MODEL, Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import Received, Server, ServerSetup
 from comingle.methods.settings import Count, Models, NotNegative, Range
 from comingle.models.routers import NEVER, softmax_mixture
@@ -336,7 +336,7 @@ def fedmerge_fixed(
 
 
 @dataclass(frozen=True)
-class Proximal(Part):
+class Proximal(ClientHook):
     """Adds ``weight |theta - theta_0|^2`` to the objective, theta_0 what the user began the round with."""
 
     weight: float

@@ -75,7 +75,7 @@ def floral(
             per_layer=per_layer,
         ),
         phases=(Phase(roles=TRAINED | ROUTERS, optimizer="both"),),
-        parts=(WarmUp(warmup_steps, forget=stateless),) if stateless or warmup_steps else (),
+        parts=(WarmUp(warmup_steps, resets=stateless),) if stateless or warmup_steps else (),
         server=ClusterSteps(
             base_rate=base_server_rate, component_rate=adaptor_server_rate, centre=centre, adam_rate=server_adam_rate
         )

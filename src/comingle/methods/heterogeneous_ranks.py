@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.methods.base import Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.base import Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import MODEL_PREFIX, Mean, Received, Server, ServerSetup
 from comingle.methods.settings import BelowOne, NotNegative
 from comingle.methods.single_factor import NewOptimisers
@@ -88,7 +88,7 @@ def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Flo
 
 
 @dataclass(frozen=True)
-class TailPenalty(Part):
+class TailPenalty(ClientHook):
     """``weight`` times :func:`tail_norms` in the objective."""
 
     weight: float
@@ -100,7 +100,7 @@ class TailPenalty(Part):
 
 
 @dataclass(frozen=True)
-class Prune(Part):
+class Prune(ClientHook):
     """Give up the tail where its norms have become smaller over the local steps."""
 
     gamma: float

@@ -8,28 +8,23 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.base import ROUTERS, Client, Cohort, Method, Part, Phase, Placement
+from comingle.methods.base import ROUTERS, Client, ClientHook, Cohort, Method, Phase, Placement
 from comingle.methods.server import MODEL_PREFIX, Mean, Received, Reported, Server, aggregation_weights, model_of
 from comingle.models.routers import ClientMixture
 from comingle.utils.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
 
 
 @dataclass(frozen=True)
-class WarmUp(Part):
+class WarmUp(ClientHook):
     """The router takes some steps before the others, at the start of each round; maybe from what it was at first."""
 
     steps: int
-    forget: bool
+    resets: bool
     roles = ROUTERS
 
-    @property
-    def resets(self) -> bool:
-        """Whether it asks for the router of before any training."""
-        return self.forget
-
     def begin(self, cohort: Cohort) -> None:
-        """Forget, then warm up."""
-        if self.forget:
+        """Reset the router if asked for, then take the steps."""
+        if self.resets:
             cohort.reset(ROUTERS)
             cohort.forget(ROUTERS)
         for phase in self.before:
@@ -60,7 +55,7 @@ def client_mixture(
     mixture: ClientMixture,
     *,
     phases: tuple[Phase, ...],
-    parts: Sequence[Part] = (),
+    parts: Sequence[ClientHook] = (),
     shared: frozenset[str] = SHARED,
     server: Server | None = None,
     reports: bool = True,
@@ -77,7 +72,7 @@ def client_mixture(
 
 
 @dataclass(frozen=True)
-class ReportMixture(Part):
+class ReportMixture(ClientHook):
     """Users say how they mix components."""
 
     mixture: ClientMixture
@@ -92,7 +87,7 @@ class ReportMixture(Part):
         return {"mixture": Reported(shape=(self.mixture.clusters,), like=CLIENT_ROUTER, most=1.0 + 1e-4)}
 
 
-class Entropic(Part):
+class Entropic(ClientHook):
     """Users set their router, as soon as they have received the components, out of what these lose on their data."""
 
     sweeps = True

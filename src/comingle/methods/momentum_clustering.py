@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.base import MODEL, Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import MODEL_PREFIX, Received, Server, ServerSetup, model_of
 from comingle.methods.settings import BelowOne, Count, Models, NotNegative, Range
 from comingle.utils.seeds import generator
@@ -129,7 +129,7 @@ OWN_MOMENTUM, BEGUN = "momentum.", "begun"
 
 
 @dataclass(frozen=True)
-class Momentum(Part):
+class Momentum(ClientHook):
     """Replaces what a round has changed by a running mean of it over the rounds."""
 
     decay: float

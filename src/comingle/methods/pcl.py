@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.base import Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.base import Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import Received, Server
 from comingle.methods.settings import Count
 from comingle.utils.trees import ATTENTION, GENERALIST, Tree
@@ -26,7 +26,7 @@ def collaboration(
     return torch.where(scores.isinf().all(1, keepdim=True), is_own.to(scores), scores.softmax(1))
 
 
-class Listen(Part):
+class Listen(ClientHook):
     """Everybody averages the uploads of all with weights of its own, found on its own validation text."""
 
     language_only = True

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.base import MODEL, Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import MODEL_PREFIX as KEPT
 from comingle.methods.server import Mean, Received, Reported, ServerSetup, model_of
 from comingle.methods.settings import NotNegative
@@ -42,7 +42,7 @@ OWN, ALL, RATES = "scaffold.own.", "scaffold.all.", "rates"
 CONTROL, USERS = "control.", "users"
 
 
-class Controlled(Part):
+class Controlled(ClientHook):
     """A user's c_i, and the server's c as it was received."""
 
     looks_back = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from comingle.methods.base import Client, Cohort, Method, Part, Phase, Placement, joint
+from comingle.methods.base import Client, ClientHook, Cohort, Method, Phase, Placement, joint
 from comingle.methods.server import Mean
 from comingle.utils.trees import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
 
@@ -46,7 +46,7 @@ def fedsa_lora() -> Method:
     )
 
 
-class NewOptimisers(Part):
+class NewOptimisers(ClientHook):
     """A round begins with optimisers that have not taken a step: what they would remember is about other factors."""
 
     forgets: ClassVar[bool] = True

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from comingle.methods.base import ROUTERS, Client, Cohort, Method, Part, Placement, joint
+from comingle.methods.base import ROUTERS, Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Range
 from comingle.models.routers import ClientMixture
@@ -111,7 +111,7 @@ def stacking(*, generalists: Annotated[int, Range(least=0, most=MODELS)] = 1, te
 
 
 @dataclass(frozen=True, kw_only=True)
-class Likeliest(Part):
+class Likeliest(ClientHook):
     """Weighs each user's models as its validation data is likeliest, after their temperatures if it is ``tempered``."""
 
     tempered: bool = False

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from comingle.config.settings import MECHANISMS, AggregationSection, PrivacySection
-from comingle.methods.base import Method, Part
+from comingle.methods.base import ClientHook, Method
 from comingle.methods.server import Received
 from comingle.models.scoring import PAD
 from comingle.privacy.accounting import (
@@ -528,7 +528,7 @@ def _uncovered(method: Method) -> str:
     parts = method.client.parts
     if reported := sorted(name for part in parts for name in part.reports):
         return f"its users report {', '.join(reported)} with each upload, which clipping and noise do not cover"
-    if method.server.peer_to_peer or any(type(part).receive is not Part.receive for part in parts):
+    if method.server.peer_to_peer or any(type(part).receive is not ClientHook.receive for part in parts):
         return "its users make a model of what they download with data of their own, against which no change is bounded"
     if method.shared - method.received:
         return "its users go on from what they have, not from what they download, and so no change of it is bounded"
@@ -567,6 +567,6 @@ def _entangled(method: Method) -> str:
     for part in client.parts:
         looks = part.sweeps or bool(part.before) or (part.validates and part not in client.finishing)
         hooks = [hook for hook in _HOOKS if not (hook == "begin" and part.forgets)]
-        if looks or any(getattr(type(part), hook) is not getattr(Part, hook) for hook in hooks):
+        if looks or any(getattr(type(part), hook) is not getattr(ClientHook, hook) for hook in hooks):
             return f"{type(part).__name__} changes what users have by more than steps on noised gradients"
     return ""

@@ -31,14 +31,56 @@ Generate = Callable[[Sequence[int], Tensor, int], Tensor]
 SCORED_PER_SLOT = 16
 
 
-class Feed(ABC):
-    """The users' data as the engine needs it; ``trainers`` are numbers of those who own it."""
+class BatchShapes:
+    """Shapes of the batches of a source, by which costs are counted without data."""
+
+    plan: RunPlan
+    batch_size: int
+
+    scores_more = False
+    """Whether more is scored at once than trained on, so that scoring may need most memory."""
+
+    def batch_sizes(self, user: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many samples the batches of one pass have on which a user trains, and those over which it sweeps."""
+        one_step = (self.batch_size,)
+        return one_step, one_step
+
+    def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int[Tensor, "users count ..."]:
+        """A batch as :meth:`draw` has it, without data: windows of ``context + 1`` tokens."""
+        return fake(torch.empty(users, count, self.plan.training.context + 1, dtype=torch.int64, device="meta"))
+
+    def blank_inputs(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a model predicts from when it is scored, without data."""
+        return self.blank(users, count, fake)
+
+    def scored_at_once(self, users: Sequence[Any], portions: Portions) -> int:
+        """How many windows or samples of a user go through the model at once when it is scored."""
+        return portions.sequences
+
+
+class Batches(ABC):
+    """What draws users' batches and puts them on the device that computes."""
+
+    @abstractmethod
+    def draw(
+        self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
+    ) -> Int[Tensor, "users batch ..."]:
+        """Return a batch for each trainer, which follows from (seed, user, round, purpose, step, repeat) alone."""
+
+    def move(self, drawn: Int[Tensor, "users batch ..."], device: torch.device) -> Int[Tensor, "users batch ..."]:
+        """Return a drawn batch on the device that computes."""
+        return drawn.to(device)
+
+    def prefetch(self) -> None:  # noqa: B027 (optional)
+        """Begin to copy the next batch while the device computes."""
+
+
+class BatchSource(Batches, BatchShapes):
+    """What yields users' batches and scores held-out data; ``trainers`` own the data and are named by number."""
 
     unit: str
     """What data is counted in."""
-    plan: RunPlan
     trainers: Sequence[Any]
-    batch_size: int
 
     @abstractmethod
     def portions(self, device: torch.device, columns: int) -> Portions:
@@ -47,19 +89,6 @@ class Feed(ABC):
     @abstractmethod
     def steps(self, trainer: int) -> int:
         """Local iterations of a trainer in one round."""
-
-    @abstractmethod
-    def draw(
-        self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
-    ) -> Int[Tensor, "users batch ..."]:
-        """A batch for each trainer, from (seed, user, round, purpose, step, repeat) and nothing else."""
-
-    def move(self, drawn: Int[Tensor, "users batch ..."], device: torch.device) -> Int[Tensor, "users batch ..."]:
-        """A batch that was drawn, on the device that computes."""
-        return drawn.to(device)
-
-    def prefetch(self) -> None:  # noqa: B027 (nothing, unless there is a device to copy to)
-        """A step's work has been handed to the device, and will take a while: time for what the next one needs."""
 
     @abstractmethod
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
@@ -113,34 +142,12 @@ class Feed(ABC):
         """The final score of test sets, for which a model may be asked to generate; else the same as any score."""
         return self.score(predict, sets, rows, portions, gates)
 
-    # ---------------------------------------------------------------- counted without data
-
-    scores_more = False
-    """Whether more is scored at once than trained on, so that scoring may need most memory."""
-
-    def batch_sizes(self, user: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many samples the batches of one pass have on which a user trains, and those over which it sweeps."""
-        one_step = (self.batch_size,)
-        return one_step, one_step
-
-    def without_data(self, fake: Callable[[Tensor], Tensor]) -> Feed:
-        """The feed with ``fake`` tensors in the place of what it holds of users' data."""
+    def without_data(self, fake: Callable[[Tensor], Tensor]) -> BatchSource:
+        """Return the source with ``fake`` tensors in the place of what it holds of users' data."""
         return self
 
-    def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int[Tensor, "users count ..."]:
-        """A batch as :meth:`draw` has it, without data: windows of ``context + 1`` tokens."""
-        return fake(torch.empty(users, count, self.plan.training.context + 1, dtype=torch.int64, device="meta"))
 
-    def blank_inputs(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Tensor:
-        """What a model predicts from when it is scored, without data."""
-        return self.blank(users, count, fake)
-
-    def scored_at_once(self, users: Sequence[Any], portions: Portions) -> int:
-        """How many windows or samples of a user go through the model at once when it is scored."""
-        return portions.sequences
-
-
-class PassFeed(Feed):
+class PassBatchSource(BatchSource):
     """Each round every user goes ``local_epochs`` times over its train samples, in an order of its own.
 
     The last batch of a pass may be smaller; where it has fewer than ``least`` samples it is left out. ``trainers`` have
@@ -235,7 +242,7 @@ class Batch:
     there: Drawn | None = None
 
 
-class Prefetcher:
+class Prefetcher(Batches):
     """Batches that are on the GPU before they are needed: drawn and copied during the step before.
 
     What a batch holds follows from (user, round, phase, step, repeat) alone, so a prefetched one is the same. It is
@@ -243,9 +250,9 @@ class Prefetcher:
     comes next is a guess, wrong if the cohort changes: then it is drawn again.
     """
 
-    def __init__(self, feed: Feed, device: torch.device):
+    def __init__(self, feed: BatchSource, device: torch.device):
         self.feed, self.device = feed, device
-        self.stream: Any = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)
         self.now: Batch | None = None
         self.ready: dict[Phase, Batch] = {}
 

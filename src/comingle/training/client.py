@@ -20,7 +20,7 @@ from torch import Tensor
 
 from comingle.config.settings import MEMORY
 from comingle.data.populations import Numbers, drawn, names_of
-from comingle.methods.base import Method, Part
+from comingle.methods.base import ClientHook, Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
 from comingle.privacy.base import (
@@ -43,7 +43,7 @@ from comingle.protocol.messages import (
     insert_own,
 )
 from comingle.protocol.wire import packed_bytes
-from comingle.training.batch_sources import Feed
+from comingle.training.batch_sources import BatchSource
 from comingle.training.cohort import AnyScore, Cohort, Models, Scorer
 from comingle.training.plan import client_mechanisms
 from comingle.training.settings import Portions, RunPlan, cohorts
@@ -94,7 +94,7 @@ class Users:
         *,
         trainers: Population,
         users: Population,
-        feed: Feed | Callable[[], Feed],
+        feed: BatchSource | Callable[[], BatchSource],
         reads: bool = True,
         skipped: Mapping[str, str] = MappingProxyType({}),
         skipped_rows: int = 0,
@@ -132,7 +132,7 @@ class Users:
         return self.plan.method
 
     @property
-    def feed(self) -> Feed:
+    def feed(self) -> BatchSource:
         """The trainers' data."""
         return self.steps.feed
 
@@ -564,7 +564,7 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
 
     Before the run ``ends``, it is of those who are scored.
     """
-    parts = [part for part in clients.method.client.parts if type(part).settle is not Part.settle]
+    parts = [part for part in clients.method.client.parts if type(part).settle is not ClientHook.settle]
     trainers, copies = len(clients.trainers), clients.method.placement.copies
     some = range(trainers) if ends else clients.scored_trainers
     everything = [copy * trainers + trainer for copy in range(copies) for trainer in some] if parts else []

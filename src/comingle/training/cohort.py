@@ -17,7 +17,7 @@ from comingle.data.conversations.scoring import AnswerScore
 from comingle.methods.base import Phase
 from comingle.models.routers import Powers
 from comingle.models.scoring import PAD, Gates, SampleScore, Score
-from comingle.training.batch_sources import Feed
+from comingle.training.batch_sources import BatchSource
 from comingle.training.cohort_state import Members, learning_rate
 from comingle.training.settings import Portions, cohorts
 from comingle.training.steps import Steps, within_memory
@@ -94,7 +94,7 @@ Losses = Callable[[Any], Float[Tensor, "users models batch ..."]]
 class TrainSweep:
     """Batches that stand for the training data of a cohort, to be asked about again and again."""
 
-    feed: Feed
+    feed: BatchSource
     users: Sequence[int]
     round_number: int
     portions: Portions

@@ -28,7 +28,7 @@ from comingle.models.model import Model
 from comingle.privacy.accounting import Work, check_delta
 from comingle.privacy.base import PrivacyMechanism, PrivateStep, overrides
 from comingle.privacy.noise import clipped, digest
-from comingle.training.batch_sources import Feed, Prefetcher
+from comingle.training.batch_sources import Batches, BatchSource, Prefetcher
 from comingle.training.cohort_state import Held, Members, accumulate, holding, keep_statistics, learning_rate, take_step
 from comingle.training.settings import Portions, RunPlan, check_needs, work_of
 from comingle.utils.errors import DivergenceError, RecipeError, lacks_memory
@@ -167,11 +167,11 @@ class PrivateSteps:
         """The roles that are trained without noise."""
         return (layout.roles & self.plan.method.client.trained) - self.plan.method.shared
 
-    def works(self, feed: Feed) -> dict[str, Work]:
+    def works(self, feed: BatchSource) -> dict[str, Work]:
         """What each of the feed's trainers does."""
         return {trainer.name: self.work(feed, number) for number, trainer in enumerate(feed.trainers)}
 
-    def work(self, feed: Feed, trainer: int) -> Work:
+    def work(self, feed: BatchSource, trainer: int) -> Work:
         """What one of them does.
 
         Raises:
@@ -187,7 +187,7 @@ class PrivateSteps:
     def step(
         self,
         model: Model,
-        feed: Feed,
+        feed: BatchSource,
         portions: Portions,
         cohort: Members,
         phase: Phase,
@@ -209,7 +209,7 @@ class PrivateSteps:
         return losses, self.joined(model.layout, phase, own, shared, at, len(cohort.rows))
 
     def gradients(
-        self, model: Model, feed: Feed, portions: Portions, cohort: Members, phase: Phase, place: Sequence[int]
+        self, model: Model, feed: BatchSource, portions: Portions, cohort: Members, phase: Phase, place: Sequence[int]
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Of each user the mean loss, estimated from its batch, and the noised gradient of what it shares.
 
@@ -233,7 +233,7 @@ class PrivateSteps:
     def clipped_sums(
         self,
         model: Model,
-        feed: Feed,
+        feed: BatchSource,
         tensors: Tree,
         leaves: Sequence[str],
         cohort: Members,
@@ -247,7 +247,7 @@ class PrivateSteps:
     def sums_over(
         self,
         model: Model,
-        feed: Feed,
+        feed: BatchSource,
         tensors: Tree,
         leaves: Sequence[str],
         owners: Sequence[int],
@@ -321,7 +321,7 @@ class Steps:
     model: Model
     plan: RunPlan
     trainers: int
-    source: Feed | Callable[[], Feed]
+    source: BatchSource | Callable[[], BatchSource]
     """The trainers' data, or what makes it a feed when something needs it."""
     most_steps: int | None = None
     """Local iterations of a round, of whoever has most; where some users are elsewhere, as somebody else says."""
@@ -336,13 +336,13 @@ class Steps:
         check_needs(self.plan.method, self.model.name, self.model.layout)
 
     @cached_property
-    def feed(self) -> Feed:
+    def feed(self) -> BatchSource:
         """The trainers' data."""
-        return self.source if isinstance(self.source, Feed) else self.source()
+        return self.source if isinstance(self.source, BatchSource) else self.source()
 
     @cached_property
-    def batches(self) -> Any:
-        """What draws batches and puts them on the device: the feed, or on GPUs a prefetcher of it."""
+    def batches(self) -> Batches:
+        """The source of batches, or on GPUs a prefetcher of it."""
         return self.feed if self.model.device.type != "cuda" else Prefetcher(self.feed, self.model.device)
 
     @cached_property

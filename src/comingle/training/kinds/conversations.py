@@ -36,7 +36,7 @@ from comingle.methods.base import Method, Phase, Stream
 from comingle.models.base import tokenizer_of
 from comingle.models.model import Model
 from comingle.models.scoring import PAD, Gates, score_windows
-from comingle.training.batch_sources import SCORED_PER_SLOT, Generate, PassFeed, Predict
+from comingle.training.batch_sources import SCORED_PER_SLOT, Generate, PassBatchSource, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import LoadBase, RunData, always_there, count_trainers, language_model
 from comingle.training.kinds.text import LanguageKind, anybody_validates
@@ -45,7 +45,7 @@ from comingle.utils.errors import DataError
 from comingle.utils.inputs import DATE
 
 
-class AnswerFeed(PassFeed):
+class AnswerBatchSource(PassBatchSource):
     """Passes over conversations, in batches as wide as the longest of them; the loss is on the responses' tokens.
 
     With ``even`` all batches have as many rows and are ``context`` wide. Padding has no loss, but a load-balancing
@@ -278,7 +278,7 @@ class AnswersKind(LanguageKind):
             plan,
             trainers=trainers,
             users=users,
-            feed=AnswerFeed(trainers, plan, size, tokenizer=tokenizer_of(materials.base), even=even),
+            feed=AnswerBatchSource(trainers, plan, size, tokenizer=tokenizer_of(materials.base), even=even),
             reads=materials.reads,
             skipped=materials.skipped,
             skipped_rows=materials.skipped_rows,

@@ -27,7 +27,7 @@ from comingle.models.model import call_with
 from comingle.models.nets import make_net
 from comingle.models.scoring import PAD, Gates, Loss, SampleScore
 from comingle.models.stacked import StackedModel, gated_pair, stack
-from comingle.training.batch_sources import PassFeed, Predict
+from comingle.training.batch_sources import PassBatchSource, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import ADAPTOR_SETS, NETS, always_there, later
 from comingle.training.settings import Portions, RunPlan
@@ -40,7 +40,7 @@ COLUMNS_PER_PASS = 2**26
 SCORED_PER_SLOT = 512
 
 
-class SampleFeed(PassFeed):
+class SampleBatchSource(PassBatchSource):
     """Passes over inputs with targets.
 
     Batch norm cannot take a batch of a single sample, and would see what fills up smaller batches.
@@ -150,13 +150,13 @@ class SampleFeed(PassFeed):
 
     scores_more = True
 
-    def of(self, trainers: Sequence[UserSamples]) -> SampleFeed:
+    def of(self, trainers: Sequence[UserSamples]) -> SampleBatchSource:
         """The feed of other trainers, without augmentation."""
         like, size = self.banks["train"].inputs, self.batch_size
         same = {"device": like.device, "dtype": like.dtype, "loss": self.loss, "least": self.least}
-        return SampleFeed(trainers, self.plan, size, **same)
+        return SampleBatchSource(trainers, self.plan, size, **same)
 
-    def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleFeed:
+    def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleBatchSource:
         """Augmentation is left out too: it is done before a pass, and small beside it."""
         feed = copy.copy(self)
         feed.banks = {
@@ -356,8 +356,9 @@ def build_nets(
     size = batch_size(plan, len(users))
     least = _least_batch(model, plan, size)
     augment = None if method.placement.pooled else population.augmentation
-    like = {"device": model.device, "dtype": model.dtype}
-    feed = partial(SampleFeed, trainers, plan, size, loss=population.measure, augment=augment, least=least, **like)
+    feed = partial(
+        SampleBatchSource, trainers, plan, size, loss=population.measure, augment=augment, least=least, **like
+    )
     source = feed if unread else feed()
     return Clients(model, plan, trainers=trainers, users=users, feed=source, reads=reads and not unread)
 

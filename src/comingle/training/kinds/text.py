@@ -22,7 +22,7 @@ from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
 from comingle.models.personal import PersonalModel, Spoken
 from comingle.models.scoring import PAD, Gates, Score, evaluation_windows, fixed_windows, random_windows, score_streams
-from comingle.training.batch_sources import SCORED_PER_SLOT, Feed, Predict
+from comingle.training.batch_sources import SCORED_PER_SLOT, BatchSource, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import (
     Kind,
@@ -39,7 +39,7 @@ from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
 
 
-class TextFeed(Feed):
+class TextBatchSource(BatchSource):
     """Random windows of each trainer's token streams."""
 
     unit = "tokens"
@@ -208,7 +208,7 @@ class TextKind(LanguageKind):
             plan,
             trainers=trainers,
             users=users,
-            feed=TextFeed(trainers, plan, batch_size(plan, len(users)), begin=begin),
+            feed=TextBatchSource(trainers, plan, batch_size(plan, len(users)), begin=begin),
             reads=materials.reads,
             skipped=materials.skipped,
             skipped_rows=materials.skipped_rows,
