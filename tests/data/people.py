@@ -11,7 +11,7 @@ from torch import nn
 from comingle.config import Recipe, parse_recipe
 from comingle.runs.results import Run
 from comingle.runs.session import build, execute, get_ready
-from comingle.training.kinds.base import RunData, kind_of
+from comingle.training.kinds.base import DataRequest, RunData, kind_of
 
 
 def recipe_of(method: Any = "fedavg", **changes: Any) -> Recipe:
@@ -37,7 +37,7 @@ def adopted(
         raise AssertionError("samples need no language model")
 
     kind: Any = kind_of(recipe)
-    return kind.adopt(recipe, users, no_base, validates=False, net=net, loss=loss)
+    return kind.read(DataRequest(recipe=recipe, load_base=no_base, validates=False, given=users, net=net, loss=loss))
 
 
 def run_of(

@@ -26,7 +26,7 @@ from comingle.runs import api
 from comingle.runs.results import Run
 from comingle.runs.session import prepare
 from comingle.serving.answers import Prompts
-from comingle.training.kinds.base import kind_of
+from comingle.training.kinds.base import DataRequest, RunData, kind_of
 from comingle.utils.errors import DataError
 from comingle.utils.files import list_checkpoints
 
@@ -284,13 +284,17 @@ def test_programs_hand_over_rows_data_sets_and_files(tmp_path: Path) -> None:
     assert kind.takes([{"prompt": "a", "response": "b"}], {"prompt": 3, "response": []})  # which are refused later
     assert not kind.takes(["text"], {})
     assert not kind.takes([{"text": "a"}], {})
-    found = kind.adopt(given, held, lambda: base, validates=False)
+
+    def adopted(users: dict[str, Any]) -> RunData:
+        return kind.read(DataRequest(recipe=given, load_base=lambda: base, validates=False, given=users))
+
+    found = adopted(held)
     assert found.digests == files.digests
     splits = {"train": rows_of("ada"), "test": rows_of("eve", 2)}
-    (ada,) = kind.adopt(given, {"ada": splits}, lambda: base, validates=False).users
+    (ada,) = adopted({"ada": splits}).users
     assert (len(ada.train), len(ada.valid), len(ada.test)) == (7, 2, 2)
     with pytest.raises(DataError, match=r"user 'ada': row 1: an empty response"):
-        kind.adopt(given, {"ada": [{"prompt": "a", "response": " "}]}, lambda: base, validates=False)
+        adopted({"ada": [{"prompt": "a", "response": " "}]})
 
 
 @pytest.mark.slow

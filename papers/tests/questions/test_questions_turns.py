@@ -17,7 +17,7 @@ from comingle.data.samples.samples import SPLITS
 from comingle.models.loading import load_base
 from comingle.runs import api
 from comingle.runs.session import prepare
-from comingle.training.kinds.base import kind_of
+from comingle.training.kinds.base import DataRequest, kind_of
 from comingle.utils.errors import ComingleError
 from comingle_papers.questions import LABELS, QUESTIONS
 
@@ -111,7 +111,7 @@ def test_one_language_is_in_memory_at_a_time(tmp_path: Path) -> None:
         recipe = recipe_of({"name": "xnli", "path": str(path), "languages": [*languages], "train": 9}, "disk")
         recipe = recipe.with_changes({"training.context": 2000, "data.questions.test": 5})
         base = load_base(recipe.base)
-        reader = kind_of(recipe).reader(recipe, lambda: base, validates=False)
+        reader = kind_of(recipe).reader(DataRequest(recipe=recipe, load_base=lambda: base, validates=False))
         assert reader is not None
         folder = tmp_path / str(len(languages))
         folder.mkdir()

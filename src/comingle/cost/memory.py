@@ -41,7 +41,7 @@ from comingle.protocol.messages import LOSS
 from comingle.training.backends.local import InProcess
 from comingle.training.client import STORES
 from comingle.training.cohort import Cohort, Scorer
-from comingle.training.kinds.base import Kind, RunData
+from comingle.training.kinds.base import DataRequest, Kind, RunData
 from comingle.training.kinds.conversations import NOTE, ConversationsKind, as_steps
 from comingle.training.kinds.text import TextKind, anybody_validates, section
 from comingle.training.settings import Portions
@@ -93,7 +93,7 @@ def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) 
     if tokenizer is None:
         return None
     base = replace(load_base(), tokenizer=tokenizer)
-    return store.read(kind, recipe, lambda: base, validates=anybody_validates(recipes))
+    return store.read(kind, DataRequest(recipe=recipe, load_base=lambda: base, validates=anybody_validates(recipes)))
 
 
 def as_long(kind: Kind, recipes: Sequence[Recipe], users: LazyPopulation) -> list[Recipe]:

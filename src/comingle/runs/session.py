@@ -46,7 +46,7 @@ from comingle.training.events import (
     Tracker,
     tensorboard,
 )
-from comingle.training.kinds.base import RunData, check_recipe, kind_of
+from comingle.training.kinds.base import DataRequest, RunData, check_recipe, kind_of
 from comingle.training.plan import make_plan
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
 from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
@@ -151,12 +151,12 @@ def prepare(
     def load() -> Base:
         return with_date(base, given.date) if base is not None else given.load_base(recipe)
 
-    if given.users is None:
-        store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
-        reads = partial(store.read, kind) if hasattr(store, "read") else kind.read
-        return with_clusters(recipe, reads(recipe, load, validates=validates))
-    loss = {} if given.loss is None else {"loss": given.loss}  # which samples alone have
-    return with_clusters(recipe, kind.adopt(recipe, given.users, load, validates=validates, net=given.net, **loss))
+    request = DataRequest(
+        recipe=recipe, load_base=load, validates=validates, given=given.users, net=given.net, loss=given.loss
+    )
+    store = None if recipe.runtime.store == MEMORY or given.users is not None else STORES[recipe.runtime.store]
+    reads = partial(store.read, kind) if hasattr(store, "read") else kind.read
+    return with_clusters(recipe, reads(request))
 
 
 def with_clusters(recipe: Recipe, materials: RunData) -> RunData:

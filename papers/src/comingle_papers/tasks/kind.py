@@ -27,7 +27,7 @@ from comingle.data.samples.reading import Augment, Population
 from comingle.data.samples.samples import UserSamples, check, warn_unseen
 from comingle.data.samples.section import NO_WINDOWS, UNREAD
 from comingle.models.base import Base
-from comingle.training.kinds.base import LoadBase, RunData
+from comingle.training.kinds.base import RunData
 from comingle.training.kinds.samples import NetKind
 from comingle.utils.errors import DataError, RecipeError, did_you_mean
 from comingle.utils.names import FOLDER_VARIABLE
@@ -365,8 +365,8 @@ class TaskKind(NetKind):
 
     name = "task"
 
-    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> RunData:
-        """The task brings its net; no base is loaded."""
+    def make(self, recipe: Recipe) -> RunData:
+        """Return the users of the task, which brings its net; no base model is loaded."""
         return self.materials(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.data_seed))
 
     def materials(self, task: Task) -> RunData:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+from torch import Tensor, nn
+
 from comingle.config import Recipe
 from comingle.config.files import check_used
 from comingle.config.settings import EVERYBODY, KINDS
@@ -111,6 +113,27 @@ class RunData:
         return [overlap for text in self.texts if (overlap := find_overlap(text)).total]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataRequest:
+    """What a run asks its kind of data for: the users of a recipe, or those that a program passes.
+
+    Args:
+        recipe: The recipe.
+        load_base: Loads the base model, if the kind needs it.
+        validates: Whether users need validation data to have enough.
+        given: The users' data by their names, if a program passes it.
+        net: Makes a net, if a program passes one.
+        loss: The loss of each sample, if a program passes one.
+    """
+
+    recipe: Recipe
+    load_base: LoadBase
+    validates: bool
+    given: Mapping[str, Any] | None = None
+    net: Callable[..., nn.Module] | None = None
+    loss: Callable[..., Tensor] | None = None
+
+
 class Kind(ABC):
     """One kind of data."""
 
@@ -132,47 +155,37 @@ class Kind(ABC):
             RecipeError: it is not.
         """
 
-    def reader(
-        self,
-        recipe: Recipe,
-        load_base: LoadBase,
-        *,
-        validates: bool,
-        given: Mapping[str, Any] | None = None,
-        net: Any = None,
-        loss: Any = None,
-    ) -> StreamingReader[Any] | None:
-        """Return what reads a recipe's users one after another; None where they are made all at once (:meth:`read`).
-
-        Args:
-            recipe: the recipe.
-            load_base: loads the base, if the reader needs it.
-            validates: whether users need validation data to have enough.
-            given: the users' data by their names, where a program hands it over.
-            net: makes a net, where a program hands that over.
-            loss: a loss, where a program hands that over.
+    def reader(self, request: DataRequest) -> StreamingReader[Any] | None:
+        """Return what reads users one after another; None for a kind that makes them all at once (:meth:`make`).
 
         Raises:
-            RecipeError: a setting is wrong.
+            RecipeError: A setting is wrong.
+            DataError: The request has no data.
         """
         return None
 
-    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> RunData:
-        """Return all users' data in memory, and the base.
-
-        Args:
-            recipe: the recipe.
-            load_base: loads the base, if the kind needs it.
-            validates: whether users need validation data to have enough.
+    def make(self, recipe: Recipe) -> RunData:
+        """Return all users' data at once, for a kind without a reader.
 
         Raises:
-            RecipeError: a setting is wrong.
-            DataError: a user's data cannot be used.
-            BaseModelError: the base cannot be used.
+            RecipeError: A setting is wrong.
+            DataError: A user's data cannot be used.
         """
-        reader = self.reader(recipe, load_base, validates=validates)
-        assert reader is not None, f"{self.name}: has neither a reader nor a method read of its own"
-        return self._in_memory(reader)
+        raise NotImplementedError(f"{self.name}: has neither a reader nor a method make of its own")
+
+    def read(self, request: DataRequest) -> RunData:
+        """Return all users' data in memory, and the base model.
+
+        Raises:
+            RecipeError: A setting is wrong, or a net or a loss that a program passes cannot be used.
+            DataError: A user's data cannot be used.
+            BaseModelError: The base model cannot be used.
+        """
+        if (reader := self.reader(request)) is not None:
+            return self._in_memory(reader)
+        if request.given is not None:
+            raise DataError(f"users: {self.name} is read where a recipe says, and not handed over")
+        return self.make(request.recipe)
 
     def _in_memory(self, reader: StreamingReader[Any]) -> RunData:
         users, texts, skipped = list[Any](), list[UserText](), dict[str, str]()
@@ -201,35 +214,6 @@ class Kind(ABC):
         """Whether this is what a program may hand over as one user's data of this kind, by its section's options."""
         return False
 
-    def adopt(
-        self,
-        recipe: Recipe,
-        given: Mapping[str, Any],
-        load_base: LoadBase,
-        *,
-        validates: bool,
-        net: Any = None,
-        loss: Any = None,
-    ) -> RunData:
-        """Return data that a program hands over by users' names, as :meth:`read` returns that of files.
-
-        Args:
-            recipe: the recipe.
-            given: the users' data by their names.
-            load_base: loads the base, if the kind needs it.
-            validates: whether users need validation data to have enough.
-            net: makes a net, where there is one.
-            loss: the loss of each sample, where there is one.
-
-        Raises:
-            DataError: a user's data cannot be used.
-            RecipeError: the net or the loss cannot.
-        """
-        reader = self.reader(recipe, load_base, validates=validates, given=given, net=net, loss=loss)
-        if reader is None:
-            raise DataError(f"users: {self.name} is read where a recipe says, and not handed over")
-        return self._in_memory(reader)
-
     @abstractmethod
     def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
         """The model that all users train, be they here or not; looks at no data.
@@ -237,11 +221,6 @@ class Kind(ABC):
         Raises:
             ComingleError: settings and base do not fit each other.
         """
-
-    def model_here(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
-        """The same, of the users who are here."""
-        model = self.model(recipe, materials, plan)
-        return model if materials.here is None else model.only(materials.here)
 
     @abstractmethod
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
@@ -254,15 +233,6 @@ class Kind(ABC):
     def pooled(self, users: Sequence[Any]) -> Any:
         """One user named "everyone" that has what all have: the centralized baseline."""
         raise NotImplementedError
-
-    def trainers(self, materials: RunData, method: Method) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Everybody who is here, and those who train: all of them, or the one who has what all have."""
-        users = listed(materials.present)
-        if not method.placement.pooled:
-            return users, users
-        if materials.unread:
-            return users, [later(self.user, "everyone", lambda: self.pooled(users))]
-        return users, [self.pooled(users)]
 
     # ---------------------------------------------------------------- afterwards
 
@@ -322,6 +292,21 @@ def kind_of(recipe: Recipe) -> Kind:
 def always_there(plan: RunPlan) -> RunPlan:
     """Return a plan in which the one trainer of pooled data takes part in every round."""
     return replace(plan, participation=EVERYBODY) if plan.method.placement.pooled else plan
+
+
+def model_here(model: Model, materials: RunData) -> Model:
+    """Return a model of all users as one of the users whose data is on this machine."""
+    return model if materials.here is None else model.only(materials.here)
+
+
+def users_and_trainers(kind: Kind, materials: RunData, method: Method) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the users whose data is here, and who trains: the same, or the one who has the data of all."""
+    users = listed(materials.present)
+    if not method.placement.pooled:
+        return users, users
+    if materials.unread:
+        return users, [later(kind.user, "everyone", lambda: kind.pooled(users))]
+    return users, [kind.pooled(users)]
 
 
 def count_trainers(materials: RunData, method: Method) -> int:

@@ -38,7 +38,15 @@ from comingle.models.model import Model
 from comingle.models.scoring import PAD, Gates, score_windows
 from comingle.training.batch_sources import SCORED_PER_SLOT, Generate, PassBatchSource, Predict
 from comingle.training.client import Clients, batch_size
-from comingle.training.kinds.base import LoadBase, RunData, always_there, count_trainers, language_model
+from comingle.training.kinds.base import (
+    DataRequest,
+    RunData,
+    always_there,
+    count_trainers,
+    language_model,
+    model_here,
+    users_and_trainers,
+)
 from comingle.training.kinds.text import LanguageKind, anybody_validates
 from comingle.training.settings import Portions, RunPlan, portions
 from comingle.utils.errors import DataError
@@ -259,7 +267,7 @@ class AnswersKind(LanguageKind):
             tokens = plan.training.rounds * plan.training.local_epochs * materials.users.about.get("tokens", 0)
         else:
             read = not materials.unread and materials.present
-            tokens = training_tokens(self.trainers(materials, plan.method)[1], plan) if read else 0
+            tokens = training_tokens(users_and_trainers(self, materials, plan.method)[1], plan) if read else 0
         return language_model(recipe, materials.base, plan.method, count_trainers(materials, plan.method), tokens)
 
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
@@ -270,11 +278,11 @@ class AnswersKind(LanguageKind):
             self.check_enough(materials.present, plan.method)
             for user in materials.present:
                 require_rows(materials.base, user)
-        users, trainers = self.trainers(materials, plan.method)
+        users, trainers = users_and_trainers(self, materials, plan.method)
         size = batch_size(plan, len(users))
         even = plan.method.placement.routed and plan.training.balance_weight > 0
         return Clients(
-            self.model_here(recipe, materials, plan),
+            model_here(self.model(recipe, materials, plan), materials),
             plan,
             trainers=trainers,
             users=users,
@@ -298,19 +306,17 @@ class ConversationsKind(AnswersKind):
 
     name, handed = "conversations", TAKEN
 
-    def reader(
-        self,
-        recipe: Recipe,
-        load_base: LoadBase,
-        *,
-        validates: bool,
-        given: Mapping[str, Any] | None = None,
-        net: Any = None,
-        loss: Any = None,
-    ) -> ConversationReader:
+    def reader(self, request: DataRequest) -> ConversationReader:
         """Return a reader of rows with messages: files, data sets, or what a program hands over."""
-        context, data = recipe.training.context, section(recipe)
-        return ConversationReader(data, recipe.data_seed, load_base, context=context, validates=validates, given=given)
+        recipe = request.recipe
+        return ConversationReader(
+            section(recipe),
+            recipe.data_seed,
+            request.load_base,
+            context=recipe.training.context,
+            validates=request.validates,
+            given=request.given,
+        )
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Rows with messages, or with a prompt and a response, by the names that the section has for them."""

@@ -356,9 +356,8 @@ def build_nets(
     size = batch_size(plan, len(users))
     least = _least_batch(model, plan, size)
     augment = None if method.placement.pooled else population.augmentation
-    feed = partial(
-        SampleBatchSource, trainers, plan, size, loss=population.measure, augment=augment, least=least, **like
-    )
+    more = {"loss": population.measure, "augment": augment, "least": least}
+    feed = partial(SampleBatchSource, trainers, plan, size, **more, device=model.device, dtype=model.dtype)
     source = feed if unread else feed()
     return Clients(model, plan, trainers=trainers, users=users, feed=source, reads=reads and not unread)
 

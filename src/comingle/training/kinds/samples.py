@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.config import Recipe
-from comingle.data.samples.reading import TAKEN, MakeNet, Population, SamplesReader, takes
+from comingle.data.samples.reading import TAKEN, Population, SamplesReader, takes
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, pool_samples, read_samples
 from comingle.data.samples.scoring import score_samples
 from comingle.data.samples.section import SamplesSection
@@ -25,7 +25,7 @@ from comingle.models.routers import merge_models, mix_probabilities
 from comingle.models.scoring import MSE, Loss, SampleScore, find_loss
 from comingle.models.stacked import StackedModel
 from comingle.training.client import Clients
-from comingle.training.kinds.base import Kind, LoadBase, RunData
+from comingle.training.kinds.base import DataRequest, Kind, RunData
 from comingle.training.kinds.nets import build_nets, check_on_nets, net_model
 from comingle.training.settings import RunPlan
 from comingle.utils.errors import DataError, RecipeError
@@ -179,34 +179,17 @@ class SamplesKind(NetKind):
         if (loss := section(recipe).loss) is not None:
             find_loss(loss, classes=False)
 
-    def reader(
-        self,
-        recipe: Recipe,
-        load_base: LoadBase,
-        *,
-        validates: bool,
-        given: Mapping[str, Any] | None = None,
-        net: MakeNet | None = None,
-        loss: Callable[..., Any] | None = None,
-    ) -> SamplesReader:
-        """Return a reader of files, or of what a program hands over; no base is loaded.
-
-        Args:
-            recipe: the recipe.
-            load_base: is not called.
-            validates: is not read.
-            given: the samples of each user, where a program hands them over.
-            net: makes a net, of nothing or of an input's shape and the number of outputs.
-            loss: the loss of each sample, in place of the recipe's.
+    def reader(self, request: DataRequest) -> SamplesReader:
+        """Return a reader of files, or of what a program passes; loads no base model.
 
         Raises:
-            DataError: nothing is handed over, but the recipe says that users are.
-            RecipeError: the recipe scales images, but samples are handed over.
+            DataError: The recipe says that a program passes users, and it does not.
+            RecipeError: The recipe scales images, but samples are handed over.
         """
-        data = section(recipe)
+        data, given = section(request.recipe), request.given
         if given is None and data.users is None:
             raise DataError("users: a program hands them over; do so again, as comingle.run(recipe, users={...})")
-        return SamplesReader(data, recipe.data_seed, given=given, net=net, loss=loss)
+        return SamplesReader(data, request.recipe.data_seed, given=given, net=request.net, loss=request.loss)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Data sets of PyTorch, pairs of arrays, splits of these."""

@@ -25,13 +25,15 @@ from comingle.models.scoring import PAD, Gates, Score, evaluation_windows, fixed
 from comingle.training.batch_sources import SCORED_PER_SLOT, BatchSource, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import (
+    DataRequest,
     Kind,
-    LoadBase,
     RunData,
     always_there,
     check_on_language,
     count_trainers,
     language_model,
+    model_here,
+    users_and_trainers,
 )
 from comingle.training.settings import Portions, RunPlan, portions
 from comingle.utils.errors import DataError, RecipeError
@@ -168,19 +170,17 @@ class TextKind(LanguageKind):
             told = "chooses by validation text, which data.train_on_valid trains on; allowed: last"
             raise RecipeError(f"evaluation.select: best {told}")
 
-    def reader(
-        self,
-        recipe: Recipe,
-        load_base: LoadBase,
-        *,
-        validates: bool,
-        given: Mapping[str, Any] | None = None,
-        net: Any = None,
-        loss: Any = None,
-    ) -> TextReader:
+    def reader(self, request: DataRequest) -> TextReader:
         """Return a reader of documents: the same documents give the same run, be they in files or handed over."""
-        context, data = recipe.training.context, section(recipe)
-        return TextReader(data, recipe.data_seed, load_base, context=context, validates=validates, given=given)
+        recipe = request.recipe
+        return TextReader(
+            section(recipe),
+            recipe.data_seed,
+            request.load_base,
+            context=recipe.training.context,
+            validates=request.validates,
+            given=request.given,
+        )
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Documents, a table with a column of them, a path, or splits of these."""
@@ -202,9 +202,9 @@ class TextKind(LanguageKind):
             check(materials.present, context=plan.training.context, **needed)
             for user in materials.present:
                 require_rows(materials.base, user)
-        users, trainers = self.trainers(materials, plan.method)
+        users, trainers = users_and_trainers(self, materials, plan.method)
         return Clients(
-            self.model_here(recipe, materials, plan),
+            model_here(self.model(recipe, materials, plan), materials),
             plan,
             trainers=trainers,
             users=users,

@@ -22,11 +22,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config import Recipe
 from comingle.data.population_files import read_cached
 from comingle.data.populations import NAMES, LazyPopulation, Names
 from comingle.training.client import Clients
-from comingle.training.kinds.base import Kind, LoadBase, RunData
+from comingle.training.kinds.base import DataRequest, Kind, RunData
 from comingle.training.state import MOMENTS, State
 from comingle.training.storage.files import (
     ABOUT,
@@ -432,15 +431,14 @@ class Store:
             raise RecipeError("runtime.store: disk-bf16 rounds moments, and no optimiser here has any; allowed: disk")
         return OnDisk(clients.begin, clients.rows, self.moments, names=clients.names)
 
-    def read(self, kind: Kind, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> RunData:
-        """Return a recipe's users in a file, read one after another; all at once where the kind has no reader.
+    def read(self, kind: Kind, request: DataRequest) -> RunData:
+        """Return users in a file, read one after another; all at once for a kind without a reader.
 
         Raises:
             ComingleError: as :meth:`comingle.training.kinds.base.Kind.read`.
         """
-        reader = kind.reader(recipe, load_base, validates=validates)
-        if reader is None:
-            return kind.read(recipe, load_base, validates=validates)
+        if (reader := kind.reader(request)) is None:
+            return kind.read(request)
         users, about, skipped = read_cached(reader)
         return RunData(
             kind=kind,
