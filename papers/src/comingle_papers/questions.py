@@ -42,7 +42,7 @@ from comingle.data.streaming import Rows
 from comingle.data.text.reading import LanguageReader
 from comingle.models.base import Base
 from comingle.models.chat_templates import Encoded
-from comingle.training.kinds.base import LoadBase
+from comingle.training.kinds.base import DataRequest
 from comingle.training.kinds.conversations import AnswersKind, as_steps
 from comingle.utils.errors import DataError, RecipeError, did_you_mean
 from comingle.utils.names import FOLDER_VARIABLE, HUB_PREFIX
@@ -484,21 +484,18 @@ class QuestionsKind(AnswersKind):
 
     name = "questions"
 
-    def reader(
-        self,
-        recipe: Recipe,
-        load_base: LoadBase,
-        *,
-        validates: bool,
-        given: Mapping[str, Any] | None = None,
-        net: Any = None,
-        loss: Any = None,
-    ) -> QuestionReader | None:
-        """Return a reader of one language after another; questions cannot be handed over."""
-        if given is not None:
+    def reader(self, request: DataRequest) -> QuestionReader | None:
+        """Return a reader of one language after another; None for questions that a program passes, which it cannot."""
+        if request.given is not None:
             return None
-        context, data = recipe.training.context, recipe.data
-        return QuestionReader(data, recipe.data_seed, load_base, context=context, validates=validates)
+        recipe = request.recipe
+        return QuestionReader(
+            recipe.data,
+            recipe.data_seed,
+            request.load_base,
+            context=recipe.training.context,
+            validates=request.validates,
+        )
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """One user a language."""
