@@ -118,7 +118,7 @@ def _upload(session: ServerSession, name: str, answer: Answer, number: int) -> U
             number=number,
             rank=session.largest_rank(name),
             weighted=session.server.weighted,
-            adaptive=session.server.adaptive,
+            adaptive=session.server.mechanisms.adaptive,
             **({"most": session.network.max_samples} if counts_samples(session.context.recipe) else {}),
         )
     except MessageError as error:
@@ -163,7 +163,7 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
         logger.warning("%s", error, extra=AN_EVENT)
         session.observe({"event": "no_sum", "round": done, "reason": str(error)})
         if work.revealing:  # users may have opened what the server has not understood
-            server.charge([server.users.index(user) for user in work.collection.survivors])
+            server.mechanisms.charge([server.users.index(user) for user in work.collection.survivors])
         server.pass_over(done)
         return []
     survivors = work.collection.survivors

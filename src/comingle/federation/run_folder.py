@@ -237,7 +237,7 @@ def _run(
             clock = session.clock
             told = run_rounds(backend, observe=observe, checkpoint=save, first_round=start, clock=clock)
             metrics = backend.summarise(told).as_dict()
-            metrics |= _skipped_rows(session) | session.server.metrics
+            metrics |= _skipped_rows(session) | session.server.mechanisms.metrics
             metrics |= outcome_warnings(context.method, evaluations, metrics)
             if untold := [name for name in plan.users if name not in metrics["users"]]:
                 metrics["untold"] = untold
@@ -345,7 +345,7 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     server.restore(kept)
     if progress.round < session.context.plan.training.rounds and not progress.stopped:
         # The round after it may have been published, and will be again, perhaps with other participants.
-        server.charge(range(len(names)))
+        server.mechanisms.charge(range(len(names)))
     session.local_steps, session.best_round = int(own["local_steps"]), int(own["best_round"])
     _evaluate_every(session, int(own["evaluate_every"]))
     of_clients = (own[name].tolist() for name in ("serials", "versions", "verdicts", "verdict_rounds"))

@@ -545,5 +545,5 @@ def start_session(
     def examples() -> dict[str, int]:
         return {name: one.examples for name, one in clients.items() if one.examples is not None}
 
-    server.set_works(lambda: context.works(examples()))
+    server.mechanisms.set_works(lambda: context.works(examples()))
     return session

@@ -141,7 +141,7 @@ def build_sharded(recipe: Recipe, materials: RunData, method: Method, ranks: Ran
         parts = ranks.gather(lambda: {name: asdict(work) for name, work in private.works(clients.feed).items()})
         shared = ranks.share(lambda: {name: work for part in parts for name, work in part.items()})
         works = {name: Work(**work) for name, work in shared.items()}
-        federation.server.set_works(lambda: works)
+        federation.server.mechanisms.set_works(lambda: works)
     if plan.evaluation.select == "best":
         valid = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
         ranks.share(lambda: clients.require_validation(any(valid)))

@@ -354,7 +354,8 @@ def execute(
         writing = saving(federation, recipe, folder, log)
         scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock) or []
         found = federation.merge_users(lambda: users_metrics(clients, scores))
-        metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.metrics
+        metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out
+        metrics |= federation.server.mechanisms.metrics
         metrics |= sampled(clients, found, metrics["measure"]) if federation.leads else {}
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
         observe(end_event(metrics))

@@ -162,7 +162,7 @@ def run_rounds(
     clock = clock or Clock()
     clock.started = time.perf_counter()
     run, rounds = backend.start(observe, clock)
-    method, account, shares = run.method, backend.server.account, backend.server.shares
+    method, account, shares = run.method, backend.server.mechanisms.account, backend.server.shares
     exchanged = counts_exchanged(run)
     stopped = rounds < run.training.rounds * method.trains  # by the privacy budget, before the run was resumed
     scores: S | None = None
@@ -194,7 +194,7 @@ def run_rounds(
         if plan.exchanges:
             if reason := backend.aggregate():  # 4
                 observe({"event": "no_sum", "round": plan.done, "reason": reason})
-            if (judged := backend.server.judged) is not None:
+            if (judged := backend.server.mechanisms.judged) is not None:
                 observe(judged.as_event(plan.done))
         if account is not None and (plan.exchanges or not backend.remote):
             observe({"event": "privacy", "round": plan.done, **account.spent})

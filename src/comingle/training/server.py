@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +36,73 @@ VERSION, RANKS = "version", "ranks"
 """By which names its state holds what it knows besides its method's; ``LOWEST`` is that of the lowest loss."""
 
 
+class Mechanisms(tuple[PrivacyMechanism, ...]):
+    """The privacy mechanisms of a server, in the order in which they see uploads."""
+
+    @property
+    def state(self) -> Tree:
+        """What they go on from, with the checkpoint's keys."""
+        return {name: t for mechanism in self for name, t in mechanism.state.items()}
+
+    def restore(self, state: Tree) -> None:
+        """Restore them from a checkpoint."""
+        for mechanism in self:
+            mechanism.restore(state)
+
+    @property
+    def by_user(self) -> frozenset[str]:
+        """Keys of their state that have the users on their leading dimension."""
+        return frozenset(name for mechanism in self for name in mechanism.by_user)
+
+    def admit(self, members: list[int], number: int, *, releases: bool) -> list[int] | None:
+        """Return which of the participants of a round may take part; None where the privacy budget ends the run."""
+        admitted: list[int] | None = members
+        for mechanism in self:
+            admitted = None if admitted is None else mechanism.admit(admitted, number, releases=releases)
+        return admitted
+
+    def server_sum(self, received: Received, about: ServerRound) -> Received | None:
+        """Return what the method aggregates instead of the uploads; None for nothing."""
+        left: Received | None = received
+        for mechanism in self:
+            left = None if left is None else mechanism.server_sum(left, about)
+        return left
+
+    def charge(self, numbers: Sequence[int]) -> None:
+        """Count that something of these users was revealed, whether or not it was aggregated."""
+        if self.account is not None:
+            self.account.charge(numbers)
+
+    def set_works(self, works: Callable[[], Mapping[str, Work]]) -> None:
+        """Tell the account of single examples what each user does in a run."""
+        if self.account is not None:
+            self.account.works = works
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether users download a bound of their changes, and report whether they were within."""
+        return any(CLIP_NORM in mechanism.download(1) for mechanism in self)
+
+    @property
+    def account(self) -> Account | None:
+        """What has been revealed of users, in a run with noise."""
+        return next((one.account for one in self if one.account is not None), None)
+
+    @property
+    def judged(self) -> Judged | None:
+        """What a robust rule made of the last round's uploads."""
+        return next((one.judged for one in self if one.judged is not None), None)
+
+    @property
+    def metrics(self) -> dict[str, object]:
+        """Metrics of privacy, in a run with noise."""
+        found = {key: value for mechanism in self for key, value in mechanism.metrics.items()}
+        return {"privacy": found} if found else {}
+
+
 @dataclass(kw_only=True)
-class ServerHalf:
-    """A method's server at work, with what it keeps.
+class ServerState:
+    """What a method's server keeps.
 
     ``users`` are the names of all who may take part; ``uploads`` is the format of what they send. ``scales`` are their
     LoRA factors, which follow from settings that everybody knows; ``ranks`` are their LoRA ranks, as of the last upload
@@ -60,7 +123,7 @@ class ServerHalf:
     kept: Tree = field(default_factory=dict)
     version: int = 0
     lowest_loss: float = math.inf
-    mechanisms: tuple[PrivacyMechanism, ...] = ()
+    mechanisms: Mechanisms = field(default_factory=lambda: Mechanisms())
     sums: Sums | None = None
 
     @cached_property
@@ -73,11 +136,7 @@ class ServerHalf:
         """Everything that it goes on from."""
         lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
         own = {VERSION: torch.tensor(self.version), RANKS: self._told_ranks, LOWEST: lowest}
-        return {**self.kept, **own, **self._private_state}
-
-    @property
-    def _private_state(self) -> Tree:
-        return {name: t for mechanism in self.mechanisms for name, t in mechanism.state.items()}
+        return {**self.kept, **own, **self.mechanisms.state}
 
     @property
     def _told_ranks(self) -> Int[Tensor, " _"]:
@@ -87,15 +146,42 @@ class ServerHalf:
 
     def restore(self, state: Tree) -> None:
         """Go on from there."""
-        for mechanism in self.mechanisms:
-            mechanism.restore(state)
-        others = {VERSION, RANKS, LOWEST, *self._private_state}
+        self.mechanisms.restore(state)
+        others = {VERSION, RANKS, LOWEST, *self.mechanisms.state}
         self.kept = {name: t for name, t in state.items() if name not in others}
         self.version, self.ranks, self.lowest_loss = (
             int(state[VERSION]),
             _of_all(state[RANKS], self.users),
             float(state[LOWEST]),
         )
+
+    @property
+    def by_user(self) -> frozenset[str]:
+        """What of its state has the users on its leading dimension."""
+        return self.method.server.by_user | {RANKS} | self.mechanisms.by_user
+
+    @property
+    def model(self) -> Tree:
+        """The model that all users download, where there is one."""
+        return one_model(self.method.server, self.kept)
+
+    @property
+    def size(self) -> int:
+        """How many numbers of a user are shared."""
+        return self.layout.count(self.method.shared)
+
+    @property
+    def shares(self) -> bool:
+        """Whether users have anything to send."""
+        return bool(self.layout.mask(self.method.shared).any())
+
+    def forget(self) -> None:
+        """Keep nothing of what peers have sent, once all of them have been answered."""
+        self.kept.clear()
+
+
+class ServerHalf(ServerState):
+    """A method's server at work: what it tells users, and what it does with their uploads."""
 
     def answers(self, users: Sequence[str]) -> list[str]:
         """Those of some users for whom there is something; peers answer nobody who has sent nothing."""
@@ -104,20 +190,12 @@ class ServerHalf:
         senders = {self.users[sender] for sender in self.method.server.senders(self.kept)}
         return [user for user in users if user in senders]
 
-    @property
-    def by_user(self) -> frozenset[str]:
-        """What of its state has the users on its leading dimension."""
-        return self.method.server.by_user | {RANKS} | {name for one in self.mechanisms for name in one.by_user}
-
     def invite(self, plan: RunPlan, number: int, *, releases: bool = True) -> list[int] | None:
         """Return the participants of round ``number`` (from 0), by number; None where the privacy budget ends the run.
 
         No user may take part where users are drawn one by one. A round that ``releases`` nothing costs nothing.
         """
-        members: list[int] | None = participants(plan, number, self.users)
-        for mechanism in self.mechanisms:
-            members = None if members is None else mechanism.admit(members, number, releases=releases)
-        return members
+        return self.mechanisms.admit(participants(plan, number, self.users), number, releases=releases)
 
     def check_rounds(self, plan: RunPlan) -> None:
         """Check that rounds are large enough for all privacy mechanisms.
@@ -157,10 +235,8 @@ class ServerHalf:
         numbers = self.numbers(upload.users)
         tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
         self._charge(numbers)
-        received: Received | None = self._received(numbers, tensors, upload)
         about = ServerRound(number=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept)
-        for mechanism in self.mechanisms:
-            received = None if received is None else mechanism.server_sum(received, about)
+        received = self.mechanisms.server_sum(self._received(numbers, tensors, upload), about)
         if received is not None:
             self.method.server.aggregate(self.kept, received)
         self.ranks[numbers] = upload.ranks
@@ -205,52 +281,6 @@ class ServerHalf:
         for mechanism in self.mechanisms:
             mechanism.skip_round(received)
 
-    def charge(self, numbers: Sequence[int]) -> None:
-        """Count that something of these users was revealed, whether or not it was aggregated."""
-        if self.account is not None:
-            self.account.charge(numbers)
-
-    def set_works(self, works: Callable[[], Mapping[str, Work]]) -> None:
-        """Tell the account of single examples what each user does in a run."""
-        if self.account is not None:
-            self.account.works = works
-
-    @property
-    def model(self) -> Tree:
-        """The model that all users download, where there is one."""
-        return one_model(self.method.server, self.kept)
-
-    @property
-    def size(self) -> int:
-        """How many numbers of a user are shared."""
-        return self.layout.count(self.method.shared)
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether users download a bound of their changes, and report whether they were within."""
-        return any(CLIP_NORM in mechanism.download(1) for mechanism in self.mechanisms)
-
-    @property
-    def account(self) -> Account | None:
-        """What has been revealed of users, in a run with noise."""
-        return next((one.account for one in self.mechanisms if one.account is not None), None)
-
-    @property
-    def judged(self) -> Judged | None:
-        """What a robust rule made of the last round's uploads."""
-        return next((one.judged for one in self.mechanisms if one.judged is not None), None)
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """Metrics of privacy, in a run with noise."""
-        found = {key: value for mechanism in self.mechanisms for key, value in mechanism.metrics.items()}
-        return {"privacy": found} if found else {}
-
-    @property
-    def shares(self) -> bool:
-        """Whether users have anything to send."""
-        return bool(self.layout.mask(self.method.shared).any())
-
     def _received(self, numbers: Sequence[int], tensors: Tree, upload: Upload) -> Received:
         return Received(
             users=numbers,
@@ -270,8 +300,8 @@ class ServerHalf:
 
     def _charge(self, numbers: Sequence[int]) -> None:
         """Count what these users' uploads reveal."""
-        if self.account is not None and self.shares:
-            self.account.charge_uploads(numbers)
+        if (account := self.mechanisms.account) is not None and self.shares:
+            account.charge_uploads(numbers)
 
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
         """What those who have reported validation losses, or all of ``users``, hear of them."""
@@ -279,10 +309,6 @@ class ServerHalf:
         lowest = loss < self.lowest_loss
         self.lowest_loss = min(loss, self.lowest_loss)
         return verdict(users or report.users, report.round, lowest=lowest)
-
-    def forget(self) -> None:
-        """Keep nothing of what peers have sent, once all of them have been answered."""
-        self.kept.clear()
 
     def _weights(self, upload: Upload) -> Float[Tensor, " users"]:
         """Weight of each upload in means: equal, or by the amount of training data."""
@@ -316,7 +342,7 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
     Raises:
         RecipeError: it merges or hands out whole models, and users' ranks differ; or it passes uploads on, compressed.
     """
-    method, uploads, mechanisms = plan.method, plan.training.uploads, server_mechanisms(plan, users)
+    method, uploads, mechanisms = plan.method, plan.training.uploads, Mechanisms(server_mechanisms(plan, users))
     for mechanism in mechanisms:
         mechanism.check_server(method, model.layout, len(users))
     if method.server.peer_to_peer and uploads != "float32":

@@ -379,7 +379,7 @@ def federate(clients: Clients) -> InProcess:
     names = clients.names
     server = start_server(clients.model, names, clients.plan)
     if (private := clients.steps.private) is not None:
-        server.set_works(lambda: private.works(clients.feed))
+        server.mechanisms.set_works(lambda: private.works(clients.feed))
     return InProcess(clients=clients, server=server)
 
 
