@@ -77,14 +77,99 @@ def batch_size(plan: RunPlan, users: int) -> int:
     return plan.training.batch_size * (users if plan.method.placement.pooled else 1)
 
 
-class Users:
-    """Everybody's tensors over one frozen base.
+class Roster:
+    """Who takes part in a run.
 
-    ``trainers`` own rows of the state: the users themselves, or the single pooled trainer of an upper bound; where a
-    method keeps several copies, row ``copy * trainers + i`` is a copy of trainer i. ``users`` are always the real ones;
-    ``row_of`` maps each to the row whose model it uses. Without ``reads``, nobody's data is asked for before something
-    needs it, and then ``feed`` may be what makes the feed. ``skipped`` are users who were left out beforehand, and why;
-    ``skipped_rows`` is the number of rows left out.
+    Args:
+        plan: The plan of the run.
+        trainers: Owners of rows of the state: the users, or the one trainer of pooled data. If a method keeps several
+            copies, row ``copy * len(trainers) + i`` is a copy of trainer i.
+        users: The users.
+        skipped: Users who were left out beforehand, and why.
+        skipped_rows: Number of rows of data that were left out.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        trainers: Population,
+        users: Population,
+        skipped: Mapping[str, str] = MappingProxyType({}),
+        skipped_rows: int = 0,
+    ):
+        placement = plan.method.placement
+        self.plan, self.trainers, self.users = plan, trainers, users
+        self.skipped, self.skipped_rows = skipped, skipped_rows
+        self.names = names_of(trainers)
+        self.numbers = Numbers(self.names)
+        self.everybody = self.names  # where others have theirs elsewhere, they too
+        self.rows = placement.copies * len(trainers)
+        last = self.rows - len(trainers)
+        self.row_of: Sequence[int] = [last] * len(users) if placement.pooled else range(last, last + len(users))
+        """The row whose model each user has."""
+        self.batch_size = batch_size(plan, len(users))
+
+    @property
+    def method(self) -> Method:
+        """The method of the run."""
+        return self.plan.method
+
+    @property
+    def left_out(self) -> dict[str, Any]:
+        """Skipped users (of many some) and the number of skipped rows, for the start event and the metrics."""
+        shown = dict(islice(self.skipped.items(), LISTED))
+        more = {"skipped": len(self.skipped)} if len(shown) < len(self.skipped) else {}
+        rows = {"skipped_rows": self.skipped_rows} if self.skipped_rows else {}
+        return ({"skipped_users": shown, **more} if shown else {}) | rows
+
+    def owners(self, rows: Sequence[int]) -> list[int]:
+        """The trainer to whom each row belongs."""
+        return [row % len(self.trainers) for row in rows]
+
+    def name(self, row: int) -> str:
+        """Name of the trainer to whom a row belongs."""
+        return self.names[row % len(self.trainers)]
+
+    @cached_property
+    def scored(self) -> Sequence[int]:
+        """The users who are evaluated, by number: all, or those who were drawn once for the whole run."""
+        count = self.plan.evaluation.users
+        if count is None or count >= len(self.everybody):
+            return range(len(self.users))
+        chosen = drawn(self.everybody, count, self.plan.seed, "evaluation")
+        if len(self.everybody) == len(self.users):
+            return chosen
+        return Numbers(names_of(self.users)).there([self.everybody[number] for number in chosen])
+
+    @property
+    def scored_users(self) -> list[Any]:
+        """The same users themselves."""
+        return [self.users[number] for number in self.scored]
+
+    @property
+    def scored_rows(self) -> list[int]:
+        """The rows whose models they use."""
+        return [self.row_of[number] for number in self.scored]
+
+    @property
+    def scored_trainers(self) -> Sequence[int]:
+        """Those who train these models."""
+        return [0] if self.method.placement.pooled else self.scored
+
+
+class Users(Roster):
+    """The users' tensors over one frozen base model.
+
+    Args:
+        model: The model that all users train.
+        plan: The plan of the run.
+        trainers: As of :class:`Roster`.
+        users: As of :class:`Roster`.
+        feed: The trainers' batch source, or what makes it when something needs it.
+        reads: Whether users' data may be read now.
+        skipped: As of :class:`Roster`.
+        skipped_rows: As of :class:`Roster`.
     """
 
     def __init__(
@@ -99,17 +184,8 @@ class Users:
         skipped: Mapping[str, str] = MappingProxyType({}),
         skipped_rows: int = 0,
     ):
-        method = plan.method
-        self.model, self.plan = model, plan
-        self.trainers, self.users, self.skipped = trainers, users, skipped
-        self.skipped_rows = skipped_rows
-        self.names = names_of(trainers)
-        self.numbers = Numbers(self.names)
-        self.everybody = self.names  # where others have theirs elsewhere, they too
-        self.rows = method.placement.copies * len(trainers)
-        last = self.rows - len(trainers)
-        self.row_of: Sequence[int] = [last] * len(users) if method.placement.pooled else range(last, last + len(users))
-        self.batch_size = batch_size(plan, len(users))
+        super().__init__(plan, trainers=trainers, users=users, skipped=skipped, skipped_rows=skipped_rows)
+        self.model, method = model, plan.method
         self.stopped_after: int | None = None  # where the privacy budget allows no more rounds
         self.steps = Steps(model=model, plan=plan, trainers=len(trainers), source=feed)
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
@@ -127,11 +203,6 @@ class Users:
             self.state.remember(0)
 
     @property
-    def method(self) -> Method:
-        """The method of the run."""
-        return self.plan.method
-
-    @property
     def feed(self) -> BatchSource:
         """The trainers' data."""
         return self.steps.feed
@@ -140,14 +211,6 @@ class Users:
     def portions(self) -> Portions:
         """What goes through the model at once."""
         return self.steps.portions
-
-    @property
-    def left_out(self) -> dict[str, Any]:
-        """Skipped users (of many some) and the number of skipped rows, for the start event and the metrics."""
-        shown = dict(islice(self.skipped.items(), LISTED))
-        more = {"skipped": len(self.skipped)} if len(shown) < len(self.skipped) else {}
-        rows = {"skipped_rows": self.skipped_rows} if self.skipped_rows else {}
-        return ({"skipped_users": shown, **more} if shown else {}) | rows
 
     # ---------------------------------------------------------------- state
 
@@ -234,45 +297,11 @@ class Users:
             return self.model.only(self.owners(rows)).mask(part.ranks.cpu())
         return self.mask[list(rows)]
 
-    def owners(self, rows: Sequence[int]) -> list[int]:
-        """The trainer to whom each row belongs."""
-        return [row % len(self.trainers) for row in rows]
-
-    def name(self, row: int) -> str:
-        """Name of the trainer to whom a row belongs."""
-        return self.names[row % len(self.trainers)]
-
     @property
     def at_once(self) -> int:
         """Of how many users messages are made at once, where there are more."""
         users = self.portions.users
         return users * max(1, MESSAGES_AT_ONCE // (users * self.model.layout.columns))
-
-    @cached_property
-    def scored(self) -> Sequence[int]:
-        """The users who are evaluated, by number: all, or those who were drawn once for the whole run."""
-        count = self.plan.evaluation.users
-        if count is None or count >= len(self.everybody):
-            return range(len(self.users))
-        chosen = drawn(self.everybody, count, self.plan.seed, "evaluation")
-        if len(self.everybody) == len(self.users):
-            return chosen
-        return Numbers(names_of(self.users)).there([self.everybody[number] for number in chosen])
-
-    @property
-    def scored_users(self) -> list[Any]:
-        """The same users themselves."""
-        return [self.users[number] for number in self.scored]
-
-    @property
-    def scored_rows(self) -> list[int]:
-        """The rows whose models they use."""
-        return [self.row_of[number] for number in self.scored]
-
-    @property
-    def scored_trainers(self) -> Sequence[int]:
-        """Those who train these models."""
-        return [0] if self.method.placement.pooled else self.scored
 
     def cohort(
         self, rows: list[int], round_number: int, *, looks_back: bool = False, state: State | None = None
