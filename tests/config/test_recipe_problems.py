@@ -35,6 +35,28 @@ def test_every_part_is_asked() -> None:
         assert any(place in line for line in lines), (place, lines)
 
 
+def test_every_key_and_value_is_asked() -> None:
+    content = {
+        **RECIPE,
+        "seed": -1,
+        "training": {"rounds": 0, "contxt": 16, "participation": 2},
+        "runtime": {"micro_batch": "many"},
+    }
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(content, where="recipe.yaml")
+    lines = error.value.problems
+    assert len(lines) == len(set(lines)) == 5
+    assert "unknown key 'training.contxt'" in lines[0]
+    for place in ("seed", "training.rounds", "training.participation", "runtime.micro_batch"):
+        assert sum(line.startswith(f"recipe.yaml: {place}: ") for line in lines) == 1, (place, lines)
+
+
+def test_a_misspelt_key_explains_the_missing_one() -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_recipe({"method": "fedavg", "dta": RECIPE["data"]})
+    assert len(error.value.problems) == 1
+
+
 def test_one_problem_is_one_line() -> None:
     with pytest.raises(RecipeError) as error:
         check_recipe(parse_recipe({**RECIPE, "floral": {"rank": 3}}))

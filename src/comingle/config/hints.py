@@ -294,13 +294,42 @@ _WRONG_KINDS = ("_type", "_parsing", "literal_error", "int_from_float")
 
 
 def first_problem(error: ValidationError, model: type[BaseModel], data: type[DataSection] | None = None) -> str:
-    """The mistake that explains the others, in one line: its place, what was got, what is allowed.
+    """Return the first of :func:`problems_of`."""
+    return problems_of(error, model, data)[0]
 
-    ``data`` is the section that was chosen for the key of that name.
+
+def problems_of(
+    error: ValidationError, model: type[BaseModel], data: type[DataSection] | None = None
+) -> tuple[str, ...]:
+    """Return every mistake in one line: its place, what was got, what is allowed; first the one that explains most.
+
+    Args:
+        error: What pydantic found.
+        model: The model of the whole.
+        data: The section chosen for the key ``data``.
     """
     accepted = _ACCEPTED | {f"data.{key}": words for key, words in (data.accepted if data else {}).items()}
-    # A misspelt key explains the missing one; of the branches of a union, the one that got furthest was meant.
-    problem = max(error.errors(), key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
+    problems = sorted(error.errors(), key=_explains, reverse=True)
+    misspelt = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
+    chosen: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    for problem in problems:
+        place = tuple(str(part) for part in problem["loc"] if not str(part).startswith(_BRANCHES))
+        place = place[:-1] if place[-1:] and place[-1] in _PLAIN else place
+        if problem["type"] == "missing" and problem["loc"][:-1] in misspelt:  # a misspelt key explains it
+            continue
+        # Of the branches of a union, the one that got furthest was meant.
+        if not any(place == other[: len(place)] or other == place[: len(other)] for other in chosen):
+            chosen[place] = problem
+    return tuple(_described(problem, accepted, model, data) for problem in chosen.values())
+
+
+def _explains(problem: Mapping[str, Any]) -> tuple[bool, int]:
+    return problem["type"] == "extra_forbidden", len(problem["loc"])
+
+
+def _described(
+    problem: Mapping[str, Any], accepted: Mapping[str, str], model: type[BaseModel], data: type[DataSection] | None
+) -> str:
     parts = _parts(problem["loc"], accepted)
     place = ".".join(parts)
     if problem["type"] == "extra_forbidden":

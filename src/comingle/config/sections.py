@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from comingle.config.hints import first_problem
+from comingle.config.hints import problems_of
 from comingle.config.settings import (
     AdaptersSection,
     AggregationSection,
@@ -78,7 +78,7 @@ class Recipe(Section):
     """A whole run.
 
     Raises:
-        RecipeError: the first thing that is wrong, with its place, what was got and what is allowed.
+        RecipeError: Something is wrong; it has all problems, each with its place, what was got and what is allowed.
     """
 
     base: str = "smollm2-135m"
@@ -99,7 +99,8 @@ class Recipe(Section):
         try:
             super().__init__(**content)
         except ValidationError as error:
-            raise RecipeError(f"recipe: {first_problem(error, Recipe, _section(content.get('data')))}") from None
+            problems = problems_of(error, Recipe, _section(content.get("data")))
+            raise RecipeError(*(f"recipe: {problem}" for problem in problems)) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -246,11 +247,11 @@ def parse_recipe(content: Any, *, where: str = "recipe") -> Recipe:
     """Check a recipe.
 
     Raises:
-        RecipeError: the first thing that is wrong, with its place, what was got and what is allowed.
+        RecipeError: Something is wrong; it has all problems, each with its place, what was got and what is allowed.
     """
     if not isinstance(content, Mapping):
         raise RecipeError(f"{where}: a recipe is a mapping of keys to values; got {type(content).__name__}")
     try:
         return Recipe(**{str(key): value for key, value in content.items()})
     except RecipeError as error:
-        raise RecipeError(f"{where}: {str(error).removeprefix('recipe: ')}") from None
+        raise RecipeError(*(f"{where}: {problem.removeprefix('recipe: ')}" for problem in error.problems)) from None
