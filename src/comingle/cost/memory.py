@@ -47,7 +47,7 @@ from comingle.training.kinds.text import TextKind, anybody_validates, section
 from comingle.training.settings import Portions
 from comingle.training.state import GRADIENTS, MOMENTS, State
 from comingle.training.steps import Steps
-from comingle.training.storage.disk import BEHIND
+from comingle.training.storage.disk import MOST_WAITING
 from comingle.training.storage.files import Form, forms_of
 from comingle.utils.trees import Tree, restrict
 
@@ -454,7 +454,7 @@ def _of_cohorts(stage: Rehearsal, portions: Portions) -> tuple[int, int]:
     rows = stage.trainers * copies
     at_once = min(portions.users, stage.present * copies)
     # A cohort at work, one read ahead, others to be written (models or moments, counted once), and all users' places.
-    models = at_once * (user.params + (READ_AHEAD + BEHIND) * user.params_record) + PLACES_BYTES * rows
+    models = at_once * (user.params + (READ_AHEAD + MOST_WAITING) * user.params_record) + PLACES_BYTES * rows
     return models + clients.mask[:1].nbytes, at_once * (user.moments + READ_AHEAD * user.moments_record)
 
 
@@ -473,7 +473,7 @@ def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
     user = user_bytes(clients.state, stage.store)
     evaluated = min(clients.at_once, clients.plan.evaluation.users or stage.trainers)
     read = user.params_record + user.params  # a model to be sent: its record, and the tensors that are made of it
-    downloaded = user.params + (1 + BEHIND) * user.params_record  # while one is packed, as many wait to be written
+    downloaded = user.params + (1 + MOST_WAITING) * user.params_record  # while one is packed, as many wait to be written
     return max(stage.present * (live.peak + read), evaluated * downloaded)
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,8 @@ from comingle.training.storage.files import (
     VERSIONS,
     Part,
     RecordFile,
+    Shard,
+    StoreThread,
     Table,
     aligned,
     batched,
@@ -63,7 +64,7 @@ _AT_ONCE = 256
 FILE = 2**40
 """Places are numbered by file: that of the run first, then others that are read or end with this process."""
 
-BEHIND = 2
+MOST_WAITING = 2
 """Number of cohorts that may wait to be written."""
 
 
@@ -86,16 +87,14 @@ class OnDisk(State):
         self._device = sample.rows.device
         self._forms = forms_of(sample, moments)
         self._groups = [name for name, form in self._forms.items() if form.bytes]
-        self._places = {name: np.full(count, -1, dtype=np.int64) for name in self._groups}
-        self._versions = np.full(count, int(sample.versions[0]), dtype=np.int32)
+        self._now = Table.of_nobody(self._groups, np.full(count, int(sample.versions[0]), dtype=np.int32))
         self._files: dict[str, list[RecordFile | None]] = {name: [None] for name in self._groups}
         self._into: dict[str, int] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="comingle-store")
-        self._waiting: deque[Future[None]] = deque()
+        self._worker = StoreThread()
         self._next: tuple[list[int], Mapping[str, Future[np.ndarray]]] | None = None
         self._run: Path | None = None
         self._best: Table | None = None
-        self._part, self._ids, self._everybody = Part(), np.arange(count, dtype=np.int32), count
+        self._shard = Shard(part=Part(), ids=np.arange(count, dtype=np.int32), everybody=count)
 
     # ---------------------------------------------------------------- what State does
 
@@ -108,10 +107,10 @@ class OnDisk(State):
         rows, tensors = list(users), part.tensors()
         if self._next is not None and not set(self._next[0]).isdisjoint(rows):
             self._next = None
-        self._versions[rows] = part.versions.cpu().numpy()
+        self._now.versions[rows] = part.versions.cpu().numpy()
         self._write("params", rows, tensors)
         if "moments" in self._groups and part.first.shape[1] + part.second.shape[1]:
-            known = torch.from_numpy(self._places["moments"][rows] >= 0)
+            known = torch.from_numpy(self._now.places["moments"][rows] >= 0)
             stepped = known | (part.first != 0).any(1).cpu() | (part.second != 0).any(1).cpu()
             at = stepped.nonzero().flatten().tolist()
             some = {name: tensors[name][at] for name in ("first", "second")}
@@ -121,7 +120,7 @@ class OnDisk(State):
     @property
     def versions(self) -> Int[Tensor, " users"]:  # type: ignore[override] (a view of what places are kept with)
         """The rounds after which the server had what each user last downloaded."""
-        return torch.from_numpy(self._versions)
+        return torch.from_numpy(self._now.versions)
 
     def rows_of(self, users: Sequence[int]) -> Float[Tensor, "some columns"]:
         """Tensors without what optimisers remember."""
@@ -140,8 +139,7 @@ class OnDisk(State):
         """The same, to be changed without changing this: what changes lies in a file of its own."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
-        other._places = {name: places.copy() for name, places in self._places.items()}
-        other._versions, other._into, other._next = self._versions.copy(), {}, None
+        other._now, other._into, other._next = self._now.copy(), {}, None
         other._files = {name: list(files) for name, files in self._files.items()}
         return other
 
@@ -158,7 +156,7 @@ class OnDisk(State):
         ahead = self._next[1] if self._next is not None and self._next[0] == rows else {}
         reading = {name: ahead.get(name) or self._reading(name, rows) for name in groups}
         self._next = None if ahead else self._next
-        known = self._places["params"][rows] >= 0
+        known = self._now.places["params"][rows] >= 0
         found = self._forms["params"].unpack(self._got(reading["params"]))
         new = [row for row, there in zip(rows, known.tolist(), strict=True) if not there]
         if new:
@@ -177,7 +175,7 @@ class OnDisk(State):
             return {name: t.new_zeros(len(rows), 0) for name, t in like.items()}
         whole = {name: t.new_zeros(len(rows), t.shape[1]) for name, t in like.items()}
         found = self._forms["moments"].unpack(self._got(reading))
-        there = torch.from_numpy(np.flatnonzero(self._places["moments"][rows] >= 0))
+        there = torch.from_numpy(np.flatnonzero(self._now.places["moments"][rows] >= 0))
         for name, t in found.items():
             whole[name][there] = t.to(whole[name])
         return whole
@@ -192,8 +190,8 @@ class OnDisk(State):
 
     def _reading(self, group: str, rows: list[int], places: Sequence[int] | None = None) -> Future[np.ndarray]:
         """Records of those of these rows that have one; behind all that is to be written before."""
-        where = self._places[group][rows].tolist() if places is None else places
-        ids = self._ids[rows].tolist()
+        where = self._now.places[group][rows].tolist() if places is None else places
+        ids = self._shard.ids[rows].tolist()
         at = [(place, row) for place, row in zip(where, ids, strict=True) if place >= 0]
         files, size = self._files[group], self._forms[group].bytes
 
@@ -210,20 +208,19 @@ class OnDisk(State):
 
     def _write(self, group: str, rows: list[int], tensors: Mapping[str, Tensor]) -> None:
         number, file = self._writable(group)
-        table, places = self._places[group], []
+        table, places = self._now.places[group], []
         for row in rows:
             before = int(table[row])
             places.append(file.place(before % FILE if before >= 0 and before // FILE == number else -1))
         table[rows] = number * FILE + np.array(places, dtype=np.int64)
-        records = self._forms[group].pack(self._ids[rows].tolist(), tensors)
-        self._waiting.append(self._worker.submit(file.write, places, records))
-        self._written(BEHIND)
+        records = self._forms[group].pack(self._shard.ids[rows].tolist(), tensors)
+        self._worker.write(file, places, records)
+        self._written(MOST_WAITING)
 
     def _written(self, most: int) -> None:
         """Return when at most so many cohorts wait to be written."""
-        while len(self._waiting) > most:
-            with told(self._run):
-                self._waiting.popleft().result()
+        with told(self._run):
+            self._worker.wait(most)
 
     def _writable(self, group: str) -> tuple[int, RecordFile]:
         """Where to write: the run's own file, or one that ends with this process."""
@@ -244,7 +241,7 @@ class OnDisk(State):
     def remember(self, done: int) -> None:
         """What everybody has now is the best: where it lies is written over by nothing."""
         self._written(0)
-        self._best = Table(places={n: p.copy() for n, p in self._places.items()}, versions=self._versions.copy())
+        self._best = self._now.copy()
         self.best = {"round": torch.tensor(done)}
         for name in self._groups:
             for number, file in enumerate(self._files[name]):
@@ -257,26 +254,24 @@ class OnDisk(State):
         """As it was in the best round."""
         other = self.copy()
         assert self._best is not None
-        other._places = {name: places.copy() for name, places in self._best.places.items()}
-        other._versions = self._best.versions.copy()
+        other._now = self._best.copy()
         return other
 
     def _tables(self, group: str) -> list[np.ndarray]:
         """Places that are referred to now."""
-        return [self._places[group], *([] if self._best is None else [self._best.places[group]])]
+        return [self._now.places[group], *([] if self._best is None else [self._best.places[group]])]
 
     # ---------------------------------------------------------------- the run folder
 
     def share_out(self, number: int, processes: int, users: range, everybody: int) -> None:
         """Be the rows of some of all users, who follow one another, in one of several processes."""
         copies = np.arange(self.count // len(users), dtype=np.int64) * everybody
-        self._part = Part(number, processes)
-        self._ids = (copies[:, None] + np.array(users, dtype=np.int64)).flatten().astype(np.int32)
-        self._everybody = len(copies) * everybody
+        ids = (copies[:, None] + np.array(users, dtype=np.int64)).flatten().astype(np.int32)
+        self._shard = Shard(part=Part(number, processes), ids=ids, everybody=len(copies) * everybody)
 
     def open(self, run: Path, *, anew: bool) -> None:
         """Write to ``store/`` in the run's folder from now on; of several processes, the first one first."""
-        folder, self._run, leads = run / FOLDER, run, self._part.number == 0
+        folder, self._run, leads = run / FOLDER, run, self._shard.part.number == 0
         if not anew:
             require_files(run, list_checkpoints(run)[-1], self._groups)
         with told(run):
@@ -288,14 +283,17 @@ class OnDisk(State):
                     self._names.copy_to(folder)
                 write_json(folder / ABOUT, self._about | {"id": secrets.token_hex(8)})
             for name in self._groups:
-                path = self._part.records(run, name)
+                path = self._shard.part.records(run, name)
                 self._files[name][0] = RecordFile(path, self._forms[name].bytes, writes=True)
             to_disk(folder)
         self._into = dict.fromkeys(self._groups, 0)
 
     @property
     def _about(self) -> dict[str, Any]:
-        return {"rows": self._everybody, **{name: [f.told for f in self._forms[name].fields] for name in self._groups}}
+        return {
+            "rows": self._shard.everybody,
+            **{name: [f.told for f in self._forms[name].fields] for name in self._groups},
+        }
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
         """Write the records to disk, then a table of where they are; return the names of the files."""
@@ -304,17 +302,16 @@ class OnDisk(State):
         files = {name: file for name in self._groups if (file := self._files[name][0]) is not None}
         for file in files.values():
             self._worker.submit(file.to_disk).result()
-        table = self._part.table(draft)
-        now = Table(places=self._places, versions=self._versions)
+        table = self._shard.part.table(draft)
         best_round, sums = int(self.best["round"]) if self.best else None, {n: file.sums for n, file in files.items()}
-        write_table(table, self._ids, now, self._best, best_round, sums)
-        if self._part.number == 0:
+        write_table(table, self._shard.ids, self._now, self._best, best_round, sums)
+        if self._shard.part.number == 0:
             write_json(draft / ABOUT, read_json(self._run / FOLDER / ABOUT))
             remove_files(self._run, [*checkpoints, draft])
-        older = [read_table(self._part.table(path)) for path in checkpoints if self._part in parts_of(path)]
+        older = [read_table(self._shard.part.table(path)) for path in checkpoints if self._shard.part in parts_of(path)]
         for name, file in files.items():
             file.keep([within(places, 0, FILE) for places in (*self._tables(name), *places_of(older, name))])
-        return [table.name, *([ABOUT] if self._part.number == 0 else [])]
+        return [table.name, *([ABOUT] if self._shard.part.number == 0 else [])]
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
         """Return this store as at a checkpoint, whichever processes have written it.
@@ -326,21 +323,21 @@ class OnDisk(State):
         """
         run = checkpoint.parent.parent
         check_store(run, checkpoint, self._about, self._groups)
-        best, rounds = Table.of_nobody(self._groups, self._versions), set[int]()
+        best, rounds = Table.of_nobody(self._groups, self._now.versions), set[int]()
         for part in parts_of(checkpoint):
             verify(checkpoint, part.table(checkpoint).name)
             found = read_table(part.table(checkpoint))
             rounds |= set(found[BEST_ROUND].tolist() if BEST_ROUND in found else ())
             numbers = self._attached(run, part)
-            self._place(found, "", Table(places=self._places, versions=self._versions), numbers)
+            self._place(found, "", self._now, numbers)
             if self.best:
                 self._place(found, BEST, best, numbers)
         if self.best:
             self._best, self.best = best, {"round": torch.tensor(rounds.pop())}
-        others = [path for path in checkpoint.parent.glob("round-*") if self._part in parts_of(path)]
+        others = [path for path in checkpoint.parent.glob("round-*") if self._shard.part in parts_of(path)]
         for name in self._groups:
             if (file := self._files[name][0]) is not None:
-                tables = [read_table(self._part.table(path)) for path in others]
+                tables = [read_table(self._shard.part.table(path)) for path in others]
                 file.keep([within(places, 0, FILE) for places in (*self._tables(name), *places_of(tables, name))])
         if self._run is not None:
             self._adopt()
@@ -351,11 +348,11 @@ class OnDisk(State):
         numbers: dict[str, int] = {}
         for name in self._groups:
             files = self._files[name]
-            if part == self._part and files[0] is not None:
+            if part == self._shard.part and files[0] is not None:
                 numbers[name] = 0
                 continue
             file = RecordFile(part.records(run, name), self._forms[name].bytes, writes=False)
-            if part == self._part:
+            if part == self._shard.part:
                 numbers[name], files[0] = 0, file
             else:
                 numbers[name] = len(files)
@@ -365,9 +362,9 @@ class OnDisk(State):
     def _place(self, found: dict[str, np.ndarray], prefix: str, into: Table, numbers: dict[str, int]) -> None:
         """Take over where the rows are of those who are here."""
         rows = found.get(prefix + ROWS, np.zeros(0, dtype=np.int64))
-        here = np.isin(rows, self._ids)
-        order = np.argsort(self._ids)
-        own = order[np.searchsorted(self._ids, rows[here], sorter=order)]
+        here = np.isin(rows, self._shard.ids)
+        order = np.argsort(self._shard.ids)
+        own = order[np.searchsorted(self._shard.ids, rows[here], sorter=order)]
         into.versions[own] = found[prefix + VERSIONS][here] if len(own) else 0
         for name in self._groups if len(own) else ():
             places = found[prefix + name][here].astype(np.int64)

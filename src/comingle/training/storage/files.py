@@ -19,11 +19,12 @@ import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ from comingle.training.checkpoints import write_tensors
 from comingle.training.state import MOMENTS, State
 from comingle.utils.errors import RunError
 from comingle.utils.records import resume_command
+
+P, T = ParamSpec("P"), TypeVar("T")
 
 HEAD = 16
 """Bytes of a record's head: the CRC-32 of what follows it, and the number of the row, 8 bytes each."""
@@ -375,6 +378,46 @@ class RecordFile:
         os.close(self._handle)
 
 
+class StoreThread:
+    """One thread that reads and writes records in order, and what it has still to write."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="comingle-store")
+        self._waiting: deque[Future[None]] = deque()
+
+    def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call a function behind all that was submitted before."""
+        return self._pool.submit(work, *args, **kwargs)
+
+    def write(self, file: RecordFile, places: Sequence[int], records: np.ndarray) -> None:
+        """Write records behind all that was submitted before."""
+        self._waiting.append(self.submit(file.write, places, records))
+
+    def wait(self, most: int) -> None:
+        """Return when at most so many writes wait.
+
+        Raises:
+            OSError: The disk does not take what was written.
+        """
+        while len(self._waiting) > most:
+            self._waiting.popleft().result()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The rows of one process.
+
+    Args:
+        part: Names the files of the process.
+        ids: The number of each row among those of all processes.
+        everybody: Number of rows of all processes.
+    """
+
+    part: Part
+    ids: Int[np.ndarray, " rows"]
+    everybody: int
+
+
 def _grown(array: np.ndarray, size: int) -> np.ndarray:
     """The same with room for so many, zeros at first."""
     more = size - len(array)
@@ -390,8 +433,6 @@ BEST, BEST_ROUND = "best/", "best/round"
 SumsOf = Mapping[str, Callable[[Int64[np.ndarray, " some"]], UInt32[np.ndarray, " some"]]]
 """By group what tells the sums of the records at some places."""
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
@@ -399,6 +440,12 @@ class Table:
 
     places: dict[str, Int64[np.ndarray, " rows"]]
     versions: Int[np.ndarray, " rows"]
+
+    def copy(self) -> Table:
+        """Return a deep copy."""
+        return Table(
+            places={name: places.copy() for name, places in self.places.items()}, versions=self.versions.copy()
+        )
 
     @classmethod
     def of_nobody(cls, groups: Iterable[str], versions: Int[np.ndarray, " rows"]) -> Table:
