@@ -15,12 +15,23 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 
+from comingle.data.conversations.scoring import AnswerScore
 from comingle.data.populations import listed
 from comingle.data.samples.samples import epoch
 from comingle.methods.base import Phase, Stream
-from comingle.models.scoring import PAD, Gates
+from comingle.models.scoring import PAD, Gates, SampleScore, Score
 from comingle.training.settings import Portions, RunPlan
 from comingle.utils.seeds import generator
+
+AnyScore = Score | SampleScore | AnswerScore
+"""Text, samples and answers are scored alike: ``mean_loss`` and ``measures``."""
+
+AnyUser = Any
+"""A user: ``name``, and splits ``train``, ``valid`` and ``test`` of a type that depends on the kind of data. A protocol
+would not do: to check it at run time reads the data of users who are read when something asks for it."""
+
+AnySplit = Any
+"""A split of a user's data, of a type that depends on the kind: a stream of tokens, conversations or samples."""
 
 Predict = Callable[[Sequence[int], Any], Tensor]
 """What the models of the given rows make of a batch, one row's after the other: losses of text, outputs for samples."""
@@ -40,7 +51,7 @@ class BatchShapes:
     scores_more = False
     """Whether more is scored at once than trained on, so that scoring may need most memory."""
 
-    def batch_sizes(self, user: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """How many samples the batches of one pass have on which a user trains, and those over which it sweeps."""
         one_step = (self.batch_size,)
         return one_step, one_step
@@ -53,7 +64,7 @@ class BatchShapes:
         """What a model predicts from when it is scored, without data."""
         return self.blank(users, count, fake)
 
-    def scored_at_once(self, users: Sequence[Any], portions: Portions) -> int:
+    def scored_at_once(self, users: Sequence[AnyUser], portions: Portions) -> int:
         """How many windows or samples of a user go through the model at once when it is scored."""
         return portions.sequences
 
@@ -80,7 +91,7 @@ class BatchSource(Batches, BatchShapes):
 
     unit: str
     """What data is counted in."""
-    trainers: Sequence[Any]
+    trainers: Sequence[AnyUser]
 
     @abstractmethod
     def portions(self, device: torch.device, columns: int) -> Portions:
@@ -120,25 +131,25 @@ class BatchSource(Batches, BatchShapes):
     def seen(self, trainer: int) -> int:
         """How many losses (tokens or samples) a trainer's local iterations of one round have."""
 
-    def scoring(self, part: Any) -> int:
+    def scoring(self, part: AnySplit) -> int:
         """How much is scored in an evaluation on a set of a user, in what :meth:`seen` counts."""
         return len(part)
 
     @abstractmethod
     def score(
-        self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
-    ) -> Sequence[Any]:
+        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
+    ) -> Sequence[AnyScore]:
         """Score set i with the model of row ``rows[i]``."""
 
     def examine(
         self,
         predict: Predict,
         generate: Generate,
-        sets: Sequence[Any],
+        sets: Sequence[AnySplit],
         rows: Sequence[int],
         portions: Portions,
         gates: Gates | None,
-    ) -> Sequence[Any]:
+    ) -> Sequence[AnyScore]:
         """The final score of test sets, for which a model may be asked to generate; else the same as any score."""
         return self.score(predict, sets, rows, portions, gates)
 
@@ -158,7 +169,7 @@ class PassBatchSource(BatchSource):
     even = False
     """Whether all batches have one shape, whoever shares a step."""
 
-    def __init__(self, trainers: Sequence[Any], plan: RunPlan, batch_size: int, *, least: int = 1):
+    def __init__(self, trainers: Sequence[AnyUser], plan: RunPlan, batch_size: int, *, least: int = 1):
         self.trainers, self.plan, self.batch_size, self.least = listed(trainers), plan, batch_size, least
         self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
         self._round = -1
@@ -176,7 +187,7 @@ class PassBatchSource(BatchSource):
         full, rest = divmod(count, self.batch_size)
         return full + (rest >= self.least)
 
-    def batch_sizes(self, user: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """A last batch with fewer than ``least`` is not trained on."""
         count, size = len(user.train), self.batch_size
         every = tuple(min(size, count - first) for first in range(0, count, size))

@@ -43,8 +43,9 @@ from comingle.protocol.messages import (
     insert_own,
 )
 from comingle.protocol.wire import packed_bytes
-from comingle.training.batch_sources import BatchSource
-from comingle.training.cohort import AnyScore, Cohort, Models, Scorer
+from comingle.training.batch_sources import AnyScore, AnyUser, BatchSource
+from comingle.training.cohort import Cohort, Models, Scorer
+from comingle.training.events import JsonObject
 from comingle.training.plan import client_mechanisms
 from comingle.training.settings import Portions, RunPlan, cohorts
 from comingle.training.state import State, draw, initial_state, true_clusters
@@ -59,7 +60,7 @@ LISTED = 100
 MESSAGES_AT_ONCE = 2**24
 """Of so many numbers messages are made at once, where all users have one."""
 
-Population = Sequence[Any]
+Population = Sequence[AnyUser]
 """Users have a name, and what they train, validate and test on."""
 
 STORES: Registry[Any] = Registry(
@@ -116,7 +117,7 @@ class Roster:
         return self.plan.method
 
     @property
-    def left_out(self) -> dict[str, Any]:
+    def left_out(self) -> JsonObject:
         """Skipped users (of many some) and the number of skipped rows, for the start event and the metrics."""
         shown = dict(islice(self.skipped.items(), LISTED))
         more = {"skipped": len(self.skipped)} if len(shown) < len(self.skipped) else {}
@@ -143,7 +144,7 @@ class Roster:
         return Numbers(names_of(self.users)).there([self.everybody[number] for number in chosen])
 
     @property
-    def scored_users(self) -> list[Any]:
+    def scored_users(self) -> list[AnyUser]:
         """The same users themselves."""
         return [self.users[number] for number in self.scored]
 

@@ -13,18 +13,14 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from comingle.data.conversations.scoring import AnswerScore
 from comingle.methods.base import Phase
 from comingle.models.routers import Powers
-from comingle.models.scoring import PAD, Gates, SampleScore, Score
-from comingle.training.batch_sources import BatchSource
+from comingle.models.scoring import PAD, Gates
+from comingle.training.batch_sources import AnyScore, AnySplit, AnyUser, BatchSource
 from comingle.training.cohort_state import Members, learning_rate
 from comingle.training.settings import Portions, cohorts
 from comingle.training.steps import Steps, within_memory
 from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
-
-AnyScore = Score | SampleScore | AnswerScore
-"""Text, samples and answers are scored alike: ``mean_loss`` and ``measures``."""
 
 Rows = Callable[[Sequence[int]], Float[Tensor, "slots columns"]]
 """The tensors of some models, by number."""
@@ -49,7 +45,7 @@ class Scorer:
         """Whether tokens are routed to experts."""
         return self.steps.model.routed
 
-    def examine(self, models: Models, sets: Sequence[Any], numbers: Sequence[int]) -> Sequence[AnyScore]:
+    def examine(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> Sequence[AnyScore]:
         """The final score of test set i with model ``numbers[i]``, and how much each of its experts said."""
         feed = self.steps.feed
         score = partial(feed.examine, partial(self.predict, models), partial(self.generate, models), sets, numbers)
@@ -59,12 +55,12 @@ class Scorer:
             return score(self.steps.portions, gates)
 
     def score(
-        self, models: Models, sets: Sequence[Any], numbers: Sequence[int], gates: Gates | None = None
+        self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int], gates: Gates | None = None
     ) -> Sequence[AnyScore]:
         """Score set i, a token stream or samples, with model ``numbers[i]``."""
         return self.steps.feed.score(partial(self.predict, models), sets, numbers, self.steps.portions, gates)
 
-    def mean_loss(self, models: Models, sets: Sequence[Any], numbers: Sequence[int]) -> float:
+    def mean_loss(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> float:
         """Mean loss in nats over sets."""
         return fmean(score.mean_loss for score in self.score(models, sets, numbers))
 
@@ -134,7 +130,7 @@ class Cohort(Members):
 
     steps: Steps
     scorer: Scorer
-    trainers: Sequence[Any]
+    trainers: Sequence[AnyUser]
     initial: Callable[[Sequence[int]], Float[Tensor, "users columns"]]
 
     @property

@@ -25,9 +25,10 @@ from comingle.methods.server import aggregation_weights
 from comingle.models.hardware import peak_memory_bytes
 from comingle.models.model import Model
 from comingle.privacy.accounting import sample_size
+from comingle.training.batch_sources import AnyScore, AnyUser
 from comingle.training.checkpoints import Clock
 from comingle.training.client import Clients
-from comingle.training.cohort import AnyScore
+from comingle.training.events import JsonObject
 from comingle.training.server import ServerHalf, averaging_weights
 from comingle.training.settings import RunPlan
 from comingle.training.steps import diverged
@@ -86,7 +87,7 @@ def _say(percent: float, advice: str) -> None:
 PRECISION = 6
 
 
-def own_mixtures(clients: Clients) -> dict[str, dict[str, Any]]:
+def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
     """What that needs of each user who is here: its mixture, its true cluster, how much data it has."""
     known = mixture_at_users(clients)
     rows = [None] * len(clients.scored) if known is None else known.tolist()
@@ -96,7 +97,7 @@ def own_mixtures(clients: Clients) -> dict[str, dict[str, Any]]:
     }
 
 
-def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, JsonObject]) -> JsonObject:
     """The same of all users of a federation, some of whom may not be here."""
     shares, names = _known(server, users), list(users)
     if shares is None or not (event := mixtures_event(names, shares, clients.method)):
@@ -110,7 +111,7 @@ def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, Mapp
     return event
 
 
-def _known(server: ServerHalf, users: Mapping[str, Mapping[str, Any]]) -> Float[Tensor, "users clusters"] | None:
+def _known(server: ServerHalf, users: Mapping[str, JsonObject]) -> Float[Tensor, "users clusters"] | None:
     """Everybody's mixture as the server knows it, else as users do."""
     if (merging := server.method.server.merging_weights(server.kept)) is not None:
         return merging[server.numbers(list(users))].double().cpu()
@@ -118,12 +119,12 @@ def _known(server: ServerHalf, users: Mapping[str, Mapping[str, Any]]) -> Float[
     return None if None in rows else torch.tensor(rows, dtype=torch.float64)
 
 
-def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"], method: Method) -> dict[str, Any]:
+def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"], method: Method) -> JsonObject:
     """What an evaluation's event says of these users' mixtures; nothing of a single component."""
     if shares.shape[1] < 2:
         return {}
     rows = [[round(p, PRECISION) for p in row] for row in shares.tolist()]
-    event: dict[str, Any] = {"mixtures": dict(zip(names, rows, strict=True)), "component": method.components}
+    event: JsonObject = {"mixtures": dict(zip(names, rows, strict=True)), "component": method.components}
     if _are_shares(shares):
         event["router_entropy_nats"] = round(float(entropy(shares).mean()), PRECISION)
     return event
@@ -171,13 +172,13 @@ def mismatch(
     return distances.min(1).values
 
 
-def users_report(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
+def users_report(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
     """Return what an evaluation event says of the users of this process: scores, routing, mixtures."""
     users = {user.name: measured(score) for user, score in zip(clients.scored_users, scores, strict=True)}
     return {"users": users, "routing": experts_event(clients, scores), "mixtures": own_mixtures(clients)}
 
 
-def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(parts: Sequence[Mapping[str, Any]]) -> JsonObject:
     """Mappings of users, below the same names, as one, in the order of the parts."""
     if len(parts) == 1:
         return dict(parts[0])
@@ -188,14 +189,14 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def evaluation_event(
     users: Mapping[str, Mapping[str, float]], measure: str, *, done: int, iterations: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """What an event tells of users' scores after so many rounds."""
     of_users = {name: dict(of_user) for name, of_user in users.items()}
     event = {"event": "evaluation", "round": done, "iterations": iterations, "users": of_users}
     return event | {f"mean_test_{measure}": mean_of(users, measure)} | geometric(of_users, measure)
 
 
-def sampled(clients: Clients, users: Mapping[str, Mapping[str, Any]], measure: str) -> dict[str, Any]:
+def sampled(clients: Clients, users: Mapping[str, JsonObject], measure: str) -> JsonObject:
     """What is said where not everybody was evaluated: how many of how many, and a 95% interval for the mean of all.
 
     ``mean -+ t s sqrt((1 - n/N) / n)``: Student's t, drawn without replacement (Cochran 1977, section 2.6).
@@ -226,7 +227,7 @@ def check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> Non
             raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspects)
 
 
-def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
+def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
     """For methods with routers: each user's experts, and for each layer their mean gates over the test text."""
     if not clients.scorer.routed:
         return {}
@@ -239,11 +240,11 @@ def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any
     return {"experts": names, "expert_scores": by_user}
 
 
-def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, dict[str, Any]]:
+def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, JsonObject]:
     """How each user's model shares the work out: mean gates ``(layers, experts)`` over its test text, its mixture."""
     gates = experts_event(clients, scores).get("expert_scores", {})
     mixed = mixture_at_users(clients)
-    of_users: dict[str, dict[str, Any]] = {name: {"gates": layers} for name, layers in gates.items()}
+    of_users: dict[str, JsonObject] = {name: {"gates": layers} for name, layers in gates.items()}
     for user, mixture in zip(clients.scored_users, [] if mixed is None else mixed.tolist(), strict=False):
         of_users.setdefault(user.name, {})["mixture"] = mixture
     return {user.name: of_users.get(user.name, {}) for user in clients.scored_users}
@@ -254,7 +255,7 @@ def measured(score: AnyScore) -> dict[str, float]:
     return {f"test_{name}": value for name, value in score.measures.items()}
 
 
-def start_event(plan: RunPlan, base: str, users: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def start_event(plan: RunPlan, base: str, users: Mapping[str, JsonObject]) -> JsonObject:
     """What a run says first: what it is, and how much everybody has, by :func:`amounts`."""
     return {
         "event": "start",
@@ -266,13 +267,13 @@ def start_event(plan: RunPlan, base: str, users: Mapping[str, Mapping[str, Any]]
     }
 
 
-def end_event(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def end_event(metrics: JsonObject) -> JsonObject:
     """What a run says last: what its models are compared by."""
     means = (f"mean_test_{metrics['measure']}", GEOMETRIC)
     return {"event": "end"} | {key: metrics[key] for key in means if key in metrics}
 
 
-def amounts(user: Any, unit: str) -> dict[str, int]:
+def amounts(user: AnyUser, unit: str) -> dict[str, int]:
     """How much a user has, in the unit of its kind."""
     return {f"train_{unit}": len(user.train), f"test_{unit}": len(user.test)}
 
@@ -282,17 +283,17 @@ def measure_of(scores: Sequence[AnyScore]) -> str:
     return next(iter(scores[0].measures))
 
 
-def measure_among(users: Mapping[str, Mapping[str, Any]]) -> str:
+def measure_among(users: Mapping[str, JsonObject]) -> str:
     """The same, of what is told of users, none of whom may be here."""
     return next((key for of_user in users.values() for key in of_user), "test_loss").removeprefix("test_")
 
 
-def mean_of(users: Mapping[str, Mapping[str, Any]], measure: str) -> float:
+def mean_of(users: Mapping[str, JsonObject], measure: str) -> float:
     """Mean over users of what they are compared by, as in the papers' tables."""
     return sum(of_user[f"test_{measure}"] for of_user in users.values()) / len(users) if users else math.nan
 
 
-def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, dict[str, Any]]:
+def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, JsonObject]:
     """What a finished run's metrics say of each user."""
     parameters, sent = clients.trainable_parameters(), clients.upload_bytes()
     unit = clients.feed.unit
@@ -310,7 +311,7 @@ def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, dic
 
 
 def summarise(
-    clients: Clients, scores: Sequence[AnyScore], clock: Clock, users: dict[str, dict[str, Any]] | None = None
+    clients: Clients, scores: Sequence[AnyScore], clock: Clock, users: dict[str, JsonObject] | None = None
 ) -> Metrics:
     """The metrics of a finished run; ``users`` are those of everybody, where some are not here."""
     return metrics_of(
@@ -326,7 +327,7 @@ def summarise(
 
 
 def metrics_of(
-    users: dict[str, dict[str, Any]],
+    users: dict[str, JsonObject],
     model: Model,
     plan: RunPlan,
     clock: Clock,

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +23,12 @@ from comingle.utils.errors import RecipeError
 from comingle.utils.records import GEOMETRIC, finite, logger, measure_of
 from comingle.utils.registry import Registry
 
+JsonObject = dict[str, Any]
+"""A JSON object, such as a run's metrics. The type of a value follows from its key, so it is not stated."""
+
+Event = JsonObject
+"""One line of events.jsonl."""
+
 AN_EVENT = {"is_an_event": True}
 """Extra fields of a log record whose warning is an event as well."""
 
@@ -33,7 +39,7 @@ class Tracked:
 
     name: str
     group: str
-    recipe: dict[str, Any]
+    recipe: JsonObject
     text: str
     """The recipe as YAML."""
 
@@ -42,7 +48,7 @@ class Tracked:
 class Tracker(Protocol):
     """An observer that has an end."""
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Take one event."""
         ...
 
@@ -83,12 +89,12 @@ class Summarised:
         self._tracker = tracker
         self.close = tracker.close
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Take one event."""
         self._tracker(spread(event))
 
 
-def spread(event: dict[str, Any]) -> dict[str, Any]:
+def spread(event: Event) -> Event:
     """The event with least, 10%, 50%, 90% and largest in the place of users' names, and the mean where that is missing.
 
     >>> spread({"event": "round", "train_loss_nats": {"ann": 1.0, "bob": 3.0}})["train_loss_nats"]["mean"]
@@ -110,7 +116,7 @@ def _quantiles(values: Collection[float]) -> dict[str, float]:
     return dict(zip(_SPREAD, found.tolist(), strict=True))
 
 
-def _experts(event: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(event: Event) -> Event:
     """Experts' scores as a mean over users, where all have experts of the same names; else nothing of them."""
     scores = event.get("expert_scores")
     if not scores:
@@ -123,7 +129,7 @@ def _experts(event: Mapping[str, Any]) -> dict[str, Any]:
     return {"expert_scores": {"mean": means}, "experts": {"mean": names[0]}}
 
 
-Observer = Callable[[dict[str, Any]], None]
+Observer = Callable[[Event], None]
 """Receives every event: ``{"event": NAME, ...}``. "step" events only tell of progress and are not kept."""
 
 
@@ -141,7 +147,7 @@ class EventLog:
         self.size_bytes = _whole(path, self._file.read(keep_bytes), keep_bytes)
         self._file.truncate(self.size_bytes)
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Take one event.
 
         Raises:
@@ -181,7 +187,7 @@ def _whole(path: Path, kept: bytes, expected: int) -> int:
     return size
 
 
-def scalars(event: dict[str, Any]) -> dict[str, float]:
+def scalars(event: Event) -> dict[str, float]:
     """The numbers of an event by name: losses, test results and expert scores of each user, and means."""
     if event["event"] == "round":
         found = {f"train_loss_nats/{user}": loss for user, loss in event["train_loss_nats"].items()}
@@ -197,7 +203,7 @@ def scalars(event: dict[str, Any]) -> dict[str, float]:
     return users | means | _expert_scalars(event)
 
 
-def _expert_scalars(event: dict[str, Any]) -> dict[str, float]:
+def _expert_scalars(event: Event) -> dict[str, float]:
     """Each expert's score, mean over layers."""
     return {
         f"expert_score/{user}/{expert.replace(' ', '_')}": sum(scores) / len(scores)
@@ -213,7 +219,7 @@ class TensorBoard:
         # torch's own writer needs nothing but the tensorboard package.
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Take one event."""
         for name, value in scalars(event).items():
             self._writer.add_scalar(name, value, event["round"])
@@ -246,7 +252,7 @@ class WeightsAndBiases:
         )
         self._ended = False
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Take one event."""
         self._ended = self._ended or event["event"] == "end"
         if values := scalars(event):
@@ -270,7 +276,7 @@ class MLflow:
         self._client.log_text(self._run, run.text, "recipe.yaml")
         self._ended = False
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Take one event."""
         self._ended = self._ended or event["event"] == "end"
         for name, value in scalars(event).items():

@@ -16,20 +16,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from comingle.config.settings import protects_examples
 from comingle.methods.base import ROUTERS, Method
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, S
 from comingle.training.checkpoints import Clock
-from comingle.training.events import Observer
+from comingle.training.events import Event, JsonObject, Observer
 from comingle.training.settings import RunPlan, counts_exchanged, exchanged_after
 from comingle.utils.records import MEASURES, number
 
 logger = logging.getLogger("comingle")
 
-Event = Mapping[str, Any]
 
 _UNIFORM = 0.02
 """Largest distance of a share from 1/C, relative to it, at which a mixture counts as uniform."""
@@ -50,7 +48,7 @@ class Evaluations:
             self.first, self.last = self.first or event, event
 
 
-def outcome_warnings(method: Method, evaluations: Evaluations, metrics: Mapping[str, Any]) -> dict[str, list[str]]:
+def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonObject) -> dict[str, list[str]]:
     """Return ``{"warnings": [...]}`` to merge into a finished run's metrics, or an empty dict.
 
     Warns if the test results got worse, or if learned mixtures stayed uniform.
@@ -64,7 +62,7 @@ def outcome_warnings(method: Method, evaluations: Evaluations, metrics: Mapping[
     return {"warnings": found} if found else {}
 
 
-def _worse(first: Event | None, metrics: Mapping[str, Any]) -> Sequence[str]:
+def _worse(first: Event | None, metrics: JsonObject) -> Sequence[str]:
     """Compare the mean over users with that of the first evaluation."""
     measure = metrics["measure"]
     key, ended = f"mean_test_{measure}", metrics["rounds"]
@@ -86,7 +84,7 @@ def _worse(first: Event | None, metrics: Mapping[str, Any]) -> Sequence[str]:
     )
 
 
-def _remedy(metrics: Mapping[str, Any]) -> str:
+def _remedy(metrics: JsonObject) -> str:
     rate = "a lower training.experts.learning_rate, fewer rounds or more data may help"
     if (privacy := metrics.get("privacy")) is None:
         return rate[0].upper() + rate[1:]
@@ -96,7 +94,7 @@ def _remedy(metrics: Mapping[str, Any]) -> str:
     return f"The noise of privacy ({told}) may be the cause: {fewer}{example}; or {rate}"
 
 
-def _of(record: Mapping[str, Any], name: str, measure: str) -> float | None:
+def _of(record: JsonObject, name: str, measure: str) -> float | None:
     return record["users"][name][f"test_{measure}"]
 
 

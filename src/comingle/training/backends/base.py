@@ -11,10 +11,10 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 from comingle.training.checkpoints import Clock
-from comingle.training.events import AN_EVENT, Observer
+from comingle.training.events import AN_EVENT, Event, Observer
 from comingle.training.server import ServerHalf
 from comingle.training.settings import RunPlan
 
@@ -97,7 +97,7 @@ class Backend(ABC, Generic[S]):
         """Aggregate the uploads of the round; return why they were not, which leaves the model as it was, or ""."""
 
     @abstractmethod
-    def evaluate(self, done: int, *, receives: bool, finishes: bool, silent: bool) -> tuple[S | None, dict[str, Any]]:
+    def evaluate(self, done: int, *, receives: bool, finishes: bool, silent: bool) -> tuple[S | None, Event]:
         """Score the users' models.
 
         Args:

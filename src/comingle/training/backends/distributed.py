@@ -38,6 +38,7 @@ from comingle.protocol.wire import packed_bytes
 from comingle.training.backends.base import RoundPlan
 from comingle.training.backends.local import InProcess, RoundReport
 from comingle.training.backends.ranks import Ranks
+from comingle.training.batch_sources import AnyScore
 from comingle.training.checkpoints import (
     OF_SERVER,
     SERVER,
@@ -51,8 +52,8 @@ from comingle.training.checkpoints import (
     written,
 )
 from comingle.training.client import LocalRound
-from comingle.training.cohort import AnyScore
 from comingle.training.evaluation import amounts_of, merged, period
+from comingle.training.events import JsonObject
 from comingle.utils.errors import DivergenceError
 from comingle.utils.files import line_of, list_checkpoints
 from comingle.utils.trees import Tree, restrict
@@ -168,7 +169,7 @@ class Sharded(InProcess):
     def __post_init__(self) -> None:
         self.leads = self.ranks.leads
 
-    def merge_users(self, work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def merge_users(self, work: Callable[[], JsonObject]) -> JsonObject:
         """Merge what every process returns of its users where one leads; elsewhere return what this one does."""
         return merged(self.ranks.gather(work))
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import torch
 
 from comingle.config.settings import AUTO, MEMORY, Terms
 from comingle.data.populations import digest_names
+from comingle.privacy.base import PrivacyMechanism
 from comingle.privacy.secure_sum import VECTOR, Sums, as_words, keys_bytes, received_bytes, sent_bytes
 from comingle.protocol.messages import (
     LOSS,
@@ -30,6 +30,7 @@ from comingle.protocol.messages import (
 )
 from comingle.protocol.wire import pack, packed_bytes, unpack
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, log_rejection
+from comingle.training.batch_sources import AnyScore
 from comingle.training.checkpoints import (
     Clock,
     Progress,
@@ -41,7 +42,6 @@ from comingle.training.checkpoints import (
     save_checkpoint,
 )
 from comingle.training.client import NOBODY, Clients, LocalRound, finetuned, finish, settle, train
-from comingle.training.cohort import AnyScore
 from comingle.training.evaluation import (
     amounts_of,
     check_finite,
@@ -52,7 +52,7 @@ from comingle.training.evaluation import (
     sampled,
     users_report,
 )
-from comingle.training.events import Observer
+from comingle.training.events import Event, JsonObject, Observer
 from comingle.training.plan import keep_key, key_of, set_key, terms_of
 from comingle.training.server import ServerHalf, start_server
 from comingle.training.settings import RunPlan, cohorts
@@ -100,7 +100,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     leads: bool = field(default=True, init=False)
     _sent: Upload | None = None
 
-    def merge_users(self, work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def merge_users(self, work: Callable[[], JsonObject]) -> JsonObject:
         """Return what ``work`` returns of the users, by name or below; of several processes, merged where one leads."""
         return dict(work())
 
@@ -165,9 +165,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         if report.rejected and not report.losses:
             raise diverged(*next(iter(report.rejected.items())), report.suspects)
 
-    def evaluate(
-        self, done: int, *, receives: bool, finishes: bool, silent: bool
-    ) -> tuple[Sequence[AnyScore], dict[str, Any]]:
+    def evaluate(self, done: int, *, receives: bool, finishes: bool, silent: bool) -> tuple[Sequence[AnyScore], Event]:
         """Score the models of the users who are evaluated; if their validation loss is the lowest, remember all models.
 
         Raises:
@@ -224,7 +222,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         set_key(self._read_key(folder, resume=resume), *self._noised)
 
     @property
-    def _noised(self) -> tuple[Any, ...]:
+    def _noised(self) -> tuple[PrivacyMechanism, ...]:
         return *self.clients.mechanisms, *self.server.mechanisms
 
     def _read_key(self, folder: Path | None, *, resume: bool) -> str:
@@ -232,7 +230,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             keep_key(folder, *self._noised, anew=not resume, begun=resume and (folder / "events.jsonl").exists())
         return key_of(*self._noised)
 
-    def write_record(self, path: Path, content: Mapping[str, Any]) -> None:
+    def write_record(self, path: Path, content: Mapping[str, object]) -> None:
         """Write a JSON file."""
         write_json(path, content)
 

@@ -36,7 +36,7 @@ from comingle.methods.base import Method, Phase, Stream
 from comingle.models.base import tokenizer_of
 from comingle.models.model import Model
 from comingle.models.scoring import PAD, Gates, score_windows
-from comingle.training.batch_sources import SCORED_PER_SLOT, Generate, PassBatchSource, Predict
+from comingle.training.batch_sources import SCORED_PER_SLOT, AnySplit, AnyUser, Generate, PassBatchSource, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import (
     DataRequest,
@@ -132,7 +132,7 @@ class AnswerBatchSource(PassBatchSource):
         return len(part) * (1 + any(name in JUDGES for name in part.measures))
 
     def score(
-        self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
+        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[AnswerScore]:
         """Losses of the responses of every set under its row's model, each token once."""
         batch, slots = portions.slots(SCORED_PER_SLOT)
@@ -146,7 +146,7 @@ class AnswerBatchSource(PassBatchSource):
         self,
         predict: Predict,
         generate: Generate,
-        sets: Sequence[Any],
+        sets: Sequence[AnySplit],
         rows: Sequence[int],
         portions: Portions,
         gates: Gates | None,
@@ -292,7 +292,7 @@ class AnswersKind(LanguageKind):
             skipped_rows=materials.skipped_rows,
         )
 
-    def pooled(self, users: Sequence[Any]) -> UserAnswers:
+    def pooled(self, users: Sequence[AnyUser]) -> UserAnswers:
         """The conversations of all."""
         return pool_answers(users)
 

@@ -27,7 +27,7 @@ from comingle.models.model import call_with
 from comingle.models.nets import make_net
 from comingle.models.scoring import PAD, Gates, Loss, SampleScore
 from comingle.models.stacked import StackedModel, gated_pair, stack
-from comingle.training.batch_sources import PassBatchSource, Predict
+from comingle.training.batch_sources import AnySplit, AnyUser, PassBatchSource, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import ADAPTOR_SETS, NETS, always_there, later
 from comingle.training.settings import Portions, RunPlan
@@ -135,7 +135,7 @@ class SampleBatchSource(PassBatchSource):
         return (drawn != PAD).sum(1)
 
     def score(
-        self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
+        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[SampleScore]:
         """Loss, and accuracy of a classification, of every set under its row's model."""
         bank = self._bank(sets)
@@ -177,7 +177,7 @@ class SampleBatchSource(PassBatchSource):
         inputs = self.banks["train"].inputs
         return fake(torch.empty(users, count, *inputs.shape[1:], dtype=inputs.dtype, device="meta"))
 
-    def scored_at_once(self, users: Sequence[Any], portions: Portions) -> int:
+    def scored_at_once(self, users: Sequence[AnyUser], portions: Portions) -> int:
         """As many as the largest test set has, up to a limit."""
         return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
 

@@ -24,6 +24,7 @@ from comingle.models.personal import Personal
 from comingle.models.routers import merge_models, mix_probabilities
 from comingle.models.scoring import MSE, Loss, SampleScore, find_loss
 from comingle.models.stacked import StackedModel
+from comingle.training.batch_sources import AnyUser
 from comingle.training.client import Clients
 from comingle.training.kinds.base import DataRequest, Kind, RunData
 from comingle.training.kinds.nets import build_nets, check_on_nets, net_model
@@ -151,7 +152,7 @@ class NetKind(Kind):
         unread, here, reads = materials.unread, materials.here, materials.reads
         return build_nets(recipe, materials.common, plan, unread=unread, here=here, reads=reads)
 
-    def pooled(self, users: Sequence[Any]) -> UserSamples:
+    def pooled(self, users: Sequence[AnyUser]) -> UserSamples:
         """The samples of all."""
         return pool_samples(users)
 
@@ -208,7 +209,7 @@ class SamplesKind(NetKind):
         }
 
     def reopened(
-        self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
+        self, base: Base | None, users: Sequence[AnyUser], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
         """The shapes as they were, and the net.
 

@@ -22,7 +22,7 @@ from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
 from comingle.models.personal import PersonalModel, Spoken
 from comingle.models.scoring import PAD, Gates, Score, evaluation_windows, fixed_windows, random_windows, score_streams
-from comingle.training.batch_sources import SCORED_PER_SLOT, BatchSource, Predict
+from comingle.training.batch_sources import SCORED_PER_SLOT, AnySplit, AnyUser, BatchSource, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import (
     DataRequest,
@@ -120,7 +120,7 @@ class TextBatchSource(BatchSource):
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
     def score(
-        self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
+        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[Score]:
         """Losses of whole streams, in one exact pass over each."""
         batch, slots = portions.slots(SCORED_PER_SLOT)
@@ -214,7 +214,7 @@ class TextKind(LanguageKind):
             skipped_rows=materials.skipped_rows,
         )
 
-    def pooled(self, users: Sequence[Any]) -> UserData:
+    def pooled(self, users: Sequence[AnyUser]) -> UserData:
         """The streams of all, one after another."""
         return pool(users)
 
