@@ -352,7 +352,7 @@ def run_trial(
         scores={who: sight.score(who) for who in (SERVER, USERS)},
         ranks=sight.ranks(),
         metrics=metrics,
-        works={} if (account := plain.server.account) is None else dict(account.works()),
+        works={} if (account := plain.server.mechanisms.account) is None else dict(account.works()),
     )
 
 
