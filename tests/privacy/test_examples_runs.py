@@ -20,6 +20,7 @@ from tests.federation.direct import federated
 from tests.federation.tiny import answer_of, download_in, one_base, own_of, tasks_of, tiny, with_message
 from tests.golden import cases
 from tests.privacy.examples import HIDDEN, TRAINED
+from tests.quick import recipe_with
 
 from comingle.config import parse_recipe
 from comingle.config.settings import KEY, PrivacySection
@@ -27,7 +28,6 @@ from comingle.federation.client import Client
 from comingle.methods import REGISTRY, make
 from comingle.privacy import noise
 from comingle.privacy.accounting import Work, multiplier_of, spent_by
-from comingle.privacy.base import RunSettings
 from comingle.privacy.mechanisms import check_supported
 from comingle.protocol.wire import unpack
 from comingle.runs.results import Run
@@ -352,7 +352,7 @@ def reason(method: str, **settings: Any) -> str:
     own = {key: settings.pop(key) for key in list(settings) if key in ("prune", "accumulate_gradients")}
     privacy = PrivacySection(mechanism="example", noise_multiplier=1.0)
     try:
-        check_supported(make(method, **clustered, **own), RunSettings(privacy=privacy))
+        check_supported(make(method, **clustered, **own), recipe_with(privacy=privacy))
     except RecipeError as error:
         return str(error)
     return ""

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
+from tests.quick import recipe_with
 
 from comingle.config.settings import PrivacySection
 from comingle.privacy.accounting import Release, epsilon, expected, most_releases
-from comingle.privacy.base import RunSettings
 from comingle.privacy.mechanisms import Central, calibrate, check_supported, release_of
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout
@@ -147,4 +147,4 @@ def test_a_delta_of_one_user_and_no_noise_at_all_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"^privacy\.delta: got 0\.01 for 100 users; allowed: below 1/100"):
         Central(privacy=PrivacySection(delta=0.01)).check_server(make("fedavg"), Layout(slots=()), 100)
     with pytest.raises(RecipeError, match=r"^privacy: says nothing of the noise"):
-        check_supported(make("fedavg"), RunSettings(privacy=PrivacySection()))
+        check_supported(make("fedavg"), recipe_with(privacy=PrivacySection()))

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import kstest
+from tests.quick import recipe_with
 
 from comingle.config.settings import PrivacySection
 from comingle.methods import REGISTRY, make
-from comingle.privacy.base import REFERENCE, RunSettings
+from comingle.privacy.base import REFERENCE
 from comingle.privacy.mechanisms import check_supported
 from comingle.privacy.noise import add_noise, norms
 from comingle.protocol.messages import Upload, join_uploads
@@ -372,7 +373,7 @@ def test_users_follow_the_servers_bound_and_report_whether_they_were_within(fede
 def reason(method: str, mechanism: str) -> str:
     clustered = {"clusters": 2} if method in ("floral", "ensemble") else {}
     try:
-        settings = RunSettings(privacy=PrivacySection(mechanism=mechanism, noise_multiplier=1.0))
+        settings = recipe_with(privacy=PrivacySection(mechanism=mechanism, noise_multiplier=1.0))
         check_supported(make(method, **clustered), settings)
     except RecipeError as error:
         return str(error)

@@ -14,10 +14,10 @@ from tests.federation.direct import federated
 from tests.federation.tiny import one_base, tiny
 
 import comingle
-from comingle.config import parse_recipe
+from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import MECHANISMS, Mechanism
 from comingle.methods.base import Method
-from comingle.privacy.base import REFERENCE, RunSettings, Update
+from comingle.privacy.base import REFERENCE, Update
 from comingle.privacy.mechanisms import DifferentialPrivacy
 from comingle.privacy.noise import clipped
 from comingle.runs.session import build, prepare
@@ -30,8 +30,8 @@ ADDED = 0.25
 class Toy(DifferentialPrivacy):
     """Clips what users upload and adds a constant."""
 
-    def supports(self, method: Method, settings: RunSettings) -> None:
-        super().supports(method, settings)
+    def supports(self, method: Method, recipe: Recipe) -> None:
+        super().supports(method, recipe)
         if self.privacy.delta > 0.1:
             raise RecipeError(f"privacy.delta: got {self.privacy.delta:g}; with privacy.mechanism: toy up to 0.1")
 

@@ -12,6 +12,7 @@ import torch
 import yaml
 from tests.federation.direct import federated
 from tests.federation.tiny import one_base, tiny
+from tests.quick import recipe_with
 
 from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import AggregationSection, PrivacySection, Rule, SecureSection
@@ -19,7 +20,6 @@ from comingle.cost.planning import plan
 from comingle.federation.messages import check_upload
 from comingle.methods import REGISTRY, make
 from comingle.privacy import robust
-from comingle.privacy.base import RunSettings
 from comingle.privacy.mechanisms import check_supported
 from comingle.privacy.noise import norms
 from comingle.privacy.robust import capped
@@ -225,7 +225,7 @@ def test_every_method_says_what_applies_to_it(rule: Rule) -> None:
     for method in dict.fromkeys(KNOWN):
         made = make(method)
         applies = not made.shared or method in (*MEANS, *RIVALS) or (method in BOUNDED and rule == "norm-bound")
-        settings = RunSettings(aggregation=AggregationSection(rule=rule))
+        settings = recipe_with(aggregation=AggregationSection(rule=rule))
         if applies and not made.placement.pooled:
             check_supported(made, settings)
             continue
@@ -238,8 +238,8 @@ def test_every_method_says_what_applies_to_it(rule: Rule) -> None:
 @pytest.mark.parametrize(
     ("rule", "settings", "why"),
     [
-        ("median", {"weighting": "tokens"}, "gives all users the same weight"),
-        ("krum", {"select": "best"}, "validation losses"),
+        ("median", {"training": {"weighting": "tokens"}}, "gives all users the same weight"),
+        ("krum", {"evaluation": {"select": "best"}}, "validation losses"),
         ("median", {"privacy": PrivacySection(noise_multiplier=1.0)}, "mechanism: central"),
         ("norm-bound", {"privacy": PrivacySection(noise_multiplier=1.0)}, "mechanism: central"),
         (
@@ -250,13 +250,13 @@ def test_every_method_says_what_applies_to_it(rule: Rule) -> None:
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(rule: Rule, settings: dict[str, Any], why: str) -> None:
-    fine: dict[str, Any] = {"weighting": "uniform", "select": "last", "privacy": None}
+    fine: dict[str, Any] = {"privacy": None}
     local = PrivacySection(mechanism="local", noise_multiplier=1.0)
     check_supported(
-        make("fedavg"), RunSettings(aggregation=AggregationSection(rule=rule), **{**fine, "privacy": local})
+        make("fedavg"), recipe_with(aggregation=AggregationSection(rule=rule), **{**fine, "privacy": local})
     )
     with pytest.raises(RecipeError, match=why):
-        check_supported(make("fedavg"), RunSettings(aggregation=AggregationSection(rule=rule), **{**fine, **settings}))
+        check_supported(make("fedavg"), recipe_with(aggregation=AggregationSection(rule=rule), **{**fine, **settings}))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ import pytest
 import torch
 from scipy.stats import kstest
 from tests.federation.tiny import tiny
+from tests.quick import recipe_with
 
 from comingle.config import parse_recipe
 from comingle.config.settings import PrivacySection, SecureSection
 from comingle.cost.planning import plan
 from comingle.methods import REGISTRY, make
 from comingle.privacy.accounting import Release
-from comingle.privacy.base import REFERENCE, RunSettings
+from comingle.privacy.base import REFERENCE
 from comingle.privacy.mechanisms import check_supported, release_of
 from comingle.privacy.secure_sum import VECTOR, Grid, Sums, flat
 from comingle.runs.session import build, prepare
@@ -202,7 +203,7 @@ def why(method: str, **privacy: Any) -> str:
     clustered = {"clusters": 2} if method in ("floral", "ensemble") else {}
     settings = PrivacySection(**{"mechanism": "none", "secure_aggregation": SecureSection(), **privacy})
     try:
-        check_supported(make(method, **clustered), RunSettings(privacy=settings))
+        check_supported(make(method, **clustered), recipe_with(privacy=settings))
     except RecipeError as error:
         return str(error)
     return ""

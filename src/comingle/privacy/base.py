@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import AggregationSection, PrivacySection
+from comingle.config.sections import Recipe
 from comingle.methods.base import Cohort, Method
 from comingle.methods.server import Received, Server
 from comingle.privacy.accounting import Account, Work
@@ -32,21 +32,6 @@ CLIP_NORM = "clip_norm"
 """Name of the clip norm in downloads, where it is adaptive, and in a user's state."""
 WITHIN = "within"
 """Name of the report whether a user's change was within an adaptive clip norm: 1 or 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Settings of a recipe that decide whether a mechanism can be used with a method."""
-
-    privacy: PrivacySection | None = None
-    aggregation: AggregationSection | None = None
-    weighting: str = "uniform"
-    select: str = "last"
-    uploads: str = "float32"
-    clip_norm: float | None = None
-    """``training.experts.clip_norm``."""
-    train_on_valid: bool = False
-    dtype: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +148,7 @@ class PrivacyMechanism:
 
     # ---------------------------------------------------------------- before a run
 
-    def supports(self, method: Method, settings: RunSettings) -> None:
+    def supports(self, method: Method, recipe: Recipe) -> None:
         """Check that the mechanism covers a method and the settings of a recipe.
 
         Raises:

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
+from comingle.config.sections import Recipe
 from comingle.config.settings import MECHANISMS, AggregationSection, PrivacySection
 from comingle.methods.base import ClientHook, Method
 from comingle.methods.server import Received
@@ -42,7 +43,6 @@ from comingle.privacy.base import (
     WITHIN,
     PrivacyMechanism,
     PrivateStep,
-    RunSettings,
     ServerRound,
     Update,
     mean_as_upload,
@@ -98,7 +98,7 @@ class DifferentialPrivacy(PrivacyMechanism):
 
     # ---------------------------------------------------------------- before a run
 
-    def supports(self, method: Method, settings: RunSettings) -> None:
+    def supports(self, method: Method, recipe: Recipe) -> None:
         """Check that noise, or a sum, covers all that the method's users send."""
         self.check_noise()
         if method.placement.pooled:
@@ -107,11 +107,11 @@ class DifferentialPrivacy(PrivacyMechanism):
             return
         if why := _uncovered(method) or self.unsupported(method):
             raise RecipeError(f"privacy: method {method.name}: {why}")
-        if settings.select == "best":
+        if recipe.evaluation.select == "best":
             raise RecipeError(
                 "privacy: evaluation.select: best has users report validation losses, which have no noise"
             )
-        self.check_weights(settings)
+        self.check_weights(recipe)
         if self.privacy.adaptive and not overrides(self, "download"):
             raise RecipeError(
                 "privacy.clip_norm: adaptive needs a server that counts; allowed with "
@@ -136,18 +136,18 @@ class DifferentialPrivacy(PrivacyMechanism):
             "on, so clipping bounds nobody's influence; allowed: mechanism: local"
         )
 
-    def check_weights(self, settings: RunSettings) -> None:
+    def check_weights(self, recipe: Recipe) -> None:
         """Check that users' weights do not depend on the data of others.
 
         Raises:
             RecipeError: They do.
         """
-        if settings.weighting != "uniform" and self.privacy.weight_cap is None:
+        if recipe.training.weighting != "uniform" and self.privacy.weight_cap is None:
             raise RecipeError(
-                f"privacy.weight_cap: missing; with training.weighting: {settings.weighting} it says from how much "
-                "data on a user has the full weight, as no weight may depend on other users' amounts"
+                f"privacy.weight_cap: missing; with training.weighting: {recipe.training.weighting} it says from how "
+                "much data on a user has the full weight, as no weight may depend on other users' amounts"
             )
-        if settings.weighting == "uniform" and self.privacy.weight_cap is not None:
+        if recipe.training.weighting == "uniform" and self.privacy.weight_cap is not None:
             raise RecipeError("privacy.weight_cap: is not read where training.weighting is uniform")
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
@@ -371,21 +371,21 @@ class Example(DifferentialPrivacy):
 
     account_type = StepAccount
 
-    def supports(self, method: Method, settings: RunSettings) -> None:
+    def supports(self, method: Method, recipe: Recipe) -> None:
         """Check that what is sent is a function of noised gradients, and that these are all clipped."""
-        super().supports(method, settings)
-        if settings.clip_norm is not None:
+        super().supports(method, recipe)
+        if (clip_norm := recipe.training.experts.clip_norm) is not None:
             raise RecipeError(
-                f"training.experts.clip_norm: got {settings.clip_norm:g}; with privacy.mechanism: example one norm of "
+                f"training.experts.clip_norm: got {clip_norm:g}; with privacy.mechanism: example one norm of "
                 "noised and plain gradients would let the plain ones into what is sent; allowed: null "
                 "(privacy.clip_norm clips)"
             )
-        if settings.train_on_valid:
+        if getattr(recipe.data, "train_on_valid", False):
             raise RecipeError(
                 "data.train_on_valid: with privacy.mechanism: example validation text is for routers, which have no "
                 "noise; allowed: false"
             )
-        if settings.dtype == "float16":
+        if recipe.runtime.dtype == "float16":
             raise RecipeError(
                 "runtime.dtype: got 'float16'; with privacy.mechanism: example gradients of single examples would "
                 "overflow or vanish before they are clipped; allowed: auto, bfloat16, float32, float64"
@@ -395,9 +395,9 @@ class Example(DifferentialPrivacy):
         """Return why what is sent would be more than a function of noised gradients."""
         return _entangled(method)
 
-    def check_weights(self, settings: RunSettings) -> None:
+    def check_weights(self, recipe: Recipe) -> None:
         """Check that all users weigh the same."""
-        if settings.weighting != "uniform" or self.privacy.weight_cap is not None:
+        if recipe.training.weighting != "uniform" or self.privacy.weight_cap is not None:
             raise RecipeError(
                 "training.weighting: with privacy.mechanism: example all users weigh the same, and no amounts of data "
                 "are sent; allowed: uniform, without privacy.weight_cap"
@@ -473,20 +473,20 @@ def make_mechanisms(
         found.append(implementation(privacy=privacy, participation=participation, users=tuple(users), key=key))
         if privacy.secure_aggregation is not None:
             found.append(SecureSum(privacy=privacy, sums=sums, key=key))
-    if aggregation is not None:
+    if aggregation is not None and not aggregation.is_mean:
         found.append(RobustRule(aggregation=aggregation))
     return tuple(found)
 
 
-def check_supported(method: Method, settings: RunSettings) -> None:
+def check_supported(method: Method, recipe: Recipe) -> None:
     """Ask all mechanisms of a recipe whether they support the method and the other settings.
 
     Raises:
         RecipeError: One or more do not; the message has a line for each.
     """
-    found = make_mechanisms(settings.privacy, settings.aggregation)
+    found = make_mechanisms(recipe.privacy, recipe.aggregation)
     in_order = sorted(found, key=lambda one: not isinstance(one, SecureSum))  # which needs most of a method
-    run_checks(*(partial(mechanism.supports, method, settings) for mechanism in in_order))
+    run_checks(*(partial(mechanism.supports, method, recipe) for mechanism in in_order))
 
 
 def release_of(privacy: PrivacySection, participation: Participation, users: int) -> Release:

@@ -15,10 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.config.sections import Recipe
 from comingle.config.settings import AggregationSection
 from comingle.methods.base import Method
 from comingle.methods.server import Received
-from comingle.privacy.base import Judged, PrivacyMechanism, RunSettings, ServerRound
+from comingle.privacy.base import Judged, PrivacyMechanism, ServerRound
 from comingle.privacy.noise import clipped, norms, without_padding
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Tree
@@ -185,21 +186,21 @@ class RobustRule(PrivacyMechanism):
 
     aggregation: AggregationSection
 
-    def supports(self, method: Method, settings: RunSettings) -> None:
+    def supports(self, method: Method, recipe: Recipe) -> None:
         """Check that the rule can take the place of the method's mean."""
-        rule, privacy = self.aggregation.rule, settings.privacy
+        rule, privacy = self.aggregation.rule, recipe.privacy
         if method.placement.pooled:
             raise RecipeError(f"aggregation: method {method.name} pools everybody's data, among which no rule chooses")
         if not method.shared:
             return
         if why := _unbounded(method) if rule == "norm-bound" else _unknown(method):
             raise RecipeError(f"aggregation: {rule} with method {method.name}: {why}")
-        if settings.weighting != "uniform" and rule not in WEIGHTED:
+        if recipe.training.weighting != "uniform" and rule not in WEIGHTED:
             raise RecipeError(
-                f"training.weighting: got {settings.weighting}, but {rule} gives all users the same weight, as amounts "
-                f"of data can be lies; allowed: uniform, or aggregation {' or '.join(WEIGHTED)}"
+                f"training.weighting: got {recipe.training.weighting}, but {rule} gives all users the same weight, as "
+                f"amounts of data can be lies; allowed: uniform, or aggregation {' or '.join(WEIGHTED)}"
             )
-        if settings.select == "best":
+        if recipe.evaluation.select == "best":
             raise RecipeError(
                 "aggregation: evaluation.select: best goes by the mean of users' validation losses, of which one false "
                 "one decides; allowed: last"

@@ -19,10 +19,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.config.sections import Recipe
 from comingle.config.settings import LEAST, PrivacySection, SecureSection, Terms, no_sum
 from comingle.methods.base import Method
 from comingle.privacy.accounting import Participation, expected
-from comingle.privacy.base import PrivacyMechanism, RunSettings, Update
+from comingle.privacy.base import PrivacyMechanism, Update
 from comingle.privacy.noise import capped_weights, clipped, digest, gaussian, scaled
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import packed_bytes
@@ -344,7 +345,7 @@ class SecureSum(PrivacyMechanism):
     privacy: PrivacySection
     sums: Sums | None = None
 
-    def supports(self, method: Method, settings: RunSettings) -> None:
+    def supports(self, method: Method, recipe: Recipe) -> None:
         """Check that a sum is all that the server needs."""
         where, privacy, secure = "privacy.secure_aggregation", self.privacy, self.privacy.secure_aggregation
         assert secure is not None
@@ -360,9 +361,10 @@ class SecureSum(PrivacyMechanism):
             )
         if privacy.adaptive:
             raise RecipeError(f"{where}: not with clip_norm: adaptive, for which each user says whether it was within")
-        if settings.uploads != "float32":
+        if recipe.training.uploads != "float32":
             raise RecipeError(
-                f"{where}: has a format of its own (bits); training.uploads: got {settings.uploads!r}; allowed: float32"
+                f"{where}: has a format of its own (bits); training.uploads: got {recipe.training.uploads!r}; "
+                "allowed: float32"
             )
         if privacy.noisy and secure.range is not None:
             raise RecipeError(f"{where}.range: is not read with noise, where it follows from privacy.clip_norm")

@@ -36,11 +36,9 @@ from comingle.models.lora import lora_scale
 from comingle.models.model import Model
 from comingle.models.personal import Personal
 from comingle.models.stacked import MixedLanguageModel, mix_language_model
-from comingle.privacy.base import RunSettings
 from comingle.privacy.mechanisms import check_supported
 from comingle.training.client import Clients
 from comingle.training.events import check_trackers
-from comingle.training.plan import aggregation_of
 from comingle.training.settings import RunPlan
 from comingle.training.state import NEEDS_CLUSTERS
 from comingle.utils.errors import DataError, PluginError, RecipeError, run_checks
@@ -518,19 +516,9 @@ def check_recipe(recipe: Recipe) -> Method:
         RecipeError: The method does not exist or has a wrong setting, or parts do not fit; it has all problems.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    settings = RunSettings(
-        privacy=recipe.privacy,
-        aggregation=aggregation_of(recipe),
-        weighting=recipe.training.weighting,
-        select=recipe.evaluation.select,
-        uploads=recipe.training.uploads,
-        clip_norm=recipe.training.experts.clip_norm,
-        train_on_valid=bool(getattr(recipe.data, "train_on_valid", False)),
-        dtype=recipe.runtime.dtype,
-    )
     run_checks(
         partial(kind_of(recipe).check, recipe, method),
-        partial(check_supported, method, settings),
+        partial(check_supported, method, recipe),
         partial(check_used, recipe),
         partial(check_trackers, recipe.runtime.track),
     )
