@@ -43,15 +43,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def plain_name(section: Any, *, key: str = "name") -> Any:
+def plain_name(section: object, *, key: str = "name") -> object:
     """Return a section that may be written as its name alone as the mapping ``{key: name}``."""
     return {key: section} if isinstance(section, str) else section
 
 
-def number_in(value: Any) -> Any:
+def number_in(value: object) -> object:
     """Return the number in a text such as "1e-3", which YAML 1.1 reads as text; return anything else as it is."""
-    exponential = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
-    return float(value) if exponential else value
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
 
 
 PATHS = ("path", "train", "valid", "test")
@@ -87,7 +88,7 @@ class DataSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_other_kinds(cls, content: Any) -> Any:
+    def _of_other_kinds(cls, content: object) -> object:
         """Keys that other kinds have, each with what is there instead."""
         for key in content if isinstance(content, Mapping) else ():
             if key not in cls.model_fields and (instead := cls.unread.get(f"data.{key}")):
@@ -109,7 +110,7 @@ class DataSection(Section):
         """Whether what users are tested on is of the kind that they train on."""
         return True
 
-    def anchored(self, anchor: Anchor) -> dict[str, Any]:
+    def anchored(self, anchor: Anchor) -> dict[str, object]:
         """Keys whose paths are relative to the recipe's file, with what ``anchor`` makes of them."""
         return {}
 
@@ -122,7 +123,7 @@ class OwnUsersSection(DataSection):
 
     @field_validator("clusters", mode="before")
     @classmethod
-    def _labels(cls, clusters: Any) -> Any:
+    def _labels(cls, clusters: object) -> object:
         """Accept numbers as labels."""
         if not isinstance(clusters, Mapping):
             return clusters
@@ -158,7 +159,7 @@ KINDS: registry.Registry[type[DataSection]] = registry.Registry(
 """The section ``data`` of each kind."""
 
 
-def section_of(content: Mapping[str, Any]) -> type[DataSection]:
+def section_of(content: Mapping[str, object]) -> type[DataSection]:
     """Return the section of the kind that the data names, else of the kind whose keys it has.
 
     Raises:
@@ -406,7 +407,7 @@ class PrivacySection(Section):
 
     @field_validator("mechanism", mode="before")
     @classmethod
-    def _registered(cls, mechanism: Any) -> Any:
+    def _registered(cls, mechanism: object) -> object:
         if isinstance(mechanism, str) and mechanism in MECHANISMS:
             return mechanism
         *others, last = map(repr, MECHANISMS)
@@ -545,12 +546,12 @@ class TrainingSection(Section):
 
     @field_validator("router", mode="before")
     @classmethod
-    def _constant_router(cls, router: Any) -> Any:
+    def _constant_router(cls, router: object) -> object:
         return {"schedule": ROUTER_OPTIMIZER.schedule, **router} if isinstance(router, Mapping) else router
 
     @field_validator("participation")
     @classmethod
-    def _check_rounds(cls, participation: Any) -> Any:
+    def _check_rounds(cls, participation: float | list[list[str]]) -> float | list[list[str]]:
         if isinstance(participation, list) and (not participation or not all(participation)):
             raise ValueError("a round without users; list at least one user for each round")
         for number, members in enumerate(participation if isinstance(participation, list) else (), start=1):

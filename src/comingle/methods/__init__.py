@@ -46,7 +46,7 @@ def own_errors(method: Method) -> Iterator[None]:
         raise _told(method.name, error, place) from error
 
 
-def call_constructor(name: str, constructor: Callable[..., Any], settings: dict[str, Any]) -> Method:
+def call_constructor(name: str, constructor: Callable[..., object], settings: Mapping[str, object]) -> Method:
     """Call a method's constructor with its settings and check the type of the result.
 
     Raises:
@@ -85,7 +85,7 @@ def _owners(method: Method) -> list[type]:
     return [type(one) for one in objects if one is not None and _is_own(type(one))]
 
 
-def _is_own(defined: Any) -> bool:
+def _is_own(defined: object) -> bool:
     """Return whether a class or function is defined outside of comingle."""
     return (getattr(defined, "__module__", None) or "").partition(".")[0] != "comingle"
 
@@ -121,7 +121,7 @@ def _is_users(frame: FrameType) -> bool:
     return not _in_core(frame) and not name.startswith(("<frozen", *_LIBRARIES))
 
 
-def _deepest(error: Exception, defined: Any) -> str | None:
+def _deepest(error: Exception, defined: object) -> str | None:
     return user_place(error, defined.__module__)
 
 
@@ -135,7 +135,7 @@ def user_place(error: BaseException, module: str) -> str | None:
     return found
 
 
-def _definition(defined: Any) -> str:
+def _definition(defined: Callable[..., object]) -> str:
     """Return file, line and name of a class or function."""
     name = getattr(defined, "__name__", type(defined).__name__)
     try:
@@ -263,7 +263,7 @@ def settings_beside(name: str, chosen: str, settings: Mapping[str, Any], for_all
     return {**{key: value for key, value in settings.items() if name == chosen and key not in for_all}, **common}
 
 
-def make(method: str | Method | Make, /, **settings: Any) -> Method:
+def make(method: str | Method | Make, /, **settings: object) -> Method:
     """A method with the given settings: of its name, or of the function that makes it; one that is made stays as it is.
 
     Raises:

@@ -18,6 +18,7 @@ from comingle.runs.compare import recipes_of
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.progress import LOADING, Reporter
 from comingle.runs.session import prepare, run_in
+from comingle.training.events import JsonObject
 from comingle.training.kinds.base import RunData
 from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.records import logger
@@ -212,7 +213,7 @@ def _recipe_of(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
     return recipe.with_changes(changes) if changes else recipe
 
 
-def _run(recipe: Recipe, materials: RunData, reporter: Reporter, title: str) -> dict[str, Any]:
+def _run(recipe: Recipe, materials: RunData, reporter: Reporter, title: str) -> JsonObject:
     return run_in(
         None, recipe, materials, resume=False, force=False, observers=lambda clients: [reporter.watch(clients, title)]
     ).metrics

@@ -23,7 +23,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import build, describe, get_ready, method_of, prepare, run_in, warn_unread
 from comingle.training.checkpoints import Progress
 from comingle.training.client import STORES, Clients
-from comingle.training.events import Observer
+from comingle.training.events import JsonMapping, Observer
 from comingle.training.kinds.base import Kind, RunData, kind_of, later
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.files import list_checkpoints
@@ -130,7 +130,7 @@ def _in_files(folder: Path, recipe: Recipe, kind: Kind, read: Callable[[], Seque
 def run(
     recipe: AnyRecipe | None = None,
     *,
-    users: Mapping[str, Any] | None = None,
+    users: Mapping[str, object] | None = None,
     base: AnyBase | None = None,
     method: AnyMethod | None = None,
     loss: Loss | None = None,
@@ -140,7 +140,7 @@ def run(
     observers: Sequence[Observer] = (),
     materials: RunData | None = None,
     progress: bool = False,
-    **changes: Any,
+    **changes: object,
 ) -> Run:
     """Train everybody's model, by a recipe and by what a program has in hand.
 
@@ -201,7 +201,7 @@ def run(
 def load(
     folder: str | Path,
     *,
-    users: Mapping[str, Any] | None = None,
+    users: Mapping[str, object] | None = None,
     base: AnyBase | None = None,
     method: AnyMethod | None = None,
     loss: Loss | None = None,
@@ -236,7 +236,7 @@ def load(
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
 
 
-def _check_method(folder: Path, recipe: Recipe, named: Any) -> None:
+def _check_method(folder: Path, recipe: Recipe, named: object) -> None:
     """Whether the method that is handed over, if one is, is the run's, and the run's is known."""
     name = named["name"] if isinstance(named, Mapping) else named
     if name not in (None, recipe.method.name):
@@ -244,7 +244,7 @@ def _check_method(folder: Path, recipe: Recipe, named: Any) -> None:
     check_origin(folder, recipe.method.name)
 
 
-def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> None:
+def _check_round(folder: Path, metrics: JsonMapping, progress: Progress) -> None:
     newest = list_checkpoints(folder)[-1]
     if progress.round != metrics["rounds"]:
         raise RunError(

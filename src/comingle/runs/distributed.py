@@ -30,6 +30,7 @@ from comingle.runs.session import fitted, method_of, prepare, run_in, warn_unrea
 from comingle.training.backends.distributed import Sharded
 from comingle.training.backends.launched import Place, find_place
 from comingle.training.backends.ranks import Ranks, joined
+from comingle.training.batch_sources import AnyUser
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData, later
@@ -108,7 +109,7 @@ def share_out(materials: RunData, here: range) -> RunData:
     if isinstance(materials.users, LazyPopulation):  # of whom nobody is read before somebody asks
         return replace(materials, here=here, shared_out=True)
 
-    def left(user: Any) -> Any:
+    def left(user: AnyUser) -> AnyUser:
         def elsewhere() -> Any:
             raise AssertionError(f"user {user.name!r} is in another process")
 
@@ -258,7 +259,7 @@ def cores() -> int:
 def run(
     recipe: AnyRecipe | None = None,
     *,
-    users: Mapping[str, Any] | None = None,
+    users: Mapping[str, object] | None = None,
     base: AnyBase | None = None,
     method: AnyMethod | None = None,
     loss: Loss | None = None,
@@ -268,7 +269,7 @@ def run(
     observers: Sequence[Observer] = (),
     materials: RunData | None = None,
     progress: bool = False,
-    **changes: Any,
+    **changes: object,
 ) -> Run:
     """As :func:`comingle.runs.api.run`, by every process of a program, with the same arguments.
 

@@ -34,6 +34,7 @@ from comingle.training.client import Clients
 from comingle.training.cohort import Models
 from comingle.training.cohort_state import Held
 from comingle.training.evaluation import measure_of, measured
+from comingle.training.events import JsonObject
 from comingle.training.kinds.base import RunData, section_for
 from comingle.utils.errors import DataError, RecipeError, RunError
 from comingle.utils.files import locked
@@ -104,7 +105,7 @@ class Newcomer:
     """Rounds in which the newcomer fine-tunes what it has taken, after all others."""
 
 
-def newcomer(run: Run, name: str, data: Any, *, rounds: int | None, local_step: bool) -> Newcomer:
+def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_step: bool) -> Newcomer:
     """Who joins a run, after everything that can be wrong without reading the data has been looked at.
 
     Raises:
@@ -161,7 +162,7 @@ def _is_ones_own(folder: Path) -> bool:
     return (folder / JOINED).exists() or ((home / PUBLIC).exists() and (home / "answers").is_dir())
 
 
-def _data(run: Run, name: str, data: Any) -> dict[str, Any]:
+def _data(run: Run, name: str, data: object) -> dict[str, Any]:
     """The section ``data`` of a newcomer: read as the others' is, but for who they are."""
     section = run.recipe.data
     if "users" not in type(section).model_fields:
@@ -290,7 +291,7 @@ def take(federation: InProcess, run: Run, *, rounds: int) -> None:
     federation.download([0])
 
 
-def _alone(who: Newcomer, materials: RunData, method: str, rounds: int, reporter: Reporter) -> dict[str, Any]:
+def _alone(who: Newcomer, materials: RunData, method: str, rounds: int, reporter: Reporter) -> JsonObject:
     """What somebody gets without the federation, in as many rounds."""
     recipe = who.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
     federation = build(recipe, materials, store="memory")
@@ -321,7 +322,7 @@ def join(
     run: Run | str | Path,
     *,
     name: str,
-    data: Any,
+    data: object,
     out: str | Path | None = None,
     rounds: int | None = None,
     local_step: bool = False,

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from comingle.privacy.accounting import sample_size
 from comingle.training.client import Clients
-from comingle.training.events import Observer
+from comingle.training.events import Event, Observer
 from comingle.training.settings import cohorts, participants
 from comingle.utils.records import measure_of, number, sample_told
 from comingle.utils.terminal import errors, printable
@@ -101,7 +101,7 @@ class Course:
         self.evaluating, self.result = False, ""
         self._began = time.perf_counter()
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Take one event."""
         if event["event"] == "step":
             self.round, self.evaluating = event["round"], event.get("evaluating", False)
@@ -137,7 +137,7 @@ class Course:
         return f"round {self.round}/{self.rounds}, local step {self.done:,} of {self.total:,}"
 
 
-def _found(event: dict[str, Any]) -> str:
+def _found(event: Event) -> str:
     measure = measure_of(event)
     sample = f" ({told})" if (told := sample_told(event)) else ""
     return f"{measure} {number(event[f'mean_test_{measure}'], measure)}{sample}"
@@ -198,7 +198,7 @@ class Bars:
         course = Course(clients, title)
         task = self._progress.add_task(printable(course.title), total=course.total or None)
 
-        def take(event: dict[str, Any]) -> None:
+        def take(event: Event) -> None:
             was = course.started_at
             course(event)
             if course.started_at != was:
@@ -268,7 +268,7 @@ class Lines:
         """Lines for rounds of a run, with the training loss, mean over users, and one for its end."""
         course, told, begun = Course(clients, title), "", False
 
-        def take(event: dict[str, Any]) -> None:
+        def take(event: Event) -> None:
             nonlocal told, begun
             course(event)
             if event["event"] == "step":

@@ -16,8 +16,10 @@ from comingle.models.personal import About, Gates, Losses, Personal, PersonalMod
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import curve_svg, render_run
 from comingle.training.backends.local import InProcess
+from comingle.training.batch_sources import AnyScore
 from comingle.training.checkpoints import personal_tensors
 from comingle.training.client import finetuned
+from comingle.training.events import JsonMapping, JsonObject
 from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import DataError, RunError, require_user
 from comingle.utils.records import describe_metrics, read_events
@@ -35,9 +37,9 @@ class Run:
 
     folder: Path | None
     recipe: Recipe
-    metrics: dict[str, Any]
+    metrics: JsonObject
     federation: InProcess
-    told: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    told: tuple[JsonObject, ...] = field(default=(), repr=False)
     """The events of a run without a folder."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What its kind keeps besides data: of samples shapes, classes, loss and net."""
@@ -51,11 +53,11 @@ class Run:
         return html_of([render_run(self.metrics)]) + curve_svg(self.events)
 
     @property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[JsonObject]:
         """What happened, in order, as in ``events.jsonl``: ``event`` is start, round, evaluation or end."""
         return list(self.told) if self.folder is None else list(read_events(self.folder))
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[JsonObject]:
         """One record a user: ``user``, what it is measured by (as ``test_perplexity``), how much data it has of each
         split, how many parameters it trains and how many bytes it uploads in a round."""
         return records_of(self.metrics)
@@ -94,7 +96,7 @@ class Run:
         scores = {key: value for key, value in known.items() if key.startswith("test_") and isinstance(value, float)}
         counts = {key: known[key] for key in _COUNTS if known.get(key)}
 
-        def validate(losses: Losses, gates: Gates | None) -> Any:
+        def validate(losses: Losses, gates: Gates | None) -> AnyScore:
             user = clients.users[self.users.index(name)]
             if not len(user.valid):
                 raise DataError(f"user {name!r}: no validation data")
@@ -110,12 +112,12 @@ class Run:
         )
 
 
-def records_of(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+def records_of(metrics: JsonMapping) -> list[JsonObject]:
     """A run's metrics as one record a user."""
     return [{"user": name, **of_user} for name, of_user in metrics["users"].items()]
 
 
-def table_of(records: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+def table_of(records: Sequence[JsonMapping]) -> pandas.DataFrame:
     """Records as rows of a table.
 
     Raises:

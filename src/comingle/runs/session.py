@@ -39,6 +39,7 @@ from comingle.training.evaluation import (
 from comingle.training.events import (
     MOST_SERIES,
     TRACKERS,
+    Event,
     EventLog,
     Observer,
     Summarised,
@@ -154,7 +155,7 @@ def prepare(
     request = DataRequest(
         recipe=recipe, load_base=load, validates=validates, given=given.users, net=given.net, loss=given.loss
     )
-    store = None if recipe.runtime.store == MEMORY or given.users is not None else STORES[recipe.runtime.store]
+    store: Any = None if recipe.runtime.store == MEMORY or given.users is not None else STORES[recipe.runtime.store]
     reads = partial(store.read, kind) if hasattr(store, "read") else kind.read
     return with_clusters(recipe, reads(request))
 
@@ -338,7 +339,7 @@ def execute(
     evaluations = Evaluations(read_evaluations(folder) if folder is not None and kept else ())
     sinks.append(evaluations)
 
-    def observe(event: dict[str, Any]) -> None:
+    def observe(event: Event) -> None:
         if log is None and event["event"] != "step":
             told.append(finite(event))
         for sink in sinks:

@@ -28,7 +28,7 @@ from comingle.privacy.accounting import sample_size
 from comingle.training.batch_sources import AnyScore, AnyUser
 from comingle.training.checkpoints import Clock
 from comingle.training.client import Clients
-from comingle.training.events import JsonObject
+from comingle.training.events import JsonMapping, JsonObject
 from comingle.training.server import ServerHalf, averaging_weights
 from comingle.training.settings import RunPlan
 from comingle.training.steps import diverged
@@ -97,7 +97,7 @@ def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
     }
 
 
-def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, JsonObject]) -> JsonObject:
+def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, JsonMapping]) -> JsonObject:
     """The same of all users of a federation, some of whom may not be here."""
     shares, names = _known(server, users), list(users)
     if shares is None or not (event := mixtures_event(names, shares, clients.method)):
@@ -111,7 +111,7 @@ def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, Json
     return event
 
 
-def _known(server: ServerHalf, users: Mapping[str, JsonObject]) -> Float[Tensor, "users clusters"] | None:
+def _known(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Float[Tensor, "users clusters"] | None:
     """Everybody's mixture as the server knows it, else as users do."""
     if (merging := server.method.server.merging_weights(server.kept)) is not None:
         return merging[server.numbers(list(users))].double().cpu()
@@ -187,16 +187,14 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> JsonObject:
     return {name: merged(some) if isinstance(some[0], Mapping) else some[0] for name, some in whole.items()}
 
 
-def evaluation_event(
-    users: Mapping[str, Mapping[str, float]], measure: str, *, done: int, iterations: int
-) -> JsonObject:
+def evaluation_event(users: Mapping[str, JsonMapping], measure: str, *, done: int, iterations: int) -> JsonObject:
     """What an event tells of users' scores after so many rounds."""
     of_users = {name: dict(of_user) for name, of_user in users.items()}
     event = {"event": "evaluation", "round": done, "iterations": iterations, "users": of_users}
     return event | {f"mean_test_{measure}": mean_of(users, measure)} | geometric(of_users, measure)
 
 
-def sampled(clients: Clients, users: Mapping[str, JsonObject], measure: str) -> JsonObject:
+def sampled(clients: Clients, users: Mapping[str, JsonMapping], measure: str) -> JsonObject:
     """What is said where not everybody was evaluated: how many of how many, and a 95% interval for the mean of all.
 
     ``mean -+ t s sqrt((1 - n/N) / n)``: Student's t, drawn without replacement (Cochran 1977, section 2.6).
@@ -255,7 +253,7 @@ def measured(score: AnyScore) -> dict[str, float]:
     return {f"test_{name}": value for name, value in score.measures.items()}
 
 
-def start_event(plan: RunPlan, base: str, users: Mapping[str, JsonObject]) -> JsonObject:
+def start_event(plan: RunPlan, base: str, users: Mapping[str, JsonMapping]) -> JsonObject:
     """What a run says first: what it is, and how much everybody has, by :func:`amounts`."""
     return {
         "event": "start",
@@ -267,7 +265,7 @@ def start_event(plan: RunPlan, base: str, users: Mapping[str, JsonObject]) -> Js
     }
 
 
-def end_event(metrics: JsonObject) -> JsonObject:
+def end_event(metrics: JsonMapping) -> JsonObject:
     """What a run says last: what its models are compared by."""
     means = (f"mean_test_{metrics['measure']}", GEOMETRIC)
     return {"event": "end"} | {key: metrics[key] for key in means if key in metrics}
@@ -283,12 +281,12 @@ def measure_of(scores: Sequence[AnyScore]) -> str:
     return next(iter(scores[0].measures))
 
 
-def measure_among(users: Mapping[str, JsonObject]) -> str:
+def measure_among(users: Mapping[str, JsonMapping]) -> str:
     """The same, of what is told of users, none of whom may be here."""
     return next((key for of_user in users.values() for key in of_user), "test_loss").removeprefix("test_")
 
 
-def mean_of(users: Mapping[str, JsonObject], measure: str) -> float:
+def mean_of(users: Mapping[str, JsonMapping], measure: str) -> float:
     """Mean over users of what they are compared by, as in the papers' tables."""
     return sum(of_user[f"test_{measure}"] for of_user in users.values()) / len(users) if users else math.nan
 

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +25,9 @@ from comingle.utils.registry import Registry
 
 JsonObject = dict[str, Any]
 """A JSON object, such as a run's metrics. The type of a value follows from its key, so it is not stated."""
+
+JsonMapping = Mapping[str, Any]
+"""A JSON object that is only read."""
 
 Event = JsonObject
 """One line of events.jsonl."""

@@ -22,7 +22,7 @@ from comingle.config.settings import protects_examples
 from comingle.methods.base import ROUTERS, Method
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, S
 from comingle.training.checkpoints import Clock
-from comingle.training.events import Event, JsonObject, Observer
+from comingle.training.events import Event, JsonMapping, Observer
 from comingle.training.settings import RunPlan, counts_exchanged, exchanged_after
 from comingle.utils.records import MEASURES, number
 
@@ -37,7 +37,7 @@ class Evaluations:
     """An observer that keeps the first evaluation of a run and the last; the others are forgotten."""
 
     def __init__(self, earlier: Iterable[Event] = ()) -> None:
-        self.first: Event | None = None
+        self.first: JsonMapping | None = None
         self.last: Event | None = None
         for event in earlier:
             self(event)
@@ -48,7 +48,7 @@ class Evaluations:
             self.first, self.last = self.first or event, event
 
 
-def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonObject) -> dict[str, list[str]]:
+def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonMapping) -> dict[str, list[str]]:
     """Return ``{"warnings": [...]}`` to merge into a finished run's metrics, or an empty dict.
 
     Warns if the test results got worse, or if learned mixtures stayed uniform.
@@ -62,7 +62,7 @@ def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonObje
     return {"warnings": found} if found else {}
 
 
-def _worse(first: Event | None, metrics: JsonObject) -> Sequence[str]:
+def _worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[str]:
     """Compare the mean over users with that of the first evaluation."""
     measure = metrics["measure"]
     key, ended = f"mean_test_{measure}", metrics["rounds"]
@@ -84,7 +84,7 @@ def _worse(first: Event | None, metrics: JsonObject) -> Sequence[str]:
     )
 
 
-def _remedy(metrics: JsonObject) -> str:
+def _remedy(metrics: JsonMapping) -> str:
     rate = "a lower training.experts.learning_rate, fewer rounds or more data may help"
     if (privacy := metrics.get("privacy")) is None:
         return rate[0].upper() + rate[1:]
@@ -94,7 +94,7 @@ def _remedy(metrics: JsonObject) -> str:
     return f"The noise of privacy ({told}) may be the cause: {fewer}{example}; or {rate}"
 
 
-def _of(record: JsonObject, name: str, measure: str) -> float | None:
+def _of(record: JsonMapping, name: str, measure: str) -> float | None:
     return record["users"][name][f"test_{measure}"]
 
 

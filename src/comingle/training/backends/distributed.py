@@ -53,7 +53,7 @@ from comingle.training.checkpoints import (
 )
 from comingle.training.client import LocalRound
 from comingle.training.evaluation import amounts_of, merged, period
-from comingle.training.events import JsonObject
+from comingle.training.events import JsonMapping, JsonObject
 from comingle.utils.errors import DivergenceError
 from comingle.utils.files import line_of, list_checkpoints
 from comingle.utils.trees import Tree, restrict
@@ -169,7 +169,7 @@ class Sharded(InProcess):
     def __post_init__(self) -> None:
         self.leads = self.ranks.leads
 
-    def merge_users(self, work: Callable[[], JsonObject]) -> JsonObject:
+    def merge_users(self, work: Callable[[], JsonMapping]) -> JsonObject:
         """Merge what every process returns of its users where one leads; elsewhere return what this one does."""
         return merged(self.ranks.gather(work))
 

@@ -52,7 +52,7 @@ from comingle.training.evaluation import (
     sampled,
     users_report,
 )
-from comingle.training.events import Event, JsonObject, Observer
+from comingle.training.events import Event, JsonMapping, JsonObject, Observer
 from comingle.training.plan import keep_key, key_of, set_key, terms_of
 from comingle.training.server import ServerHalf, start_server
 from comingle.training.settings import RunPlan, cohorts
@@ -100,7 +100,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     leads: bool = field(default=True, init=False)
     _sent: Upload | None = None
 
-    def merge_users(self, work: Callable[[], JsonObject]) -> JsonObject:
+    def merge_users(self, work: Callable[[], JsonMapping]) -> JsonObject:
         """Return what ``work`` returns of the users, by name or below; of several processes, merged where one leads."""
         return dict(work())
 

@@ -37,8 +37,9 @@ from comingle.models.model import Model
 from comingle.models.personal import Personal
 from comingle.models.stacked import MixedLanguageModel, mix_language_model
 from comingle.privacy.mechanisms import check_supported
+from comingle.training.batch_sources import AnyUser
 from comingle.training.client import Clients
-from comingle.training.events import check_trackers
+from comingle.training.events import JsonObject, check_trackers
 from comingle.training.settings import RunPlan
 from comingle.training.state import NEEDS_CLUSTERS
 from comingle.utils.errors import DataError, PluginError, RecipeError, run_checks
@@ -58,7 +59,7 @@ class RunData:
 
     kind: Kind
     base: Base | None
-    users: Sequence[Any]
+    users: Sequence[AnyUser]
     """Everybody: a name, and ``train``, ``valid`` and ``test`` with a length."""
     texts: tuple[UserText, ...] = ()
     """Everybody's documents, where they have any."""
@@ -80,7 +81,7 @@ class RunData:
         """By which the splits of everybody who is here are known again."""
         return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.present}
 
-    def with_users(self, users: Sequence[Any]) -> RunData:
+    def with_users(self, users: Sequence[AnyUser]) -> RunData:
         """Return the same materials with other users, or with some of them."""
         names = {user.name for user in users}
         common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
@@ -97,7 +98,7 @@ class RunData:
         return range(len(self.users)) if self.here is None else self.here
 
     @property
-    def present(self) -> Sequence[Any]:
+    def present(self) -> Sequence[AnyUser]:
         """The users whose data is on this machine."""
         return part_of(self.users, self.here)
 
@@ -208,7 +209,7 @@ class Kind(ABC):
             skipped_rows=about.get("skipped_rows", 0),
         )
 
-    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
+    def takes(self, data: object, options: Mapping[str, object]) -> bool:
         """Whether this is what a program may hand over as one user's data of this kind, by its section's options."""
         return False
 
@@ -228,7 +229,7 @@ class Kind(ABC):
             ComingleError: settings, data and base do not fit each other.
         """
 
-    def pooled(self, users: Sequence[Any]) -> Any:
+    def pooled(self, users: Sequence[AnyUser]) -> AnyUser:
         """One user named "everyone" that has what all have: the centralized baseline."""
         raise NotImplementedError
 
@@ -238,12 +239,12 @@ class Kind(ABC):
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> Personal:
         """A user's own model; ``row`` is the user's row in the federation."""
 
-    def settings(self, materials: RunData) -> dict[str, Any]:
+    def settings(self, materials: RunData) -> JsonObject:
         """What a run folder keeps of the materials besides names and digests, so that the run opens without data."""
         return {}
 
     def reopened(
-        self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
+        self, base: Base | None, users: Sequence[AnyUser], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
         """The materials of a run that is opened again, whose users are read when something asks for them.
 
@@ -297,7 +298,7 @@ def model_here(model: Model, materials: RunData) -> Model:
     return model if materials.here is None else model.only(materials.here)
 
 
-def users_and_trainers(kind: Kind, materials: RunData, method: Method) -> tuple[Sequence[Any], Sequence[Any]]:
+def users_and_trainers(kind: Kind, materials: RunData, method: Method) -> tuple[Sequence[AnyUser], Sequence[AnyUser]]:
     """Return the users whose data is here, and who trains: the same, or the one who has the data of all."""
     users = listed(materials.present)
     if not method.placement.pooled:
@@ -336,7 +337,7 @@ _LAST = "text"
 """Asked after all others: paths and tables may be of a more particular kind."""
 
 
-def section_for(users: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
     """The ``data.kind`` of users who are handed over by their names: that of the section's options, or one that takes
     them all.
 
@@ -380,7 +381,7 @@ def _one_of_each(found: Mapping[str, str | None]) -> list[tuple[str, str | None]
     return [(name, key) for key, name in firsts.items()]
 
 
-def _described(data: Any) -> str:
+def _described(data: object) -> str:
     """What somebody has handed over, in a few words."""
     kind = type(data).__name__
     if columns := getattr(data, "column_names", None):

@@ -37,7 +37,8 @@ from comingle.training.state import MOMENTS, State
 from comingle.utils.errors import RunError
 from comingle.utils.records import resume_command
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 HEAD = 16
 """Bytes of a record's head: the CRC-32 of what follows it, and the number of the row, 8 bytes each."""
