@@ -317,9 +317,9 @@ class Client:
         return self.finetunes or bool(self.finishing)
 
     @property
-    def finishing(self) -> tuple[Part, ...]:
+    def finishing(self) -> tuple[ClientHook, ...]:
         """Parts that do something once, after the last exchange."""
-        return tuple(part for part in self.parts if type(part).finish is not Part.finish)
+        return tuple(part for part in self.parts if type(part).finish is not ClientHook.finish)
 
     @property
     def looks_across(self) -> bool:
