@@ -473,7 +473,8 @@ def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
     user = user_bytes(clients.state, stage.store)
     evaluated = min(clients.at_once, clients.plan.evaluation.users or stage.trainers)
     read = user.params_record + user.params  # a model to be sent: its record, and the tensors that are made of it
-    downloaded = user.params + (1 + MOST_WAITING) * user.params_record  # while one is packed, as many wait to be written
+    # While one is packed, as many wait to be written.
+    downloaded = user.params + (1 + MOST_WAITING) * user.params_record
     return max(stage.present * (live.peak + read), evaluated * downloaded)
 
 
