@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -27,6 +28,13 @@ def stop_in_round_3(event: dict[str, Any]) -> None:
     """An observer that stops after the round's first local iteration."""
     if event["event"] == "step" and event["round"] == 3 and event["advance"]:
         raise StoppedError
+
+
+def moments_of(request: pytest.FixtureRequest) -> list[str]:
+    """The moments of the tests that are run of a module, in order: those of a sample, or all."""
+    alike = (item for item in request.session.items if getattr(item, "module", None) is request.module)
+    given = (one.callspec.params for one in alike if hasattr(one, "callspec"))
+    return list(dict.fromkeys(params["moment"] for params in given if "moment" in params))
 
 
 def kill(recipe: Path, folder: Path, *moments: str) -> Path:

@@ -24,6 +24,7 @@ from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events
 from commands import comingle as comingle
+from resuming import moments_of
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SLOW = """
@@ -178,13 +179,15 @@ MOMENTS = ["made", "locked", "half of the recipe", "recipe"]
 
 
 @pytest.fixture(scope="module")
-def half_made(write_recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path]:
+def half_made(
+    write_recipe: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Recipe, Path]:
     """A folder for each moment at which a process was killed that made one."""
     stage = tmp_path_factory.mktemp("half made")
     path = write_recipe(stage / "project")
     recipe = load_recipe(path).with_changes({"method": "pretrained"})
     path.write_text(recipe.as_yaml())
-    command = [sys.executable, "-c", KILLED, str(path), str(stage), *MOMENTS]
+    command = [sys.executable, "-c", KILLED, str(path), str(stage), *moments_of(request)]
     subprocess.run(command, env=ENVIRONMENT, check=True)
     return recipe, stage
 

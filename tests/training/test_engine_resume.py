@@ -15,7 +15,7 @@ from comingle.config import Recipe, load_recipe
 from comingle.runs import api
 from comingle.utils.errors import RunError
 from comingle.utils.files import seal
-from resuming import final, kill, state, told
+from resuming import final, kill, moments_of, state, told
 
 # Two of three users take part in each round; checkpoints every round, of which two are kept.
 SETTINGS = {"training.participation": 0.6, "training.experts.clip_norm": 1.0, "training.weighting": "tokens"}
@@ -41,9 +41,9 @@ def whole(recipe: Path, stage: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed(recipe: Path, stage: Path) -> Path:
+def killed(recipe: Path, stage: Path, request: pytest.FixtureRequest) -> Path:
     """One run folder for each moment at which a process was killed."""
-    return kill(recipe, stage / "killed")
+    return kill(recipe, stage / "killed", *moments_of(request))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed after a fork")

@@ -425,6 +425,11 @@ def most_releases(schedule: Sequence[Sequence[int]]) -> int:
 
 
 def _package() -> Any:
+    """Return ``dp_accounting``, which is optional and has no types.
+
+    Raises:
+        RecipeError: It is not installed.
+    """
     try:
         package = importlib.import_module("dp_accounting")
         for name in ("rdp", "pld"):
