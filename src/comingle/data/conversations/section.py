@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from comingle.config.settings import (
     ON_LANGUAGE,
-    Anchor,
     Count,
-    OwnUsersSection,
     Source,
-    SplitSection,
     TokenLimit,
     keys_of_text,
     steps_of,
 )
 from comingle.data.conversations.messages import Columns
-from comingle.data.row_files import OnBadRow
-from comingle.data.text.section import UserFiles, UsersRows, anchored_sources, named_sources
+from comingle.data.text.section import DocumentsSection, UserFiles, UsersRows
 from comingle.utils.errors import did_you_mean, list_names
 
 Measure = Literal["rouge1", "exact_match", "accuracy"]
@@ -38,25 +34,21 @@ class UserChats(UserFiles):
     max_conversations: Count | None = None
 
 
-class ConversationsSection(OwnUsersSection):
+class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
     """Users with conversations of their own, or rows of a data set."""
 
     kind: Literal["conversations"] = "conversations"
-    users: dict[str, UserChats] | None = None
-    dataset: ConversationRows | None = None
     messages: str = "messages"
     prompt: str | Annotated[list[Source], Field(min_length=1)] = "prompt"
     response: str = "response"
-    split: SplitSection = SplitSection()
     loss_on: Literal["responses", "all"] = "responses"
     too_long: Literal["cut", "leave_out"] = "cut"
-    on_small_user: Literal["refuse", "skip"] = "refuse"
-    on_bad_row: OnBadRow = "refuse"
-    deduplicate: bool = False
     max_conversations: TokenLimit = None
     scores: tuple[Measure, ...] = ()
     labels: tuple[Source, ...] = ()
 
+    sources: ClassVar[str] = "users and dataset"
+    example: ClassVar[str] = "path/to/chats.jsonl"
     label: ClassVar[str] = "conversations"
     implementation: ClassVar[str] = "comingle.training.kinds.conversations:KIND"
     unread: ClassVar[Mapping[str, str]] = {
@@ -76,21 +68,6 @@ class ConversationsSection(OwnUsersSection):
         "prompt": "the name of a column, or a list of names",
         "max_conversations": "a whole number from 1, or a mapping of names to such numbers",
     }
-
-    @field_validator("users", mode="before")
-    @classmethod
-    def _plain_paths(cls, users: Any) -> Any:
-        return named_sources(users)
-
-    @model_validator(mode="after")
-    def _somebody(self) -> ConversationsSection:
-        if [self.users, self.dataset, self.given].count(None) != 2:
-            raise ValueError("give one of users and dataset")
-        if self.users is not None and self.split.given:
-            raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")
-        if self.users is not None and not self.users:
-            raise ValueError("zero users; name at least one, as `users: {alice: path/to/chats.jsonl}`")
-        return self
 
     @model_validator(mode="after")
     def _labels_are_scored(self) -> ConversationsSection:
@@ -119,11 +96,6 @@ class ConversationsSection(OwnUsersSection):
         return general if own is None else own
 
     @property
-    def names(self) -> list[str]:
-        """Those who are named one by one."""
-        return list(self.users or {})
-
-    @property
     def measures(self) -> tuple[str, ...]:
         """What is reported of test sets; models are compared by the first."""
         return (*self.scores, "perplexity", "loss_nats")
@@ -132,7 +104,3 @@ class ConversationsSection(OwnUsersSection):
     def columns(self) -> Columns:
         """Where the messages are in a row."""
         return Columns.read({"messages": self.messages, "prompt": self.prompt, "response": self.response})
-
-    def anchored(self, anchor: Anchor) -> dict[str, Any]:
-        """Users' files, and those of a data set."""
-        return anchored_sources(self, anchor)

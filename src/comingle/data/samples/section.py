@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -93,7 +93,7 @@ class SamplesSection(OwnUsersSection):
 
     @field_validator("users", mode="before")
     @classmethod
-    def _plain_paths(cls, users: Any) -> Any:
+    def _plain_paths(cls, users: object) -> object:
         if not isinstance(users, Mapping):
             return users
         if problem := name_problem(str(name) for name in users):
@@ -125,8 +125,8 @@ class SamplesSection(OwnUsersSection):
         """Those who are named one by one."""
         return list(self.users or {})
 
-    def anchored(self, anchor: Anchor) -> dict[str, Any]:
-        """Users' folders and files."""
+    def anchored(self, anchor: Anchor) -> dict[str, object]:
+        """Return the key ``users`` with anchored paths."""
         content = self.model_dump(mode="json", exclude_unset=True, include={"users"})
         for entry in (content.get("users") or {}).values():
             entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}

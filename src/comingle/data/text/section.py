@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -60,7 +60,7 @@ class UsersRows(Section):
 
     @field_validator("users")
     @classmethod
-    def _names(cls, users: Any) -> Any:
+    def _names(cls, users: list[str] | int | None) -> list[str] | int | None:
         if isinstance(users, list) and (problem := name_problem(users) or ("" if users else "zero users; name one")):
             raise ValueError(problem)
         return users
@@ -76,23 +76,74 @@ class DatasetSource(UsersRows):
 _LIMIT = "a whole number from 1, or a mapping of names to such numbers"
 
 
-class TextSection(OwnUsersSection):
-    """Users with text of their own, or rows of a data set."""
+Files = TypeVar("Files", bound=UserFiles)
+Rows = TypeVar("Rows", bound=UsersRows)
 
-    kind: Literal["text"] = "text"
-    users: dict[str, UserSource] | None = None
-    dataset: DatasetSource | None = None
+
+class DocumentsSection(OwnUsersSection, Generic[Files, Rows]):
+    """Base class of the sections of text and conversations: where they are, and how they are split.
+
+    ``Files`` is what is written of one user, ``Rows`` of a data set.
+    """
+
+    users: dict[str, Files] | None = None
+    dataset: Rows | None = None
     split: SplitSection = SplitSection()
-    held_out: Literal["own", "mixture"] = "own"
     on_small_user: Literal["refuse", "skip"] = "refuse"
     on_bad_row: OnBadRow = "refuse"
     deduplicate: bool = False
+
+    sources: ClassVar[str]
+    """Keys of which exactly one says where the users' data is, in words."""
+    example: ClassVar[str]
+    """A user's file, for messages."""
+
+    @field_validator("users", mode="before")
+    @classmethod
+    def _wrap_plain_paths(cls, users: object) -> object:
+        """Accept a plain path as a source."""
+        if not isinstance(users, Mapping):
+            return users
+        if problem := name_problem(str(name) for name in users):
+            raise ValueError(problem)
+        return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> DocumentsSection[Files, Rows]:
+        if [self.users, self.dataset, self.given].count(None) != 2:
+            raise ValueError(f"give one of {self.sources}")
+        if self.users is not None and self.split.given:
+            raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")
+        if self.users is not None and not self.users:
+            raise ValueError(f"zero users; name at least one, as `users: {{alice: {self.example}}}`")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Names of users in the recipe."""
+        return list(self.users or {})
+
+    def anchored(self, anchor: Anchor) -> dict[str, object]:
+        """Return the keys ``users`` and ``dataset`` with anchored paths."""
+        content = self.model_dump(mode="json", exclude_unset=True, include={"users", "dataset"})
+        for entry in [*(content.get("users") or {}).values(), *filter(None, [content.get("dataset")])]:
+            entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}
+        return content
+
+
+class TextSection(DocumentsSection[UserSource, DatasetSource]):
+    """Users with text of their own, or rows of a data set."""
+
+    kind: Literal["text"] = "text"
+    held_out: Literal["own", "mixture"] = "own"
     train_on_valid: bool = False
     add_bos_token: bool = True
     max_train_tokens: TokenLimit = None
     max_valid_tokens: TokenLimit = None
     max_test_tokens: TokenLimit = None
 
+    sources: ClassVar[str] = "users, dataset, questions and task"
+    example: ClassVar[str] = "path/to/text"
     label: ClassVar[str] = "text"
     marks: ClassVar[tuple[str, ...]] = ("users", "dataset")
     implementation: ClassVar[str] = "comingle.training.kinds.text:KIND"
@@ -111,52 +162,7 @@ class TextSection(OwnUsersSection):
         "max_test_tokens": _LIMIT,
     }
 
-    @field_validator("users", mode="before")
-    @classmethod
-    def _plain_paths(cls, users: Any) -> Any:
-        return named_sources(users)
-
-    @model_validator(mode="after")
-    def _somebody(self) -> TextSection:
-        if [self.users, self.dataset, self.given].count(None) != 2:
-            raise ValueError("give one of users, dataset, questions and task")
-        if self.users is not None and self.split.given:
-            raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")
-        if self.users is not None and not self.users:
-            raise ValueError("zero users; name at least one, as `users: {alice: path/to/text}`")
-        return self
-
-    @property
-    def names(self) -> list[str]:
-        """Those who are named one by one."""
-        return list(self.users or {})
-
     @property
     def in_distribution(self) -> bool:
-        """Not where everybody is tested on a mixture of all users' text."""
+        """Whether users are tested on text like their own, not on a mixture of all users' text."""
         return self.held_out == "own"
-
-    def anchored(self, anchor: Anchor) -> dict[str, Any]:
-        """Users' files, and those of a data set."""
-        return anchored_sources(self, anchor)
-
-
-def named_sources(users: Any) -> Any:
-    """A mapping of names to sources, of which a plain path is one.
-
-    Raises:
-        ValueError: something about a name.
-    """
-    if not isinstance(users, Mapping):
-        return users
-    if problem := name_problem(str(name) for name in users):
-        raise ValueError(problem)
-    return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
-
-
-def anchored_sources(section: Any, anchor: Anchor) -> dict[str, Any]:
-    """The sections ``users`` and ``dataset`` with anchored paths."""
-    content = section.model_dump(mode="json", exclude_unset=True, include={"users", "dataset"})
-    for entry in [*(content.get("users") or {}).values(), *filter(None, [content.get("dataset")])]:
-        entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}
-    return content
