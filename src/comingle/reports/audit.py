@@ -98,17 +98,23 @@ class Recovery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
-    """Everything that was measured on one run, whose users have data of one ``kind``.
-
-    ``inserted`` and ``absent`` are exposures of canaries that were put in or not, in bits, of at most ``most``.
-    ``shadowed`` is of ``shadows`` runs.
-    """
+class AuditedRun:
+    """The run that an audit attacks; ``privacy`` is its entry in the metrics, None without privacy."""
 
     run: str
     method: str
     users: int
     privacy: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(AuditedRun):
+    """Results of all attacks on one run, whose users have data of one ``kind``.
+
+    ``inserted`` and ``absent`` are exposures of canaries that were put in or not, in bits, of at most ``most``.
+    ``shadowed`` is of ``shadows`` runs.
+    """
+
     trials: int
     rounds: int
     delta: float
@@ -135,7 +141,7 @@ class Audit:
         return "conversations" if self.kind == "conversations" else "windows"
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the content of the audit's JSON file."""
         return {**asdict(self), "verdict": verdict(self)}
 
 

@@ -79,19 +79,13 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
-class _Request(_Strict):
-    """Keys of both kinds of completions. ``user`` and its like are labels, which change nothing."""
+class SamplingKeys(_Strict):
+    """Keys of a completion that decide how tokens are sampled."""
 
-    model: str
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    n: int | None = Field(default=None, ge=1)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stop: Stops = []
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    max_tokens: int | None = Field(default=None, ge=1)
-    user: str | None = None
     # Not supported.
     frequency_penalty: Annotated[None, _only(None, 0)] = None
     presence_penalty: Annotated[None, _only(None, 0)] = None
@@ -100,17 +94,6 @@ class _Request(_Strict):
     top_k: int | None = Field(default=None, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
-
-    @model_validator(mode="after")
-    def _is_streamed(self) -> _Request:
-        if self.counts_tokens and not self.stream:
-            raise ValueError("stream_options: only with stream: true")
-        return self
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the last chunk of a stream says how many tokens there were."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, new: int, seed: int) -> Sampling:
         """With the standard's defaults: temperature 1, nothing cut off."""
@@ -124,6 +107,28 @@ class _Request(_Strict):
             stop=tuple(self.stop),
             seed=seed,
         )
+
+
+class _Request(SamplingKeys):
+    """Keys of both kinds of completions. ``user`` and its like are labels, which change nothing."""
+
+    model: str
+    n: int | None = Field(default=None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _is_streamed(self) -> _Request:
+        if self.counts_tokens and not self.stream:
+            raise ValueError("stream_options: only with stream: true")
+        return self
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the last chunk of a stream says how many tokens there were."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class ChatMessage(_Strict):
@@ -145,23 +150,23 @@ class ChatMessage(_Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
-class ChatRequest(_Request):
-    """``POST /v1/chat/completions``."""
+class _WithoutTools(_Request):
+    """Keys of tools, which are not supported."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    # Not supported.
-    audio: Annotated[None, _only(None)] = None
     function_call: Annotated[None, _only(None, "none", "auto")] = None
     functions: Nothing = None
+    parallel_tool_calls: Annotated[None, _only(None, True)] = None
+    tool_choice: Annotated[None, _only(None, "none", "auto")] = None
+    tools: Nothing = None
+    web_search_options: Annotated[None, _only(None)] = None
+
+
+class _TextAlone(_WithoutTools):
+    """Keys of other than plain text, and of services that other servers have beside it; they are not supported."""
+
+    audio: Annotated[None, _only(None)] = None
     modalities: Annotated[None, _only(None, [], ["text"])] = None
     moderation: Annotated[None, _only(None)] = None
-    parallel_tool_calls: Annotated[None, _only(None, True)] = None
     prediction: Annotated[None, _only(None)] = None
     prompt_cache_options: Annotated[
         None, _only(None, {}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"})
@@ -171,10 +176,19 @@ class ChatRequest(_Request):
     response_format: Annotated[None, _only(None, {"type": "text"})] = None
     service_tier: Annotated[None, _only(None, "auto", "default")] = None
     store: Annotated[None, _only(None, False)] = None
-    tool_choice: Annotated[None, _only(None, "none", "auto")] = None
-    tools: Nothing = None
     verbosity: Annotated[None, _only(None, "medium")] = None
-    web_search_options: Annotated[None, _only(None)] = None
+
+
+class ChatRequest(_TextAlone):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _has_probabilities(self) -> ChatRequest:

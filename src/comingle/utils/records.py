@@ -62,14 +62,12 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """The result of a run.
+class RunScores:
+    """Test results of a run's users.
 
-    ``measure`` is what models are compared by: each user has ``test_<measure>``, and the run their mean,
-    ``mean_test_<measure>``; of perplexities also :data:`GEOMETRIC`. ``unit`` is what data is counted in, tokens or
-    samples: each user has ``train_<unit>`` and so on, and the run ``<unit>_per_second``, over the time of local work.
-    ``selected_round`` is the round with whose models the run ended; ``planned_rounds`` is how many it would have had,
-    where its privacy budget has ended it.
+    ``measure`` is what models are compared by: each user has ``test_<measure>``, and ``mean`` is over users. ``unit``
+    is what data is counted in, tokens or samples: each user has ``train_<unit>`` and so on. ``selected_round`` is the
+    round whose models the run ended with.
     """
 
     method: str
@@ -81,6 +79,16 @@ class Metrics:
     unit: str
     users: dict[str, dict[str, float | int | None]]
     mean: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics(RunScores):
+    """The result of a run: its scores and what they cost.
+
+    ``per_second`` counts tokens or samples over the time of local steps. ``planned_rounds`` is the number of rounds
+    of a run that its privacy budget ended earlier, otherwise None.
+    """
+
     upload_bytes_per_user_round: float
     download_bytes_per_user_round: float
     trainable_parameters: int
@@ -92,7 +100,11 @@ class Metrics:
     planned_rounds: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As nested dictionaries."""
+        """Return the content of ``metrics.json``.
+
+        The mean is ``mean_test_<measure>``, beside :data:`GEOMETRIC` for perplexities, and the speed is
+        ``<unit>_per_second``.
+        """
         content = {key: value for key, value in asdict(self).items() if value is not None}
         content[f"mean_test_{self.measure}"] = content.pop("mean")
         content |= geometric(self.users, self.measure)
