@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
@@ -26,7 +26,7 @@ from comingle.models.kernels import expert_mlp
 from comingle.models.layouts import decoder_layers
 from comingle.models.loading import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
-from comingle.models.model import Gates, Model, share_weights
+from comingle.models.model import FakeWeights, Gates, Model, TokenRouting, share_weights
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import giving_back, packed_parameters
 from comingle.models.scoring import PAD, hide, inputs_of, prompt_ends
@@ -37,8 +37,44 @@ Windows = Int[Tensor, "users batch window"]
 """Tokens, one more in each window than are predicted."""
 
 
+class AdapterRouting(TokenRouting):
+    """Token-level routers in the adapters of a base."""
+
+    adapters: Adapters
+    backbone: nn.Module
+
+    @property
+    def routed(self) -> bool:
+        """Whether somebody has more than one expert, and the method does not average them."""
+        return routing.routed(self.adapters)
+
+    @contextmanager
+    def watched(self) -> Iterator[Gates]:
+        """Within, every pass leaves its gates behind."""
+        with routing.watched(self.adapters):
+            yield lambda: routing.gates(self.adapters)
+
+    @torch.no_grad()
+    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
+        """What reaches each MLP there."""
+        self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
+        with routing.overheard(self.adapters) as read, torch.compiler.set_stance("force_eager"):
+            self.backbone(input_ids=inputs_of(batch).flatten(0, 1), use_cache=False)
+        at, real = prompt_ends(batch)[..., None, None], (batch != PAD).any(-1, keepdim=True)
+        wide = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in read.items()}
+        if whole:
+            there = (batch[..., :-1] != PAD).double()
+            shares = there / there.sum(-1, keepdim=True).clamp(min=1)
+            return {n: torch.einsum("ubt,ubtw->ubw", shares.to(x), x) for n, x in wide.items()}
+        return {n: x.gather(2, at.expand(-1, -1, 1, x.shape[-1])).squeeze(2) * real for n, x in wide.items()}
+
+    def expert_names(self, user: int) -> list[str]:
+        """As "generalist", "specialist 1", "specialist 2", in their order."""
+        return routing.expert_names(self.adapters, user)
+
+
 @dataclass(frozen=True, kw_only=True)
-class AdaptedModel(Model):
+class AdaptedModel(AdapterRouting, Model):
     """A base whose linears carry the adapters of many users."""
 
     name: str
@@ -114,10 +150,6 @@ class AdaptedModel(Model):
         shown = torch.where(batch < 0, hide(batch), batch).clamp(min=0)
         return self.losses(tensors, users, shown, train=True)[0].masked_fill(batch[..., 1:] < 0, 0.0)
 
-    def randomness(self, *key: object) -> AbstractContextManager[None]:
-        """Nothing here is random."""
-        return nullcontext()
-
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
         """The losses alone, which is all that perplexity is made of."""
         return self.losses(tensors, users, batch)[0]
@@ -136,38 +168,9 @@ class AdaptedModel(Model):
             self.adapters.bind(tensors, users)
             return continue_greedily(self.network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
 
-    @property
-    def routed(self) -> bool:
-        """Whether somebody has more than one expert, and the method does not average them."""
-        return routing.routed(self.adapters)
-
-    @contextmanager
-    def watched(self) -> Iterator[Gates]:
-        """Within, every pass leaves its gates behind."""
-        with routing.watched(self.adapters):
-            yield lambda: routing.gates(self.adapters)
-
-    @torch.no_grad()
-    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
-        """What reaches each MLP there."""
-        self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
-        with routing.overheard(self.adapters) as read, torch.compiler.set_stance("force_eager"):
-            self.backbone(input_ids=inputs_of(batch).flatten(0, 1), use_cache=False)
-        at, real = prompt_ends(batch)[..., None, None], (batch != PAD).any(-1, keepdim=True)
-        wide = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in read.items()}
-        if whole:
-            there = (batch[..., :-1] != PAD).double()
-            shares = there / there.sum(-1, keepdim=True).clamp(min=1)
-            return {n: torch.einsum("ubt,ubtw->ubw", shares.to(x), x) for n, x in wide.items()}
-        return {n: x.gather(2, at.expand(-1, -1, 1, x.shape[-1])).squeeze(2) * real for n, x in wide.items()}
-
-    def expert_names(self, user: int) -> list[str]:
-        """As "generalist", "specialist 1", "specialist 2", in their order."""
-        return routing.expert_names(self.adapters, user)
-
-    def without_weights(self, fakes: Any) -> tuple[Model, int]:
+    def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """Nobody trains the base."""
-        size, head = fakes.size_of(self.network), fakes.of_head(self.head, self.device)
+        size, head = fakes.size_of(self.network), self.head.with_tensors(lambda real: fakes.of(real, self.device))
         fakes.replace(self.network, self.device)
         return replace(self, head=head), size
 

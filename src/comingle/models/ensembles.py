@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
@@ -19,7 +19,7 @@ from comingle.models.adapted import AdaptedModel, Windows
 from comingle.models.base import Base
 from comingle.models.generation import continue_greedily
 from comingle.models.lora import init_zero
-from comingle.models.model import Model
+from comingle.models.model import FakeWeights, Model
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.routers import ClientMixture, Powers, mix_losses, mix_probabilities
 from comingle.utils.errors import RecipeError
@@ -118,10 +118,6 @@ class EnsembleModel(Model):
         """Some users."""
         return replace(self, inner=self.inner.only(users))
 
-    def randomness(self, *key: object) -> AbstractContextManager[None]:
-        """Nothing here is random."""
-        return nullcontext()
-
     # ---------------------------------------------------------------- passes
 
     def component_losses(
@@ -186,7 +182,7 @@ class EnsembleModel(Model):
         flat = {name: t.flatten(0, 1).contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
         self.inner.adapters.bind(flat, [user for user in users for _ in range(count)])
 
-    def without_weights(self, fakes: Any) -> tuple[Model, int]:
+    def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """Nobody trains the base."""
         inner, size = self.inner.without_weights(fakes)
         return replace(self, inner=inner), size

@@ -15,7 +15,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -225,6 +225,10 @@ class Head:
     bias: Float[Tensor, " vocab"] | None
     scale: float
     softcap: float | None
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Head:
+        """Return the head with other tensors in the place of its weight and bias."""
+        return replace(self, weight=change(self.weight), bias=None if self.bias is None else change(self.bias))
 
     def logits(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch vocab"]:
         """The formula above, in the dtype of `hidden`."""

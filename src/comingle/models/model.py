@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,11 +64,81 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, kept)
 
 
+class FakeWeights(Protocol):
+    """Fake tensors in the place of real ones: :class:`comingle.cost.memory.Fakes`."""
+
+    def of(self, real: Tensor, device: torch.device) -> Tensor:
+        """Return the fake of a tensor."""
+        ...
+
+    def size_of(self, module: nn.Module) -> int:
+        """Return the bytes of the parameters and buffers of a module."""
+        ...
+
+    def replace(self, module: nn.Module, device: torch.device) -> None:
+        """Put fakes in the place of the parameters and buffers of a module."""
+        ...
+
+
 Gates = Callable[[], Float[Tensor, "layers users n experts"]]
 """The gates of the last pass, first layer first."""
 
 
-class Model(ABC):
+class TokenRouting:
+    """What a model with token-level routers tells of them; by default a model has none."""
+
+    name: str
+
+    @property
+    def routed(self) -> bool:
+        """Whether tokens are routed to experts."""
+        return False
+
+    def watched(self) -> AbstractContextManager[Gates]:
+        """Within, every pass leaves its gates behind; only where tokens are routed."""
+        raise NotImplementedError(f"{self.name}: no routers")
+
+    def expert_names(self, user: int) -> list[str]:
+        """What a user's experts are called; only where tokens are routed."""
+        raise NotImplementedError(f"{self.name}: no experts")
+
+    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Any, *, whole: bool = False) -> Tree:
+        """What each token-level router reads at the end of every window's prompt, ``(users, batch, width)``, while
+        experts are averaged; by the names of the routers' tensors, and zeros for a window that is none. With ``whole``
+        the mean over all of the window."""
+        raise NotImplementedError(f"{self.name}: no routers")
+
+
+class ClientMixing:
+    """What a model with client-level mixtures tells of them; by default a model has none."""
+
+    name: str
+
+    def shares(self, tensors: Tree) -> Float[Tensor, "users clusters"]:
+        """Each user's mixture; only where there is one."""
+        raise NotImplementedError(f"{self.name}: no client-level mixture")
+
+    def component_losses(
+        self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
+    ) -> Float[Tensor, "users clusters batch ..."]:
+        """The losses under each component alone; only where there is a client-level mixture."""
+        raise NotImplementedError(f"{self.name}: no client-level mixture")
+
+    def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
+        """Gradients as a client-level mixture preconditions them."""
+        return gradients
+
+    def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
+        """Components centred under ``shares``, their mean in the base, where a mixture's base is trained too."""
+        return tensors
+
+    @property
+    def other_starts(self) -> Float[Tensor, "others columns"] | None:
+        """Further models that a server may begin with, initialised differently; None: drawn as the users' own are."""
+        return None
+
+
+class Model(TokenRouting, ClientMixing, ABC):
     """Everybody's model at once: ``tensors`` are stacked over rows, row i belongs to user ``users[i]``."""
 
     name: str
@@ -110,9 +180,9 @@ class Model(ABC):
         """Named tensors out of rows, in the dtype that the model computes in."""
         return {name: t.to(self.dtype) for name, t in self.layout.views(rows).items()}
 
-    @abstractmethod
     def randomness(self, *key: object) -> AbstractContextManager[None]:
-        """Within, what is random in a pass in training follows from the key."""
+        """Within, draw what is random in a pass in training from a stream of the key; by default nothing is."""
+        return nullcontext()
 
     @abstractmethod
     def losses(
@@ -144,55 +214,9 @@ class Model(ABC):
             raise RecipeError(f"{self.name}: without {', '.join(found)} nothing is left that predicts")
         return self
 
-    # ---------------------------------------------------------------- token-level routers
-
-    @property
-    def routed(self) -> bool:
-        """Whether tokens are routed to experts."""
-        return False
-
-    def watched(self) -> AbstractContextManager[Gates]:
-        """Within, every pass leaves its gates behind; only where tokens are routed."""
-        raise NotImplementedError(f"{self.name}: no routers")
-
-    def expert_names(self, user: int) -> list[str]:
-        """What a user's experts are called; only where tokens are routed."""
-        raise NotImplementedError(f"{self.name}: no experts")
-
-    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Any, *, whole: bool = False) -> Tree:
-        """What each token-level router reads at the end of every window's prompt, ``(users, batch, width)``, while
-        experts are averaged; by the names of the routers' tensors, and zeros for a window that is none. With ``whole``
-        the mean over all of the window."""
-        raise NotImplementedError(f"{self.name}: no routers")
-
-    # ---------------------------------------------------------------- client-level mixtures
-
-    def shares(self, tensors: Tree) -> Float[Tensor, "users clusters"]:
-        """Each user's mixture; only where there is one."""
-        raise NotImplementedError(f"{self.name}: no client-level mixture")
-
-    def component_losses(
-        self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
-    ) -> Float[Tensor, "users clusters batch ..."]:
-        """The losses under each component alone; only where there is a client-level mixture."""
-        raise NotImplementedError(f"{self.name}: no client-level mixture")
-
-    def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
-        """Gradients as a client-level mixture preconditions them."""
-        return gradients
-
-    def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
-        """Components centred under ``shares``, their mean in the base, where a mixture's base is trained too."""
-        return tensors
-
-    @property
-    def other_starts(self) -> Float[Tensor, "others columns"] | None:
-        """Further models that a server may begin with, initialised differently; None: drawn as the users' own are."""
-        return None
-
     # ---------------------------------------------------------------- costs
 
-    def without_weights(self, fakes: Any) -> tuple[Model, int]:
+    def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """The model with ``fakes`` (:class:`comingle.cost.memory.Fakes`) in the place of what is frozen and
         not a user's, and how many bytes that was."""
         return self, 0

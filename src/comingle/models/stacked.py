@@ -31,7 +31,7 @@ from comingle.models.generation import continue_greedily
 from comingle.models.loading import Head, backbone, lm_head
 from comingle.models.lora import init_zero
 from comingle.models.loss import cross_entropy
-from comingle.models.model import Model, call_with, own_copy, share_weights
+from comingle.models.model import FakeWeights, Model, call_with, own_copy, share_weights
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.routers import ClientMixture, merge_models, mix_probabilities, weigh_gradient
 from comingle.models.scoring import MSE, PAD, Loss, inputs_of
@@ -216,13 +216,9 @@ class StackedModel(Model):
         """Further models that a server may begin with, initialised differently from what users start from."""
         return torch.zeros(0, self.layout.columns) if self.others is None else self.others
 
-    def for_users(self, users: int) -> StackedModel:
-        """The same for another number of users."""
-        return replace(self, users=users)
-
     def only(self, users: Sequence[int]) -> StackedModel:
         """Some users, who are all alike."""
-        return self.for_users(len(users))
+        return replace(self, users=len(users))
 
     @property
     def base_parameters(self) -> int:
@@ -513,9 +509,9 @@ class MixedLanguageModel(StackedModel):
         """The base's parameters."""
         return self.base.model.num_parameters()
 
-    def without_weights(self, fakes: Any) -> tuple[Model, int]:
+    def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """Nobody trains the base."""
-        size, head = fakes.size_of(self.base.model), fakes.of_head(self.head, self.device)
+        size, head = fakes.size_of(self.base.model), self.head.with_tensors(lambda real: fakes.of(real, self.device))
         fakes.replace(self.net, self.device)
         return replace(self, head=head), size
 
