@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -54,7 +54,11 @@ def cluster_of(
     processes: int | None,
     threads: int | None,
     step: float | None,
-    **others: Any,
+    cores: int | None,
+    price: float | None,
+    link: float,
+    latency: float,
+    disk: float | None,
 ) -> Cluster | None:
     """The machines that the options describe; None where nothing is to be planned.
 
@@ -62,7 +66,8 @@ def cluster_of(
         RecipeError: options that are for machines without any, or that contradict each other.
     """
     if machines is None:
-        told = {"gpus": gpus, "processes": processes, "step": step, **others}
+        hardware = {"cores": cores, "price": price, "link": link, "latency": latency, "disk": disk}
+        told = {"gpus": gpus, "processes": processes, "step": step, **hardware}
         unread = [name for name, value in told.items() if value not in (None, LINK, LATENCY)]
         if unread:
             raise RecipeError(f"--{unread[0]}: is read with --machines N alone")
@@ -71,14 +76,21 @@ def cluster_of(
         raise RecipeError("--gpus and --processes: got both; each GPU has a process, so give one of them")
     from comingle.cost.machines import on_gpu
     from comingle.cost.timing import Cluster
-    from comingle.runs.distributed import cores
+    from comingle.runs.distributed import cores as cores_here
 
     if gpus is not None and step is None and not on_gpu():
         raise RecipeError("--gpus: no GPU here on which a step could be measured; give --step SECONDS")
-    others["cores"] = others["cores"] or cores()
-    others["disk"] = others["disk"] or 0.0
-    count = gpus or processes or 1
-    return Cluster(machines=machines, processes=count, gpus=gpus is not None, threads=threads, **others)
+    return Cluster(
+        machines=machines,
+        processes=gpus or processes or 1,
+        gpus=gpus is not None,
+        threads=threads,
+        cores=cores or cores_here(),
+        price=price,
+        link=link,
+        latency=latency,
+        disk=disk or 0.0,
+    )
 
 
 def cost(
@@ -106,30 +118,40 @@ def cost(
     With --machines, seconds and money of a round and a run for populations of several sizes.
     """
     read = read_recipe(recipe, sets)
-    hardware = {"cores": cores, "price": price, "link": link, "latency": latency, "disk": disk}
-    threads = read.runtime.threads
-    cluster = cluster_of(machines, gpus=gpus, processes=processes, threads=threads, step=step, **hardware)
+    cluster = cluster_of(
+        machines,
+        gpus=gpus,
+        processes=processes,
+        threads=read.runtime.threads,
+        step=step,
+        cores=cores,
+        price=price,
+        link=link,
+        latency=latency,
+        disk=disk,
+    )
     from comingle.cli.compare import split_names
     from comingle.cost.machines import plan_times
     from comingle.cost.planning import plan
-    from comingle.reports.costs import render_plan, render_times, verdicts
+    from comingle.reports.costs import PlanRecord, TimesRecord, render_plan, render_times, verdicts
 
     names = split_names(",".join(method)) if method else []
     for_all = method_settings(sets, names or [read.method.name])
     with status("counting"):
         costs = plan(read, names, users=users, for_all=for_all)
-    planned = costs.as_dict()
+    planned, times = costs.as_dict(), None
     if cluster is not None:
         with status("measuring"):
-            planned["time"] = plan_times(read, costs, cluster, step=step, for_all=for_all)
+            times = plan_times(read, costs, cluster, step=step, for_all=for_all)
     if as_json:
-        print(json.dumps(planned, indent=2))
+        print(json.dumps(planned if times is None else {**planned, "time": times}, indent=2))
         return
-    for part in render_plan(planned):
+    record = cast(PlanRecord, planned)
+    for part in render_plan(record):
         console.print(part, highlight=False)
-    for line, fits in verdicts(planned):
+    for line, fits in verdicts(record):
         console.print(line, style="green" if fits else "bold red", highlight=False)
-    for part in render_times(planned["time"]) if "time" in planned else ():
+    for part in () if times is None else render_times(cast(TimesRecord, times)):
         console.print(part, highlight=False)
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from comingle.config import Recipe
 from comingle.config.settings import AUTO, MEMORY
-from comingle.cost.planning import largest_round, with_method
+from comingle.cost.planning import Participation, largest_round, with_method
 from comingle.cost.records import MethodCost, Plan
 from comingle.cost.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
 from comingle.methods import make
@@ -30,7 +30,7 @@ from comingle.training.plan import test_limit_of
 from comingle.training.settings import RunPlan
 from comingle.utils.errors import RecipeError
 
-NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
 POPULATIONS = (10**4, 10**6, 10**8)
 
@@ -55,8 +55,8 @@ class Planned:
     """Of the users of one machine."""
     money: float | None
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+    def as_dict(self) -> dict[str, object]:
+        """Return nested dictionaries, for JSON."""
         parts = {f"{key}_seconds": getattr(self.round, key) for key in ("compute", "server", "network", "disk")}
         plain = {key: getattr(self, key) for key in ("users", "present", "run_seconds", "state_bytes", "money")}
         return plain | {"round_seconds": self.round.seconds, **parts, "binds": self.round.binds}
@@ -99,7 +99,35 @@ def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None =
     return _found(told, count, cores_of_process(here, count, threads), longer, given)
 
 
-def _found(told: dict[str, Any], count: int, each: float, longer: float, user: float | None) -> Found:
+class _Measured(TypedDict):
+    adds: bool
+    common: bool
+    shared: int
+    state_bytes: int
+    disk: float
+    amounts: tuple[int, int, int]
+    cohort: int
+    own_user_s: float
+    user_s: float
+    evaluation_s: float
+    others_s: tuple[float, float]
+    counts_of_users: tuple[int, int]
+    counts: Mapping[str, float]
+    receive_s: float
+    send_s: float
+    sum_s: float
+    aggregate_s: float
+
+
+class Measured(_Measured, total=False):
+    """Seconds and sizes as :func:`comingle.cost.timing.measured` finds them; ``hop`` and ``bus`` between processes."""
+
+    hop: float
+    bus: float
+    error: str
+
+
+def _found(told: Measured, count: int, each: float, longer: float, user: float | None) -> Found:
     """What children have written, as parts; ``each`` are the cores that each of so many had."""
     names = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
     gathers, broadcasts, reduces, both, sends, received = (told["counts"].get(name, 0.0) for name in names)
@@ -123,11 +151,19 @@ def _found(told: dict[str, Any], count: int, each: float, longer: float, user: f
         bus=told.get("bus", float("inf")),
         steps=steps,
     )
-    about = {key: told[key] for key in ("adds", "common", "shared", "state_bytes", "disk", "cohort")}
     trainers, trained, scored = told["amounts"]
-    about["amounts"] = trainers, round(longer * trained), scored
     own = longer * told["own_user_s"] * each if user is None else user
-    return Found(parts=parts, fewer=replace(parts, user=own), **about)
+    return Found(
+        parts=parts,
+        fewer=replace(parts, user=own),
+        cohort=told["cohort"],
+        adds=told["adds"],
+        common=told["common"],
+        shared=told["shared"],
+        state_bytes=told["state_bytes"],
+        disk=told["disk"],
+        amounts=(trainers, round(longer * trained), scored),
+    )
 
 
 def load_of(recipe: Recipe, cost: MethodCost, found: Found, users: int) -> Load:
@@ -169,8 +205,13 @@ def plan_time(load: Load, found: Found, cluster: Cluster) -> Planned:
 
 
 def plan_times(
-    recipe: Recipe, plan: Plan, cluster: Cluster, *, step: float | None = None, for_all: Mapping[str, Any] = NO_SETTINGS
-) -> dict[str, Any]:
+    recipe: Recipe,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    step: float | None = None,
+    for_all: Mapping[str, object] = NO_SETTINGS,
+) -> dict[str, object]:
     """For JSON: each method's rounds, for as many users as the recipe has and for many more.
 
     ``step`` is how long one local step of one user takes in a process there, if that is known; ``for_all`` as in
@@ -209,7 +250,7 @@ def plan_times(
     }
 
 
-def _told(found: Found, cluster: Cluster) -> dict[str, Any]:
+def _told(found: Found, cluster: Cluster) -> dict[str, object]:
     parts = found.parts
     plain = {key: getattr(parts, key) for key in ("user", "handling", "evaluation", "upload", "words", "fixed", "hop")}
     return {f"{key}_seconds": value for key, value in plain.items()} | {
@@ -235,8 +276,8 @@ def _period(recipe: Recipe, found: Found, users: int, present: int, evaluated: i
     return period(plan, [trainers, trained, scored * evaluated // trainers], users)
 
 
-def _present(participation: Any, own: int, users: int) -> int:
-    if isinstance(participation, list):
+def _present(participation: Participation, own: int, users: int) -> int:
+    if not isinstance(participation, float | int):
         participation = min(1.0, fmean(len(set(members)) for members in participation) / own)
     return largest_round(participation, users)
 
@@ -250,7 +291,7 @@ def _check_alike(recipe: Recipe) -> None:
 
 def _calibrating(recipe: Recipe, most: int) -> tuple[Recipe, float]:
     """The recipe of rounds with at most so many local steps of text, and how many times as long its own are."""
-    changes: dict[str, Any] = {
+    changes: dict[str, object] = {
         "training.participation": 1.0,
         "evaluation.users": None,
         "evaluation.select": "last",
@@ -266,7 +307,7 @@ def _calibrating(recipe: Recipe, most: int) -> tuple[Recipe, float]:
     return recipe.with_changes(changes), steps / min(most, steps) if counted else 1.0
 
 
-def _children(recipe: Recipe, count: int, threads: int, users: int) -> dict[str, Any]:
+def _children(recipe: Recipe, count: int, threads: int, users: int) -> Measured:
     """What so many processes measure together, ``users`` in each of them."""
     with tempfile.TemporaryDirectory(prefix="comingle-") as folder:
         place = Path(folder)

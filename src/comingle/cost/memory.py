@@ -218,7 +218,7 @@ def _measured(kind: ProcessKind) -> int:
         return FALLBACK_BYTES
 
 
-def _smallest(kind: ProcessKind, folder: Path) -> dict[str, Any]:
+def _smallest(kind: ProcessKind, folder: Path) -> dict[str, object]:
     """A recipe of one step, by the plainest method that exchanges."""
     if kind == "samples":
         np.savez(folder / "samples.npz", x=np.zeros((20, 10), np.float32), y=np.zeros((20, 1), np.float32))
@@ -270,10 +270,10 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count what it made."""
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
@@ -291,7 +291,7 @@ class LiveBytes(TorchDispatchMode):
             self._known[key] = weakref.ref(storage, functools.partial(self._remove, key, size))
             self.live += size
 
-    def _remove(self, key: int, size: int, _: Any) -> None:
+    def _remove(self, key: int, size: int, _: object) -> None:
         self._known.pop(key, None)
         self.live -= size
 
@@ -311,11 +311,6 @@ class Fakes:
             kept = nn.Parameter(fake, requires_grad=False) if isinstance(real, nn.Parameter) else fake
             self._made[id(real)] = (real, kept)  # the real one is kept, so that its id is not given away
         return self._made[id(real)][1]
-
-    def of_head(self, head: Any, device: torch.device) -> Any:
-        """A :class:`comingle.models.loading.Head` of fakes."""
-        bias = None if head.bias is None else self.of(head.bias, device)
-        return replace(head, weight=self.of(head.weight, device), bias=bias)
 
     def size_of(self, module: nn.Module) -> int:
         """Bytes of all parameters and buffers of a module that has not been replaced, shared ones once."""

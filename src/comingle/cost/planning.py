@@ -48,11 +48,14 @@ from comingle.training.settings import Portions, portions, round_sizes
 from comingle.training.storage.disk import check_storable
 from comingle.utils.errors import DataError, RecipeError
 
+Participation = float | Sequence[Sequence[str]]
+"""A fraction of the users, or the names of those who take part in each round."""
+
 NONE_FITS = "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"
 _USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
 
 
-def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingProxyType({})) -> Recipe:
+def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = MappingProxyType({})) -> Recipe:
     """The recipe with another method and its defaults; ``for_all`` are settings for whichever method has them.
 
     Who takes part in which round does not change what a round costs one user. Language models are not compiled.
@@ -65,7 +68,7 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingP
 
 
 def with_privacy(
-    cost: MethodCost, recipe: Recipe, names: Sequence[str], participation: Any, *, whole: Recipe | None = None
+    cost: MethodCost, recipe: Recipe, names: Sequence[str], participation: Participation, *, whole: Recipe | None = None
 ) -> MethodCost:
     """The costs with what a run reveals, where the recipe has privacy; it depends on who takes part how often.
 
@@ -103,7 +106,7 @@ def check_count(users: int | None) -> None:
         raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
 
 
-def largest_round(participation: Any, users: int) -> int:
+def largest_round(participation: Participation, users: int) -> int:
     """How many of so many users take part in the round in which most do."""
     if isinstance(participation, float | int):
         return sample_size(participation, users)
@@ -167,7 +170,7 @@ def _smaller(now: Portions) -> Iterator[Portions]:
         yield now
 
 
-def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Any = 1.0) -> Plan:
+def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Participation = 1.0) -> Plan:
     """The costs of one population under several methods; ``users`` replaces their number.
 
     Of who takes part (``participation``) privacy alone depends.
@@ -208,7 +211,9 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
     )
 
 
-def net_cost(recipe: Recipe, population: Population, base: BaseFlops, free: int, participation: Any) -> MethodCost:
+def net_cost(
+    recipe: Recipe, population: Population, base: BaseFlops, free: int, participation: Participation
+) -> MethodCost:
     """Everything about one method; ``base`` is the net alone."""
     stage = rehearse_nets(recipe, population, participation)
     users = count_stacked(stage, loads_of(stage.federation.clients, population), base)
@@ -216,7 +221,10 @@ def net_cost(recipe: Recipe, population: Population, base: BaseFlops, free: int,
 
 
 def rehearse_nets(
-    recipe: Recipe, population: Population, participation: Any = EVERYBODY, everybody: Sequence[str] | None = None
+    recipe: Recipe,
+    population: Population,
+    participation: Participation = EVERYBODY,
+    everybody: Sequence[str] | None = None,
 ) -> Rehearsal:
     """The federation of users of nets without their data; ``everybody`` as in :func:`bare_nets`."""
     federation = bare_nets(recipe, population, everybody)
@@ -267,7 +275,7 @@ def plan(
     methods: Sequence[str] = (),
     *,
     users: int | None = None,
-    for_all: Mapping[str, Any] = MappingProxyType({}),
+    for_all: Mapping[str, object] = MappingProxyType({}),
 ) -> Plan:
     """The costs of a recipe's method, or of several; ``users`` is their number where the text is out of reach.
 
@@ -380,7 +388,7 @@ def _nobody(name: str) -> UserData:
 
 
 def method_cost(
-    recipe: Recipe, base: Base, names: tuple[str, ...], free: int, participation: Any = EVERYBODY
+    recipe: Recipe, base: Base, names: tuple[str, ...], free: int, participation: Participation = EVERYBODY
 ) -> MethodCost:
     """Everything about one method; ``free`` are the bytes that the machine has left."""
     stage = rehearse_text(recipe, base, names, participation)
@@ -396,7 +404,7 @@ def rehearse_text(
     recipe: Recipe,
     base: Base,
     names: tuple[str, ...],
-    participation: Any = EVERYBODY,
+    participation: Participation = EVERYBODY,
     here: Sequence[int] | None = None,
 ) -> Rehearsal:
     """The federation of users of a language model without text; ``base`` may have weights or none.
@@ -480,7 +488,7 @@ def fit(recipe: Recipe, materials: RunData) -> Portions:
     return chosen
 
 
-def _rehearsed(recipe: Recipe, materials: RunData, participation: Any) -> Rehearsal:
+def _rehearsed(recipe: Recipe, materials: RunData, participation: Participation) -> Rehearsal:
     kind, users, everybody = kind_of(recipe), materials.present, names_of(materials.users)
     if not kind.needs_base:
         return rehearse_nets(recipe, replace(materials.common, users=users), participation, everybody)

@@ -57,7 +57,7 @@ def counted(work: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def _convolution_backward(out: Sequence[int], x: Any, weight: Sequence[int], *rest: Any, **_: Any) -> int:
+def _convolution_backward(out: Sequence[int], x: object, weight: Sequence[int], *rest: Any, **_: object) -> int:
     # torch's own formula takes a grouped convolution's weight gradient for a full one, and stacked models are groups.
     wanted = rest[-1][:2]
     return 2 * out[0] * math.prod(out[2:]) * math.prod(weight) * sum(wanted)
@@ -325,8 +325,8 @@ class UserCost:
         """All that are trained."""
         return sum(self.parameters.values())
 
-    def as_dict(self) -> dict[str, Any]:
-        """As nested dictionaries, with totals."""
+    def as_dict(self) -> dict[str, object]:
+        """Return nested dictionaries, with totals."""
         flops = {
             name: {
                 **asdict(spent),
@@ -419,8 +419,8 @@ class MethodCost:
     privacy: dict[str, Any] = field(default_factory=dict)
     """Forecast of the privacy spent, see :func:`comingle.cost.planning.with_privacy`; empty without privacy."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """As nested dictionaries."""
+    def as_dict(self) -> dict[str, object]:
+        """Return nested dictionaries."""
         users = {"users": [user.as_dict() for user in self.users]}
         memory = {"machine": self.machine.as_dict(), "own_device": self.own_device.as_dict()}
         plain = {key: getattr(self, key) for key in _PLAIN}
@@ -452,8 +452,8 @@ class Plan:
     unit: str = "token"
     note: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """As nested dictionaries, for JSON."""
+    def as_dict(self) -> dict[str, object]:
+        """Return nested dictionaries, for JSON."""
         plain = {
             key: getattr(self, key)
             for key in (

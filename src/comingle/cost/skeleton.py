@@ -25,10 +25,10 @@ from comingle.models.hardware import resolve_attention, resolve_device, resolve_
 from comingle.models.loading import ALIASES, backbone, hub_answers, lm_head, locate
 from comingle.models.lora import init_zero, lora_scale
 from comingle.models.model import share_weights
-from comingle.models.pretrained import require_docstrings
+from comingle.models.pretrained import PreTrainedModel, require_docstrings
 from comingle.models.quantised import BLOCKS, Bits, QuantisedLinear, replace_linears
 from comingle.models.random_bases import PREFIX, random_base
-from comingle.models.stacked import MixedLanguageModel, StackedModel
+from comingle.models.stacked import MixedLanguageModel
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients
 from comingle.training.kinds.base import check_on_language
@@ -97,7 +97,7 @@ def load_skeleton(
     return Base(model=model, tokenizer=None, name=name, dtype=number, device=place, quantised=bits)
 
 
-def _from_config(name: str, dtype: torch.dtype, attention: str | None) -> Any:
+def _from_config(name: str, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = _config_folder(name)
@@ -154,7 +154,7 @@ def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] |
     feed, users = cast(SampleBatchSource, first.feed), list(population.users[: first.portions.users])
     if len(users) <= clusters:
         return federate(first)
-    model = cast(StackedModel, first.model).for_users(len(users))
+    model = first.model.only(range(len(users)))
     return federate(Clients(model, plan, trainers=users, users=users, feed=feed.of(users)))
 
 

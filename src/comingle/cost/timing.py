@@ -282,7 +282,7 @@ def main() -> None:
         Path(order["out"]).write_text(json.dumps(found), encoding="utf-8")
 
 
-def measured(recipe: Recipe, own: int, ranks: Ranks | None) -> dict[str, Any]:
+def measured(recipe: Recipe, own: int, ranks: Ranks | None) -> dict[str, object]:
     """Seconds of everything; ``own`` users in every process, and as many as go through the model at once."""
     size = 1 if ranks is None else ranks.size
     read = prepare(recipe)
@@ -377,15 +377,15 @@ def untrained() -> Iterator[None]:
         local.train = trains
 
 
-def about(federation: InProcess) -> dict[str, Any]:
+def about(federation: InProcess) -> dict[str, object]:
     """What messages and users are as large as, and whether the server needs sums alone."""
     clients, server = federation.clients, federation.server
-    found: dict[str, Any] = {"adds": bool(server.adds and not getattr(federation, "ordered", False))}
+    found: dict[str, object] = {"adds": bool(server.adds and not getattr(federation, "ordered", False))}
     user = user_bytes(clients.state, clients.plan.runtime.store)
     return found | {"shared": server.size, "state_bytes": user.record, "columns": clients.model.layout.columns}
 
 
-def exchange_of(federation: InProcess) -> dict[str, Any]:
+def exchange_of(federation: InProcess) -> dict[str, object]:
     """Seconds that a user's messages take where it is, and its upload at a server that looks at it."""
     clients, server = federation.clients, federation.server
     if not clients.shares:
@@ -429,7 +429,7 @@ def disk_rate() -> float:
         return _DISK_BYTES / timed(lambda: write_tensors(Path(folder) / "numbers.safetensors", content), 3)
 
 
-def timed(work: Callable[[], Any], times: int) -> float:
+def timed(work: Callable[[], object], times: int) -> float:
     """Seconds of it, the median."""
     found = []
     for _ in range(times):
@@ -445,7 +445,7 @@ def counting() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in _COUNTED}
 
-    def counted(name: str, *args: Any, **kwargs: Any) -> Any:
+    def counted(name: str, *args: object, **kwargs: object) -> object:
         counts[name] += 1
         return originals[name](*args, **kwargs)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypedDict
 
 from rich.text import Text
 
@@ -13,7 +13,137 @@ from comingle.reports.tables import megabytes
 from comingle.utils.terminal import printable, words
 
 
-def render_plan(plan: dict[str, Any]) -> Iterator[Table | Text | str]:
+class FlopsRecord(TypedDict):
+    """FLOPs of a pass: in all, and how much more than the base alone, as a share of it."""
+
+    total: float
+    overhead: float
+    naive_overhead: float
+
+
+class UserCostRecord(TypedDict):
+    """Costs of users who cost the same. FLOPs have further keys, which hold the plan's unit."""
+
+    names: Sequence[str]
+    experts: int
+    parameters: Mapping[str, int]
+    trainable_parameters: int
+    upload_bytes: float
+    download_bytes: float
+    training_flops_per_round: FlopsRecord
+
+
+class PrivacyRecord(TypedDict):
+    """Forecast of the privacy that a run spends."""
+
+    mechanism: str
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    clip_norm: float
+    releases: int
+    planned_releases: int
+    accountant: str
+
+
+class _MethodCost(TypedDict):
+    method: str
+    users: Sequence[UserCostRecord]
+    machine: Mapping[str, int]
+    own_device: Mapping[str, int]
+    exchanges: int
+    users_per_step: int
+    micro_batch: int
+    fits: bool
+    advice: str
+    store_bytes: int
+
+
+class MethodCostRecord(_MethodCost, total=False):
+    """Costs of one method, as :meth:`comingle.cost.records.MethodCost.as_dict` writes them."""
+
+    privacy: PrivacyRecord
+
+
+class DifferenceRecord(TypedDict):
+    """One column of the paper's Table 3, and the same of this plan."""
+
+    what: str
+    unit: str
+    paper: str
+    theirs: float | None
+    theirs_share: float | None
+    true: float
+    true_share: float
+    why: str
+
+
+class PlanRecord(TypedDict):
+    """A plan as JSON, as :meth:`comingle.cost.records.Plan.as_dict` writes it."""
+
+    base: str
+    base_parameters: int
+    dtype: str
+    device: str
+    users: Sequence[str]
+    rounds: int
+    local_steps: int
+    batch_size: int
+    context: int
+    free_bytes: int
+    unit: str
+    note: str
+    methods: Sequence[MethodCostRecord]
+    comigs_1g1s_minus_fedavg: Sequence[DifferenceRecord]
+
+
+class TimeRow(TypedDict):
+    """Seconds of a round for a population of one size. Its parts have further keys."""
+
+    users: int
+    present: int
+    round_seconds: float
+    run_seconds: float
+    state_bytes: float
+    money: float | None
+    binds: str
+
+
+class TimePartsRecord(TypedDict):
+    """What was measured of one method on this machine."""
+
+    user_seconds: float
+    handling_seconds: float
+    evaluation_seconds: float
+    hop_seconds: float
+    hops: float
+    bus: float | None
+    disk: float
+
+
+class MethodTimeRecord(TypedDict):
+    """Rounds of one method for populations of several sizes."""
+
+    method: str
+    rows: Sequence[TimeRow]
+    parts: TimePartsRecord
+
+
+class TimesRecord(TypedDict):
+    """Times as JSON, as :func:`comingle.cost.machines.plan_times` writes them."""
+
+    machines: int
+    processes: int
+    cores: int
+    gpus: bool
+    price: float | None
+    link: float
+    latency: float
+    step_given: bool
+    methods: Sequence[MethodTimeRecord]
+
+
+def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
     """What is counted, then parameters and bytes, compute, memory, and the paper's figures beside them."""
     yield _head(plan)
     for table in (_parameters(plan), _compute(plan), _memory(plan)):
@@ -27,7 +157,7 @@ def render_plan(plan: dict[str, Any]) -> Iterator[Table | Text | str]:
         yield from _paper(plan)
 
 
-def verdicts(plan: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+def verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
     """One line for each method: whether it fits this machine, and what to try where it does not."""
     free = plan["free_bytes"]
     for method in plan["methods"]:
@@ -40,7 +170,7 @@ def verdicts(plan: dict[str, Any]) -> Iterator[tuple[str, bool]]:
             yield f"{method['method']}: does not fit: {needs}; {hint}", False
 
 
-def _privacy(plan: dict[str, Any]) -> Iterator[str]:
+def _privacy(plan: PlanRecord) -> Iterator[str]:
     """How much a run reveals of a user, and with how much noise."""
     yield f"Privacy: what the run reveals of the {_hidden(plan)} most is revealed"
     for method in plan["methods"]:
@@ -55,13 +185,13 @@ def _privacy(plan: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _hidden(plan: dict[str, Any]) -> str:
+def _hidden(plan: PlanRecord) -> str:
     """What privacy hides: a user, or one of its examples."""
     mechanisms = {method["privacy"]["mechanism"] for method in plan["methods"] if method.get("privacy")}
     return "example of which" if mechanisms and all(map(protects_examples, mechanisms)) else "user of whom"
 
 
-def _head(plan: dict[str, Any]) -> Text:
+def _head(plan: PlanRecord) -> Text:
     names = ", ".join(plan["users"][:8]) + (" ..." if len(plan["users"]) > 8 else "")
     if plan["unit"] == "token":
         size = f"{plan['base_parameters'] / 1e6:,.1f}M"
@@ -90,7 +220,7 @@ def _columns(table: Table, *names: str, left: int = 2) -> Table:
     return table
 
 
-def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
     """Each method with each of its kinds of users."""
     for method in plan["methods"]:
         for i, user in enumerate(method["users"]):
@@ -99,7 +229,7 @@ def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield (method["method"] if i == 0 else ""), shown, user
 
 
-def _parameters(plan: dict[str, Any]) -> Table:
+def _parameters(plan: PlanRecord) -> Table:
     roles = list(dict.fromkeys(role for _, _, user in _rows(plan) for role in user["parameters"]))
     table = _table(
         "What one user trains, and what it sends and receives in an exchange",
@@ -115,7 +245,7 @@ def _parameters(plan: dict[str, Any]) -> Table:
     return table
 
 
-def _compute(plan: dict[str, Any]) -> Table:
+def _compute(plan: PlanRecord) -> Table:
     unit, whole = plan["unit"], "frozen base" if plan["unit"] == "token" else "net"
     rows = list(_rows(plan))
     naive = any(user["experts"] for _, _, user in rows)
@@ -138,7 +268,7 @@ def _compute(plan: dict[str, Any]) -> Table:
     return table
 
 
-def _overheads(user: dict[str, Any], spent: dict[str, Any], naive: bool) -> list[str]:
+def _overheads(user: UserCostRecord, spent: FlopsRecord, naive: bool) -> list[str]:
     """Over the base, and where anybody has experts, of the naive way."""
     shown = [_share(spent["overhead"])]
     return [*shown, _share(spent["naive_overhead"]) if user["experts"] else "–"] if naive else shown
@@ -147,7 +277,7 @@ def _overheads(user: dict[str, Any], spent: dict[str, Any], naive: bool) -> list
 _COMPILED = ", as runtime.compile: false holds it; compiled it is less"
 
 
-def _memory(plan: dict[str, Any]) -> Table:
+def _memory(plan: PlanRecord) -> Table:
     sampled = plan["unit"] == "sample"
     kept = ("process", "data" if sampled else "weights", "adapters", "moments")
     keys = (*kept, "gradients", "activations", "exchange", "allocator")
@@ -172,26 +302,27 @@ def _memory(plan: dict[str, Any]) -> Table:
     return table
 
 
-def _kept(plan: dict[str, Any]) -> Iterator[str]:
+def _kept(plan: PlanRecord) -> Iterator[str]:
     """What is not in memory: messages at another time, and users on disk."""
     for method in plan["methods"]:
         if method["store_bytes"]:
             yield f"{method['method']}: users on disk take {megabytes(method['store_bytes'])} there at most\n"
 
 
-def _paper(plan: dict[str, Any]) -> Iterator[Table | str]:
+def _paper(plan: PlanRecord) -> Iterator[Table | str]:
     columns = plan["comigs_1g1s_minus_fedavg"]
     table = _table("CoMiGS-1G1S against FedAvg: Table 3 of the paper (GPT2-124M), and this base with these adapters")
     _columns(table, "for one user", "the paper", "counted its way", "what is true here", left=1)
     for column in columns:
         show = _flops if column["unit"] == "FLOPs" else _small
-        theirs = "" if column["theirs"] is None else _difference(column["theirs"], column["theirs_share"], show)
+        value, share = column["theirs"], column["theirs_share"]
+        theirs = "" if value is None or share is None else _difference(value, share, show)
         table.add_row(column["what"], column["paper"], theirs, _difference(column["true"], column["true_share"], show))
     yield table
     yield "\n".join(f"  {column['what']}: {column['why']}" for column in columns) + "\n"
 
 
-def _difference(value: float, share: float, show: Any) -> str:
+def _difference(value: float, share: float, show: Callable[[float], str]) -> str:
     return f"{'+' if value >= 0 else '-'}{show(abs(value))} ({share:+.2%})"
 
 
@@ -231,7 +362,7 @@ _SPENT = ("compute", "server", "network", "disk")
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
 
 
-def render_times(times: dict[str, Any]) -> Iterator[Table | str]:
+def render_times(times: TimesRecord) -> Iterator[Table | str]:
     """Each method's rounds for populations of several sizes, and what was measured."""
     yield _times_head(times)
     for method in times["methods"]:
@@ -240,7 +371,7 @@ def render_times(times: dict[str, Any]) -> Iterator[Table | str]:
     yield from _notes(times)
 
 
-def _times_head(times: dict[str, Any]) -> str:
+def _times_head(times: TimesRecord) -> str:
     machines, processes = times["machines"], times["processes"]
     what = f"{processes} GPUs" if times["gpus"] else f"{processes} processes on {times['cores']} cores"
     each = " each" if machines > 1 else ""
@@ -249,7 +380,7 @@ def _times_head(times: dict[str, Any]) -> str:
     return f"Time on {machines} machine{'s' if machines > 1 else ''} with {what}{each}{price}{link}\n"
 
 
-def _times_table(method: dict[str, Any], *, priced: bool) -> Table:
+def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
     table = Table(title=f"{method['method']}: seconds of a round", title_justify="left", box=None)
     names = ["users", "in a round", *_SPENT, "round", "run", *(["money"] if priced else []), "binds", "users' bytes"]
     for name in names:
@@ -263,7 +394,7 @@ def _times_table(method: dict[str, Any], *, priced: bool) -> Table:
     return table
 
 
-def _measured(parts: dict[str, Any]) -> str:
+def _measured(parts: TimePartsRecord) -> str:
     given = f"a user's local steps {seconds(parts['user_seconds'])} of a core"
     more = f", its messages {seconds(parts['handling_seconds'])}, its evaluation {seconds(parts['evaluation_seconds'])}"
     disk = f"; disk {parts['disk'] / 1e6:,.0f} MB/s"
@@ -273,7 +404,7 @@ def _measured(parts: dict[str, Any]) -> str:
     return given + more + disk + wires + seconds(parts["hop_seconds"])
 
 
-def _notes(times: dict[str, Any]) -> Iterator[str]:
+def _notes(times: TimesRecord) -> Iterator[str]:
     step = "Local steps are as given" if times["step_given"] else "Steps were measured here"
     yield f"{step}; a process with more cores is taken to be as many times as fast, at best. Start-up is left out."
     yield "Users' bytes: their tensors and moments on each machine, in memory or with runtime.store: disk there."
