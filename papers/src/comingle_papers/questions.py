@@ -92,7 +92,7 @@ def _xquad(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
         yield _id(one), Question(prompt=ask(instruction, text), answer=answer)
 
 
-def _first_answer(answers: Any) -> Any:
+def _first_answer(answers: object) -> Any:
     """Of SQuAD's ``{"text": [...]}``."""
     texts = answers.get("text") if isinstance(answers, dict) else None
     return texts[0] if isinstance(texts, list) and texts else None
@@ -443,7 +443,7 @@ def _questions(groups: Mapping[str, Sequence[tuple[str, Question]]], keys: Seque
     return [found[key] for key in keys]
 
 
-class QuestionReader(LanguageReader[Asked]):
+class QuestionReader(LanguageReader[Asked, UserAnswers]):
     """Reads one language after another."""
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -130,7 +130,7 @@ def load_theory_recipe(path: Path) -> TheoryRecipe:
     return parse_theory_recipe(read_yaml(path), where=str(path))
 
 
-def parse_theory_recipe(content: Any, *, where: str = "theory recipe") -> TheoryRecipe:
+def parse_theory_recipe(content: object, *, where: str = "theory recipe") -> TheoryRecipe:
     """Check a theory recipe.
 
     Raises:

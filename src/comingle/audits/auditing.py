@@ -328,7 +328,7 @@ def audit(
     shadows: int = SHADOWS,
     out: str | Path | None = None,
     force: bool = False,
-    users: Mapping[str, Any] | None = None,
+    users: Mapping[str, object] | None = None,
     base: AnyBase | None = None,
     progress: bool = False,
 ) -> Audit:

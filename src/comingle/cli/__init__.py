@@ -98,7 +98,7 @@ class Verbs(TyperGroup):
         return _command(cmd_name, verb)
 
 
-def _command(name: str, verb: Callable[..., Any], **settings: Any) -> Any:
+def _command(name: str, verb: Callable[..., object], **settings: Any) -> Any:
     alone = typer.Typer(add_completion=False)
     alone.command(name, **{"help": _flowing(getdoc(verb) or ""), **settings})(verb)
     made = typer.main.get_command(alone)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,7 +11,7 @@ from comingle.cli.options import Force, Quiet, console, out_option, status
 from comingle.utils.errors import RecipeError
 
 
-def _few_or_none(context: Any, option: Any, value: int) -> int:
+def _few_or_none(context: object, option: object, value: int) -> int:
     """Check the number of reference models, as a callback of click's.
 
     Raises:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -78,7 +78,7 @@ def compare_methods(
     quiet: bool = False,
     jobs: int = 1,
     against: str | None = None,
-    for_all: Mapping[str, Any] = MappingProxyType({}),
+    for_all: Mapping[str, object] = MappingProxyType({}),
 ) -> Run | None:
     """Every method with every seed, each in its own run folder below ``folder``; the last run is returned, where it
     was made in this process and has not failed.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -176,7 +176,7 @@ def _write_latex(run: Path, path: Path, *, everybody: bool) -> None:
     console.print(f"{path}  {len(table['methods'])} rows", highlight=False)
 
 
-def _parquet(records: list[dict[str, Any]]) -> bytes:
+def _parquet(records: Sequence[Mapping[str, object]]) -> bytes:
     """The file's bytes.
 
     Raises:

@@ -87,7 +87,7 @@ class _Loader(yaml.SafeLoader):
         self.flatten_mapping(node)
         return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
 
-    def construct_yaml_map(self, node: Any) -> Any:
+    def construct_yaml_map(self, node: object) -> Any:
         mapping: dict[str, Any] = {}
         yield mapping
         mapping.update(self.construct_mapping(node))
@@ -119,7 +119,7 @@ def _problem(place: Any, what: str) -> RecipeError:
     return RecipeError(f"line {place.start_mark.line + 1}: {what}")
 
 
-def load_recipe(path: str | Path, *, change: Callable[[Any], Any] = lambda content: content) -> Recipe:
+def load_recipe(path: str | Path, *, change: Callable[[object], object] = lambda content: content) -> Recipe:
     """Read a recipe file, or the recipe of a run folder. Relative paths in it are relative to the file.
 
     What is checked is what ``change`` makes of the file's content.
@@ -167,7 +167,7 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
     """Make relative paths of the data absolute where they exist below ``folder``; leave hub names alone."""
     content = recipe.model_dump(mode="json", exclude_unset=True)
 
-    def anchored(source: Any) -> Any:
+    def anchored(source: object) -> Any:
         if isinstance(source, list):
             return [anchored(s) for s in source]
         if not isinstance(source, str) or is_named(source):

@@ -41,7 +41,7 @@ class MethodSection(Section):
 
     @field_validator("settings")
     @classmethod
-    def _numbers_with_exponents(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def _numbers_with_exponents(cls, settings: Mapping[str, object]) -> dict[str, Any]:
         return {key: number_in(value) for key, value in settings.items()}
 
 
@@ -95,7 +95,7 @@ class Recipe(Section):
     checkpoints: CheckpointSection = CheckpointSection()
     runtime: RuntimeSection = RuntimeSection()
 
-    def __init__(self, **content: Any):
+    def __init__(self, **content: object):
         try:
             super().__init__(**content)
         except ValidationError as error:
@@ -104,7 +104,7 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rate_of_nets(cls, content: Any) -> Any:
+    def _rate_of_nets(cls, content: object) -> Any:
         """Read ``training.learning_rate`` of nets, which have no experts, as ``training.experts.learning_rate``."""
         if not isinstance(content, Mapping) or not _trains_nets(content.get("data")) or "training" not in content:
             return content
@@ -112,12 +112,12 @@ class Recipe(Section):
 
     @field_validator("data", mode="before")
     @classmethod
-    def _of_its_kind(cls, data: Any) -> Any:
+    def _of_its_kind(cls, data: object) -> Any:
         return section_of(data).model_validate(data) if isinstance(data, Mapping) else data
 
     @field_validator("method", mode="before")
     @classmethod
-    def _plain_name(cls, method: Any) -> Any:
+    def _plain_name(cls, method: object) -> Any:
         if isinstance(method, str):
             return {"name": method}
         if not isinstance(method, Mapping):
@@ -130,7 +130,7 @@ class Recipe(Section):
 
     @field_validator("aggregation", mode="before")
     @classmethod
-    def _plain_rule(cls, aggregation: Any) -> Any:
+    def _plain_rule(cls, aggregation: object) -> Any:
         return plain_name(aggregation, key="rule")
 
     @property
@@ -162,7 +162,7 @@ class Recipe(Section):
                 section[key] = self._by_name(section[key])
         return content
 
-    def _by_name(self, value: Any) -> Any:
+    def _by_name(self, value: object) -> Any:
         """A list with a value for each of the users named in the recipe as what each of them has."""
         names = self.data.names
         return dict(zip(names, value, strict=True)) if isinstance(value, list) and len(value) == len(names) else value
@@ -172,7 +172,7 @@ class Recipe(Section):
         """A short name of :attr:`computed`."""
         return hashlib.sha256(json.dumps(self.computed, sort_keys=True).encode()).hexdigest()[:16]
 
-    def with_changes(self, changes: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
+    def with_changes(self, changes: Mapping[str, object], *, where: str = "recipe") -> Recipe:
         """A copy with dotted keys replaced, as ``{"training.rounds": 3}``; ``where`` is what messages call them.
 
         A section is replaced before what is in it, whatever their order: ``{"method.models": 5, "method": "ifca"}``.
@@ -201,7 +201,7 @@ class Recipe(Section):
 _RATE_OF_NETS, _RATE_OF_EXPERTS = "training.learning_rate", "training.experts.learning_rate"
 
 
-def _trains_nets(data: Any) -> bool:
+def _trains_nets(data: object) -> bool:
     """Return whether users with such data train whole nets, without adapters."""
     section = type(data) if isinstance(data, DataSection) else _section(data)
     return section is not None and "adapters" in section.unread
@@ -222,7 +222,7 @@ def _rate_below_experts(training: Any) -> Any:
     return {**others, "experts": {**experts, "learning_rate": training["learning_rate"]}}
 
 
-def complete_older(content: Any) -> Any:
+def complete_older(content: object) -> Any:
     """Complete what a version of comingle wrote before a key existed: without the key it did as the key's other value.
 
     Whole recipes are written with all of their keys, so a missing one shows their age. A recipe that a user wrote is
@@ -236,14 +236,14 @@ def complete_older(content: Any) -> Any:
     return {**content, "data": {"add_bos_token": False, **data}}
 
 
-def _section(data: Any) -> type[DataSection] | None:
+def _section(data: object) -> type[DataSection] | None:
     try:
         return section_of(data) if isinstance(data, Mapping) else None
     except ValueError:  # which is what is wrong with the recipe
         return None
 
 
-def parse_recipe(content: Any, *, where: str = "recipe") -> Recipe:
+def parse_recipe(content: object, *, where: str = "recipe") -> Recipe:
     """Check a recipe.
 
     Raises:

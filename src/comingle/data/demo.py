@@ -160,7 +160,7 @@ def _public(owner: ModuleType | type) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _docstring(name: str, value: Any) -> Iterator[tuple[str, str]]:
+def _docstring(name: str, value: object) -> Iterator[tuple[str, str]]:
     text = _ADDED_BY_SCIPY.sub("", inspect.getdoc(value) or "")
     if len(text) >= _DOCSTRING_CHARACTERS:
         yield name, text

@@ -51,7 +51,11 @@ def looks_like_path(source: str) -> bool:
     return source.startswith((".", "~", "/")) or source.count("/") > 1 or has_rows(Path(source))
 
 
-OPENERS: Mapping[str, Callable[[Path], Any]] = {"": lambda path: path.open("rb"), ".gz": gzip.open, ".xz": lzma.open}
+OPENERS: Mapping[str, Callable[[Path], io.BufferedIOBase]] = {
+    "": lambda path: path.open("rb"),
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+}
 """How a file's bytes are opened, by its suffix."""
 
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
@@ -110,7 +114,7 @@ class _BoundedExpansion(io.RawIOBase):
         limit: Bytes that are decompressed at most.
     """
 
-    def __init__(self, inner: Any, compressed_bytes: int, limit: int):
+    def __init__(self, inner: io.BufferedIOBase, compressed_bytes: int, limit: int):
         self._inner = inner
         self._left = max(ALWAYS_EXPANDED, MAX_EXPANSION * compressed_bytes)
         self._problem = f"expands to more than {MAX_EXPANSION} times its size; decompress it first if that is meant"
@@ -403,7 +407,7 @@ def join_paragraphs(paragraphs: Iterable[str]) -> list[str]:
     return ["\n\n".join(block) for block in blocks if block]
 
 
-def _read_head(file: Any, most: int | None) -> tuple[str, bool]:
+def _read_head(file: io.BufferedIOBase, most: int | None) -> tuple[str, bool]:
     """The text of the first ``most`` bytes, to the end of their last whole line, and whether there are more."""
     content: bytes = file.read() if most is None else _read_up_to(file, most + 1)
     if most is None or len(content) <= most:
@@ -412,7 +416,7 @@ def _read_head(file: Any, most: int | None) -> tuple[str, bool]:
     return text.rpartition("\n")[0] or text, True
 
 
-def _read_up_to(file: Any, most: int) -> bytes:
+def _read_up_to(file: io.BufferedIOBase, most: int) -> bytes:
     """So many bytes, piece by piece: asked for all at once, memory for all of them is taken whatever is there."""
     pieces, left = [file.read(min(most, _PIECE))], most
     while pieces[-1] and (left := left - len(pieces[-1])) > 0:

@@ -25,7 +25,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -124,7 +124,7 @@ _AT_ONCE = 1 << 20
 """So many bytes of a file are read at once."""
 
 
-def write_population(folder: Path, users: Iterable[Any]) -> int:
+def write_population(folder: Path, users: Iterable[object]) -> int:
     """Write users as they come, one at a time; returns how many there were.
 
     Raises:
@@ -177,7 +177,7 @@ class PopulationWriter:
             before = self._counts.get(key, 0)
             self._counts[key] = max(before, value) if key.startswith("most_") else before + value
 
-    def finish(self, more: Mapping[str, Any] | None = None) -> int:
+    def finish(self, more: Mapping[str, object] | None = None) -> int:
         """The rest, with what ``about.json`` says besides; returns how many users there are.
 
         Whatever else is to be in the folder is in it by now.
@@ -202,7 +202,7 @@ def _sum(path: Path) -> int:
     return found
 
 
-def _packed(form: UserForm, user: Any) -> bytes:
+def _packed(form: UserForm, user: object) -> bytes:
     """A line of JSON with the name, dtype and shape of each array, then the arrays."""
     parts = {key: t.detach().cpu().contiguous() for key, t in form.parts(user).items()}
     told = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in parts.items()]
@@ -312,7 +312,7 @@ class _Heard(logging.Handler):
         return [*self.lines, *([f"{more} more such lines were said when the users were read"] if more > 0 else [])]
 
 
-def write_users(reader: StreamingReader[Any], folder: Path) -> None:
+def write_users(reader: StreamingReader[Any, Any], folder: Path) -> None:
     """Read all users and write those who have enough data.
 
     Raises:
@@ -338,7 +338,7 @@ def write_users(reader: StreamingReader[Any], folder: Path) -> None:
         writer.finish({"told": lines, "heard": heard.repeated, "skipped": reader.left_out.count, **about})
 
 
-def read_cached(reader: StreamingReader[Any]) -> tuple[LazyPopulation, dict[str, Any], Mapping[str, str]]:
+def read_cached(reader: StreamingReader[Any, Any]) -> tuple[LazyPopulation, dict[str, Any], Mapping[str, str]]:
     """Return the users of a reader, what is known of all of them, and who was left out.
 
     They are read unless the cache has them. Warnings of reading them are logged, also where that was before.
@@ -388,7 +388,7 @@ _FORM = 3
 _DAYS_UNUSED = 30
 
 
-def cached_population(reader: StreamingReader[Any]) -> tuple[Path, bool]:
+def cached_population(reader: StreamingReader[Any, Any]) -> tuple[Path, bool]:
     """Return the folder of a reader's population, and whether it was there; write it unless it was.
 
     Of several processes on one machine one writes.
@@ -420,7 +420,7 @@ def cached_population(reader: StreamingReader[Any]) -> tuple[Path, bool]:
     return target, there
 
 
-def _digest(states: Iterator[list[Any] | None]) -> str | None:
+def _digest(states: Iterator[Sequence[object] | None]) -> str | None:
     """Return a digest of the states of all sources; None where one is no file."""
     digest = hashlib.sha256()
     for state in states:

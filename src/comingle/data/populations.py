@@ -219,7 +219,7 @@ class LazyPopulation(Sequence[Any]):
     def __init__(
         self,
         names: Sequence[str],
-        make: Callable[[int], Any],
+        make: Callable[[int], object],
         *,
         digest: str,
         largest: int = 0,
@@ -255,12 +255,12 @@ class LazyPopulation(Sequence[Any]):
         return map(self.make, range(len(self)))
 
 
-def listed(users: Sequence[Any]) -> Sequence[Any]:
+def listed(users: Sequence[object]) -> Sequence[Any]:
     """Return a list of the users, but a lazy population as it is."""
     return users if isinstance(users, LazyPopulation) else list(users)
 
 
-def part_of(users: Sequence[Any], numbers: Sequence[int] | None) -> Sequence[Any]:
+def part_of(users: Sequence[object], numbers: Sequence[int] | None) -> Sequence[Any]:
     """Return the users of these numbers (None: all), without reading them where the population is lazy."""
     if numbers is None:
         return users

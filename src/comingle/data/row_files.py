@@ -188,7 +188,7 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, more
     return Table(where=str(path), split=split, read=read, columns=columns)
 
 
-def name_in(value: Any, column: str) -> str:
+def name_in(value: object, column: str) -> str:
     """Return a cell of a user or split column as a name, with numbers spelled as in the file.
 
     Raises:
@@ -210,7 +210,7 @@ def describe(error: BaseException) -> str:
     return " ".join(str(cause).split())[:_LISTED_CHARACTERS] or type(cause).__name__
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     return f"{value!r:.60}" if isinstance(value, bool | float) else f"a value of type {type(value).__name__}"
 
 
@@ -278,7 +278,7 @@ def _object(line: str) -> Row:
     return _checked(row)
 
 
-def _checked(row: Any) -> Row:
+def _checked(row: object) -> Row:
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {_JSON_TYPES.get(type(row), 'number')}; allowed: an object with columns and values")
     return row
@@ -457,5 +457,5 @@ def _class_labels(schema: Any) -> dict[str, list[str]]:
     return {name: one["names"] for name, one in features.items() if isinstance(one, dict) and "names" in one}
 
 
-def _labelled(value: Any, labels: Sequence[str] | None) -> Any:
+def _labelled(value: object, labels: Sequence[str] | None) -> object:
     return labels[value] if labels and isinstance(value, int) and 0 <= value < len(labels) else value

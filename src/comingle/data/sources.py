@@ -126,7 +126,7 @@ def iterate_documents(
     split: str | None = None,
     users: Sequence[str] | int | None = None,
     name: str | None = None,
-    data_files: str | Sequence[str] | Mapping[str, Any] | None = None,
+    data_files: str | Sequence[str] | Mapping[str, object] | None = None,
     max_documents: int | None = None,
     bad: BadRows | None = None,
 ) -> Iterator[tuple[str, str, str]]:

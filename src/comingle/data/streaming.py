@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +24,19 @@ if TYPE_CHECKING:  # which imports torch, as reading documents does not
     from comingle.models.base import Base
 
 Read = TypeVar("Read")
+
+
+@runtime_checkable
+class Named(Protocol):
+    """What has the name of a user."""
+
+    @property
+    def name(self) -> str:
+        """The user's name."""
+        ...
+
+
+User = TypeVar("User", bound=Named)
 LISTED = 10
 """Number of users that a message names."""
 
@@ -42,7 +55,7 @@ class FirstUsers:
     first: dict[str, Any] = field(default_factory=dict)
     count: int = 0
 
-    def add(self, name: str, what: Any) -> None:
+    def add(self, name: str, what: object) -> None:
         """Count a user; keep what is to be said of one of the first."""
         self.count += 1
         if len(self.first) <= LISTED:
@@ -54,9 +67,9 @@ class FirstUsers:
         return list_small({name: describe_shortage(what) for name, what in self.first.items()}, self.count)
 
 
-def describe_shortage(shortage: Any) -> str:
+def describe_shortage(shortage: object) -> str:
     """Return what a user has too little of; some kinds of data attach advice to it."""
-    return getattr(shortage, "what", shortage)
+    return str(getattr(shortage, "what", shortage))
 
 
 # -------------------------------------------------------------------- rows and documents
@@ -289,107 +302,28 @@ def read_each(
     raise DataError(f"{empty.count} of {users} users have no {data}: {empty.listed}")
 
 
-class StreamingReader(ABC, Generic[Read]):
-    """Reads the users of a recipe one after another; ``Read`` is what a user has before it is encoded."""
+class SmallUsers(Generic[User]):
+    """Counts users and leaves out those who have too little data.
+
+    Args:
+        skips: whether users with too little data are left out.
+    """
 
     too_little: str = ""
     """What users who are left out have, in words."""
-    data: DataSection
-    seed: int
-    """Seed of the splits."""
-    base: Base | None = None
-    """The base whose tokens users' data is encoded in, where there is one; may be loaded when it is asked for."""
 
-    def __init__(self, data: DataSection, seed: int, *, skips: bool = False):
-        self.data, self.seed = data, seed
+    def __init__(self, *, skips: bool):
         self.skips = skips
-        """Whether users with too little data are left out."""
         self.users, self.left_out = 0, FirstUsers()
         self.on_skip: Callable[[str, str], object] = lambda name, what: None
         """Called with each user who is left out, and what it has too little of."""
         self._left_out_line = ""
 
-    @abstractmethod
-    def sources(self) -> list[str]:
-        """Return the files and folders that are read, or names of other sources."""
-
-    def key(self) -> list[Any]:
-        """Return what determines how users are encoded, besides their data, the recipe's section and the seed."""
-        return []
-
-    @abstractmethod
-    def read(self, rows: Rows) -> Generator[Read, None, None]:
-        """Yield what each user has; ``rows`` groups the rows of all users.
-
-        Raises:
-            DataError: a source cannot be read, or users without data are refused.
-        """
-
-    @abstractmethod
-    def encode(self, read: Read) -> Any:
-        """Return the user as a run has it."""
-
-    def shortage(self, user: Any) -> Any:
+    def shortage(self, user: User) -> object:
         """Return what a user has too little of (see :func:`describe_shortage`), or None."""
         return None
 
-    def refuse(self, small: FirstUsers) -> DataError:
-        """Return the error for users who have too little data and are not left out."""
-        raise AssertionError(small.listed)
-
-    def check(self, user: Any) -> None:
-        """Check a user who is not left out.
-
-        Raises:
-            DataError: the user cannot be trained.
-        """
-
-    def inspect(self, read: Read, user: Any) -> None:
-        """Check a user who is not kept in memory, as a run in memory does later, and note what it warns of.
-
-        Raises:
-            DataError: the user cannot be trained.
-        """
-
-    def settle(self) -> None:
-        """Refuse or report what could not be encoded; called when all users have been encoded.
-
-        Raises:
-            DataError: it is refused.
-        """
-
-    def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return what is known of all users together, and the warnings of a run with them.
-
-        Raises:
-            DataError: the users do not fit each other.
-        """
-        return {}, self.left_out_lines
-
-    def common(self, users: Sequence[Any], about: Mapping[str, Any]) -> Any:
-        """Return what users have in common besides the base; ``about`` is what :meth:`summary` returned."""
-        return None
-
-    def text(self, read: Read) -> UserText | None:
-        """Return the documents of a user, where it has some."""
-        return None
-
-    def stream(self, read: Iterable[Read]) -> Iterator[tuple[Read, Any]]:
-        """Encode users and yield those who are not left out.
-
-        Raises:
-            DataError: a user cannot be used, or all would be left out.
-        """
-        for found in read:
-            user = self.encode(found)
-            if self.has_enough(user):
-                self.check(user)
-                yield found, user
-            del found, user  # before the next user is read
-        self.settle()
-        self.require_some()
-
-    def has_enough(self, user: Any) -> bool:
+    def has_enough(self, user: User) -> bool:
         """Count a user; return whether it is not left out."""
         self.users += 1
         if not self.skips or (shortage := self.shortage(user)) is None:
@@ -415,3 +349,96 @@ class StreamingReader(ABC, Generic[Read]):
     def left_out_lines(self) -> list[str]:
         """The warning about users who were left out, if there are some."""
         return [self._left_out_line] if self._left_out_line else []
+
+
+class StreamingReader(SmallUsers[User], ABC, Generic[Read, User]):
+    """Reads the users of a recipe one after another.
+
+    ``Read`` is what a user has before it is encoded, ``User`` the user as a run has it.
+    """
+
+    data: DataSection
+    seed: int
+    """Seed of the splits."""
+    base: Base | None = None
+    """The base whose tokens users' data is encoded in, where there is one; may be loaded when it is asked for."""
+
+    def __init__(self, data: DataSection, seed: int, *, skips: bool = False):
+        super().__init__(skips=skips)
+        self.data, self.seed = data, seed
+
+    @abstractmethod
+    def sources(self) -> list[str]:
+        """Return the files and folders that are read, or names of other sources."""
+
+    def key(self) -> list[object]:
+        """Return what determines how users are encoded, besides their data, the recipe's section and the seed."""
+        return []
+
+    @abstractmethod
+    def read(self, rows: Rows) -> Generator[Read, None, None]:
+        """Yield what each user has; ``rows`` groups the rows of all users.
+
+        Raises:
+            DataError: a source cannot be read, or users without data are refused.
+        """
+
+    @abstractmethod
+    def encode(self, read: Read) -> User:
+        """Return the user as a run has it."""
+
+    def refuse(self, small: FirstUsers) -> DataError:
+        """Return the error for users who have too little data and are not left out."""
+        raise AssertionError(small.listed)
+
+    def check(self, user: User) -> None:
+        """Check a user who is not left out.
+
+        Raises:
+            DataError: the user cannot be trained.
+        """
+
+    def inspect(self, read: Read, user: User) -> None:
+        """Check a user who is not kept in memory, as a run in memory does later, and note what it warns of.
+
+        Raises:
+            DataError: the user cannot be trained.
+        """
+
+    def settle(self) -> None:
+        """Refuse or report what could not be encoded; called when all users have been encoded.
+
+        Raises:
+            DataError: it is refused.
+        """
+
+    def summary(self) -> tuple[dict[str, Any], list[str]]:
+        """Return what is known of all users together, and the warnings of a run with them.
+
+        Raises:
+            DataError: the users do not fit each other.
+        """
+        return {}, self.left_out_lines
+
+    def common(self, users: Sequence[User], about: Mapping[str, Any]) -> object:
+        """Return what users have in common besides the base; ``about`` is what :meth:`summary` returned."""
+        return None
+
+    def text(self, read: Read) -> UserText | None:
+        """Return the documents of a user, where it has some."""
+        return None
+
+    def stream(self, read: Iterable[Read]) -> Iterator[tuple[Read, User]]:
+        """Encode users and yield those who are not left out.
+
+        Raises:
+            DataError: a user cannot be used, or all would be left out.
+        """
+        for found in read:
+            user = self.encode(found)
+            if self.has_enough(user):
+                self.check(user)
+                yield found, user
+            del found, user  # before the next user is read
+        self.settle()
+        self.require_some()

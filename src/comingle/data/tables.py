@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import yaml
 
@@ -35,6 +36,8 @@ from comingle.utils.names import HUB_PREFIX, parse_hub_name
 from comingle.utils.records import expand_home
 
 _BATCH_ROWS = 1000
+
+T = TypeVar("T")
 
 Rows = Any
 """A ``datasets.Dataset`` or ``IterableDataset``, classes that cannot be named here: their package is optional."""
@@ -80,7 +83,7 @@ def _require(missing: Sequence[str], names: Sequence[str], where: str) -> None:
         raise DataError(f"{where}: no column {column!r}; found: {list_names(names)}.{did_you_mean(column, names)}")
 
 
-def _document(value: Any, column: str) -> str:
+def _document(value: object, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"column {column!r} holds {type(value).__name__}, a document must be text")
     if not is_unicode(value):
@@ -99,7 +102,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def field_of(row: Row, column: str) -> Any:
+def field_of(row: Row, column: str) -> object:
     """Return the value of a column, or for ``meta.set`` of the field ``set`` in a column ``meta``; None without one."""
     if column in row:
         return row[column]
@@ -133,9 +136,9 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
     return Table(where=where, split=split, read=read, columns=tuple(there) if there else None)
 
 
-def _name_labels(values: Sequence[Any], names: Sequence[str] | None) -> Sequence[Any]:
+def _name_labels(values: Sequence[object], names: Sequence[str] | None) -> Sequence[object]:
     """Class labels are stored as numbers; their names name the users."""
-    return values if names is None else [None if value is None else names[value] for value in values]
+    return values if names is None else [names[value] if isinstance(value, int) else None for value in values]
 
 
 def iterate_batches(rows: Rows, where: str) -> Iterator[dict[str, Any]]:
@@ -148,7 +151,7 @@ def iterate_batches(rows: Rows, where: str) -> Iterator[dict[str, Any]]:
         raise DataError(f"{where}: reading stopped: {describe(error)}") from error
 
 
-def choose_users(groups: dict[str, Any], users: Sequence[str] | int | None, where: str) -> dict[str, Any]:
+def choose_users(groups: Mapping[str, T], users: Sequence[str] | int | None, where: str) -> Mapping[str, T]:
     """Those of all who are wanted: by name, or the first so many.
 
     Raises:
@@ -171,7 +174,11 @@ logger = logging.getLogger("comingle")
 
 
 def read_tables(
-    source: str | Path | Sequence[str | Path], *, name: str | None = None, data_files: Any = None, stream: bool = False
+    source: str | Path | Sequence[str | Path],
+    *,
+    name: str | None = None,
+    data_files: object = None,
+    stream: bool = False,
 ) -> Iterator[Table]:
     """Open the tables of a source, one after another; each can be read until the next is asked for.
 
@@ -188,7 +195,7 @@ def read_tables(
         yield from _tables(str(one), name, data_files, stream)
 
 
-def _tables(source: str, name: str | None, data_files: Any, stream: bool) -> Iterator[Table]:
+def _tables(source: str, name: str | None, data_files: object, stream: bool) -> Iterator[Table]:
     path = expand_home(source)
     if not source.startswith(HUB_PREFIX) and os.path.exists(path):
         check_regular(path)
@@ -227,7 +234,7 @@ def _has_configurations(folder: Path) -> bool:
 
 @contextmanager
 def open_splits(
-    source: str, *, name: str | None = None, data_files: Any = None, stream: bool = False, decoded: bool = False
+    source: str, *, name: str | None = None, data_files: object = None, stream: bool = False, decoded: bool = False
 ) -> Iterator[list[tuple[str, Rows | Table]]]:
     """Load the splits of a source with ``datasets``, while the context lasts; local files of rows become tables.
 
@@ -244,7 +251,7 @@ def open_splits(
 
 
 def _load(
-    datasets: Any, source: str, name: str | None, data_files: Any, cache: str, stream: bool, decoded: bool
+    datasets: ModuleType, source: str, name: str | None, data_files: object, cache: str, stream: bool, decoded: bool
 ) -> list[tuple[str, Rows | Table]]:
     hub = parse_hub_name(source) if source.startswith(HUB_PREFIX) else None
     try:
@@ -265,7 +272,9 @@ def _load(
     return [(str(split), rows) for split, rows in splits.items()]
 
 
-def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cache: str, decoded: bool) -> Any:
+def _load_any(
+    datasets: ModuleType, source: str, name: str | None, data_files: object, cache: str, decoded: bool
+) -> object:
     """A data set of ``datasets``, or a list of tables."""
     path = expand_home(source)
     local = (on_disk := os.path.exists(path)) or (source in _LOCAL_BUILDERS and data_files is not None)
@@ -300,7 +309,7 @@ def _own_tables(builder: Any) -> list[tuple[str, Table]] | None:
     return [(split, open_table(file, split=split, sep=sep)) for split, file in files]
 
 
-def _import_datasets() -> Any:
+def _import_datasets() -> ModuleType:
     try:
         import datasets
     except ImportError as error:
@@ -311,7 +320,7 @@ def _import_datasets() -> Any:
 
 
 @contextmanager
-def _quietly(datasets: Any) -> Iterator[None]:
+def _quietly(datasets: ModuleType) -> Iterator[None]:
     """No progress bars and no log lines from ``datasets``, whose errors become ours."""
     bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()

@@ -37,6 +37,7 @@ Windows = Int[Tensor, "users batch window"]
 """Tokens, one more in each window than are predicted."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class AdapterRouting(TokenRouting):
     """Token-level routers in the adapters of a base."""
 
@@ -83,9 +84,7 @@ class AdaptedModel(AdapterRouting, Model):
     dtype: torch.dtype
     base: Base
     network: PreTrainedModel
-    backbone: nn.Module
     head: Head
-    adapters: Adapters
 
     @property
     def base_parameters(self) -> int:
@@ -121,7 +120,7 @@ class AdaptedModel(AdapterRouting, Model):
         batch: Windows,
         *,
         train: bool = False,
-        shares: Any = None,
+        shares: Tensor | None = None,
         powers: Float[Tensor, " users"] | None = None,
     ) -> tuple[Float[Tensor, "users batch context"], Float[Tensor, " users"] | float]:
         """Next-token loss in nats at every position, and each user's load-balancing penalty.
@@ -256,7 +255,7 @@ def _computed_twice(layer: nn.Module) -> Callable[..., Any]:
             return forward(*args, **kwargs)
         bound = [(module, dict(vars(module))) for module in layer.modules()]
 
-        def as_bound(*args: Any, **kwargs: Any) -> Any:
+        def as_bound(*args: object, **kwargs: object) -> Any:
             for module, was in bound:
                 vars(module).update(was)
             return forward(*args, **kwargs)

@@ -472,7 +472,7 @@ class ChatTemplate:
             spelt.append(found[0])
             return f"{_OPEN}{len(spelt) - 1}{_CLOSE}"
 
-        def hidden(value: Any) -> Any:
+        def hidden(value: object) -> Any:
             if isinstance(value, str):
                 return self._borders.sub(hide, value)
             if isinstance(value, Mapping):
@@ -571,7 +571,7 @@ def _writes(message: Message, flat: str) -> bool:
     )
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """All texts within a JSON value."""
     if isinstance(value, str):
         yield value

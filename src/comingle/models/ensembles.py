@@ -49,7 +49,7 @@ class FoldedCache(Cache):
         self.cache, self.users, self.models = cache, users, models
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Add to the cache, and return all that is in it."""
         folded = self._fold(key_states), self._fold(value_states)
@@ -133,7 +133,7 @@ class EnsembleModel(Model):
         return {name: t[:, number].contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
 
     def losses(
-        self, tensors: Tree, users: Sequence[int], batch: Windows, *, train: bool = False, shares: Any = None
+        self, tensors: Tree, users: Sequence[int], batch: Windows, *, train: bool = False, shares: Tensor | None = None
     ) -> tuple[Float[Tensor, "users batch context"], float]:
         """What the mixture loses, without powers; a component's gradient is that of its loss, as if it were alone."""
         losses = self.component_losses(tensors, users, batch, train=train)

@@ -54,7 +54,7 @@ def _whole(least: int, below: float = math.inf) -> _Rule:
     return lambda v: isinstance(v, int) and is_number(v) and least <= v < below, f"a whole number from {least}{upto}"
 
 
-def _texts(value: Any) -> bool:
+def _texts(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
 
 
@@ -126,7 +126,7 @@ def _of_config(config: object | None) -> dict[str, Any]:
     return values_told
 
 
-def _refuse_unsupported(key: str, value: Any) -> None:
+def _refuse_unsupported(key: str, value: object) -> None:
     if value in _HARMLESS.get(key, ()):
         return
     allowed = sorted(["do_sample", *_RULES])
@@ -134,19 +134,19 @@ def _refuse_unsupported(key: str, value: Any) -> None:
     raise RecipeError(f"{key}: not supported in generate (got {value!r:.40}); allowed are {', '.join(allowed)}.{hint}")
 
 
-def as_tuple(value: Any) -> Any:
+def as_tuple(value: object) -> tuple[Any, ...]:
     """One thing, or a list of them, as a tuple."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _check(key: str, value: Any) -> None:
+def _check(key: str, value: object) -> None:
     rule, allowed = _RULES.get(key, (lambda v: isinstance(v, bool), "True or False"))
     if not rule(value):
         got = value[0] if isinstance(value, tuple) and len(value) == 1 else value
         raise RecipeError(f"{key}: got {got!r:.60}, allowed is {allowed}")
 
 
-def _require_agreement(do_sample: bool | None, values: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
+def _require_agreement(do_sample: object, values: Mapping[str, object], typed: Mapping[str, object]) -> None:
     temperature = values.get("temperature")
     if do_sample and temperature == 0:
         raise RecipeError("temperature: got 0 with do_sample=True; sampling needs a temperature above 0")
@@ -455,7 +455,7 @@ class _Watch:
     after: Sequence[list[int]]
     ends: dict[int, int | None] = field(default_factory=dict)
 
-    def __call__(self, tokens: Int[Tensor, "n total"], scores: Any, **_: Any) -> Bool[Tensor, " n"]:
+    def __call__(self, tokens: Int[Tensor, "n total"], scores: object, **_: object) -> Bool[Tensor, " n"]:
         for i, row in enumerate(tokens[:, self.width :].tolist()):
             if self.ends.get(i) is None:
                 self.ends[i] = tokens.shape[1] if self._over(row, self.after[i]) else None

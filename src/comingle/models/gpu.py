@@ -232,7 +232,7 @@ class RecordedModel(AdaptedModel):
 class Recording:
     """A function of tensors, and its gradients at those that require one, in memory that stays."""
 
-    def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], given: Sequence[Tensor], pool: Any):
+    def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], given: Sequence[Tensor], pool: object):
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
         self.leaves = [t for t in self.inputs if t.requires_grad]
         self.run = run

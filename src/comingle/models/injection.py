@@ -108,7 +108,7 @@ class RoutedMLP(nn.Module):
         weights = [t for pair in bases for t in pair]
         return cast(Tensor, _Mixture.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
 
-    def _mix_natively(self, part: Any, x: Tokens) -> Tokens:
+    def _mix_natively(self, part: object, x: Tokens) -> Tokens:
         """:meth:`_mix_outputs` with :class:`_NativeMixture`; the router's logits are part of the first thin product."""
         names = [*self.first, "down"]
         a, b = zip(*((f.to(x.dtype).contiguous() for f in self.factors[name]) for name in names), strict=True)

@@ -431,7 +431,7 @@ def given_base(
     return replace(base, ends=ends)
 
 
-def _check(model: Any) -> None:
+def _check(model: object) -> None:
     """Whether it is a model whose layers can be adapted, as far as can be seen from outside."""
     from transformers import PreTrainedModel as Pretrained
 

@@ -21,7 +21,7 @@ from comingle.utils.trees import Layout, Tree
 _known: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
-def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[str, Any] | None = None) -> Any:
+def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[str, object] | None = None) -> Any:
     """``net(*inputs, **options)`` with ``tensors`` by the names that ``named_parameters`` and ``named_buffers`` have.
 
     What is tied has its tensor everywhere. torch ties by names, of which a module that is used twice has several: it
@@ -102,7 +102,9 @@ class TokenRouting:
         """What a user's experts are called; only where tokens are routed."""
         raise NotImplementedError(f"{self.name}: no experts")
 
-    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Any, *, whole: bool = False) -> Tree:
+    def router_inputs(
+        self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, whole: bool = False
+    ) -> Tree:
         """What each token-level router reads at the end of every window's prompt, ``(users, batch, width)``, while
         experts are averaged; by the names of the routers' tensors, and zeros for a window that is none. With ``whole``
         the mean over all of the window."""
@@ -186,7 +188,7 @@ class Model(TokenRouting, ClientMixing, ABC):
 
     @abstractmethod
     def losses(
-        self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False, shares: Any = None
+        self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False, shares: Tensor | None = None
     ) -> tuple[Float[Tensor, "users batch ..."], Float[Tensor, " users"] | float]:
         """Loss of every token or sample of a batch, and each user's penalty; ``shares`` are samples' own mixtures."""
 

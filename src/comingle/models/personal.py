@@ -295,7 +295,7 @@ class Personal:
         """Outputs for inputs; of a net."""
         raise self._has_no("predict")
 
-    def evaluate(self, samples: Any) -> SampleScore:
+    def evaluate(self, samples: object) -> SampleScore:
         """Mean loss and accuracy; of a net."""
         raise self._has_no("evaluate")
 
@@ -558,5 +558,5 @@ class PersonalModel(Personal):
         return Routing(tokens=tuple(pieces(self._tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)
 
 
-def _is_chat(prompt: Any) -> bool:
+def _is_chat(prompt: object) -> bool:
     return isinstance(prompt, list | tuple) and any(isinstance(one, Mapping) for one in prompt)

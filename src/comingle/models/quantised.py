@@ -103,16 +103,20 @@ def giving_back() -> Iterator[None]:
         yield
 
 
-def _put_away(t: Tensor) -> Any:
+_Place = tuple["QuantisedLinear", torch.Size, tuple[int, ...], int | torch.SymInt]
+"""A packed linear, and shape, strides and offset of a view of its weight."""
+
+
+def _put_away(t: Tensor) -> Tensor | _Place:
     source = _sources.get(t.untyped_storage()._cdata)
     return t if source is None else (source[1], t.shape, t.stride(), t.storage_offset())
 
 
-def _bring_back(kept: Any) -> Tensor:
+def _bring_back(kept: Tensor | _Place) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    linear, *place = kept
-    return linear.weight.as_strided(*place)
+    linear, shape, strides, offset = kept
+    return linear.weight.as_strided(shape, strides, offset)
 
 
 def _functional() -> Any:

@@ -63,7 +63,7 @@ class _SideBySide(torch.autograd.Function):
         return norm(*args)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: object, output: object) -> None:
         """Nothing is kept."""
 
     @staticmethod

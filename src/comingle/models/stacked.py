@@ -385,7 +385,7 @@ class StackedModel(Model):
     def _folds(self) -> bool:
         return folds(self.net)
 
-    def _call(self, user_tensors: Tree, inputs: Tensor, **options: Any) -> Tensor:
+    def _call(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:
         return call_with(self.net, user_tensors, inputs, options=options)
 
     # ---------------------------------------------------------------- adaptors
@@ -520,7 +520,7 @@ class MixedLanguageModel(StackedModel):
         tensors, inputs, *rest = stacked
         return super()._run(False, call, tensors, self.embedding(inputs), *rest)
 
-    def _call(self, user_tensors: Tree, inputs: Tensor, **options: Any) -> Tensor:
+    def _call(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:
         options |= {"inputs_embeds": inputs, "use_cache": False}
         return call_with(self.net, user_tensors, options=options).last_hidden_state
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 from jaxtyping import Float
@@ -180,6 +180,16 @@ class Verdict:
     worst: float | None = None
 
 
+class AgainstRecord(TypedDict):
+    """:class:`Against` as plain data; each of ``methods`` has the fields of a :class:`Verdict`."""
+
+    baseline: str
+    measure: str
+    users: int
+    unit: str
+    methods: list[dict[str, Any]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Against:
     """All methods of a comparison against ``baseline``, as :func:`spoken`."""
@@ -194,18 +204,24 @@ class Against:
         """How many methods there is an interval for: over so many Holm's procedure goes."""
         return sum(one.change is not None for one in self.verdicts)
 
-    def as_dict(self) -> dict[str, Any]:
-        """As plain data, for :meth:`read`."""
+    def as_dict(self) -> AgainstRecord:
+        """Return plain data, for :meth:`read`."""
         unit = {"perplexity": "per cent", "loss": "powers of ten"}.get(self.measure, "points of 0.01")
         methods = [{**asdict(one), "seeds": list(one.seeds)} for one in self.verdicts]
-        about = {"baseline": self.baseline, "measure": self.measure, "users": self.users, "unit": unit}
-        return {**about, "methods": methods}
+        return {
+            "baseline": self.baseline,
+            "measure": self.measure,
+            "users": self.users,
+            "unit": unit,
+            "methods": methods,
+        }
 
     @classmethod
-    def read(cls, content: Mapping[str, Any]) -> Against:
+    def read(cls, content: AgainstRecord) -> Against:
         """What :meth:`as_dict` has made, out of a file."""
         verdicts = tuple(Verdict(**{**one, "seeds": tuple(one["seeds"])}) for one in content["methods"])
-        return cls(**{key: content[key] for key in ("baseline", "measure", "users")}, verdicts=verdicts)
+        baseline, measure, users = content["baseline"], content["measure"], content["users"]
+        return cls(baseline=baseline, measure=measure, users=users, verdicts=verdicts)
 
 
 def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
@@ -398,6 +414,40 @@ def render(against: Against) -> Iterator[Table | Text]:
     yield words(" ".join(notes(against)), "dim")
 
 
+CellSpread = dict[str, float | None]
+"""``mean`` and ``std`` over seeds, each None where it is not finite."""
+
+
+class _MethodRow(TypedDict):
+    method: str
+    seeds: list[int]
+    rounds: list[int]
+    users: dict[str, CellSpread]
+    results: dict[str, list[float | None]]
+    upload_bytes_per_user_round: float
+    trainable_parameters: int
+    wall_seconds: float
+
+
+class MethodRow(_MethodRow, total=False):
+    """A method in a table of methods. Its means have further keys, which hold the measure and the unit of its data."""
+
+    planned_rounds: int
+    sample: Mapping[str, Any]
+    privacy: Mapping[str, Any]
+    warnings: list[str]
+
+
+class _ComparisonTable(TypedDict):
+    methods: list[MethodRow]
+
+
+class ComparisonTable(_ComparisonTable, total=False):
+    """A comparison as ``table.json`` has it; ``against`` is absent from older tables."""
+
+    against: AgainstRecord | None
+
+
 def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:
     """Mean and standard deviation (0 for a single value); None where a value is not finite."""
     known = [v for v in values if v is not None]
@@ -413,7 +463,7 @@ def folder_name(label: str) -> str:
 
 def compare_runs(
     folders: Sequence[Path], baseline: str | None = None, labels: Mapping[Path, str] = MappingProxyType({})
-) -> dict[str, Any]:
+) -> ComparisonTable:
     """Mean and deviation over seeds, for each method in the order given, and each against a baseline.
 
     Args:
@@ -429,7 +479,7 @@ def compare_runs(
     return compare_metrics([(labels.get(folder, metrics["method"]), metrics) for folder, metrics in read], baseline)
 
 
-def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str | None = None) -> dict[str, Any]:
+def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str | None = None) -> ComparisonTable:
     """Return the table of :func:`compare_runs` for metrics in memory, each with its method's name.
 
     Raises:
@@ -463,7 +513,7 @@ def users_of(runs: Iterable[Mapping[str, Any]]) -> list[tuple[str, Collection[st
     return [(f"{run['method']}, seed {run['seed']}", run["users"]) for run in runs]
 
 
-def hold_against(table: dict[str, Any], baseline: str | None) -> dict[str, Any]:
+def hold_against(table: ComparisonTable, baseline: str | None) -> ComparisonTable:
     """A comparison with its methods held against a baseline, by default ``local`` or the first; with one seed, or one
     method, against none.
 
@@ -485,17 +535,18 @@ def hold_against(table: dict[str, Any], baseline: str | None) -> dict[str, Any]:
     return {**table, "against": None if found is None else found.as_dict()}
 
 
-def against_of(table: dict[str, Any]) -> Against | None:
+def against_of(table: ComparisonTable) -> Against | None:
     """What a table says of its baseline; older ones, and those of one seed, have none."""
-    return Against.read(table["against"]) if table.get("against") else None
+    found = table.get("against")
+    return Against.read(found) if found else None
 
 
-def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:
     measure, unit = measure_of(runs[0]), runs[0].get("unit", "tokens")
     mean, std = _spread([run[f"mean_test_{measure}"] for run in runs])
     results = {user: [run["users"][user][f"test_{measure}"] for run in runs] for user in runs[0]["users"]}
     users = {user: dict(zip(("mean", "std"), _spread(values), strict=True)) for user, values in results.items()}
-    return {
+    row = {
         "method": name,
         "seeds": [run["seed"] for run in runs],
         "rounds": [run["rounds"] for run in runs],
@@ -512,6 +563,7 @@ def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         **({"privacy": _most_revealing(runs)} if any(run.get("privacy") for run in runs) else {}),
         **({"warnings": warned} if (warned := _warnings(runs)) else {}),
     }
+    return cast(MethodRow, row)  # two of its keys depend on measure and unit
 
 
 def _most_revealing(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -524,13 +576,13 @@ def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"seed {run['seed']}: {warning}" for run in runs for warning in run.get("warnings", ())]
 
 
-def _geometric_row(runs: list[dict[str, Any]], measure: str) -> dict[str, Any]:
+def _geometric_row(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[str, CellSpread]:
     """Each seed's geometric mean over users, for perplexities: mean and deviation over seeds."""
     means = [mean for run in runs for mean in geometric(run["users"], measure).values()]
     return {GEOMETRIC: dict(zip(("mean", "std"), _spread(means), strict=True))} if means else {}
 
 
-def read_comparison(folder: Path) -> dict[str, Any]:
+def read_comparison(folder: Path) -> ComparisonTable:
     """The table of a comparison.
 
     Raises:

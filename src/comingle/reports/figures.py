@@ -195,7 +195,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
     )
 
 
-def bars_room(rows: Sequence[Any]) -> int:
+def bars_room(rows: Sequence[object]) -> int:
     """How many users have a bar, where there are so many entries."""
     return max(1, MAX_BARS // len(rows))
 
@@ -269,7 +269,7 @@ def _multiples(axis: Axis, low: float, high: float) -> None:
     axis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(_multiple))
 
 
-def _multiple(value: float, _: Any) -> str:
+def _multiple(value: float, _: object) -> str:
     ticks = sparse(value, "loss")
     return f"×{ticks}" if ticks else ""
 
@@ -444,7 +444,7 @@ def adjusted_rand_index(one: Sequence[Hashable], other: Sequence[Hashable]) -> f
     return 1.0 if most == chance else (together - chance) / (most - chance)
 
 
-def _pairs(sizes: Counter[Any]) -> int:
+def _pairs(sizes: Counter[object]) -> int:
     return sum(comb(size, 2) for size in sizes.values())
 
 

@@ -319,7 +319,7 @@ def user_records(runs: Sequence[Path]) -> list[dict[str, Any]]:
     ]
 
 
-def sheet_of(records: Sequence[Mapping[str, Any]]) -> list[list[object]]:
+def sheet_of(records: Sequence[Mapping[str, object]]) -> list[list[object]]:
     """A column for every key that a record has; what others lack is None."""
     head = list(dict.fromkeys(key for record in records for key in record))
     return [[*head], *([record.get(key) for key in head] for record in records)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -225,7 +225,7 @@ def read_run(folder: Path) -> RunRecord:
     )
 
 
-def _unit(users: dict[str, dict[str, Any]]) -> str:
+def _unit(users: Mapping[str, Mapping[str, object]]) -> str:
     """What the start of a run counts its users' data in."""
     counted = next(iter(users.values()), {})
     return "samples" if "train_samples" in counted else "tokens"
@@ -311,7 +311,7 @@ def _told(run: RunRecord, *, whole: bool) -> dict[str, Any]:
     return kept | {"privacy": (run.recipe.get("privacy") or {}).get("mechanism", "none")}
 
 
-def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(content: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in content.items():
         name = f"{prefix}{key}"
@@ -319,7 +319,7 @@ def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = "default" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 24 else f"{text[:10]}…{text[-10:]}"
 

@@ -18,7 +18,7 @@ from rich import table as rich_table
 from rich.text import Text
 
 from comingle.reports import comparisons
-from comingle.reports.comparisons import against_of, compare_runs
+from comingle.reports.comparisons import CellSpread, ComparisonTable, MethodRow, against_of, compare_runs
 from comingle.reports.formatting import (
     FEW,
     MOST_ROWS,
@@ -104,7 +104,7 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
     return table
 
 
-def _told(mean: float | None, record: dict[str, Any], measure: str) -> str:
+def _told(mean: float | None, record: Mapping[str, object], measure: str) -> str:
     """A mean over users, of whom there may be none who tells."""
     return number(mean, measure) if record["users"] else "not told"
 
@@ -162,7 +162,7 @@ def render_curve(events: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _geometric(users: dict[str, dict[str, Any]], measure: str) -> dict[str, float | None]:
+def _geometric(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
     """The geometric mean over users under the name that it has in tables; for perplexities alone."""
     return dict(zip(["geometric mean"], geometric(users, measure).values(), strict=False))
 
@@ -439,7 +439,7 @@ _COSTS = ("trainable", "upload / round", "seconds")
 
 def write_comparison(
     folder: Path, runs: Sequence[Path], baseline: str | None = None, labels: Mapping[Path, str] = MappingProxyType({})
-) -> dict[str, Any]:
+) -> ComparisonTable:
     """Write ``table.md`` and ``table.json`` to ``folder`` and return the table; as :func:`compare_runs`."""
     table = compare_runs(runs, baseline, labels)
     write_json(folder / "table.json", table)
@@ -447,7 +447,7 @@ def write_comparison(
     return table
 
 
-def score_columns(table: dict[str, Any]) -> list[tuple[str, list[dict[str, float | None]]]]:
+def score_columns(table: ComparisonTable) -> list[tuple[str, list[dict[str, float | None]]]]:
     """Return the heading of each column of results, and each method's ``mean`` and ``std`` over seeds."""
     rows, measure = table["methods"], measure_of(table["methods"][0])
     if names := users_with_column(rows[0]["users"]):
@@ -459,7 +459,7 @@ def score_columns(table: dict[str, Any]) -> list[tuple[str, list[dict[str, float
     return columns + [(name, [row[key] for row in rows]) for name, key in means if all(key in row for row in rows)]
 
 
-def cost_columns(table: dict[str, Any]) -> list[tuple[str, list[str]]]:
+def cost_columns(table: ComparisonTable) -> list[tuple[str, list[str]]]:
     """Return the heading and the cells of each column of costs; a dagger marks unequal numbers of parameters."""
     rows = table["methods"]
     counts = [row["trainable_parameters"] for row in rows]
@@ -469,7 +469,7 @@ def cost_columns(table: dict[str, Any]) -> list[tuple[str, list[str]]]:
     return list(zip(_COSTS, (trainable, sent, [seconds_text(row["wall_seconds"]) for row in rows]), strict=True))
 
 
-def _cells(table: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def _cells(table: ComparisonTable) -> tuple[list[str], list[list[str]]]:
     """Header and rows as text: method, users, mean, parameters, upload, time."""
     several = any(len(row["seeds"]) > 1 for row in table["methods"])
     measure = measure_of(table["methods"][0])
@@ -494,7 +494,7 @@ def _spread_users(users: dict[str, dict[str, float | None]], measure: str) -> li
     return [at_share(ordered, share) for share in _SPREAD.values()]
 
 
-def note_of(table: dict[str, Any]) -> str:
+def note_of(table: ComparisonTable) -> str:
     """Return notes on samples, missing seeds, budgets, privacy and warnings in one line; empty without any."""
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
     fewer = [row for row in table["methods"] if len(row["seeds"]) < len(seeds)]
@@ -508,7 +508,7 @@ def note_of(table: dict[str, Any]) -> str:
     return "; ".join(filter(None, [_sample_note(rows), *missing, budget, *_stopped(rows), *private, *warned]))
 
 
-def _stopped(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _stopped(rows: Sequence[MethodRow]) -> Iterator[str]:
     """Which methods' runs ended before the others', as their privacy budget was spent."""
     for row in rows:
         if planned := row.get("planned_rounds"):
@@ -516,7 +516,7 @@ def _stopped(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"{row['method']}: the privacy budget was spent after round {last} of {planned}"
 
 
-def _sample_note(rows: Sequence[dict[str, Any]]) -> str:
+def _sample_note(rows: Sequence[MethodRow]) -> str:
     """Of how many users means are, where not of all, and how far each method's may be from theirs."""
     told = [(row["method"], sample_told(row).split(", ", 1)) for row in rows if "sample" in row]
     if not told:
@@ -525,7 +525,7 @@ def _sample_note(rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join([told[0][1][0], *intervals])
 
 
-def title_of(table: dict[str, Any], spread: str = "mean (std)") -> str:
+def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
     """Return what a comparison's cells are: measure, direction, and seeds; ``spread`` names cells of several seeds."""
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
     over = f"{spread} over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
@@ -535,7 +535,7 @@ def title_of(table: dict[str, Any], spread: str = "mean (std)") -> str:
     return f"{what} ({rule(measure)}), {over}"
 
 
-def markdown(table: dict[str, Any]) -> str:
+def markdown(table: ComparisonTable) -> str:
     """A comparison as Markdown tables."""
     head, rows = _cells(table)
     lines = [f"Table: {title_of(table)}", "", markdown_line(head), "|" + "---|" * len(head)]
@@ -545,7 +545,7 @@ def markdown(table: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tables_of(table: dict[str, Any], *, everybody: bool = False) -> Iterator[Table | Text]:
+def tables_of(table: ComparisonTable, *, everybody: bool = False) -> Iterator[Table | Text]:
     """A comparison for the terminal, with its note, each method against the baseline, and if asked for a table of
     ``everybody`` who has no column."""
     yield from render_comparison(table)
@@ -565,7 +565,7 @@ def tables_of(table: dict[str, Any], *, everybody: bool = False) -> Iterator[Tab
     yield shown
 
 
-def render_comparison(table: dict[str, Any]) -> Iterator[Table]:
+def render_comparison(table: ComparisonTable) -> Iterator[Table]:
     """A comparison for the terminal; beside deviations there is no room for costs, which are then a second table."""
     head, rows = _cells(table)
     several = any(len(row["seeds"]) > 1 for row in table["methods"])
@@ -607,9 +607,6 @@ _SPECIAL = re.compile("|".join(map(re.escape, _CHARACTERS)))
 _HYPHENS = re.compile("-(?=-)")
 """Hyphens that would become a dash with the next one."""
 
-CellSpread = dict[str, float | None]
-"""``mean`` and ``std`` over seeds, each None where it is not finite."""
-
 
 def escape_latex(text: object) -> str:
     """Return a text that LaTeX typesets as it is, on one line.
@@ -620,7 +617,7 @@ def escape_latex(text: object) -> str:
     return _HYPHENS.sub("-{}", _SPECIAL.sub(lambda match: _CHARACTERS[match[0]], printable(text)))
 
 
-def latex(table: dict[str, Any], *, everybody: bool = False) -> str:
+def latex(table: ComparisonTable, *, everybody: bool = False) -> str:
     """Return a comparison as a ``table`` environment for the package booktabs.
 
     A row is a method, a column a user, a mean over users or a cost; with several seeds costs are a tabular of their own

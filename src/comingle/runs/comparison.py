@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from comingle.models.hardware import torch_defaults
 from comingle.reports.advice import Advice
-from comingle.reports.comparisons import baseline_of, compare_metrics, hold, require_same_users, users_of
+from comingle.reports.comparisons import (
+    ComparisonTable,
+    baseline_of,
+    compare_metrics,
+    hold,
+    require_same_users,
+    users_of,
+)
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import latex, tables_of, write_comparison
 from comingle.runs import METHODS, ROUNDS, SEEDS, shortened
@@ -48,7 +55,7 @@ class Comparison:
             return None
         return html_of(tables_of(self._table()))
 
-    def _table(self) -> dict[str, Any]:
+    def _table(self) -> ComparisonTable:
         named = [(method, metrics) for (method, _), metrics in self.metrics.items()]
         return compare_metrics(named, self.baseline)
 

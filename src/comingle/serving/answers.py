@@ -126,7 +126,7 @@ class Answer:
 
     # ------------------------------------------------------------ in chunks
 
-    def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, int] | None = None) -> str:
+    def chunk(self, choices: Sequence[Mapping[str, object]], usage: Mapping[str, int] | None = None) -> str:
         """One event."""
         body = {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
         return event(body if usage is None else {**body, "usage": usage})
@@ -172,7 +172,7 @@ class Answer:
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
 
-def event(body: Mapping[str, Any]) -> str:
+def event(body: Mapping[str, object]) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
@@ -251,7 +251,7 @@ class Chat:
             return self.prompts.of_texts(text)[0]
         return self.prompts.of_messages([*self.messages, {"role": "user", "content": text}])
 
-    def _answer(self, engine: Engine, name: str, prompt: list[int], show: Callable[[str], Any]) -> str:
+    def _answer(self, engine: Engine, name: str, prompt: list[int], show: Callable[[str], object]) -> str:
         said: list[str] = []
 
         def tell(piece: Piece) -> None:

@@ -198,7 +198,7 @@ class Service:
             raise Refused(400, str(error), code="no_routers") from None
         return JSONResponse({"experts": found.experts, "tokens": found.tokens, "gates": found.gates.tolist()})
 
-    def _told_wrong(self, call: Callable[[], Any], param: str = "prompt") -> Any:
+    def _told_wrong(self, call: Callable[[], object], param: str = "prompt") -> Any:
         try:
             return call()
         except ComingleError as error:
@@ -224,7 +224,7 @@ class Service:
         return new
 
     async def _answer(
-        self, http: Request, asked: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], ends: Any
+        self, http: Request, asked: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], ends: object
     ) -> Response:
         count = asked.n or 1
         if count * len(prompts) > self.limits.choices:

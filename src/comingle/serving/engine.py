@@ -324,7 +324,7 @@ class Engine:
         self.cache.advance()
         self._tell(0, logits)
 
-    def _pass(self, ids: Tensor, mask: Tensor, places: Tensor, cache: Any) -> Float[Tensor, "rows vocab"]:
+    def _pass(self, ids: Tensor, mask: Tensor, places: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
         options: dict[str, Any] = {"position_ids": places.to(self.device)} if self._places else {}
         out = self.network(
             input_ids=ids.to(self.device),

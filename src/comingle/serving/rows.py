@@ -48,7 +48,9 @@ class _Layer(DynamicLayer):
         self.cache = cache
         self.stores: list[Stores] = []
 
-    def update(self, key_states: States, value_states: States, *args: Any, **kwargs: Any) -> tuple[Window, Window]:
+    def update(
+        self, key_states: States, value_states: States, *args: object, **kwargs: object
+    ) -> tuple[Window, Window]:
         """Write a step behind the window, and return the window with it."""
         at, count = self.cache.stop, key_states.shape[-2]
         window = slice(self.cache.start, at + count)

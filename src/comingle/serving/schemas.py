@@ -28,12 +28,12 @@ _LONGEST_STOP = 1000
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
-def _only(*allowed: Any) -> BeforeValidator:
+def _only(*allowed: object) -> BeforeValidator:
     """Accept the ``allowed`` values of a key that has no effect here, as None; refuse every other value."""
     named = [json.dumps(one) for one in allowed if one not in _EMPTY]
     message = f"not supported here{'; allowed: ' if named else ''}{', '.join(named)}"
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
             raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
 
@@ -44,11 +44,11 @@ Nothing = Annotated[None, _only(*_EMPTY)]
 """A key of the standard that is not supported: null or empty."""
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> Any:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
-def _joined(value: Any) -> Any:
+def _joined(value: object) -> Any:
     """Join the parts of a message, which are text."""
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
         return value
@@ -403,7 +403,7 @@ class Worker:
             self.engine.waiting.extend(requests)
             self._changed.notify()
 
-    def call(self, job: Callable[[], Any]) -> Future[Any]:
+    def call(self, job: Callable[[], object]) -> Future[Any]:
         """Have something computed between two steps, as the modules belong to the step under way."""
         future: Future[Any] = Future()
         with self._changed:
@@ -435,7 +435,7 @@ class Worker:
                 logger.exception("a step failed")
                 self.engine.drop(error)
 
-    def _compute(self, job: Callable[[], Any], future: Future[Any]) -> None:
+    def _compute(self, job: Callable[[], object], future: Future[object]) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:

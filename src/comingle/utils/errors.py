@@ -22,7 +22,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
-from typing import Any
 
 _SHORT, _LONG = 4, 7
 _LISTED = 20
@@ -114,7 +113,7 @@ def require_user(name: str, known: Iterable[str], where: str = "") -> str:
     return name
 
 
-def list_names(names: Iterable[Any]) -> str:
+def list_names(names: Iterable[object]) -> str:
     """Names in one line, the first twenty in full."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")

@@ -14,7 +14,7 @@ import os
 import secrets
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,7 +133,7 @@ def check_name(folder: Path) -> None:
         raise RunError(f"{shown[:_SHOWN] + '...' if len(shown) > _SHOWN else shown}: cannot be a folder: {why}")
 
 
-def measure_of(record: dict[str, Any]) -> str:
+def measure_of(record: Container[str]) -> str:
     """What a run's metrics, an evaluation or a row of a comparison is measured by: a key of :data:`MEASURES`."""
     return next(name for name in MEASURES if f"mean_test_{name}" in record)
 
@@ -148,7 +148,7 @@ def number(value: float | None, measure: str = "perplexity") -> str:
     return told.get(measure, f"{value:,.2f}")
 
 
-def geometric(users: dict[str, dict[str, Any]], measure: str) -> dict[str, float | None]:
+def geometric(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
     """:data:`GEOMETRIC` and its value, for perplexities; nothing for other measures."""
     if measure != "perplexity":
         return {}
@@ -161,7 +161,7 @@ def geometric_mean(values: Sequence[float | None]) -> float | None:
     return statistics.geometric_mean(known) if known and len(known) == len(values) else None
 
 
-def sample_told(record: dict[str, Any]) -> str:
+def sample_told(record: Mapping[str, Any]) -> str:
     """Of how many users a mean is, where not of all, and how far it may be from theirs; else nothing."""
     if "sample" not in record:
         return ""
@@ -183,7 +183,7 @@ def privacy_told(privacy: Mapping[str, Any]) -> str:
     return f"{privacy['mechanism']}, {spent} at delta {privacy['delta']:g}, {noise}, {privacy['releases']} releases"
 
 
-def describe_metrics(metrics: dict[str, Any]) -> str:
+def describe_metrics(metrics: Mapping[str, Any]) -> str:
     """A run's metrics in half a line."""
     measure = measure_of(metrics)
     mean = metrics[f"mean_test_{measure}"]
@@ -245,7 +245,7 @@ def to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Write JSON atomically; NaN and infinity become null, which every JSON reader understands."""
     write_text(path, json.dumps(finite(content), indent=2) + "\n")
 
@@ -255,7 +255,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """``value`` with every non-finite number replaced by None."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}

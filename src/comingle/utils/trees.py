@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -207,12 +206,12 @@ def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
             yield stem, a, tree[f"{stem}.b"]
 
 
-def digest_split(part: Any) -> str:
+def digest_split(part: object) -> str:
     """The digest of a stream of tokens, or of what says what its ``contents`` are."""
     return digest_all(*getattr(part, "contents", (part,)))
 
 
-def digest_all(*parts: Tensor | Any) -> str:
+def digest_all(*parts: Tensor | object) -> str:
     """SHA-256 over tensors (kind, shape and content) and what JSON can hold, one after the other."""
     digest = hashlib.sha256()
     for part in parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +49,7 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
     return build_table(planned, scores(outcomes, cells, metric), diverged=failed, results=users, baseline=baseline)
 
 
-def print_table(table: dict[str, Any]) -> None:
+def print_table(table: Mapping[str, object]) -> None:
     """A table with what it says in words, in the terminal."""
     from comingle.reports.comparisons import render as render_verdicts
     from comingle.utils.terminal import words

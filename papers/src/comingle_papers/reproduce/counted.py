@@ -143,7 +143,7 @@ def _cells(plan: Plan, column: str) -> dict[str, Cell]:
 # -------------------------------------------------------------------- files and figures
 
 
-def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Any], folder: Path) -> Iterator[tuple[str, Figure]]:
+def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], object], folder: Path) -> Iterator[tuple[str, Figure]]:
     """A row of panels for each kind of usage, a panel for each column; ``usage.md`` and ``usage.json`` beside them."""
     if not entries:
         return

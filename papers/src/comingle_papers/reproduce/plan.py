@@ -305,7 +305,7 @@ def _seeds(study: Study, experiment: Experiment, scale: Scale, column: str, want
 
 
 def _choose(
-    option: str, wanted: Sequence[str] | None, known: Mapping[str, Any] | Sequence[str], also: Mapping[str, str] = {}
+    option: str, wanted: Sequence[str] | None, known: Mapping[str, object] | Sequence[str], also: Mapping[str, str] = {}
 ) -> list[str]:
     """Those of the known names that are wanted, in the paper's order; ``also`` are other names for them."""
     for name in wanted or ():
@@ -381,7 +381,7 @@ def _base(row: Row, wanted: Wanted, scale: Scale, column: Column) -> str:
     return scale.stand_in(row.base or scale.base or column.base)
 
 
-def _filled(content: Any, values: Mapping[str, Any]) -> Any:
+def _filled(content: object, values: Mapping[str, object]) -> Any:
     """``$NAME`` replaced by the column's value."""
     if isinstance(content, Mapping):
         return {key: _filled(value, values) for key, value in content.items()}

@@ -105,7 +105,7 @@ class Row(Overlay):
 
     @field_validator("paper", mode="before")
     @classmethod
-    def _printed(cls, paper: Any) -> Any:
+    def _printed(cls, paper: object) -> Any:
         if not isinstance(paper, list):
             return paper
         cells = [None if cell is None else str(cell) for cell in paper]
@@ -330,7 +330,7 @@ def data_folder(given: Path | None) -> Path | None:
     return folder
 
 
-def placed(content: Any, folder: Path | None) -> Any:
+def placed(content: object, folder: Path | None) -> Any:
     """Part of a recipe as it is on every machine: with :data:`ANYWHERE` for the folder that text and base lie in."""
     if isinstance(content, Mapping):
         return {key: placed(value, folder) for key, value in content.items()}
@@ -413,7 +413,7 @@ def _anchored(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {**local, "dataset": {**local["dataset"], "path": paths}}
 
 
-def limits_by_name(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def limits_by_name(data: Mapping[str, object], names: Sequence[str]) -> dict[str, Any]:
     """A limit given as a list is one number for each user, in the paper's order."""
     lists = {key: value for key, value in data.items() if key.endswith("_tokens") and isinstance(value, list)}
     return {**data, **{key: dict(zip(names, value, strict=True)) for key, value in lists.items()}}

@@ -414,7 +414,7 @@ def _data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
         yield data.images or data.label
 
 
-def _strings(content: Any) -> Iterator[str]:
+def _strings(content: object) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict):
@@ -435,7 +435,7 @@ LENGTH = 160
 """Tokens of a prompt at most."""
 
 
-def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Any]) -> Iterator[tuple[str, Figure]]:
+def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], object]) -> Iterator[tuple[str, Figure]]:
     """For each column and row the prompts of its data set, by the models of the first seed.
 
     Raises:

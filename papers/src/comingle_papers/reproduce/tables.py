@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from comingle.reports import comparisons
-from comingle.reports.comparisons import BASELINE, Against, Results, baseline_of, hold, members, spoken
+from comingle.reports.comparisons import BASELINE, Against, AgainstRecord, Results, baseline_of, hold, members, spoken
 from comingle.reports.formatting import Table
 from comingle.utils.records import MEASURES, write_json, write_text
 from comingle.utils.terminal import words
@@ -182,7 +182,7 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
     return baseline_of(plan.rows, ",".join(names))
 
 
-def _against(plan: Plan, results: Results, baseline: str) -> dict[str, Any] | None:
+def _against(plan: Plan, results: Results, baseline: str) -> AgainstRecord | None:
     """Every row against the baseline, where that has been run, under the names that rows have in the table."""
     measure = plan.experiment.metric.removeprefix("mean_test_")
     if measure not in MEASURES or not results.keys() >= {*members(baseline)}:
@@ -250,14 +250,14 @@ def _entry(value: Entry | None, rank: int | None) -> dict[str, float | int | Non
 # -------------------------------------------------------------------- as text
 
 
-def write_tables(folder: Path, table: Mapping[str, Any]) -> None:
+def write_tables(folder: Path, table: Mapping[str, object]) -> None:
     """``table.md`` and ``table.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "table.json", dict(table))
     write_text(folder / "table.md", markdown(table))
 
 
-def markdown(table: Mapping[str, Any]) -> str:
+def markdown(table: Mapping[str, object]) -> str:
     """A table as Markdown: for each column ours and the paper's, with ranks, what the order says, and verdicts."""
     head, rows = _grid(table)
     lines = [f"# {table['title']}", "", *_about(table), "", table_line(head), "|" + "---|" * len(head)]
@@ -335,7 +335,7 @@ def _grid(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def _shown(entry: Mapping[str, Any] | None, kind: str) -> str:
+def _shown(entry: Mapping[str, object] | None, kind: str) -> str:
     if entry is None:
         return ""
     spread = "" if entry["std"] is None else f" ({entry['std']:{kind}})"

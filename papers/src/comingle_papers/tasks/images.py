@@ -530,7 +530,7 @@ def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | No
     return replace(images, domains=torch.as_tensor(domains.astype(np.int64)), domain_names=tuple(names))
 
 
-def _choose(arrays: Mapping[str, Any], keys: Sequence[str], split: str | None, path: Path, what: str) -> str:
+def _choose(arrays: Mapping[str, object], keys: Sequence[str], split: str | None, path: Path, what: str) -> str:
     """The first of the keys that is there, by itself or with the split behind it."""
     wanted = [f"{key}{suffix}" for suffix in ((f"_{split}", "") if split else ("",)) for key in keys]
     for key in wanted:
@@ -557,7 +557,7 @@ def read_hub(source: str, split: str, *, largest: int | None = None, domains: bo
     return _with_domains(pair, np.asarray(owners), None, where) if domains else pair
 
 
-def _pair(pixels: Any, labels: Any, where: str) -> Images:
+def _pair(pixels: object, labels: object, where: str) -> Images:
     """Checked and in our layout: bytes, channels before height and width, labels as a vector of int64."""
     labels = np.asarray(labels)
     if labels.dtype.kind not in "iu":

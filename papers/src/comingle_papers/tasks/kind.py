@@ -157,7 +157,7 @@ def _find_setting(name: str) -> Setting:
     return TASKS[name]
 
 
-def _or(given: Any, default: Any) -> Any:
+def _or(given: object, default: object) -> Any:
     """What was given, or the task's own."""
     return default if given is None else given
 

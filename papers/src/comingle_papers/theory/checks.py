@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -330,7 +330,7 @@ def check_folder(folder: Path, *, force: bool) -> None:
         raise RunError(f"{folder}: cannot be written to: {error.strerror}") from None
 
 
-def write_folder(folder: Path, recipe: str, results: dict[str, Any], curves: list[Curve]) -> None:
+def write_folder(folder: Path, recipe: str, results: Mapping[str, object], curves: list[Curve]) -> None:
     """Write recipe, results and figures, each in place of an earlier one.
 
     Raises:

@@ -293,7 +293,7 @@ def find_small(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str
     return {name: f"no conversations in {' and '.join(splits)}" for name, splits in small.items() if splits}
 
 
-def check_small(users: Sequence[Any], *, needs_validation: bool) -> None:
+def check_small(users: Sequence[object], *, needs_validation: bool) -> None:
     """Whether everybody has the conversations that will be used; all who have not are named at once.
 
     Raises:
@@ -310,7 +310,7 @@ def too_few(told: str, small: int, users: int) -> DataError:
     return DataError(f"{count}{told}; give more of them, other fractions, or a longer training.context{skip}")
 
 
-class ConversationReader(DocumentsReader[UserConversations]):
+class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
     """Reads users with messages, written in the chat template of a base."""
 
     too_little, documents = "too few conversations", "conversations"
@@ -321,7 +321,7 @@ class ConversationReader(DocumentsReader[UserConversations]):
         """The encoder of all users; rows that the template refuses are bad rows too."""
         return Encoder(self.data, ChatTemplate(self.tokenizer, self.base.date), self.context, self.bad)
 
-    def key(self) -> list[Any]:
+    def key(self) -> list[object]:
         """Return also the template, and the date in it."""
         template = str(getattr(self.base.tokenizer, "chat_template", None))
         return [*super().key(), template, *([] if self.base.date is None else [self.base.date.isoformat()])]
@@ -334,7 +334,7 @@ class ConversationReader(DocumentsReader[UserConversations]):
         """Return windows, none longer than the context."""
         return self.encoder.encode(read)
 
-    def shortage(self, user: Any) -> str | None:
+    def shortage(self, user: UserAnswers | UserConversations) -> str | None:
         """Return the splits without conversations."""
         return find_small([user], needs_validation=self.validates).get(user.name)
 

@@ -8,16 +8,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Required, TypedDict
 
 from comingle.data.tables import field_of, has_column
 from comingle.models.chat_templates import ASSISTANT, ROLES
 from comingle.utils.errors import did_you_mean
 
-Messages = tuple[dict[str, Any], ...]
-"""A conversation: ``role`` and ``content`` of each message, and what :data:`comingle.models.chat_templates.Message`
-names.
-"""
+
+class MessageRecord(TypedDict, total=False):
+    """A message of a conversation, with the keys that :data:`comingle.models.chat_templates.Message` names."""
+
+    role: Required[str]
+    content: Required[str]
+    tools: list[object]
+    tool_calls: list[dict[str, object]]
+    tool_call_id: object
+    name: object
+    learn: bool
+
+
+Messages = tuple[MessageRecord, ...]
+"""A conversation."""
 
 Remark = Callable[[str], None]
 """Called with what a row has, as "an empty message of the user"."""
@@ -45,14 +56,17 @@ class Columns:
     response: str = "response"
 
     @classmethod
-    def read(cls, section: Mapping[str, Any]) -> Columns:
+    def read(cls, section: Mapping[str, object]) -> Columns:
         """By the keys of a section that has not been checked yet: what cannot be a name counts as not given."""
         prompt = section.get("prompt")
         listed = [prompt] if isinstance(prompt, str) else prompt
-        given = {key: section[key] for key in ("messages", "response") if isinstance(section.get(key), str)}
-        if isinstance(listed, list | tuple) and listed and all(isinstance(name, str) for name in listed):
-            given["prompt"] = tuple(listed)
-        return cls(**given)
+        names = isinstance(listed, list | tuple) and listed and all(isinstance(name, str) for name in listed)
+        messages, response = section.get("messages"), section.get("response")
+        return cls(
+            messages=messages if isinstance(messages, str) else cls.messages,
+            prompt=tuple(listed) if isinstance(listed, list | tuple) and names else cls.prompt,
+            response=response if isinstance(response, str) else cls.response,
+        )
 
     @property
     def named(self) -> bool:
@@ -73,7 +87,7 @@ class Columns:
 
 
 def messages_of(
-    row: Mapping[str, Any], columns: Columns, *, read: Collection[str] = (), remark: Remark = lambda text: None
+    row: Mapping[str, object], columns: Columns, *, read: Collection[str] = (), remark: Remark = lambda text: None
 ) -> Messages:
     """Return the conversation of a row: messages, or ShareGPT's spelling of them, or a prompt with its response.
 
@@ -107,11 +121,11 @@ def messages_of(
     return tuple(messages)
 
 
-def _is_value(value: Any) -> bool:
+def _is_value(value: object) -> bool:
     return not (value is None or value is False or (isinstance(value, str | Sized) and len(value) == 0))
 
 
-def _pair(row: Mapping[str, Any], columns: Columns) -> list[dict[str, Any]]:
+def _pair(row: Mapping[str, object], columns: Columns) -> list[MessageRecord]:
     values = {name: field_of(row, name) for name in (*columns.prompt, columns.response)}
     others = columns.prompt[1:]
     if missing := [n for n, value in values.items() if value is None and not (n in others and has_column(row, n))]:
@@ -123,7 +137,7 @@ def _pair(row: Mapping[str, Any], columns: Columns) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": texts[columns.response]}]
 
 
-def _history(value: Any, remark: Remark) -> list[dict[str, Any]]:
+def _history(value: object, remark: Remark) -> list[MessageRecord]:
     """Earlier turns: pairs of a question and its response, or messages."""
     if not _is_value(value):
         return []
@@ -138,7 +152,7 @@ def _history(value: Any, remark: Remark) -> list[dict[str, Any]]:
     ]
 
 
-def _with_system(messages: list[dict[str, Any]], value: Any, column: str) -> list[dict[str, Any]]:
+def _with_system(messages: list[MessageRecord], value: object, column: str) -> list[MessageRecord]:
     """The messages after the system message of a column of its own."""
     if not _is_value(value):
         return messages
@@ -150,7 +164,7 @@ def _with_system(messages: list[dict[str, Any]], value: Any, column: str) -> lis
     return [{"role": "system", "content": text}, *messages]
 
 
-def _tools(value: Any) -> list[Any]:
+def _tools(value: object) -> list[object]:
     """The tools of a conversation, a list or its JSON; each has a name."""
     if not _is_value(value):
         return []
@@ -160,19 +174,19 @@ def _tools(value: Any) -> list[Any]:
     return list(tools)
 
 
-def _is_function(tool: Any) -> bool:
+def _is_function(tool: object) -> bool:
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> object:
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
 
 
-def _messages(value: Any, column: str, remark: Remark) -> list[dict[str, Any]]:
+def _messages(value: object, column: str, remark: Remark) -> list[MessageRecord]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(one, Mapping) for one in value):
         raise ValueError(f"{column} is {reprlib.repr(value)}; allowed: a list of messages with role and content")
     others = dict.fromkeys(key for one in value for key, its in one.items() if key not in _KEYS and _is_value(its))
@@ -186,18 +200,21 @@ def _messages(value: Any, column: str, remark: Remark) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(one: Mapping[str, Any], where: str, remark: Remark) -> dict[str, Any]:
+def _message(one: Mapping[str, object], where: str, remark: Remark) -> MessageRecord:
     role, content = (next((one[key] for key in keys if one.get(key) is not None), None) for keys in (_ROLE, _CONTENT))
     if not isinstance(role, str) or _OTHER_ROLES.get(role, role) not in ROLES:
         allowed = f"{', '.join(ROLES)}, developer (and human, gpt)"
         raise ValueError(f"{where} has the role {reprlib.repr(role)}; allowed: {allowed}")
     role = _OTHER_ROLES.get(role, role)
     calls, nameless = _calls(one.get("tool_calls"), role, f"{where}.tool_calls")
-    message: dict[str, Any] = {"role": role}
-    message["content"] = "" if content is None and (calls or nameless) else _text(content, f"{where}.content")
+    text = "" if content is None and (calls or nameless) else _text(content, f"{where}.content")
+    message: MessageRecord = {"role": role, "content": text}
     if calls:
         message["tool_calls"] = calls
-    message |= {key: one[key] for key in ("tool_call_id", "name") if role == "tool" and _is_value(one.get(key))}
+    if role == "tool" and _is_value(one.get("tool_call_id")):
+        message["tool_call_id"] = one["tool_call_id"]
+    if role == "tool" and _is_value(one.get("name")):
+        message["name"] = one["name"]
     for key in _THOUGHTS:
         if _is_value(thought := one.get(key)) and message["content"].lstrip()[:7] != "<think>":
             thought = _text(thought, f"{where}.{key}").strip("\n")
@@ -209,7 +226,7 @@ def _message(one: Mapping[str, Any], where: str, remark: Remark) -> dict[str, An
     return message
 
 
-def _learns(one: Mapping[str, Any], role: str, where: str) -> bool:
+def _learns(one: Mapping[str, object], role: str, where: str) -> bool:
     """False if a key of a response leaves it out of the loss."""
     given = {key: one[key] for key in _LEARN if one.get(key) is not None}
     for key, value in given.items():
@@ -223,7 +240,7 @@ def _learns(one: Mapping[str, Any], role: str, where: str) -> bool:
     return role != ASSISTANT or all(given.values())
 
 
-def _calls(value: Any, role: str, where: str) -> tuple[list[dict[str, Any]], bool]:
+def _calls(value: object, role: str, where: str) -> tuple[list[dict[str, object]], bool]:
     """Return the tool calls that name a function, and whether there are others.
 
     Arguments are a mapping if they are one in JSON. No template can write a call without a name.
@@ -244,7 +261,7 @@ def _calls(value: Any, role: str, where: str) -> tuple[list[dict[str, Any]], boo
     return found, len(named) < len(calls)
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: object, what: str) -> str:
     if isinstance(value, list | tuple) and value and all(map(_is_part, value)):
         return "".join(_text(part["text"], what) for part in value)
     if not isinstance(value, str):
@@ -256,14 +273,14 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
-def _is_part(part: Any) -> bool:
+def _is_part(part: object) -> bool:
     """True of ``{"type": "text", "text": ...}``, whose other keys have no value."""
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         return False
     return not any(_is_value(value) for key, value in part.items() if key not in ("type", "text"))
 
 
-def _check(messages: Sequence[Mapping[str, Any]], remark: Remark) -> None:
+def _check(messages: Sequence[MessageRecord], remark: Remark) -> None:
     """Check that there is a response to learn, after a message, and that each response has something in it."""
     responses = [message for message in messages if message["role"] == ASSISTANT]
     if not responses:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from comingle.config import SplitSection
 from comingle.data.conversations.messages import Columns, Messages, messages_of
@@ -29,6 +29,9 @@ from comingle.utils.seeds import derive
 
 Record = tuple[str, str, Row]
 """The split that a row is in, its place, as ``chats.jsonl: line 3``, and the row."""
+
+
+T = TypeVar("T")
 
 
 def read_records(
@@ -86,7 +89,7 @@ def iterate_users(
     rows: Rows,
     bad: BadRows,
     repeated: Repeated,
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, object] | None = None,
 ) -> Generator[UserConversations, None, None]:
     """Read and split the conversations of one user after another.
 
@@ -125,7 +128,7 @@ def iterate_users(
 
 
 def given_readers(
-    data: ConversationsSection, given: Mapping[str, Any], bad: BadRows, repeated: Repeated
+    data: ConversationsSection, given: Mapping[str, object], bad: BadRows, repeated: Repeated
 ) -> dict[str, Reader]:
     """Return what reads the conversations of each user that a program hands over.
 
@@ -309,7 +312,7 @@ def _dataset_readers(
         yield name, partial(parted, data, bad, repeated, parts)
 
 
-def _no_text(value: Any) -> dict[str, str]:
+def _no_text(value: object) -> dict[str, str]:
     """Return what stands for a date, for bytes and the like, in a column that is not read: neither message nor text."""
     return {"": type(value).__name__}
 
@@ -349,7 +352,7 @@ def _owner(row: Row, source: ConversationRows, own_split: str) -> tuple[str, str
     return name_in(owner, source.user), name_in(split, source.split or "")
 
 
-def wanted_users(source: ConversationRows, groups: dict[str, Any]) -> dict[str, Any]:
+def wanted_users(source: ConversationRows, groups: Mapping[str, T]) -> Mapping[str, T]:
     """Of all users of a data set those who are wanted.
 
     Raises:
@@ -364,10 +367,10 @@ def _where(source: ConversationRows) -> str:
     return source.path if isinstance(source.path, str) else ", ".join(source.path)
 
 
-def has_messages(data: Any, columns: Columns) -> bool:
+def has_messages(data: object, columns: Columns) -> bool:
     """Whether this is what a program may hand over as one user's conversations."""
     if isinstance(data, Mapping):
         return bool(data) and all(has_messages(part, columns) for part in data.values())
     if hasattr(data, "column_names"):
-        return columns.has(list(data.column_names or ()))
+        return columns.has(list(getattr(data, "column_names", None) or ()))
     return isinstance(data, list | tuple) and bool(data) and isinstance(data[0], Mapping) and columns.has(list(data[0]))

@@ -41,7 +41,7 @@ from comingle.data.samples.samples import (
 )
 from comingle.data.samples.section import SampleSource, SamplesSection
 from comingle.data.streaming import FirstUsers, Rows, StreamingReader
-from comingle.models.scoring import CROSS_ENTROPY, MSE, Loss, find_loss
+from comingle.models.scoring import CROSS_ENTROPY, MSE, Loss, LossFunction, find_loss
 from comingle.utils.errors import DataError, RecipeError, list_names
 from comingle.utils.records import expand_home
 from comingle.utils.seeds import generator
@@ -119,18 +119,18 @@ def _labels(samples: Samples) -> Int64[Tensor, " n"]:
 TAKEN = f"{samples.TAKEN}, or {{train, valid, test}} of these"
 
 
-def takes(data: Any) -> bool:
+def takes(data: object) -> bool:
     """Whether this may be a user's samples."""
     if isinstance(data, Mapping):
         return bool(data) and set(data) <= set(SPLITS) and all(_is_one(one) for one in data.values())
     return isinstance(data, UserSamples) or _is_one(data)
 
 
-def _is_one(data: Any) -> bool:
+def _is_one(data: object) -> bool:
     return isinstance(data, Samples | Dataset) or is_pair(data)
 
 
-def read_given(name: str, data: Any, *, valid: float, test: float, seed: int) -> UserSamples:
+def read_given(name: str, data: object, *, valid: float, test: float, seed: int) -> UserSamples:
     """A user's samples, parted where they have no splits.
 
     Raises:
@@ -302,7 +302,7 @@ def _samples(one: Samples | Pictures, labels: Sequence[str]) -> Samples:
     return Samples(inputs=one.pixels.permute(0, 3, 1, 2).contiguous().float() / 255, targets=targets)
 
 
-class SamplesReader(StreamingReader[UserSamples]):
+class SamplesReader(StreamingReader[UserSamples, UserSamples]):
     """Reads users' samples; whether targets are classes or numbers follows from those of the first user.
 
     Args:
@@ -318,9 +318,9 @@ class SamplesReader(StreamingReader[UserSamples]):
         data: SamplesSection,
         seed: int,
         *,
-        given: Mapping[str, Any] | None = None,
+        given: Mapping[str, object] | None = None,
         net: MakeNet | None = None,
-        loss: str | Callable[..., Any] | None = None,
+        loss: str | LossFunction | None = None,
     ):
         super().__init__(data, seed)
         self.section = data

@@ -211,7 +211,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{path}: not a readable npz file: {describe(error)}") from error
 
 
-def as_samples(inputs: Any, targets: Any, where: str) -> Samples:
+def as_samples(inputs: object, targets: object, where: str) -> Samples:
     """Make samples of arrays or tensors: images in [0, 1] with channels first, whole targets as class numbers.
 
     Inputs of truth values or of 8 or 16 bits without a sign are images where they have three or four axes.
@@ -255,7 +255,7 @@ def as_images(pixels: Tensor) -> Tensor:
     return pixels.contiguous().float() / _LARGEST[pixels.dtype]
 
 
-def _tensor(values: Any, where: str) -> Tensor:
+def _tensor(values: object, where: str) -> Tensor:
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
     else:
@@ -290,7 +290,7 @@ def read_samples(data: Any, where: str) -> Samples:
     return as_samples(inputs, targets, where)
 
 
-def is_pair(data: Any) -> bool:
+def is_pair(data: object) -> bool:
     """Return whether this may be inputs and targets."""
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(d, Tensor | np.ndarray) for d in data)
 
@@ -315,7 +315,7 @@ def _items(data: Any, where: str) -> Samples:
     return as_samples(_stack(inputs, f"{where}: inputs"), _stack(targets, f"{where}: targets"), where)
 
 
-def _array(value: Any, where: str) -> Tensor:
+def _array(value: object, where: str) -> Tensor:
     """A number, array, tensor or picture."""
     if isinstance(value, Tensor):
         return value.detach().cpu()

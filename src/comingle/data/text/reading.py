@@ -26,9 +26,9 @@ from comingle.data.splits import (
     split_by_fractions,
     split_given,
 )
-from comingle.data.streaming import FirstUsers, ListedRows, Read, Rows, StreamingReader, read_each
+from comingle.data.streaming import FirstUsers, ListedRows, Named, Read, Rows, StreamingReader, User, read_each
 from comingle.data.tables import iterate_texts, table_of
-from comingle.data.text.section import DatasetSource, TextSection, UserSource
+from comingle.data.text.section import DatasetSource, DocumentsSection, TextSection, UserSource
 from comingle.data.text.streams import Shortage, UserData, check, find_shortage, pack, too_short, with_validation
 from comingle.models.base import Base, tokenizer_of
 from comingle.models.chat_templates import begin_of
@@ -104,7 +104,7 @@ def iterate_users(
     rows: Rows,
     bad: BadRows,
     repeated: Repeated,
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, object] | None = None,
 ) -> Generator[UserText, None, None]:
     """Read and split the documents of one user after another.
 
@@ -253,20 +253,20 @@ _SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "test": "t
 """What splits may be called; ``validation`` is what data sets of the hub have."""
 
 
-def takes(data: Any) -> bool:
+def takes(data: object) -> bool:
     """Whether it is one user's text, as far as the first document tells."""
     if isinstance(data, Mapping):
         return bool(data) and set(data) <= set(_SPLITS) and all(map(_is_source, data.values()))
     return _is_source(data)
 
 
-def _is_source(data: Any) -> bool:
+def _is_source(data: object) -> bool:
     if isinstance(data, str | os.PathLike) or _column(data) is not None:
         return True
     return isinstance(data, Sequence) and not isinstance(data, bytes) and (not data or isinstance(data[0], str))
 
 
-def _column(data: Any) -> str | None:
+def _column(data: object) -> str | None:
     """The column of a table that holds its documents: ``text``, or the only one that there is."""
     columns = getattr(data, "column_names", None)
     if not isinstance(columns, list):
@@ -278,7 +278,7 @@ def _column(data: Any) -> str | None:
 
 
 def given_readers(
-    data: TextSection, given: Mapping[str, Any], seed: int, bad: BadRows, repeated: Repeated
+    data: TextSection, given: Mapping[str, object], seed: int, bad: BadRows, repeated: Repeated
 ) -> dict[str, Reader]:
     """Return what reads the text of each user that a program hands over."""
     limits = token_limits(data, list(given))
@@ -293,7 +293,7 @@ def given_readers(
     return readers
 
 
-def _documents(bad: BadRows, name: str, source: Any, most: int | None) -> list[str]:
+def _documents(bad: BadRows, name: str, source: object, most: int | None) -> list[str]:
     """Documents that are not blank, up to about ``most`` bytes of text."""
     if isinstance(source, str | os.PathLike):
         return _from_path(bad, name, os.fspath(source), most)
@@ -331,7 +331,7 @@ def _each(bad: BadRows, source: Any, where: str) -> Iterator[str]:
 # -------------------------------------------------------------------- encoded users
 
 
-class LanguageReader(StreamingReader[Read]):
+class LanguageReader(StreamingReader[Read, User]):
     """Reads users whose data is encoded in the tokens of a base, which is loaded when it is needed."""
 
     def __init__(
@@ -361,17 +361,17 @@ class LanguageReader(StreamingReader[Read]):
         """
         return tokenizer_of(self.base)
 
-    def key(self) -> list[Any]:
+    def key(self) -> list[object]:
         """Return the tokenizer, the context, whether validation data is needed, and rows if tokens may lack one."""
         rows = [self.base.rows] if self.base.rows < len(tokenizer_of(self.base)) else []  # type: ignore[arg-type]
         return [digest_tokenizer(self.base.tokenizer), self.context, self.validates, *rows]
 
-    def inspect(self, read: Read, user: Any) -> None:
+    def inspect(self, read: Read, user: User) -> None:
         """Refuse tokens that the base has no rows for."""
         require_rows(self.base, user)
 
 
-def require_rows(base: Base, user: Any) -> None:
+def require_rows(base: Base, user: Named) -> None:
     """Check that the base has a row for each token of a user.
 
     Raises:
@@ -383,7 +383,7 @@ def require_rows(base: Base, user: Any) -> None:
         base.require_rows(tokens, f"user {user.name!r}")
 
 
-class DocumentsReader(LanguageReader[Read]):
+class DocumentsReader(LanguageReader[Read, User]):
     """Reads users with documents of their own: in files, in rows of a data set, or handed over by a program."""
 
     documents = "documents"
@@ -392,13 +392,13 @@ class DocumentsReader(LanguageReader[Read]):
 
     def __init__(
         self,
-        data: Any,
+        data: DocumentsSection,
         seed: int,
         load_base: Callable[[], Base],
         *,
         context: int,
         validates: bool,
-        given: Mapping[str, Any] | None = None,
+        given: Mapping[str, object] | None = None,
     ):
         skips = data.on_small_user == "skip"
         super().__init__(data, seed, load_base, context=context, validates=validates, skips=skips)
@@ -412,7 +412,7 @@ class DocumentsReader(LanguageReader[Read]):
             return [path] if isinstance(path, str) else list(path)
         return _sources(self.data)
 
-    def inspect(self, read: Read, user: Any) -> None:
+    def inspect(self, read: Read, user: User) -> None:
         """Refuse tokens without rows; note held-out documents that are trained on too, before they are forgotten."""
         super().inspect(read, user)
         text = self.text(read)
@@ -430,13 +430,13 @@ class DocumentsReader(LanguageReader[Read]):
         return about, [*self.left_out_lines, *([overlaps] if self.overlaps.count else [])]
 
 
-class TextReader(DocumentsReader[UserText]):
+class TextReader(DocumentsReader[UserText, UserData]):
     """Reads users with streams of tokens."""
 
     too_little = "too little text"
     data: TextSection
 
-    def key(self) -> list[Any]:
+    def key(self) -> list[object]:
         """Return also whether windows begin with a token that no stream holds, so that shorter streams are enough."""
         return [*super().key(), *(["begins"] if self.base.begin is not None else [])]
 
@@ -534,7 +534,7 @@ def _check_lengths(
     return small
 
 
-def _sources(data: Any) -> list[str]:
+def _sources(data: DocumentsSection) -> list[str]:
     users = (data.users or {}).values()
     return [path for user in users for path in (user.path, user.train, user.valid, user.test) if path is not None]
 

@@ -193,7 +193,7 @@ class Mixture:
 
     value: Tensor | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mixture:
+    def __deepcopy__(self, memo: Mapping[int, object]) -> Mixture:
         """An empty one: a mixture may hold a graph, and belongs to its own model's forward pass."""
         return Mixture()
 

@@ -194,7 +194,7 @@ class FloralModel(nn.Module):
         """C, the number of adaptors at each layer."""
         return self.router.theta.shape[-1]
 
-    def forward(self, *args: Any, mixture: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self, *args: object, mixture: Tensor | None = None, **kwargs: object) -> Any:
         """The model with the router's mixture, or with the one given (optimal routing, one cluster alone).
 
         Raises:

@@ -151,7 +151,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Float[Tensor, "batch n heads values"], Tensor | None]:
     """As an attention function of transformers; weights are given only where the family's own computes."""
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -228,7 +228,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, d_out: Tensor, scale: float
     return _like(q), _like(k), _like(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, output[1])
 

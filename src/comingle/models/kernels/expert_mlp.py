@@ -332,7 +332,7 @@ def disable() -> None:
     _library = _elsewhere = None
 
 
-def use(part: Any) -> None:
+def use(part: object) -> None:
     """Have another one of this module's ``supports``, ``forward`` and ``backward`` do what this one does not."""
     global _elsewhere
     _elsewhere = part

@@ -151,7 +151,7 @@ def rounded(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return network
 
 
-def require_sparse(name: str, config: Any) -> None:
+def require_sparse(name: str, config: object) -> None:
     """Refuse a base over which there is no sparse architecture.
 
     Raises:

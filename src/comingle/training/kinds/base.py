@@ -154,7 +154,7 @@ class Kind(ABC):
             RecipeError: it is not.
         """
 
-    def reader(self, request: DataRequest) -> StreamingReader[Any] | None:
+    def reader(self, request: DataRequest) -> StreamingReader[Any, Any] | None:
         """Return what reads users one after another; None for a kind that makes them all at once (:meth:`make`).
 
         Raises:
@@ -186,7 +186,7 @@ class Kind(ABC):
             raise DataError(f"users: {self.name} is read where a recipe says, and not handed over")
         return self.make(request.recipe)
 
-    def _in_memory(self, reader: StreamingReader[Any]) -> RunData:
+    def _in_memory(self, reader: StreamingReader[Any, Any]) -> RunData:
         users, texts, skipped = list[Any](), list[UserText](), dict[str, str]()
         reader.on_skip = skipped.__setitem__
         read: Iterable[Any] = reader.read(ListedRows())
