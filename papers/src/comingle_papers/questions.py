@@ -92,7 +92,7 @@ def _xquad(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
         yield _id(one), Question(prompt=ask(instruction, text), answer=answer)
 
 
-def _first_answer(answers: object) -> Any:
+def _first_answer(answers: object) -> object:
     """Of SQuAD's ``{"text": [...]}``."""
     texts = answers.get("text") if isinstance(answers, dict) else None
     return texts[0] if isinstance(texts, list) and texts else None
@@ -362,7 +362,7 @@ class QuestionsDataSection(DataSection):
         ),
     }
 
-    def anchored(self, anchor: Anchor) -> dict[str, Any]:
+    def anchored(self, anchor: Anchor) -> dict[str, object]:
         """The questions' folder."""
         content = self.model_dump(mode="json", exclude_unset=True, include={"questions"})
         if (path := content["questions"].get("path")) is not None:

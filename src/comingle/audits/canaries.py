@@ -333,7 +333,7 @@ def run_trial(
 
     single = of_examples(recipe)
 
-    def put(user: Any, canary: Tensor) -> Any:
+    def put(user: Any, canary: Tensor) -> object:
         if canaries.places is not None:
             return with_response(user, canary, 1 if single else max(1, int(SHARE * len(user.train))), **kwargs)
         return with_example(user, canary, context, **kwargs) if single else with_canary(user, canary, **kwargs)

@@ -148,7 +148,7 @@ def _flowing(text: str) -> str:
     return "\n\n".join(part if "\n " in part or "\n-" in part else part.replace("\n", " ") for part in parts)
 
 
-def _broken(name: str, error: PluginError) -> Any:
+def _broken(name: str, error: PluginError) -> object:
     def refuse() -> None:
         raise error
 

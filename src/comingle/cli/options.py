@@ -122,7 +122,7 @@ def finite(context: Any, option: Any, value: float | None) -> float | None:
     return value
 
 
-def out_option(told: str) -> Any:
+def out_option(told: str) -> object:
     """``--out`` of a verb, with what its help says."""
     return typer.Option("--out", metavar="<path>", help=told, parser=named, callback=possible)
 
@@ -141,7 +141,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupte
 Force = Annotated[bool, typer.Option("--force", help="Replace what is in the folder.", callback=_not_both)]
 
 
-def changes(sets: list[str] | None) -> dict[str, Any]:
+def changes(sets: list[str] | None) -> dict[str, object]:
     """``--set`` options as a mapping; values are read as YAML.
 
     Raises:
@@ -160,7 +160,7 @@ def changes(sets: list[str] | None) -> dict[str, Any]:
     return by_key
 
 
-def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str, Any]:
+def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str, object]:
     """Settings given as ``--set method.KEY=VALUE``, which are for every one of the methods that has them.
 
     Raises:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 from rich.console import RenderableType
@@ -392,7 +392,17 @@ def beginnings(name: str, samples: Mapping[str, str | Text]) -> list[RenderableT
     ]
 
 
-def summarise(text: UserText, data: UserData) -> dict[str, Any]:
+class Summary(TypedDict):
+    """Documents, characters and tokens of a user by split, and the beginning of a train and of a test document."""
+
+    user: str
+    documents: dict[str, int]
+    characters: dict[str, int]
+    tokens: dict[str, int]
+    samples: dict[str, str]
+
+
+def summarise(text: UserText, data: UserData) -> Summary:
     """Documents, characters and tokens of every split, and the beginning of a train and of a test document.
 
     Keys: ``user``; ``documents``, ``characters`` and ``tokens``, each a count for ``train``, ``valid`` and ``test``;

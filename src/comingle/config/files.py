@@ -7,7 +7,7 @@ each of these would rename or drop a user. So keys stay as typed, each occurs on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,14 @@ def too_large(size: int, where: str) -> RecipeError:
 
 
 class _Loader(yaml.SafeLoader):
-    def __init__(self, stream: Any):
+    def __init__(self, stream: str):
         super().__init__(stream)
         self._depth = 0
         self._composed = 0
         self._repeated = 0
         self._sizes: dict[int, int] = {}
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: Any = self.peek_event()
         if self._depth >= MAX_DEPTH:
             raise _problem(event, f"nested more than {MAX_DEPTH} deep; a recipe needs less than ten")
@@ -74,7 +74,7 @@ class _Loader(yaml.SafeLoader):
             self._sizes[id(node)] = self._composed - before
         return node
 
-    def _repeat(self, node: Any, event: Any) -> None:
+    def _repeat(self, node: yaml.Node | None, event: yaml.AliasEvent) -> None:
         if id(node) not in self._sizes:
             raise _problem(event, f"alias '*{event.anchor}' lies within what it repeats")
         self._composed += self._sizes[id(node)]
@@ -82,13 +82,13 @@ class _Loader(yaml.SafeLoader):
         if self._repeated > MAX_REPEATED:
             raise _problem(event, f"aliases repeat more than {MAX_REPEATED:,} values; write them out")
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         _check_keys(node)
         self.flatten_mapping(node)
         return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
 
-    def construct_yaml_map(self, node: object) -> Any:
-        mapping: dict[str, Any] = {}
+    def construct_yaml_map(self, node: yaml.MappingNode) -> Iterator[dict[Hashable, object]]:
+        mapping: dict[Hashable, object] = {}
         yield mapping
         mapping.update(self.construct_mapping(node))
 
@@ -96,7 +96,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
 
 
-def _check_keys(node: Any) -> None:
+def _check_keys(node: yaml.MappingNode) -> None:
     lines: dict[str, int] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -109,7 +109,7 @@ def _check_keys(node: Any) -> None:
             _check_users(value)
 
 
-def _check_users(node: Any) -> None:
+def _check_users(node: yaml.MappingNode) -> None:
     """A name that is merged in and stands there too would be two people, one of them dropped."""
     if merged := next((key for key, _ in node.value if key.tag == _MERGE), None):
         raise _problem(merged, "'<<' among users hides who is named twice; write all out (in quotes it is a name)")
@@ -167,7 +167,7 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
     """Make relative paths of the data absolute where they exist below ``folder``; leave hub names alone."""
     content = recipe.model_dump(mode="json", exclude_unset=True)
 
-    def anchored(source: object) -> Any:
+    def anchored(source: object) -> object:
         if isinstance(source, list):
             return [anchored(s) for s in source]
         if not isinstance(source, str) or is_named(source):
@@ -195,7 +195,7 @@ def check_used(recipe: Recipe) -> None:
         raise RecipeError(f"training.weighting: got {got!r} for {data.label}; allowed: {', '.join(data.weightings)}")
 
 
-def changed(recipe: Recipe, place: str) -> list[tuple[str, Any]]:
+def changed(recipe: Recipe, place: str) -> list[tuple[str, object]]:
     """The values at a dotted key, or below it, that are not the defaults."""
     section: Any = recipe
     *path, last = place.split(".")

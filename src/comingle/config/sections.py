@@ -41,7 +41,7 @@ class MethodSection(Section):
 
     @field_validator("settings")
     @classmethod
-    def _numbers_with_exponents(cls, settings: Mapping[str, object]) -> dict[str, Any]:
+    def _numbers_with_exponents(cls, settings: Mapping[str, object]) -> dict[str, object]:
         return {key: number_in(value) for key, value in settings.items()}
 
 
@@ -104,7 +104,7 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rate_of_nets(cls, content: object) -> Any:
+    def _rate_of_nets(cls, content: object) -> object:
         """Read ``training.learning_rate`` of nets, which have no experts, as ``training.experts.learning_rate``."""
         if not isinstance(content, Mapping) or not _trains_nets(content.get("data")) or "training" not in content:
             return content
@@ -112,12 +112,12 @@ class Recipe(Section):
 
     @field_validator("data", mode="before")
     @classmethod
-    def _of_its_kind(cls, data: object) -> Any:
+    def _of_its_kind(cls, data: object) -> object:
         return section_of(data).model_validate(data) if isinstance(data, Mapping) else data
 
     @field_validator("method", mode="before")
     @classmethod
-    def _plain_name(cls, method: object) -> Any:
+    def _plain_name(cls, method: object) -> object:
         if isinstance(method, str):
             return {"name": method}
         if not isinstance(method, Mapping):
@@ -130,7 +130,7 @@ class Recipe(Section):
 
     @field_validator("aggregation", mode="before")
     @classmethod
-    def _plain_rule(cls, aggregation: object) -> Any:
+    def _plain_rule(cls, aggregation: object) -> object:
         return plain_name(aggregation, key="rule")
 
     @property
@@ -162,7 +162,7 @@ class Recipe(Section):
                 section[key] = self._by_name(section[key])
         return content
 
-    def _by_name(self, value: object) -> Any:
+    def _by_name(self, value: object) -> object:
         """A list with a value for each of the users named in the recipe as what each of them has."""
         names = self.data.names
         return dict(zip(names, value, strict=True)) if isinstance(value, list) and len(value) == len(names) else value
@@ -207,7 +207,7 @@ def _trains_nets(data: object) -> bool:
     return section is not None and "adapters" in section.unread
 
 
-def _rate_below_experts(training: Any) -> Any:
+def _rate_below_experts(training: Any) -> object:
     """Move ``learning_rate`` of a section ``training`` to its section ``experts``.
 
     Raises:

@@ -274,7 +274,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         """Run an operation and count what it made."""
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         made = func(*args, **(kwargs or {}))

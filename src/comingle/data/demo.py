@@ -18,7 +18,6 @@ from importlib.metadata import distributions
 from itertools import accumulate, chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from comingle.data.duplicates import hash_shingles, split_words
 from comingle.data.files import join_paragraphs, split_paragraphs
@@ -150,7 +149,7 @@ def _numpy_docstrings() -> Iterator[tuple[str, str]]:
                     yield from _docstring(f"{module.__name__}.{name}.{method}", function)
 
 
-def _public(owner: ModuleType | type) -> Iterator[tuple[str, Any]]:
+def _public(owner: ModuleType | type) -> Iterator[tuple[str, object]]:
     """Public attributes in the order of their names; touching a deprecated one may warn or raise, which is no news."""
     for name in sorted(dir(owner)):
         with warnings.catch_warnings():

@@ -39,9 +39,9 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from comingle.data.conversations.encoding import Answers, UserAnswers
-from comingle.data.populations import LazyPopulation, Names, NamesWriter
+from comingle.data.populations import LazyPopulation, Named, Names, NamesWriter, User
 from comingle.data.samples.samples import SPLITS, Samples, UserSamples
-from comingle.data.streaming import FirstUsers, StoredRows, StreamingReader
+from comingle.data.streaming import FirstUsers, Read, StoredRows, StreamingReader
 from comingle.data.text.streams import UserData
 from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError
@@ -124,7 +124,7 @@ _AT_ONCE = 1 << 20
 """So many bytes of a file are read at once."""
 
 
-def write_population(folder: Path, users: Iterable[object]) -> int:
+def write_population(folder: Path, users: Iterable[Named]) -> int:
     """Write users as they come, one at a time; returns how many there were.
 
     Raises:
@@ -154,7 +154,7 @@ class PopulationWriter:
         self._names.close()
         self._open.close()
 
-    def add(self, user: Any) -> None:
+    def add(self, user: Named) -> None:
         """Write one down.
 
         Raises:
@@ -227,7 +227,7 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder}: no population of users ({error}); write it again") from None
 
 
-def read_population(folder: Path) -> LazyPopulation:
+def read_population(folder: Path) -> LazyPopulation[Any]:
     """The users of such a folder, each read when it is asked for.
 
     Raises:
@@ -312,7 +312,7 @@ class _Heard(logging.Handler):
         return [*self.lines, *([f"{more} more such lines were said when the users were read"] if more > 0 else [])]
 
 
-def write_users(reader: StreamingReader[Any, Any], folder: Path) -> None:
+def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
     """Read all users and write those who have enough data.
 
     Raises:
@@ -338,7 +338,7 @@ def write_users(reader: StreamingReader[Any, Any], folder: Path) -> None:
         writer.finish({"told": lines, "heard": heard.repeated, "skipped": reader.left_out.count, **about})
 
 
-def read_cached(reader: StreamingReader[Any, Any]) -> tuple[LazyPopulation, dict[str, Any], Mapping[str, str]]:
+def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[User], dict[str, Any], Mapping[str, str]]:
     """Return the users of a reader, what is known of all of them, and who was left out.
 
     They are read unless the cache has them. Warnings of reading them are logged, also where that was before.
@@ -388,7 +388,7 @@ _FORM = 3
 _DAYS_UNUSED = 30
 
 
-def cached_population(reader: StreamingReader[Any, Any]) -> tuple[Path, bool]:
+def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
     """Return the folder of a reader's population, and whether it was there; write it unless it was.
 
     Of several processes on one machine one writes.
@@ -430,7 +430,7 @@ def _digest(states: Iterator[Sequence[object] | None]) -> str | None:
     return digest.hexdigest()
 
 
-def _states(sources: list[str]) -> Iterator[list[Any] | None]:
+def _states(sources: list[str]) -> Iterator[list[object] | None]:
     """Yield what identifies the content of each source; None for what is no file or folder."""
     for source in sources:
         path = expand_home(source)
@@ -442,7 +442,7 @@ def _states(sources: list[str]) -> Iterator[list[Any] | None]:
             yield _state(path)
 
 
-def _states_below(top: Path) -> Iterator[list[Any]]:
+def _states_below(top: Path) -> Iterator[list[object]]:
     """Follow links to folders, as a class may be one; each folder once, as links may form a cycle."""
     seen = set[str]()
     for place, folders, files in os.walk(top, followlinks=True):
@@ -456,7 +456,7 @@ def _states_below(top: Path) -> Iterator[list[Any]]:
         yield from (_state(Path(place) / name) for name in sorted(files))
 
 
-def _state(path: Path) -> list[Any]:
+def _state(path: Path) -> list[object]:
     """Size and times of a file; an archive may reset the modification time, but not the time of the last change."""
     try:
         found = path.stat()

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64
@@ -203,7 +203,20 @@ def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-class LazyPopulation(Sequence[Any]):
+@runtime_checkable
+class Named(Protocol):
+    """What has the name of a user."""
+
+    @property
+    def name(self) -> str:
+        """The user's name."""
+        ...
+
+
+User = TypeVar("User", bound=Named)
+
+
+class LazyPopulation(Sequence[User]):
     """Users by number, made when they are asked for.
 
     Args:
@@ -219,7 +232,7 @@ class LazyPopulation(Sequence[Any]):
     def __init__(
         self,
         names: Sequence[str],
-        make: Callable[[int], object],
+        make: Callable[[int], User],
         *,
         digest: str,
         largest: int = 0,
@@ -231,7 +244,7 @@ class LazyPopulation(Sequence[Any]):
         self.largest = largest if sizes is None else int(sizes[:, 0].argmax())
         self.make = lru_cache(at_hand)(make)
 
-    def part(self, numbers: range) -> LazyPopulation:
+    def part(self, numbers: range) -> LazyPopulation[User]:
         """Return a population of consecutive users."""
         span = slice(numbers.start, numbers.stop)
         return LazyPopulation(
@@ -246,21 +259,25 @@ class LazyPopulation(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def __getitem__(self, at: Any) -> Any:
+    @overload
+    def __getitem__(self, at: int) -> User: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[User]: ...
+    def __getitem__(self, at: int | slice) -> User | Sequence[User]:
         if isinstance(at, slice):
             return [self.make(i) for i in range(len(self))[at]]
         return self.make(range(len(self))[at])
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[User]:
         return map(self.make, range(len(self)))
 
 
-def listed(users: Sequence[object]) -> Sequence[Any]:
+def listed(users: Sequence[User]) -> Sequence[User]:
     """Return a list of the users, but a lazy population as it is."""
     return users if isinstance(users, LazyPopulation) else list(users)
 
 
-def part_of(users: Sequence[object], numbers: Sequence[int] | None) -> Sequence[Any]:
+def part_of(users: Sequence[User], numbers: Sequence[int] | None) -> Sequence[User]:
     """Return the users of these numbers (None: all), without reading them where the population is lazy."""
     if numbers is None:
         return users
@@ -269,7 +286,7 @@ def part_of(users: Sequence[object], numbers: Sequence[int] | None) -> Sequence[
     return [users[number] for number in numbers]
 
 
-def names_of(users: Sequence[Any]) -> Sequence[str]:
+def names_of(users: Sequence[Named]) -> Sequence[str]:
     """Return all users' names, in order."""
     return users.names if isinstance(users, LazyPopulation) else tuple(user.name for user in users)
 
@@ -313,7 +330,7 @@ def digest_names(names: Sequence[str]) -> str:
     return names.digest if isinstance(names, Known) else hashlib.sha256("\0".join(names).encode()).hexdigest()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name != "Crowd":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn("comingle.data.populations.Crowd is now LazyPopulation", DeprecationWarning, stacklevel=2)

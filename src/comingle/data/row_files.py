@@ -316,7 +316,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
     def refused(what: str, position: int) -> DataError:
         return DataError(f"{path}: line {line_number + text.count(chr(10), 0, position)}: row {number + 1}: {what}")
 
-    def value() -> Any:
+    def value() -> object:
         nonlocal at
         while True:
             try:

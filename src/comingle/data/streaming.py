@@ -12,10 +12,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from comingle.data.populations import User
 from comingle.utils.errors import DataError, NoTextError
 
 if TYPE_CHECKING:  # which imports torch, as reading documents does not
@@ -25,18 +26,6 @@ if TYPE_CHECKING:  # which imports torch, as reading documents does not
 
 Read = TypeVar("Read")
 
-
-@runtime_checkable
-class Named(Protocol):
-    """What has the name of a user."""
-
-    @property
-    def name(self) -> str:
-        """The user's name."""
-        ...
-
-
-User = TypeVar("User", bound=Named)
 LISTED = 10
 """Number of users that a message names."""
 

@@ -246,16 +246,16 @@ def _keep_compiled_code() -> None:
 _KEEPS = "autograd_cache_allow_custom_autograd_functions"
 
 
-def _computed_twice(layer: nn.Module) -> Callable[..., Any]:
+def _computed_twice(layer: nn.Module) -> Callable[..., object]:
     """The second time with what was bound at the first: a loss may be of several models, bound one after another."""
 
     @wraps(forward := layer.forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         bound = [(module, dict(vars(module))) for module in layer.modules()]
 
-        def as_bound(*args: object, **kwargs: object) -> Any:
+        def as_bound(*args: object, **kwargs: object) -> object:
             for module, was in bound:
                 vars(module).update(was)
             return forward(*args, **kwargs)

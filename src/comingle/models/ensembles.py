@@ -198,7 +198,7 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
     forward, name = type(network).forward.__get__(network), cache_name(type(network))
 
     @wraps(forward)
-    def mixed(*, input_ids: Int[Tensor, "n width"], **options: Any) -> Any:
+    def mixed(*, input_ids: Int[Tensor, "n width"], **options: Any) -> object:
         weights, powers = mixing()
         cache = options.pop(name, None)
         (users, count), texts = weights.shape, len(input_ids)

@@ -83,7 +83,7 @@ def require_memory(what: str, parameters: int, dtype: torch.dtype, device: torch
         )
 
 
-def own_config(config: Any) -> Any:
+def own_config(config: Any) -> object:
     """`config` without its own choice of kernels: a foreign one may name code on the hub, which would be run."""
     config._attn_implementation = None
     config._experts_implementation = None

@@ -81,7 +81,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {"num_beams": (1,), "num_return_seque
 _BOOKKEEPING = {"transformers_version", "bos_token_id", "pad_token_id"}
 
 
-def read_sampling(config: object | None = None, **given: Any) -> Sampling:
+def read_sampling(config: object | None = None, **given: object) -> Sampling:
     """The settings of a transformers ``GenerationConfig``, with those ``given`` by name over them; None is not given.
 
     Sampling is on where ``do_sample`` says so or, without it, where ``temperature`` is above 0. Without a ``config``,
@@ -91,7 +91,7 @@ def read_sampling(config: object | None = None, **given: Any) -> Sampling:
         RecipeError: an unknown or unsupported name, a value out of range, or settings that contradict each other.
     """
     typed = {key: value for key, value in given.items() if value is not None}
-    values = {**_of_config(config), **typed}
+    values: dict[str, Any] = {**_of_config(config), **typed}
     for key in [key for key in values if key not in _RULES and key != "do_sample"]:
         _refuse_unsupported(key, values.pop(key))
     for key in ("stop", "stop_strings", "eos_token_id"):

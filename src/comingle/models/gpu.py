@@ -30,7 +30,7 @@ from comingle.models.kernels import expert_mlp
 from comingle.models.kernels.expert_mlp import ACTIVATION_CODES, DTYPES, Factor, First, Gates, Last, SharedHidden
 from comingle.utils.errors import RecipeError, lacks_memory
 from comingle.utils.records import logger
-from comingle.utils.trees import Tree
+from comingle.utils.trees import Context, Tree
 
 MOST_RANKS = 32
 TOKENS, COLUMNS, SPAN = 32, 64, 2048
@@ -147,7 +147,7 @@ class Part:
 
 def _given(
     bases: Sequence[Tensor], biases: Sequence[Tensor | None], z: Tensor, gates: Tensor, b: Sequence[Tensor], a: Tensor
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """The kernels' first arguments; of what a plain MLP has once, the same twice, and any address for no bias."""
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
     assert z.stride(2) == 1
@@ -155,7 +155,7 @@ def _given(
     return bases[0], bases[-1], addresses[0], addresses[-1], z, gates, b[0], b[-1], a
 
 
-def _sizes(act: expert_mlp.Activation, biases: Sequence[Tensor | None], a: Tensor) -> dict[str, Any]:
+def _sizes(act: expert_mlp.Activation, biases: Sequence[Tensor | None], a: Tensor) -> dict[str, object]:
     rank = a.shape[2]
     return {
         "ACT": ACTIVATION_CODES[act],
@@ -279,7 +279,7 @@ class _Replayed(torch.autograd.Function):
     """Results are copies: the next replay writes over what a recording holds."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, recording: Recording, *given: Tensor) -> tuple[Tensor, ...]:
         for static, t in zip(recording.inputs, given, strict=True):
             static.detach().copy_(t)
         recording.forward()
@@ -288,7 +288,7 @@ class _Replayed(torch.autograd.Function):
         return tuple(t.detach().clone() for t in recording.outputs)
 
     @staticmethod
-    def backward(ctx: Any, *reached: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Context, *reached: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         assert not ctx.taken.done  # its memory was given to the gradients of the first time
         recording, ctx.taken.done = ctx.recording, True
         for static, d in zip(recording.reached, reached, strict=True):
@@ -322,7 +322,7 @@ _LOOKS = "find_packed_sequence_indices"
 
 
 @cache
-def beside(device: torch.device) -> Any:
+def beside(device: torch.device) -> torch.cuda.Stream:
     """The stream of whatever is captured on a device: one alone, as cuBLAS keeps memory for each that it has seen."""
     return torch.cuda.Stream(device)
 

@@ -50,7 +50,7 @@ from comingle.models.lora import (
 )
 from comingle.models.routers import Router, init_router
 from comingle.utils.errors import BaseModelError, RecipeError
-from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Layout, Slot, Tree
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Context, Layout, Slot, Tree
 
 Tokens = Float[Tensor, "users n width"]
 
@@ -143,7 +143,7 @@ class _Mixture(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, act: Any, scale: float, x: Tokens, gates: Tensor, first: int, *rest: Any) -> Tokens:
+    def forward(ctx: Context, act: Any, scale: float, x: Tokens, gates: Tensor, first: int, *rest: Any) -> Tokens:
         (a_first, b_first, a_last, b_last), bases = _sort(rest, first)
         u, experts, rank = a_last.shape[:3]
         n = x.shape[1]
@@ -161,7 +161,7 @@ class _Mixture(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
         first, scale = ctx.first, ctx.scale
         x, gates, z, h, z_last, gated, *saved = ctx.saved_tensors
         slopes, rest = saved[:first], saved[first:]
@@ -203,12 +203,12 @@ class _Enter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tokens, wide: Float[Tensor, "users columns width"]) -> tuple[Tokens, Tensor]:
+    def forward(ctx: Context, x: Tokens, wide: Float[Tensor, "users columns width"]) -> tuple[Tokens, Tensor]:
         ctx.save_for_backward(x, wide)
         return x.view_as(x), torch.bmm(x, wide.mT)
 
     @staticmethod
-    def backward(ctx: Any, d_x: Tokens, d_thin: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Context, d_x: Tokens, d_thin: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, wide = ctx.saved_tensors
         want_x, want_wide = ctx.needs_input_grad
         # In place: d_x was made by _NativeMixture, and nobody else has it.
@@ -224,7 +224,15 @@ class _NativeMixture(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Any, act: Any, scale: float, x: Tokens, z: Tensor, gates: Tensor, first: int, *rest: Any
+        ctx: Context,
+        part: Any,
+        act: Any,
+        scale: float,
+        x: Tokens,
+        z: Tensor,
+        gates: Tensor,
+        first: int,
+        *rest: Any,
     ) -> Tokens:
         b_first, (a_last, b_last), weights, biases = _sort_native(rest, first)
         products = [F.linear(x, weight) for weight in weights[:-1]]
@@ -235,7 +243,7 @@ class _NativeMixture(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
         first = ctx.first
         z, gates, last, gated, *saved = ctx.saved_tensors
         products, rest = saved[:first], saved[first:]

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.models.kernels import expert_mlp
-from comingle.utils.trees import Slot, Tree
+from comingle.utils.trees import Context, Slot, Tree
 
 
 def lora_scale(alpha: float, rank: int) -> float:
@@ -67,14 +67,14 @@ class _LowRank(torch.autograd.Function):
     """The gradients of two thin products, each formed the way that is fastest for a small rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         z = scale * torch.bmm(x, a.mT)
         ctx.save_for_backward(x, a, b, z)
         ctx.scale = scale
         return torch.bmm(z, b)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, a, b, z = ctx.saved_tensors
         d_z = ctx.scale * torch.bmm(dy, b.mT)
         want_x, want_a, want_b = ctx.needs_input_grad[:3]

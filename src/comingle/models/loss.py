@@ -25,6 +25,7 @@ from comingle.models.kernels.expert_mlp import fused, wide
 from comingle.models.loading import Head
 from comingle.models.pretrained import PreTrainedModel
 from comingle.utils.files import cache_folder
+from comingle.utils.trees import Context
 
 CHUNK_BYTES = 64 << 20
 """Size of one chunk of logits: large enough for efficient products, small enough to stay near the processor."""
@@ -52,7 +53,7 @@ def cross_entropy(
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Float[Tensor, "n width"], targets: Int[Tensor, " n"], head: Head) -> Tensor:
+    def forward(ctx: Context, hidden: Float[Tensor, "n width"], targets: Int[Tensor, " n"], head: Head) -> Tensor:
         losses = hidden.new_empty(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
         grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         parts = max(1, math.ceil(len(targets) * head.weight.shape[0] * hidden.element_size() / CHUNK_BYTES))
@@ -66,7 +67,7 @@ class _HeadLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Context, d_losses: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (grads,) = ctx.saved_tensors
         return grads * d_losses.unsqueeze(1).to(grads.dtype), None, None
 

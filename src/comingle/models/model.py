@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,6 +64,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, kept)
 
 
+@runtime_checkable
 class FakeWeights(Protocol):
     """Fake tensors in the place of real ones: :class:`comingle.cost.memory.Fakes`."""
 

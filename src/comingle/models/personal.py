@@ -261,7 +261,7 @@ class Personal:
         self, prompt: list[str] | tuple[str, ...], generation_config: GenerationConfig | None = None, **options: Any
     ) -> list[str]: ...
 
-    def generate(self, prompt: Any, generation_config: GenerationConfig | None = None, **options: Any) -> Any:
+    def generate(self, prompt: object, generation_config: GenerationConfig | None = None, **options: Any) -> object:
         """A text that goes on from ``prompt``, or a response; of a language model."""
         raise self._has_no("generate")
 
@@ -462,13 +462,15 @@ class PersonalModel(Personal):
             said = continue_texts(network, self.model.base, prompts, sampling)
         return said[0] if chats or isinstance(prompt, str) else said
 
-    def _messages(self, prompt: Any) -> list[Message]:
+    def _messages(self, prompt: Sequence[object]) -> list[Message]:
+        messages: list[Message] = []
         for message in prompt:
             role, content = (message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content"))
-            if role not in ROLES or not isinstance(content, str):
+            if not isinstance(message, Mapping) or role not in ROLES or not isinstance(content, str):
                 told = f"a message has a role ({', '.join(ROLES)}) and content, got {message!r:.60}"
                 raise DataError(f"user {self.name!r}: {told}")
-        return list(prompt)
+            messages.append(message)
+        return messages
 
     @torch_defaults()
     def perplexity(self, text: str, *, context: int = 128) -> float:

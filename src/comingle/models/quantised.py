@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -119,7 +120,7 @@ def _bring_back(kept: Tensor | _Place) -> Tensor:
     return linear.weight.as_strided(shape, strides, offset)
 
 
-def _functional() -> Any:
+def _functional() -> ModuleType:
     try:
         return importlib.import_module("bitsandbytes.functional")
     except Exception as error:  # a library that looks for GPUs, compilers and kernels as it is imported

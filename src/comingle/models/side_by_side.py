@@ -31,6 +31,7 @@ from comingle.models.kernels.convolutions import Crowd, Step
 from comingle.models.model import call_with
 from comingle.utils.files import cache_folder
 from comingle.utils.trees import (
+    Context,
     Tree,
 )
 
@@ -45,7 +46,7 @@ class FusedNorms(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         """``func``, or what stands for it."""
         if func not in _NORM_SIGNATURES:
             return func(*args, **(kwargs or {}))
@@ -63,7 +64,7 @@ class _SideBySide(torch.autograd.Function):
         return norm(*args)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: object, output: object) -> None:
+    def setup_context(ctx: Context, inputs: object, output: object) -> None:
         """Nothing is kept."""
 
     @staticmethod
@@ -107,7 +108,7 @@ class Folded(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         """``func``, or what stands for it."""
         return _FOLDED.get(func, func)(*args, **(kwargs or {}))
 
@@ -136,12 +137,12 @@ class _Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return torch.bmm(x, weight.mT)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         want_x, want_weight = ctx.needs_input_grad
         d_x = torch.bmm(dy, weight) if want_x else None

@@ -140,7 +140,7 @@ class Audit(AuditedRun):
         """The plural of that of which membership is told."""
         return "conversations" if self.kind == "conversations" else "windows"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the content of the audit's JSON file."""
         return {**asdict(self), "verdict": verdict(self)}
 

@@ -566,7 +566,7 @@ def _row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:
     return cast(MethodRow, row)  # two of its keys depend on measure and unit
 
 
-def _most_revealing(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _most_revealing(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, object]:
     """Return the privacy of the seed with the largest epsilon."""
     return max((run["privacy"] for run in runs if run.get("privacy")), key=lambda privacy: privacy["epsilon"] or 0.0)
 

@@ -8,7 +8,6 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -112,7 +111,7 @@ def pack_gates(gates: np.ndarray) -> str:
     return base64.b64encode(np.rint(gates.astype(np.float64) * 1000).astype("<u2").tobytes()).decode("ascii")
 
 
-def as_data(views: Sequence[TokenView]) -> list[dict[str, Any]]:
+def as_data(views: Sequence[TokenView]) -> list[dict[str, object]]:
     """The views for the page's script."""
     return [
         {
@@ -298,7 +297,7 @@ def data_uri(sheet: Sheet) -> str:
     return "data:text/csv;charset=utf-8;base64," + base64.b64encode(csv_text(sheet).encode()).decode("ascii")
 
 
-def user_records(runs: Sequence[Path]) -> list[dict[str, Any]]:
+def user_records(runs: Sequence[Path]) -> list[dict[str, object]]:
     """One record for each user of each finished run: the run's folder, method, seed, base and rounds, the user, and
     everything that was measured of it.
 
@@ -482,7 +481,7 @@ def _told(value: Spread | None, measure: str) -> str:
     return f"{number(value.mean, measure)}{deviation}"
 
 
-def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
+def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, object]:
     """Entries x users and their mean; of many users the worst and the best, and all of them in a table beside it."""
     measure = entries[0].first.measure
     by_user = {user: [final(entry, user) for entry in entries] for user in users}
@@ -503,7 +502,7 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[Any]]:
+def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[str]]:
     """Each entry's user with the worst or the best mean over seeds."""
     pick = worst_of(measure) if worst else best_of(measure)
     cells = []
@@ -514,7 +513,7 @@ def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bo
     return ("worst user" if worst else "best user"), cells
 
 
-def _against(found: Against | None) -> dict[str, Any] | None:
+def _against(found: Against | None) -> dict[str, object] | None:
     """The table of verdicts."""
     if found is None:
         return None
@@ -533,7 +532,7 @@ def _curves(entries: Sequence[Entry], drawn: Drawn) -> Iterator[tuple[str, Marku
             yield of + told, drawn.panels(panels, label, file)
 
 
-def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str, Any] | None:
+def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str, object] | None:
     measure, pairs = baseline.first.measure, compared(entries, baseline)
     bars = users_panels(entries, baseline)
     if bars is None:
@@ -587,7 +586,7 @@ def _learned(entry: Entry) -> list[Mixtures]:
     return [one for one in by_run if one is not None and one.learned]
 
 
-def _mixtures(label: str, by_run: Sequence[Mixtures], drawn: Drawn) -> dict[str, Any]:
+def _mixtures(label: str, by_run: Sequence[Mixtures], drawn: Drawn) -> dict[str, object]:
     first = by_run[0]
     users = first.clusters or [None] * len(first.users)
     return {
@@ -618,7 +617,9 @@ def _mixtures(label: str, by_run: Sequence[Mixtures], drawn: Drawn) -> dict[str,
     }
 
 
-def _scores(entry: Entry, entries: Sequence[Entry], drawn: Drawn) -> tuple[str, Markup, list[Any]]:
+def _scores(
+    entry: Entry, entries: Sequence[Entry], drawn: Drawn
+) -> tuple[str, Markup, list[tuple[str, str, list[str]]]]:
     panels = scores_panels(entry, entries)
     figure = drawn.panels(panels, f"expert scores of {entry.label}", f"scores-{entry.method}")
     return entry.label, figure, _score_rows(entry)

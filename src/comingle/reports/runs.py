@@ -124,7 +124,7 @@ class RunRecord:
         return bool(self.evaluations[-1].scores)
 
     @cached_property
-    def key(self) -> tuple[tuple[str, Any], ...]:
+    def key(self) -> tuple[tuple[str, object], ...]:
         """Everything that tells it from another run, but for the seed."""
         kept = {key: value for key, value in self.recipe.items() if key not in _ASIDE}
         asked = kept.pop("evaluation", None) or {}
@@ -303,7 +303,7 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     return labels
 
 
-def _told(run: RunRecord, *, whole: bool) -> dict[str, Any]:
+def _told(run: RunRecord, *, whole: bool) -> dict[str, object]:
     """Everything that tells a run from others; not the ``whole`` of its privacy where others have none."""
     if whole:
         return dict(run.key)
@@ -311,7 +311,7 @@ def _told(run: RunRecord, *, whole: bool) -> dict[str, Any]:
     return kept | {"privacy": (run.recipe.get("privacy") or {}).get("mechanism", "none")}
 
 
-def _flat(content: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
+def _flat(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     flat: dict[str, Any] = {}
     for key, value in content.items():
         name = f"{prefix}{key}"

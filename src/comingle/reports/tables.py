@@ -291,7 +291,7 @@ def counted(entry: Entry) -> list[Counted]:
     return sorted(found, key=lambda one: (one.mean, -one.left_out))
 
 
-def judged_tables(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def judged_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
     """For the page: of each entry with a rule the users who counted least, and how many more there are."""
     tables = []
     for entry in entries:
@@ -373,7 +373,7 @@ def _participants_title(content: Mapping[str, Any]) -> str:
     return f"{content['round']} of {content['rounds']} rounds are done · {counts}{at}"
 
 
-def _row(name: str, user: Mapping[str, Any], measure: str) -> tuple[Any, ...]:
+def _row(name: str, user: Mapping[str, Any], measure: str) -> tuple[str | Text, ...]:
     seen, loss, test = user["seen"], user["train_loss_nats"], user["test"]
     return (
         words(name),

@@ -100,7 +100,7 @@ class Answer:
 
     # ------------------------------------------------------------ whole
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice]) -> dict[str, object]:
         """The body of an answer that is not streamed."""
         return {
             **self._head("chat.completion" if self.chat else "text_completion"),
@@ -108,7 +108,7 @@ class Answer:
             "usage": self.usage(choices),
         }
 
-    def _choice(self, number: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, number: int, choice: Choice) -> dict[str, object]:
         said = {"logprobs": self._logprobs(choice.said), "finish_reason": choice.finish}
         if not self.chat:
             return {"index": number, "text": choice.text, **said}
@@ -131,11 +131,11 @@ class Answer:
         body = {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
         return event(body if usage is None else {**body, "usage": usage})
 
-    def first(self, number: int) -> dict[str, Any]:
+    def first(self, number: int) -> dict[str, object]:
         """Whose turn it is: how a chat's chunks begin."""
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def part(self, number: int, text: str, said: Sequence[Chosen], finish: Finish | None) -> dict[str, Any]:
+    def part(self, number: int, text: str, said: Sequence[Chosen], finish: Finish | None) -> dict[str, object]:
         """What was added."""
         rest = {"logprobs": self._logprobs(said), "finish_reason": finish}
         if not self.chat:
@@ -144,11 +144,11 @@ class Answer:
 
     # ------------------------------------------------------------ parts of both
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, object]:
         name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.key}"
         return {"id": name, "object": kind, "created": self.made, "model": self.model, "system_fingerprint": None}
 
-    def _logprobs(self, said: Sequence[Chosen]) -> dict[str, Any] | None:
+    def _logprobs(self, said: Sequence[Chosen]) -> dict[str, object] | None:
         if not self.probable:
             return None
         if self.chat:
@@ -161,10 +161,10 @@ class Answer:
             "text_offset": [one.at for one in said],
         }
 
-    def _top(self, one: Chosen) -> list[dict[str, Any]]:
+    def _top(self, one: Chosen) -> list[dict[str, object]]:
         return [self._likely(token, value) for token, value in one.top]
 
-    def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def _likely(self, token: int, logprob: float | None) -> dict[str, object]:
         text = self._text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 

@@ -46,6 +46,7 @@ NOTHING_ELSE = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
+T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -139,17 +140,17 @@ class Service:
             text, headers={"Content-Security-Policy": NOTHING_ELSE, "X-Content-Type-Options": "nosniff"}
         )
 
-    async def models(self, request: Request) -> dict[str, Any]:
+    async def models(self, request: Request) -> dict[str, object]:
         """The users whose models the key opens."""
         return {"object": "list", "data": [self._told(name) for name in self._opened(request)]}
 
-    async def model(self, request: Request, name: str) -> dict[str, Any]:
+    async def model(self, request: Request, name: str) -> dict[str, object]:
         """One of them."""
         if name not in self._opened(request):
             raise no_model(name)
         return self._told(name)
 
-    def _told(self, name: str) -> dict[str, Any]:
+    def _told(self, name: str) -> dict[str, object]:
         """What the standard says of a model, and what our page asks for."""
         own = {"answers": self.answers, "routed": self.engine.people[name].model.routed}
         return {"id": name, "object": "model", "created": self.started, "owned_by": "comingle", **own}
@@ -198,7 +199,7 @@ class Service:
             raise Refused(400, str(error), code="no_routers") from None
         return JSONResponse({"experts": found.experts, "tokens": found.tokens, "gates": found.gates.tolist()})
 
-    def _told_wrong(self, call: Callable[[], object], param: str = "prompt") -> Any:
+    def _told_wrong(self, call: Callable[[], T], param: str = "prompt") -> T:
         try:
             return call()
         except ComingleError as error:

@@ -7,10 +7,10 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request as Http
 from fastapi.responses import JSONResponse
@@ -20,6 +20,8 @@ from pydantic_core import PydanticCustomError
 from comingle.models.generation import Sampling
 from comingle.serving.answers import DONE, Answer, Choice, event
 from comingle.serving.engine import Engine, Piece, Request
+
+Result = TypeVar("Result")
 
 UNSUPPORTED = "unsupported"
 """Type of the error for a key of the standard with a value that is not supported."""
@@ -44,11 +46,11 @@ Nothing = Annotated[None, _only(*_EMPTY)]
 """A key of the standard that is not supported: null or empty."""
 
 
-def _as_list(value: object) -> Any:
+def _as_list(value: object) -> object:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
-def _joined(value: object) -> Any:
+def _joined(value: object) -> object:
     """Join the parts of a message, which are text."""
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
         return value
@@ -264,7 +266,7 @@ class Refused(Exception):
         super().__init__(message)
         self.status, self.code, self.param, self.after = status, code, param, after
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The standard's error body."""
         kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -352,21 +354,21 @@ async def stream(talk: Talk, answer: Answer, ends: Sequence[int], *, usage: bool
     yield DONE
 
 
-async def while_connected(http: Http, work: Any) -> Any:
+async def while_connected(http: Http, work: Awaitable[Result]) -> Result | None:
     """What ``work`` comes to; None where the client goes away first, and then it is cancelled."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    found, left = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
+        await asyncio.wait([found, left], return_when=asyncio.FIRST_COMPLETED)
+        return found.result() if found.done() else None
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        found.cancel()
+        left.cancel()
+        await asyncio.gather(found, left, return_exceptions=True)
 
 
 logger = logging.getLogger("comingle")
@@ -403,9 +405,9 @@ class Worker:
             self.engine.waiting.extend(requests)
             self._changed.notify()
 
-    def call(self, job: Callable[[], object]) -> Future[Any]:
+    def call(self, job: Callable[[], Result]) -> Future[Result]:
         """Have something computed between two steps, as the modules belong to the step under way."""
-        future: Future[Any] = Future()
+        future: Future[Result] = Future()
         with self._changed:
             if len(self._jobs) >= self.queue:
                 raise Overloaded(f"{len(self._jobs)} requests wait already; try again later")
@@ -435,7 +437,7 @@ class Worker:
                 logger.exception("a step failed")
                 self.engine.drop(error)
 
-    def _compute(self, job: Callable[[], object], future: Future[object]) -> None:
+    def _compute(self, job: Callable[[], Result], future: Future[Result]) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -36,6 +37,22 @@ Tree = dict[str, Tensor]
 
 Init = Callable[[tuple[int, ...], torch.Generator], Tensor]
 """Draws the initial value of a tensor of the given shape (float32)."""
+
+if TYPE_CHECKING:
+
+    class Context(torch.autograd.function.FunctionCtx):
+        """What ``torch.autograd.Function`` hands from a forward to a backward pass; it takes any attribute."""
+
+        saved_tensors: tuple[Tensor, ...]
+        needs_input_grad: tuple[bool, ...]
+
+        def save_for_backward(self, *tensors: Tensor | None) -> None:  # noqa: D102 (of torch)
+            ...
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: object) -> None: ...
+
+else:
+    Context = object  # torch.func has classes of its own
 
 
 @dataclass(frozen=True, kw_only=True)

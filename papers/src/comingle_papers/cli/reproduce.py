@@ -38,7 +38,7 @@ def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool
         yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
 
 
-def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) -> dict[str, Any]:
+def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) -> dict[str, object]:
     """What is known of a table, so far."""
     from comingle_papers.reproduce.runner import results, scores
     from comingle_papers.reproduce.tables import build_table

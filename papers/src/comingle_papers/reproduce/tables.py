@@ -133,7 +133,7 @@ def build_table(
     diverged: Sequence[str] = (),
     results: Mapping[str, Results] = MappingProxyType({}),
     baseline: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Everything that is known of a table, as plain data: ``table.json``.
 
     ``results`` are each user's, by column: with several seeds rows are held against ``baseline``, a row or a method.
@@ -195,7 +195,7 @@ def _against(plan: Plan, results: Results, baseline: str) -> AgainstRecord | Non
     return replace(found, baseline=spoken([names[row] for row in members(baseline)]), verdicts=verdicts).as_dict()
 
 
-def _column(plan: Plan, name: str, scores: Scores) -> dict[str, Any]:
+def _column(plan: Plan, name: str, scores: Scores) -> dict[str, object]:
     lower = plan.experiment.better == "lower"
     paper = _paper(plan, name)
     ours: dict[str, Entry] = {row: _spread(scores[row, name]) for row in plan.rows if (row, name) in scores}

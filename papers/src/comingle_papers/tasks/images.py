@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -223,7 +224,7 @@ def _load_all(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
     return [torch.tensor(rows, dtype=torch.int64) for rows in partitions]
 
 
-def _import_partitioners() -> Any:
+def _import_partitioners() -> ModuleType:
     try:
         return import_module("flwr_datasets.partitioner")
     except ImportError as error:
@@ -233,7 +234,7 @@ def _import_partitioners() -> Any:
         ) from error
 
 
-def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str) -> Iterator[tuple[Any, ...]]:
+def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str) -> Iterator[tuple[object, ...]]:
     """Rows of one split of a data set as they are decoded, an image as ``PIL.Image``: one value for each column.
 
     Of each group of names in ``columns`` the first that the data set has is read.
@@ -322,7 +323,7 @@ def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
     return stack(images, str(path))
 
 
-def _import_pillow() -> Any:
+def _import_pillow() -> ModuleType:
     try:
         from PIL import Image
     except ImportError as error:

@@ -379,7 +379,7 @@ class TaskKind(NetKind):
         """A task makes as many as it is asked for."""
         return recipe.with_changes({"data.task.users": users})
 
-    def settings(self, materials: RunData) -> dict[str, Any]:
+    def settings(self, materials: RunData) -> dict[str, object]:
         """The task's."""
         return {key: getattr(materials.common, key) for key in SETTINGS}
 

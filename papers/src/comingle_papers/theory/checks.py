@@ -80,7 +80,7 @@ def check_all(
         ]
 
 
-def as_json(seed: int, curves: list[Curve]) -> dict[str, Any]:
+def as_json(seed: int, curves: list[Curve]) -> dict[str, object]:
     """Rows and curves as plain data."""
     return {
         "seed": seed,

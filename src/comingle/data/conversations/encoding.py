@@ -64,7 +64,7 @@ class Answers:
         return len(self.windows)
 
     @property
-    def contents(self) -> tuple[Any, ...]:
+    def contents(self) -> tuple[object, ...]:
         """What a digest is taken of."""
         return self.windows, self.owners, self.prompt_tokens, [self.references, self.limit, self.measures, self.ends]
 

@@ -14,6 +14,7 @@ from comingle.config import Recipe, SplitSection
 from comingle.config.settings import DataSection
 from comingle.data.duplicates import Repeated, warn_same_files
 from comingle.data.files import most_bytes
+from comingle.data.populations import Named, User
 from comingle.data.row_files import BadRows, BadRowsError
 from comingle.data.samples.samples import SPLITS
 from comingle.data.sources import group_documents, read_documents
@@ -26,7 +27,7 @@ from comingle.data.splits import (
     split_by_fractions,
     split_given,
 )
-from comingle.data.streaming import FirstUsers, ListedRows, Named, Read, Rows, StreamingReader, User, read_each
+from comingle.data.streaming import FirstUsers, ListedRows, Read, Rows, StreamingReader, read_each
 from comingle.data.tables import iterate_texts, table_of
 from comingle.data.text.section import DatasetSource, DocumentsSection, TextSection, UserSource
 from comingle.data.text.streams import Shortage, UserData, check, find_shortage, pack, too_short, with_validation

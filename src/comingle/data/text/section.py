@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -109,7 +109,7 @@ class DocumentsSection(OwnUsersSection, Generic[Files, Rows]):
         return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
 
     @model_validator(mode="after")
-    def _has_one_source(self) -> Self:
+    def _has_one_source(self) -> DocumentsSection:
         if [self.users, self.dataset, self.given].count(None) != 2:
             raise ValueError(f"give one of {self.sources}")
         if self.users is not None and self.split.given:

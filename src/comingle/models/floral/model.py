@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -194,7 +194,7 @@ class FloralModel(nn.Module):
         """C, the number of adaptors at each layer."""
         return self.router.theta.shape[-1]
 
-    def forward(self, *args: object, mixture: Tensor | None = None, **kwargs: object) -> Any:
+    def forward(self, *args: object, mixture: Tensor | None = None, **kwargs: object) -> object:
         """The model with the router's mixture, or with the one given (optimal routing, one cluster alone).
 
         Raises:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comingle.models.kernels.expert_mlp import load_library
+from comingle.utils.trees import Context
 
 SOURCES = sorted(Path(__file__).parent.glob("layers*"), key=lambda path: path.suffix)  # the .cpp first
 DTYPES = {torch.float32: "float", torch.float64: "double"}
@@ -234,8 +235,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, step: Step, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
-        mean: Tensor | None, rstd: Tensor | None, added: Made | None, passes: bool,
+        ctx: Context, step: Step, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
+        beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None, added: Made | None, passes: bool,
     ) -> Made | tuple[Made, Maps]:  # fmt: skip
         parameters = [_rows(t) for t in (weight, bias, gamma, beta)]
         native_step, inside = step.described(x, *parameters), _inside(x)  # type: ignore[arg-type]
@@ -254,7 +255,7 @@ class _Fused(torch.autograd.Function):
         return (_outside(z), x) if passes else _outside(z)
 
     @staticmethod
-    def backward(ctx: Any, dz: Made, passed: Maps | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Context, dz: Made, passed: Maps | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, bias, gamma, beta, mean, rstd, y, taken, z = ctx.saved_tensors
         wanted = zip(ctx.needs_input_grad[1:6], (x, weight, bias, gamma, beta), strict=True)
         made = [t.new_empty(t.shape) if want else None for want, t in wanted]

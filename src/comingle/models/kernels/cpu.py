@@ -23,6 +23,7 @@ from comingle.models.kernels import expert_mlp
 from comingle.models.kernels.expert_mlp import load_library
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.random_bases import FAMILIES
+from comingle.utils.trees import Context
 
 SOURCES = [Path(__file__).with_name(n) for n in ("cpu.cpp", "attention.h", "softmax.h", "mixture_vector.h")]
 
@@ -228,12 +229,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, d_out: Tensor, scale: float
     return _like(q), _like(k), _like(v)
 
 
-def _keep(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, output[1])
 
 
-def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Context, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *causal_attention_backward(*ctx.saved_tensors, d_out, ctx.scale), None
 
 

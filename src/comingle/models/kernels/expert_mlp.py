@@ -338,7 +338,7 @@ def use(part: object) -> None:
     _elsewhere = part
 
 
-def part_for(x: Tensor, act: Activation, rank: int) -> Any:
+def part_for(x: Tensor, act: Activation, rank: int) -> object:
     """What has :func:`forward` and :func:`backward` for such tensors, this module or another; None: PyTorch has."""
     parts = (sys.modules[__name__], _elsewhere)
     return next((part for part in parts if part is not None and part.supports(x, act, rank)), None)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -37,7 +36,7 @@ from comingle.models.personal import (
     generation_of,
     turn_end,
 )
-from comingle.models.pretrained import PreTrainedModel
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.random_bases import PREFIX
 from comingle.models.scoring import PAD, inputs_of, perplexity_of
 from comingle.serving.export.gguf import KINDS, why_no_gguf, write_gguf
@@ -437,7 +436,9 @@ def _gguf(source: Source, draft: Path, kind: str) -> _Made:
     network, form = _exact(source)
     network.generation_config = generation_of(base, source.about)
     last = turn_end(base, source.about)
-    write_gguf(draft / GGUF_FILE, source.name, network, _tokenizer(source), KINDS[kind], turn_end=last)
+    tokenizer = _tokenizer(source)
+    assert tokenizer is not None
+    write_gguf(draft / GGUF_FILE, source.name, network, tokenizer, KINDS[kind], turn_end=last)
     return _made(draft, f"{form} As {GGUF_FILE} for llama.cpp, weights: {kind}."), "gguf", _OPEN_GGUF
 
 
@@ -476,7 +477,7 @@ def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
         write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "experts_implementation": "eager"})
 
 
-def _tokenizer(source: Source) -> Any:
+def _tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     """The tokenizer with the template that the model answers in; None where the base has none."""
     template = chat_template_of(source.model.base, source.about)
     if template is None or template.source == template.tokenizer.chat_template:

@@ -177,7 +177,7 @@ def _every_expert(merged: PreTrainedModel, change: Change) -> Float[Tensor, "exp
     return torch.stack([weight + change.alone(e).summed().to(weight) for e in range(len(change.a))])
 
 
-def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> Any:
+def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> object:
     from transformers import AutoConfig
 
     family, old = SPARSE[base.config.model_type], base.config.to_dict()
@@ -284,7 +284,9 @@ def _factors(change: Change) -> tuple[Float[Tensor, "rank d_in"], Float[Tensor, 
     return change.a.flatten(0, 1), b.flatten(0, 1).mT
 
 
-def _config(base: PreTrainedModel, base_name: str, names: Sequence[str], rank: int, transposed: bool) -> dict[str, Any]:
+def _config(
+    base: PreTrainedModel, base_name: str, names: Sequence[str], rank: int, transposed: bool
+) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
