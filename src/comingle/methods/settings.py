@@ -76,7 +76,7 @@ def setting_hint(key: str, known: Collection[str]) -> str:
 Fits = Callable[[Any], bool]
 
 
-def allowed(make: Callable[..., Any]) -> dict[str, tuple[str, Fits]]:
+def allowed(make: Callable[..., object]) -> dict[str, tuple[str, Fits]]:
     """What each setting of a function that makes a method may be: in words, and as a test.
 
     Without a range, a setting is of the type that it is annotated with, or else of its default's.
@@ -98,13 +98,13 @@ def _allowed(hint: Any) -> tuple[str, Fits]:
     return limit.words(kind), lambda v: _fits(limit, kind, v, many)
 
 
-def _fits(limit: Range, kind: type, value: Any, many: bool) -> bool:
+def _fits(limit: Range, kind: type, value: object, many: bool) -> bool:
     """A list, where there may be one, has at least one value, and all of them fit."""
     values = list(value) if many and isinstance(value, list | tuple) else [value]
     return bool(values) and all(limit.fits(kind, one) for one in values)
 
 
-def by_type(kind: Any) -> tuple[str, Fits]:
+def by_type(kind: object) -> tuple[str, Fits]:
     """What a setting without a range may be: of its type."""
     if kind is bool:
         return "true, false", lambda v: isinstance(v, bool)

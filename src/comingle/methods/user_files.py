@@ -163,7 +163,7 @@ def _methods(module: ModuleType) -> Iterator[tuple[str, Any]]:
             yield make(defined).name, defined
 
 
-def _returns_method(function: Any) -> bool:
+def _returns_method(function: object) -> bool:
     annotation = function.__annotations__.get("return")
     return annotation is Method or (isinstance(annotation, str) and annotation.rpartition(".")[2] == "Method")
 

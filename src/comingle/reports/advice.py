@@ -55,7 +55,7 @@ class Advice:
     def __str__(self) -> str:
         return paragraph(self)
 
-    def records(self) -> list[dict[str, object]]:
+    def records(self) -> list[dict[str, Any]]:
         """One record for each user of each method (``together`` is None: everybody) and of each smaller group:
         ``change`` in the mean over seeds, its interval from ``low`` to ``high`` (None with one seed), ``verdict``."""
         trained = [(name, None, gains) for name, gains in self.methods.items()]
@@ -67,7 +67,7 @@ class Advice:
         ]
 
 
-def _numbers(gain: Gain) -> dict[str, object]:
+def _numbers(gain: Gain) -> dict[str, Any]:
     low, high = gain.interval or (None, None)
     return {"change": gain.change.mean, "low": low, "high": high, "verdict": gain.verdict}
 

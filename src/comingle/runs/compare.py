@@ -91,7 +91,7 @@ def _ended(group: str, code: int) -> str:
 
 
 def _work_group(
-    connection: Connection, work: Callable[[Any], Iterable[Any]], group: Any, jobs: int, place: int
+    connection: Connection, work: Callable[[Any], Iterable[object]], group: object, jobs: int, place: int
 ) -> None:
     """In a process of its own: send what comes, and what a user can do something about."""
     import torch
@@ -198,11 +198,11 @@ def _label(method: Mapping[str, Any]) -> str:
     return ":".join([str(method["name"]), *told])
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "").replace("'", "")
 
 
-def _method(recipe: Recipe, name: str, for_all: Mapping[str, Any]) -> dict[str, Any]:
+def _method(recipe: Recipe, name: str, for_all: Mapping[str, object]) -> dict[str, Any]:
     return {"name": name, **settings_beside(name, recipe.method.name, recipe.method.settings, for_all)}
 
 
@@ -326,7 +326,7 @@ def _told(keys: Sequence[Key]) -> str:
 
 
 def _run_cells(
-    keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[RunData], None], quiet: bool, **options: Any
+    keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[RunData], None], quiet: bool, **options: object
 ) -> Iterator[Ended]:
     first = {"ready": ready} if keys[0] == next(iter(among)) else {}
     some = {key: among[key] for key in keys}

@@ -116,7 +116,7 @@ class Comparison:
         return latex(self._table(), everybody=everybody)
 
 
-def _told(mean: dict[str, Any]) -> str:
+def _told(mean: Mapping[str, object]) -> str:
     *_, (key, value) = mean.items()
     shown = "not finite" if value is None else f"{value:.4g}"
     return f"  {mean['method']}, seed {mean['seed']}: {key.replace('_', ' ')} {shown}"
@@ -128,7 +128,7 @@ def compare(
     methods: Sequence[AnyMethod] = (),
     *,
     seeds: Sequence[int] = SEEDS,
-    users: Mapping[str, Any] | None = None,
+    users: Mapping[str, object] | None = None,
     base: AnyBase | None = None,
     loss: Loss | None = None,
     out: str | Path | None = None,
@@ -136,7 +136,7 @@ def compare(
     resume: bool = False,
     force: bool = False,
     progress: bool = False,
-    **changes: Any,
+    **changes: object,
 ) -> Comparison:
     """Run several methods with several seeds on the same base, data and budget; as ``comingle compare``.
 
@@ -179,11 +179,11 @@ def advise(
     *,
     seeds: Sequence[int] | None = None,
     rounds: int = ROUNDS,
-    users: Mapping[str, Any] | None = None,
+    users: Mapping[str, object] | None = None,
     base: AnyBase | None = None,
     loss: Loss | None = None,
     progress: bool = False,
-    **changes: Any,
+    **changes: object,
 ) -> Advice:
     """Whether training together pays, for whom and by which method, out of short runs; as ``comingle advise``.
 

@@ -132,7 +132,7 @@ def recipe_with(
     """
     nets = given.net is not None
 
-    def marked(content: Any) -> Any:
+    def marked(content: object) -> Any:
         content = _with_users(content, given.users, changes, nets=nets) if given.users is not None else content
         if given.net is not None and isinstance(content, Mapping):  # which is in the place of one by name
             return {key: value for key, value in content.items() if key != "base"}
@@ -153,7 +153,7 @@ def recipe_with(
     return read.with_changes(changed) if changed else read
 
 
-def merged(recipe: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:
     """Return changes in which a mapping keeps the rest of the section that it changes, and None is its default.
 
     A mapping replaces instead what it names otherwise: another method, optimiser or rule, and other users.
@@ -170,7 +170,7 @@ def merged(recipe: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _merge(old: Any, new: Any) -> Any:
+def _merge(old: object, new: object) -> object:
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     if any(key in new and new[key] != old.get(key) for key in _NAMES):
@@ -183,7 +183,7 @@ _NAMES = ("name", "rule", "mechanism", "kind", "users", "dataset", "task", "ques
 """Keys that decide on what the others of their section mean."""
 
 
-def _refuse_paths(users: Mapping[str, Any]) -> None:
+def _refuse_paths(users: Mapping[str, object]) -> None:
     """Refuse paths in the place of samples.
 
     Raises:
@@ -215,7 +215,7 @@ def _with_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, An
 
 
 @contextmanager
-def lending(methods: Sequence[Any]) -> Iterator[list[Any]]:
+def lending(methods: Sequence[object]) -> Iterator[list[object]]:
     """Methods as recipes have them, by names that are known while this lasts; None stays.
 
     Raises:

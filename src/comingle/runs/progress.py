@@ -34,7 +34,7 @@ LOADING = "loading the base model and the users' data"
 class Reporter(Protocol):
     """Tells of what takes long."""
 
-    def waiting(self, message: str) -> AbstractContextManager[Any]:
+    def waiting(self, message: str) -> AbstractContextManager[object]:
         """Tells what is being waited for, while it lasts."""
         ...
 

@@ -50,7 +50,7 @@ def make_server_app(run: RunFunction) -> ServerApp:
     return made
 
 
-def _folder(run_config: Mapping[str, Any]) -> Path:
+def _folder(run_config: Mapping[str, object]) -> Path:
     out = str(run_config.get("out") or "").strip()
     if not out:
         raise RecipeError("run config: no 'out'; give --run-config 'out=\"FOLDER\"'")

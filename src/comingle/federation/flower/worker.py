@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
@@ -63,7 +62,7 @@ class User:
         return ["--name", self.name, "--state", str(self.state), *config]
 
 
-def read_user(node_config: Mapping[str, Any]) -> User:
+def read_user(node_config: Mapping[str, object]) -> User:
     """The user of ``--node-config 'name="ada" state="FOLDER"'`` or ``'config="ada.yaml"'``; the former go before.
 
     Raises:
@@ -100,7 +99,7 @@ def instance_of(state: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def _read(config: Path) -> dict[str, Any]:
+def _read(config: Path) -> dict[str, object]:
     try:
         read = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

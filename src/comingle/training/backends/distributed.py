@@ -233,7 +233,7 @@ class Sharded(InProcess):
     def _read_key(self, folder: Path | None, *, resume: bool) -> str:
         return self.ranks.share(partial(super()._read_key, folder, resume=resume))
 
-    def write_record(self, path: Path, content: Mapping[str, Any]) -> None:
+    def write_record(self, path: Path, content: Mapping[str, object]) -> None:
         """Write a JSON file at the process that leads."""
         self.ranks.share(partial(super().write_record, path, content))
 

@@ -80,7 +80,7 @@ class Ranks:
         self._agree(failure)
         return done  # type: ignore[return-value]  (there is no failure)
 
-    def gather(self, work: Callable[[], Any]) -> list[Any]:
+    def gather(self, work: Callable[[], object]) -> list[Any]:
         """The same; every process's result at the one that leads, elsewhere one's own."""
         own = self.each(work)
         sent = _packed(own)
@@ -128,7 +128,7 @@ class Ranks:
         self._give(tree, 0)
         return []
 
-    def hand_out(self, work: Callable[[], Sequence[tuple[Any, Tree]]]) -> tuple[Any, Tree]:
+    def hand_out(self, work: Callable[[], Sequence[tuple[object, Tree]]]) -> tuple[Any, Tree]:
         """The words and tensors that the process that leads has made for this one."""
         made: list[tuple[Any, Tree]] = []
         self.each(lambda: made.extend(work()) if self.leads else None)
@@ -280,7 +280,7 @@ def _bytes_of(t: Tensor) -> Tensor:
     return t.detach().view(-1).view(torch.uint8)
 
 
-def _packed(content: Any) -> bytes:
+def _packed(content: object) -> bytes:
     return json.dumps(content).encode()
 
 

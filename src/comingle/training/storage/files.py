@@ -203,7 +203,7 @@ def parts_of(checkpoint: Path) -> list[Part]:
     return [Part(number, count) for count in counts for number in range(count)]
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, object]:
     """A mapping.
 
     Raises:
@@ -243,7 +243,7 @@ def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:
             raise RunError(f"{path}: no such file; restore it, or begin anew with another --out")
 
 
-def check_store(run: Path, checkpoint: Path, about: Mapping[str, Any], groups: Sequence[str]) -> None:
+def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups: Sequence[str]) -> None:
     """Whether a checkpoint and the store beside it are of one run, and of a recipe whose store is ``about`` this.
 
     Raises:
