@@ -343,7 +343,7 @@ class UserCost:
             )
         }
         plain = {key: value for key, value in asdict(self).items() if key not in ("forward", "training", "round")}
-        return plain | {"trainable_parameters": self.trainable_parameters} | flops
+        return {**plain, "trainable_parameters": self.trainable_parameters, **flops}
 
 
 def _over(total: float, base: float) -> float:

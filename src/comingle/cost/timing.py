@@ -409,7 +409,7 @@ def exchange_of(federation: InProcess) -> dict[str, object]:
 
         found["sum_s"] = timed(summed, 3) if clients.plan.training.uploads == "float32" else send_s
     common = message is None or all(t.stride(0) == 0 or len(names) == 1 for t in message.tensors.values())
-    return {key: value / len(members) for key, value in found.items()} | {"common": common}
+    return {**{key: value / len(members) for key, value in found.items()}, "common": common}
 
 
 def wires(ranks: Ranks) -> dict[str, float]:

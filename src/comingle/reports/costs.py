@@ -98,10 +98,14 @@ class PlanRecord(TypedDict):
 
 
 class TimeRow(TypedDict):
-    """Seconds of a round for a population of one size. Its parts have further keys."""
+    """Seconds of a round for a population of one size, and of its parts."""
 
     users: int
     present: int
+    compute_seconds: float
+    server_seconds: float
+    network_seconds: float
+    disk_seconds: float
     round_seconds: float
     run_seconds: float
     state_bytes: float
@@ -187,7 +191,7 @@ def _privacy(plan: PlanRecord) -> Iterator[str]:
 
 def _hidden(plan: PlanRecord) -> str:
     """What privacy hides: a user, or one of its examples."""
-    mechanisms = {method["privacy"]["mechanism"] for method in plan["methods"] if method.get("privacy")}
+    mechanisms = {method["privacy"]["mechanism"] for method in plan["methods"] if "privacy" in method}
     return "example of which" if mechanisms and all(map(protects_examples, mechanisms)) else "user of whom"
 
 
@@ -386,7 +390,8 @@ def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
     for name in names:
         table.add_column(name, justify="right")
     for row in method["rows"]:
-        spent = [seconds(row[f"{name}_seconds"]) for name in _SPENT]
+        parts = (row["compute_seconds"], row["server_seconds"], row["network_seconds"], row["disk_seconds"])
+        spent = [seconds(part) for part in parts]
         cost = [f"{row['money']:,.2f}"] if priced else []
         times = [seconds(row["round_seconds"]), seconds(row["run_seconds"])]
         held = f"{row['state_bytes'] / 1e9:,.3g} GB"

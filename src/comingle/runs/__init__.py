@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 METHODS = ("fedavg", "comigs-1g1s")
 """Held against ``local``; the first of them trains smaller groups too."""
 
