@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from comingle.training.events import Observer
     from comingle_papers.reproduce.plan import Cell, Plan, Wanted
     from comingle_papers.reproduce.runner import Outcome
+    from comingle_papers.reproduce.tables import PaperTable
 
 
 def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool) -> Iterator[Outcome]:
@@ -38,7 +39,7 @@ def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool
         yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
 
 
-def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) -> dict[str, object]:
+def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) -> PaperTable:
     """What is known of a table, so far."""
     from comingle_papers.reproduce.runner import results, scores
     from comingle_papers.reproduce.tables import build_table
@@ -49,7 +50,7 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
     return build_table(planned, scores(outcomes, cells, metric), diverged=failed, results=users, baseline=baseline)
 
 
-def print_table(table: Mapping[str, object]) -> None:
+def print_table(table: PaperTable) -> None:
     """A table with what it says in words, in the terminal."""
     from comingle.reports.comparisons import render as render_verdicts
     from comingle.utils.terminal import words
@@ -73,7 +74,7 @@ def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline:
 
     records = read_archive(path)
     planned, outcomes, told = take(plan_of(records, name, wanted), records, path)
-    table = {**table_of(planned, outcomes, baseline), "measured": told}
+    table: PaperTable = {**table_of(planned, outcomes, baseline), "measured": told}
     folder = out / f"{name.partition('/')[2]}-measured"
     write_tables(folder, table)
     print_table(table)
@@ -231,7 +232,7 @@ def _run(
     cells, jobs = unique(planned.cells), jobs or planned.jobs
     estimate = Estimate()
     outcomes: dict[str, Outcome] = {}
-    table: dict[str, Any] = {}
+    table: PaperTable | None = None
     for outcome in run_all(cells, out, jobs, force=force, quiet=quiet):
         outcomes[outcome.cell.folder] = outcome
         estimate.learn(outcome)
@@ -246,6 +247,7 @@ def _run(
         from comingle_papers.reproduce.runner import draw
 
         draw(planned, outcomes, folder)
+    assert table is not None  # there are cells
     print_table(table)
     console.print(words(f"{folder}/  table.md · table.json{drawn}; the runs are in {out}/runs", "dim"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from comingle.reports.canvas import Style
-    from comingle.reports.runs import Spread
+    from comingle.reports.runs import Entry, Spread
 
 
 WORDS = {"server": "kept by the server", "communicate": "sent by a user in a round", "client": "held by a user"}
@@ -143,7 +143,7 @@ def _cells(plan: Plan, column: str) -> dict[str, Cell]:
 # -------------------------------------------------------------------- files and figures
 
 
-def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], object], folder: Path) -> Iterator[tuple[str, Figure]]:
+def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Entry], folder: Path) -> Iterator[tuple[str, Figure]]:
     """A row of panels for each kind of usage, a panel for each column; ``usage.md`` and ``usage.json`` beside them."""
     if not entries:
         return
@@ -165,7 +165,7 @@ def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage])
     write_text(folder / "usage.md", "\n".join(lines) + "\n")
 
 
-def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Any], used: Mapping[tuple[str, str], Usage]) -> Figure:
+def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Mapping[tuple[str, str], Usage]) -> Figure:
     """Test results against usage, a line for each method, its marks larger for more models or a larger net."""
     from comingle.reports.canvas import draw, styles
     from comingle.reports.formatting import axis_label
@@ -209,7 +209,7 @@ def _points(
     rows: list[str],
     column: str,
     kind: str,
-    entries: Mapping[tuple[str, str], Any],
+    entries: Mapping[tuple[str, str], Entry],
     used: Mapping[tuple[str, str], Usage],
 ) -> list[Point]:
     from comingle.reports.runs import final

@@ -435,7 +435,7 @@ LENGTH = 160
 """Tokens of a prompt at most."""
 
 
-def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], object]) -> Iterator[tuple[str, Figure]]:
+def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterator[tuple[str, Figure]]:
     """For each column and row the prompts of its data set, by the models of the first seed.
 
     Raises:
@@ -460,7 +460,7 @@ def layer_of(name: str, layers: int) -> int:
     return {"first": 0, "middle": (layers - 1) // 2, "last": layers - 1}[name]
 
 
-def prompts_view(plan: Plan, column: str, entry: Any) -> TokenView:
+def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
     """The prompts in everybody's model, each owned by the user who has text of its kind."""
     import comingle
     from comingle.runs.views import view_of

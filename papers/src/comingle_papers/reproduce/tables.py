@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 from comingle.reports import comparisons
 from comingle.reports.comparisons import BASELINE, Against, AgainstRecord, Results, baseline_of, hold, members, spoken
@@ -126,6 +126,60 @@ Scores = Mapping[tuple[str, str], Sequence[float]]
 """Every seed's score, by (row, column)."""
 
 
+Shown = Mapping[str, float | int | None]
+"""``mean``, ``std`` and ``rank`` of a cell."""
+
+
+class CellRecord(TypedDict):
+    """A cell of a table: our scores, those of the paper, and the numbers of its notes."""
+
+    ours: Shown | None
+    scores: list[float]
+    paper: Shown | None
+    notes: list[int]
+
+
+class _Column(TypedDict):
+    name: str
+    label: str
+    seeds: list[int]
+    base: list[str]
+    cells: dict[str, CellRecord]
+    order: dict[str, object]
+    sentence: str
+
+
+class ColumnRecord(_Column):
+    """A column of a table, with each row against the baseline where that has been run."""
+
+    against: AgainstRecord | None
+
+
+class _PaperTable(TypedDict):
+    name: str
+    title: str
+    source: str
+    metric: str
+    reference: str
+    better: str
+    scale: str
+    about_scale: str
+    seeds: list[int]
+    rows: dict[str, str]
+    columns: list[ColumnRecord]
+    missing: list[str]
+    left_out: dict[str, str]
+    diverged: list[str]
+    about: list[str]
+    notes: list[str]
+
+
+class PaperTable(_PaperTable, total=False):
+    """A table of a paper beside ours, as ``table.json`` has it."""
+
+    measured: Sequence[str]
+
+
 def build_table(
     plan: Plan,
     scores: Scores,
@@ -133,7 +187,7 @@ def build_table(
     diverged: Sequence[str] = (),
     results: Mapping[str, Results] = MappingProxyType({}),
     baseline: str | None = None,
-) -> dict[str, object]:
+) -> PaperTable:
     """Everything that is known of a table, as plain data: ``table.json``.
 
     ``results`` are each user's, by column: with several seeds rows are held against ``baseline``, a row or a method.
@@ -143,7 +197,7 @@ def build_table(
     """
     experiment = plan.experiment
     chosen = baseline_row(plan, baseline)
-    columns = [
+    columns: list[ColumnRecord] = [
         {**_column(plan, name, scores), "against": _against(plan, results.get(name, {}), chosen)}
         for name in plan.columns
     ]
@@ -195,7 +249,7 @@ def _against(plan: Plan, results: Results, baseline: str) -> AgainstRecord | Non
     return replace(found, baseline=spoken([names[row] for row in members(baseline)]), verdicts=verdicts).as_dict()
 
 
-def _column(plan: Plan, name: str, scores: Scores) -> dict[str, object]:
+def _column(plan: Plan, name: str, scores: Scores) -> _Column:
     lower = plan.experiment.better == "lower"
     paper = _paper(plan, name)
     ours: dict[str, Entry] = {row: _spread(scores[row, name]) for row in plan.rows if (row, name) in scores}
@@ -243,21 +297,21 @@ def _spread(values: Sequence[float]) -> Entry:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-def _entry(value: Entry | None, rank: int | None) -> dict[str, float | int | None] | None:
+def _entry(value: Entry | None, rank: int | None) -> Shown | None:
     return None if value is None else {"mean": value[0], "std": value[1], "rank": rank}
 
 
 # -------------------------------------------------------------------- as text
 
 
-def write_tables(folder: Path, table: Mapping[str, object]) -> None:
+def write_tables(folder: Path, table: PaperTable) -> None:
     """``table.md`` and ``table.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "table.json", dict(table))
     write_text(folder / "table.md", markdown(table))
 
 
-def markdown(table: Mapping[str, object]) -> str:
+def markdown(table: PaperTable) -> str:
     """A table as Markdown: for each column ours and the paper's, with ranks, what the order says, and verdicts."""
     head, rows = _grid(table)
     lines = [f"# {table['title']}", "", *_about(table), "", table_line(head), "|" + "---|" * len(head)]
@@ -269,13 +323,13 @@ def markdown(table: Mapping[str, object]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def held(table: Mapping[str, Any]) -> list[tuple[str, Against]]:
+def held(table: PaperTable) -> list[tuple[str, Against]]:
     """The verdicts of each column that has any, with its label."""
-    columns = [column for column in table["columns"] if column.get("against")]
-    return [(column["label"], Against.read(column["against"])) for column in columns]
+    columns = ((column["label"], column.get("against")) for column in table["columns"])
+    return [(label, Against.read(found)) for label, found in columns if found]
 
 
-def render(table: Mapping[str, Any]) -> Table:
+def render(table: PaperTable) -> Table:
     """A table for the terminal."""
     head, rows = _grid(table)
     shown = Table(title="\n".join([table["title"], *_about(table)]), title_justify="left", box=None)
@@ -287,7 +341,7 @@ def render(table: Mapping[str, Any]) -> Table:
     return shown
 
 
-def remarks(table: Mapping[str, Any]) -> list[str]:
+def remarks(table: PaperTable) -> list[str]:
     """Whether the order holds, column by column; what is missing, and what is odd about the paper's numbers."""
     told = [column["sentence"] for column in table["columns"] if column["sentence"]]
     fewer = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
@@ -301,7 +355,7 @@ def remarks(table: Mapping[str, Any]) -> list[str]:
     return told + [f"({_letter(i)}) {table['notes'][i]}." for i in sorted(used)]
 
 
-def _about(table: Mapping[str, Any]) -> list[str]:
+def _about(table: PaperTable) -> list[str]:
     seeds = table["seeds"]
     spread = f"mean (std) over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     bases = sorted({base for column in table["columns"] for base in column["base"]})
@@ -314,11 +368,11 @@ def _about(table: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _has_reference(table: Mapping[str, Any]) -> bool:
+def _has_reference(table: PaperTable) -> bool:
     return any(cell["paper"] for column in table["columns"] for cell in column["cells"].values())
 
 
-def _grid(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+def _grid(table: PaperTable) -> tuple[list[str], list[list[str]]]:
     head, beside = ["method"], _has_reference(table)
     for column in table["columns"]:
         head += [column["label"], table["reference"]] if beside else [column["label"]]
@@ -326,16 +380,17 @@ def _grid(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     for row, label in table["rows"].items():
         cells = [label]
         for column in table["columns"]:
-            cell = column["cells"].get(row, {"ours": None, "paper": None, "notes": []})
-            marks = "".join(f" ({_letter(i)})" for i in cell["notes"])
-            theirs = _shown(cell["paper"], kind) + marks
-            cells += [_shown(cell["ours"], kind), theirs] if beside else [_shown(cell["ours"], kind) + marks]
+            cell = column["cells"].get(row)
+            marks = "" if cell is None else "".join(f" ({_letter(i)})" for i in cell["notes"])
+            ours, paper = (None, None) if cell is None else (cell["ours"], cell["paper"])
+            theirs = _shown(paper, kind) + marks
+            cells += [_shown(ours, kind), theirs] if beside else [_shown(ours, kind) + marks]
         if any(cells[1:]):
             rows.append(cells)
     return head, rows
 
 
-def _shown(entry: Mapping[str, object] | None, kind: str) -> str:
+def _shown(entry: Shown | None, kind: str) -> str:
     if entry is None:
         return ""
     spread = "" if entry["std"] is None else f" ({entry['std']:{kind}})"
