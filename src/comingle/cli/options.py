@@ -111,7 +111,7 @@ def possible(out: Path | None) -> Path | None:
     return out
 
 
-def finite(context: typer.Context, option: typer.CallbackParam, value: float | None) -> float | None:
+def finite(context: Any, option: Any, value: float | None) -> float | None:
     """What an option that wants a number is given, as a callback of click's: comparisons with bounds let NaN pass.
 
     Raises:
@@ -130,7 +130,7 @@ def out_option(told: str) -> object:
 Out = Annotated[Path | None, out_option("Folder to write to (default: below runs/).")]
 
 
-def _not_both(context: typer.Context, given: bool) -> bool:
+def _not_both(context: Any, given: bool) -> bool:
     """Called for each of the two; the first that was read is among the parameters by then."""
     if given and (context.params.get("resume") or context.params.get("force")):
         raise RecipeError("--resume and --force: got both; --resume keeps what is there, --force replaces it")

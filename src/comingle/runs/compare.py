@@ -326,7 +326,7 @@ def _told(keys: Sequence[Key]) -> str:
 
 
 def _run_cells(
-    keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[RunData], None], quiet: bool, **options: object
+    keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[RunData], None], quiet: bool, **options: Any
 ) -> Iterator[Ended]:
     first = {"ready": ready} if keys[0] == next(iter(among)) else {}
     some = {key: among[key] for key in keys}
