@@ -99,7 +99,14 @@ def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None =
     return _found(told, count, cores_of_process(here, count, threads), longer, given)
 
 
-class _Measured(TypedDict):
+class _MessageSeconds(TypedDict):
+    receive_s: float
+    send_s: float
+    sum_s: float
+    aggregate_s: float
+
+
+class _Measured(_MessageSeconds):
     adds: bool
     common: bool
     shared: int
@@ -113,10 +120,6 @@ class _Measured(TypedDict):
     others_s: tuple[float, float]
     counts_of_users: tuple[int, int]
     counts: Mapping[str, float]
-    receive_s: float
-    send_s: float
-    sum_s: float
-    aggregate_s: float
 
 
 class Measured(_Measured, total=False):

@@ -155,7 +155,15 @@ class ColumnRecord(_Column):
     against: AgainstRecord | None
 
 
-class _PaperTable(TypedDict):
+class _TableNotes(TypedDict):
+    missing: list[str]
+    left_out: dict[str, str]
+    diverged: list[str]
+    about: list[str]
+    notes: list[str]
+
+
+class _PaperTable(_TableNotes):
     name: str
     title: str
     source: str
@@ -167,11 +175,6 @@ class _PaperTable(TypedDict):
     seeds: list[int]
     rows: dict[str, str]
     columns: list[ColumnRecord]
-    missing: list[str]
-    left_out: dict[str, str]
-    diverged: list[str]
-    about: list[str]
-    notes: list[str]
 
 
 class PaperTable(_PaperTable, total=False):
