@@ -111,7 +111,7 @@ def possible(out: Path | None) -> Path | None:
     return out
 
 
-def finite(context: Any, option: Any, value: float | None) -> float | None:
+def finite(context: object, option: Any, value: float | None) -> float | None:
     """What an option that wants a number is given, as a callback of click's: comparisons with bounds let NaN pass.
 
     Raises:

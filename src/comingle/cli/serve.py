@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -275,7 +275,7 @@ class _Session:
         return self.others[str(run)]
 
 
-def _texts(read: Any) -> Iterator[str]:
+def _texts(read: Callable[[bool], str]) -> Iterator[str]:
     """What is typed: lines, those joined by a backslash, and blocks between triple quotes."""
     with suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and earlier lines, where the system has it)

@@ -60,12 +60,12 @@ class _Loader(yaml.SafeLoader):
         self._repeated = 0
         self._sizes: dict[int, int] = {}
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int | yaml.Node | None) -> yaml.Node | None:
         event: Any = self.peek_event()
         if self._depth >= MAX_DEPTH:
             raise _problem(event, f"nested more than {MAX_DEPTH} deep; a recipe needs less than ten")
         before, self._depth = self._composed, self._depth + 1
-        node: Any = super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)  # type: ignore[arg-type]  (the stub lacks None, for the root)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             self._repeat(node, event)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from comingle.config.settings import DataSection
 from comingle.utils.errors import ComingleError, did_you_mean
@@ -311,7 +312,7 @@ def problems_of(
     accepted = _ACCEPTED | {f"data.{key}": words for key, words in (data.accepted if data else {}).items()}
     problems = sorted(error.errors(), key=_explains, reverse=True)
     misspelt = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
-    chosen: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    chosen: dict[tuple[str, ...], ErrorDetails] = {}
     for problem in problems:
         place = tuple(str(part) for part in problem["loc"] if not str(part).startswith(_BRANCHES))
         place = place[:-1] if place[-1:] and place[-1] in _PLAIN else place
@@ -323,12 +324,12 @@ def problems_of(
     return tuple(_described(problem, accepted, model, data) for problem in chosen.values())
 
 
-def _explains(problem: Mapping[str, Any]) -> tuple[bool, int]:
+def _explains(problem: ErrorDetails) -> tuple[bool, int]:
     return problem["type"] == "extra_forbidden", len(problem["loc"])
 
 
 def _described(
-    problem: Mapping[str, Any], accepted: Mapping[str, str], model: type[BaseModel], data: type[DataSection] | None
+    problem: ErrorDetails, accepted: Mapping[str, str], model: type[BaseModel], data: type[DataSection] | None
 ) -> str:
     parts = _parts(problem["loc"], accepted)
     place = ".".join(parts)
@@ -353,7 +354,7 @@ def _parts(loc: Sequence[str | int], accepted: Mapping[str, str]) -> list[str]:
     return parts[:-1] if parts[-1:] and parts[-1] in _PLAIN and above in accepted and above != "data.users" else parts
 
 
-def _shown(problem: Mapping[str, Any]) -> str:
+def _shown(problem: ErrorDetails) -> str:
     """What was got, where that is no list or mapping."""
     got = problem.get("input")
     if isinstance(got, dict | list | BaseModel):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from comingle.models.hardware import free_bytes
-from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.models.pretrained import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from comingle.utils.errors import BaseModelError
 from comingle.utils.trees import digest_all
 
@@ -83,7 +83,7 @@ def require_memory(what: str, parameters: int, dtype: torch.dtype, device: torch
         )
 
 
-def own_config(config: Any) -> object:
+def own_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """`config` without its own choice of kernels: a foreign one may name code on the hub, which would be run."""
     config._attn_implementation = None
     config._experts_implementation = None

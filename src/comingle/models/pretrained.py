@@ -10,12 +10,13 @@ import torch
 from comingle.utils.errors import BaseModelError
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 else:
     # What a runtime type checker sees.
     GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase = object, torch.nn.Module, object
+    PreTrainedConfig = object
 
-__all__ = ["GenerationConfig", "PreTrainedModel", "PreTrainedTokenizerBase", "require_docstrings"]
+__all__ = ["GenerationConfig", "PreTrainedConfig", "PreTrainedModel", "PreTrainedTokenizerBase", "require_docstrings"]
 
 
 def require_docstrings() -> None:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import KEY
@@ -182,7 +181,7 @@ def _difference(was: Recipe, now: Recipe) -> str:
     return "they differ"
 
 
-def _flat(content: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(content: object, prefix: str = "") -> dict[str, object]:
     if not isinstance(content, dict):
         return {prefix: content}
     inner = [_flat(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in content.items()]

@@ -8,9 +8,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from statistics import fmean
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from comingle.privacy.accounting import sample_size
 from comingle.training.client import Clients
@@ -168,7 +176,7 @@ class Silent:
 # -------------------------------------------------------------------- bars
 
 
-def _columns() -> tuple[Any, ...]:
+def _columns() -> tuple[ProgressColumn, ...]:
     left = (TextColumn("left"), TimeRemainingColumn())
     told = TextColumn("{task.description}", markup=False)
     return (told, BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), *left)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from comingle.models.generation import as_tuple
-from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.models.pretrained import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from comingle.utils.errors import DataError, RunError
 
 _LLAMA3 = (
@@ -125,7 +125,12 @@ def _pre(name: str, spec: Mapping[str, Any]) -> str:
 
 
 def _kind(
-    number: int, token: str, known: Mapping[int, str], added: Mapping[int, Any], model: Any, sentencepiece: bool
+    number: int,
+    token: str,
+    known: Mapping[int, str],
+    added: Mapping[int, Mapping[str, object]],
+    model: Mapping[str, object],
+    sentencepiece: bool,
 ) -> int:
     if number not in known:
         return Kind.UNUSED
@@ -216,7 +221,7 @@ def write_gguf(
     _read_again(path, written)
 
 
-def why_no_gguf(config: Any) -> str:
+def why_no_gguf(config: PreTrainedConfig) -> str:
     """Why llama.cpp cannot compute what such a network does; empty where it can."""
     if config.model_type not in ARCHITECTURES:
         return f"no GGUF is written of {config.model_type} (only of {', '.join(ARCHITECTURES)})"
@@ -231,7 +236,7 @@ def why_no_gguf(config: Any) -> str:
     return ""
 
 
-def _why_no_attention(architecture: str, config: Any) -> str:
+def _why_no_attention(architecture: str, config: PreTrainedConfig) -> str:
     """A GGUF file has no place for such settings, and llama.cpp looks for no bias behind these attentions."""
     if architecture == "gpt2" and not config.scale_attn_weights:
         return "'s scores are not divided by the root of a head's width (scale_attn_weights: false), as llama.cpp's are"
@@ -242,7 +247,7 @@ def _why_no_attention(architecture: str, config: Any) -> str:
     return ""
 
 
-def _architecture(name: str, config: Any) -> str:
+def _architecture(name: str, config: PreTrainedConfig) -> str:
     if why := why_no_gguf(config):
         raise DataError(f"user {name!r}: {why}; --format transformers has no such limit")
     return ARCHITECTURES[config.model_type]
@@ -335,7 +340,7 @@ def _experts(layer: int, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor
         yield f"blk.{layer}.ffn_{'down_exps' if 'down' in key else 'gate_inp'}.weight", tensor
 
 
-def _arranged(architecture: str, config: Any, key: str, tensor: Tensor) -> Tensor:
+def _arranged(architecture: str, config: PreTrainedConfig, key: str, tensor: Tensor) -> Tensor:
     """GPT-2 keeps weights as (d_in, d_out); llama.cpp's Llama rotates neighbours, and transformers' halves."""
     if architecture == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.mT

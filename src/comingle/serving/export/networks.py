@@ -24,7 +24,7 @@ from comingle.models.kernels.expert_mlp import SHORT
 from comingle.models.layouts import linear_names
 from comingle.models.lora import base_weight
 from comingle.models.personal import WIDE, About, Change, averaged, changes_of_adapted, changes_of_mixed, why_not_merged
-from comingle.models.pretrained import PreTrainedModel
+from comingle.models.pretrained import PreTrainedConfig, PreTrainedModel
 from comingle.models.stacked import MixedLanguageModel
 from comingle.utils.errors import BaseModelError, DataError
 from comingle.utils.records import write_json
@@ -63,7 +63,7 @@ SPARSE = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen3": _QWEN3}
 """By the base's model type: architectures whose every expert is the base's MLP, gated by one linear map."""
 
 
-def why_not_sparse(config: Any) -> str:
+def why_not_sparse(config: PreTrainedConfig) -> str:
     """Why no architecture of transformers is a sparse mixture over such a base; empty where one is."""
     kind = config.model_type
     if kind not in SPARSE:
@@ -133,7 +133,7 @@ def require_same(
         )
 
 
-def needs_eager_experts(config: Any) -> bool:
+def needs_eager_experts(config: PreTrainedConfig) -> bool:
     """Return whether a sparse mixture has rows that grouped matrix products refuse.
 
     ``torch.nn.functional.grouped_mm``, which transformers runs experts with by default, needs rows whose length is a
@@ -151,7 +151,7 @@ def rounded(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return network
 
 
-def require_sparse(name: str, config: object) -> None:
+def require_sparse(name: str, config: PreTrainedConfig) -> None:
     """Refuse a base over which there is no sparse architecture.
 
     Raises:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -190,6 +190,8 @@ class SampleBatchSource(PassBatchSource):
         return self._scored[key][1]
 
 
+T = TypeVar("T")
+
 _TRIED = 2
 """Users, and samples of each, that a net is tried on; batch norm needs two."""
 
@@ -302,7 +304,7 @@ def _copies(tensors: dict[str, Tensor], users: tuple[int, ...]) -> dict[str, Ten
     return {key: t.expand(*users, *t.shape).clone() for key, t in tensors.items()}
 
 
-def _tried(run: Callable[[], Any], what: str) -> Any:
+def _tried(run: Callable[[], T], what: str) -> T:
     try:
         return run()
     except Exception as error:  # the net is a stranger's, and may raise anything
@@ -310,7 +312,7 @@ def _tried(run: Callable[[], Any], what: str) -> Any:
         raise RecipeError(f"{what}: {first}") from error
 
 
-def _check_outputs(outputs: Any, name: str, population: Population) -> None:
+def _check_outputs(outputs: object, name: str, population: Population) -> None:
     got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     loss, wanted = population.measure, (_TRIED, population.classes)
     if isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == _TRIED:
