@@ -1,10 +1,10 @@
 """Messages between clients and server, and their compression.
 
-Nothing else passes between the two halves: a :class:`Download` from the server, an :class:`Upload` back.
+Clients and server exchange nothing but these messages: a :class:`Download` from the server, an :class:`Upload` to it.
 
-int8: of each row ``x`` (the last dimension) ``scale = max |x| / 127`` and ``q = round(x / scale)`` are sent, 1 byte an
-entry and 4 a row. What rounding took away, ``x - q scale``, stays with the user and is added before the next upload
-(Seide et al. 2014; Karimireddy et al. 2019), so that over the rounds nothing is lost.
+int8 quantises each row ``x`` (the last dimension): ``scale = max |x| / 127``, ``q = round(x / scale)``. An upload has 1
+byte per entry and 4 per row. The client keeps the rounding error ``x - q scale`` and adds it to the next upload (error
+feedback: Seide et al. 2014; Karimireddy et al. 2019), so that no part of an update is lost over the rounds.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from comingle.utils.errors import MessageError
 from comingle.utils.trees import Layout, Tree
 
 LOSS, COUNT = "loss", "count"
-"""Reports of every user: its mean training loss in nats, and where means are weighted by it, its amount of data."""
+"""Reports of every user: mean training loss in nats and, where means are weighted by it, amount of data."""
 
 VALIDATION = "validation_loss"
-"""Report of every user, without tensors, in runs that end with the models of the best round."""
+"""Report that every user sends, without tensors, in runs that end with the models of the best round."""
 LOWEST = "lowest_loss"
-"""The server's answer to validation losses: whether their mean is the lowest so far."""
+"""Tensor with which the server replies to validation losses: 1 if their mean is the lowest so far, else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Download:
-    """What the server sends to ``users``: models, of which each user makes one.
+    """Message from the server to ``users``: models, from which each user makes one.
 
-    Tensors are ``(users, models, *shape)``: one model that all have in common (a view: it is not copied), one for each
-    user, candidates to choose from, or what ``senders`` have uploaded, in their order. ``version`` is the
-    number of rounds after which the server last aggregated, 0 before the first. ``ranks`` are the users' LoRA ranks, to
-    which what travels is cut; 0 where there are none.
+    Args:
+        version: Number of rounds after which the server last aggregated; 0 before the first.
+        users: The receivers.
+        tensors: ``(users, models, *shape)``: one model common to all (a view, not a copy), one for each user,
+            candidates to choose from, or the uploads of ``senders``, in their order.
+        ranks: The users' LoRA ranks, to which tensors are cut before they are sent; 0 without LoRA.
+        senders: Users whose uploads ``tensors`` contains; empty otherwise.
     """
 
     version: int
@@ -47,22 +50,26 @@ class Download:
     senders: tuple[str, ...] = ()
 
     def of(self, at: int) -> Download:
-        """One user's own message; its tensors are views."""
+        """Return one user's message, whose tensors are views."""
         name = self.users[at : at + 1]
         return replace(self, users=name, tensors=_row(self.tensors, at), ranks=self.ranks[at : at + 1])
 
     def split(self) -> list[Download]:
-        """Each user's own."""
+        """Return one message per user."""
         return [self.of(at) for at in range(len(self.users))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """What ``users`` send after their local steps of a round: shared tensors ``(users, *shape)``, and numbers.
+    """Message from ``users`` to the server after their local steps of a round.
 
-    Tensors are copies of users' rows, never views. ``reports`` are the few numbers ``(users, ...)`` that the method
-    declares, and :data:`LOSS` and :data:`COUNT`. ``ranks`` are the users' LoRA ranks, 0 where there are none: tensors
-    of a smaller rank than others are filled up with zeros.
+    Args:
+        round: The round.
+        users: The senders.
+        tensors: Shared tensors ``(users, *shape)``: copies of the users' rows, never views. Those of a smaller rank are
+            padded with zeros.
+        ranks: The users' LoRA ranks; 0 without LoRA.
+        reports: Numbers ``(users, ...)`` that the method declares, and :data:`LOSS` and :data:`COUNT`.
     """
 
     round: int
@@ -72,22 +79,22 @@ class Upload:
     reports: Tree = field(default_factory=dict)
 
     def of(self, at: int) -> Upload:
-        """One user's own message; its tensors are views."""
+        """Return one user's message, whose tensors are views."""
         of_user = {"users": self.users[at : at + 1], "ranks": self.ranks[at : at + 1]}
         return replace(self, **of_user, tensors=_row(self.tensors, at), reports=_row(self.reports, at))
 
     def split(self) -> list[Upload]:
-        """Each user's own."""
+        """Return one message per user."""
         return [self.of(at) for at in range(len(self.users))]
 
 
 def no_uploads(done: int) -> Upload:
-    """What the server has after round ``done`` if nobody takes part in it."""
+    """Return the empty upload of round ``done``, for a round without participants."""
     return Upload(round=done, users=(), tensors={}, ranks=torch.zeros(0, dtype=torch.int64))
 
 
 def validation_report(losses: Mapping[str, float], done: int) -> Upload:
-    """What users say of their models after ``done`` rounds: each its mean validation loss, and no tensors."""
+    """Return an upload without tensors that reports each user's mean validation loss after ``done`` rounds."""
     return Upload(
         round=done,
         users=tuple(losses),
@@ -98,7 +105,13 @@ def validation_report(losses: Mapping[str, float], done: int) -> Upload:
 
 
 def verdict(users: Sequence[str], done: int, *, lowest: bool) -> Download:
-    """What users hear of that: whether their mean validation loss after ``done`` rounds is the lowest so far."""
+    """Return the reply to :func:`validation_report`.
+
+    Args:
+        users: The receivers.
+        done: The number of rounds that the validated models have had.
+        lowest: Whether the users' mean validation loss is the lowest so far.
+    """
     return Download(
         version=done,
         users=tuple(users),
@@ -111,7 +124,7 @@ Message = TypeVar("Message", Upload, Download)
 
 
 def join_uploads(parts: Sequence[Upload]) -> Upload:
-    """Several users' uploads of one round as one, tensors of a smaller rank filled up with zeros."""
+    """Join the uploads of several users in one round; pad tensors of a smaller rank with zeros."""
     first = parts[0]
     assert all(part.round == first.round for part in parts)
     reports = {name: torch.cat([part.reports[name] for part in parts]) for name in first.reports}
@@ -119,13 +132,13 @@ def join_uploads(parts: Sequence[Upload]) -> Upload:
 
 
 def join_downloads(parts: Sequence[Download]) -> Download:
-    """Several users' downloads of one version as one, tensors of a smaller rank filled up with zeros."""
+    """Join the downloads of several users with one version; pad tensors of a smaller rank with zeros."""
     assert all(part.version == parts[0].version for part in parts)
     return _join(parts)
 
 
 def _join(parts: Sequence[Message]) -> Message:
-    """The first, with what all messages have of every user."""
+    """Return the first message with the users, tensors and ranks of all."""
     return replace(
         parts[0],
         users=tuple(user for part in parts for user in part.users),
@@ -135,13 +148,22 @@ def _join(parts: Sequence[Message]) -> Message:
 
 
 def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
-    """LoRA factors ``(..., rank, width)`` filled up with zeros to the largest rank that a user may have."""
+    """Pad LoRA factors ``(..., rank, width)`` with zeros to the largest rank of ``layout``."""
     wanted = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
     return {name: _filled(t, wanted[name]) if name in wanted else t for name, t in tensors.items()}
 
 
 def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
-    """Models ``(users, others, *shape)`` with each user's own ``(users, *shape)`` among them, at its place."""
+    """Insert each user's own model among those of the others.
+
+    Args:
+        models: ``(users, others, *shape)``.
+        own: ``(users, *shape)``.
+        at: Where each user's own model goes, from 0 to ``others``.
+
+    Returns:
+        ``(users, others + 1, *shape)``.
+    """
     parts = {
         name: [torch.cat([t[i, :k], own[name][i : i + 1], t[i, k:]]) for i, k in enumerate(at)]
         for name, t in models.items()
@@ -159,7 +181,7 @@ def _row(tree: Tree, at: int) -> Tree:
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
-    """``(users, ..., rank, width)`` of different ranks, one after the other."""
+    """Concatenate tensors ``(users, ..., rank, width)`` of different ranks along users."""
     if len({part.shape[1:] for part in parts}) == 1:
         return torch.cat(list(parts))
     most = max(part.shape[-2] for part in parts)
@@ -168,13 +190,23 @@ def _together(parts: Sequence[Tensor]) -> Tensor:
 
 SCALE = ".scale"
 RESIDUAL = "residual/"
-"""Under which names a user keeps what rounding took away."""
+"""Prefix of the names under which a client keeps the rounding error."""
 
 _LEVELS = 127
 
 
 def compress(tensors: Tree, form: Format, left: Tree) -> tuple[Tree, Tree]:
-    """What is sent, and what is left for the next time; ``left`` is what was left the last time."""
+    """Compress tensors for an upload.
+
+    Args:
+        tensors: ``(..., width)`` by name.
+        form: The number format of uploads.
+        left: The rounding errors of the previous upload; used by int8 only.
+
+    Returns:
+        The tensors to send (int8: levels, and scales ``(..., 1)`` as ``NAME.scale``) and the new rounding errors, which
+        are empty unless ``form`` is int8.
+    """
     if form == "float32":
         return tensors, {}
     if form == "bfloat16":
@@ -191,7 +223,18 @@ def compress(tensors: Tree, form: Format, left: Tree) -> tuple[Tree, Tree]:
 
 
 def compress_kept(tensors: Tree, form: Format, kept: Tree, users: list[int], *, remembers: bool = True) -> Tree:
-    """Some users' tensors as they are sent; what is left for the next time is in ``kept``, and put there."""
+    """Compress some users' tensors and update their rounding errors in place.
+
+    Args:
+        tensors: ``(users, ..., width)`` by name.
+        form: The number format of uploads.
+        kept: The client state of all users; holds rounding errors as ``residual/NAME``.
+        users: Rows of ``kept`` to which the tensors belong.
+        remembers: Whether to store the new rounding errors in ``kept``.
+
+    Returns:
+        The tensors to send.
+    """
     left = {name: kept[RESIDUAL + name][users] for name in tensors} if form == "int8" else {}
     sent, rest = compress(tensors, form, left)
     for name, t in rest.items() if remembers else ():
@@ -200,10 +243,10 @@ def compress_kept(tensors: Tree, form: Format, kept: Tree, users: list[int], *, 
 
 
 def expand(tensors: Tree, form: Format) -> Tree:
-    """What was sent, as the server computes with it.
+    """Return uploaded tensors in float32, the inverse of :func:`compress` up to rounding.
 
     Raises:
-        MessageError: tensors of another format.
+        MessageError: The tensors are of another format, or int8 levels have no scales that fit.
     """
     if form == "float32":
         return tensors

@@ -1,10 +1,9 @@
-"""Messages as bytes: the only way in which anything leaves a user.
+"""Messages as bytes: the only way in which data leaves a user.
 
     magic "CMGL" · format version · length of the header · length of the tensors · CRC-32 of both · header · tensors
 
-The header is JSON: the kind of the message, its round or version, whose it is, and its rank. The tensors are in the
-format of safetensors. Nothing in a message is ever executed. A message whose lengths, checksum, version or tensors
-are not as they must be is refused.
+The header is JSON: the message's kind, round or version, user and rank. The tensors are in the safetensors format.
+Nothing in a message is executed. A message with a wrong length, checksum, version or tensor is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from comingle.utils.errors import MessageError
 from comingle.utils.trees import Tree
 
 FORMAT = 1
-"""Raised when the bytes of a message change their meaning."""
+"""Version of the format; incremented when the meaning of a message's bytes changes."""
 
 _MAGIC = b"CMGL"
 _PREFIX = struct.Struct("<4sHIQI")
@@ -44,16 +43,16 @@ _DTYPES = {
 }
 _WIDTHS = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1}
 _ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I8")
-"""Safetensors puts tensors in this order, and those of one type in that of their names."""
+"""Order of dtypes in a safetensors file; tensors of one dtype are in the order of their names."""
 _LENGTH_BYTES = 8
-"""Safetensors begins with the length of its header."""
+"""Size of the header length with which a safetensors file begins."""
 
 MAX_BYTES = 8 << 30
-"""Longer messages are refused before anything of them is read."""
+"""Size limit of a message; a longer one is refused before any of it is read."""
 
 
 def pack(message: Download | Upload) -> bytes:
-    """One user's message as bytes."""
+    """Return one user's message as bytes."""
     header = json.dumps(_header(message), separators=(",", ":")).encode()
     tensors = save({name: t.detach().contiguous().cpu() for name, t in _tensors(message).items()})
     check = zlib.crc32(tensors, zlib.crc32(header))
@@ -61,21 +60,21 @@ def pack(message: Download | Upload) -> bytes:
 
 
 def unpack(data: bytes) -> Download | Upload:
-    """The message that :func:`pack` made bytes of.
+    """Return the message that :func:`pack` has encoded.
 
     Raises:
-        MessageError: not such bytes: truncated, changed on the way, or of another version.
+        MessageError: The bytes are no message: truncated, corrupted, or of another version.
     """
     header, tensors = _parts(data)
     try:
         return _read(json.loads(header), load(tensors))
-    # Numbers that no tensor has are RuntimeErrors of torch's.
+    # torch raises RuntimeError for numbers that a tensor cannot hold.
     except (KeyError, TypeError, ValueError, SafetensorError, OverflowError, RecursionError, RuntimeError) as error:
         raise MessageError(f"message: not one of comingle's ({type(error).__name__}: {error})") from None
 
 
 def packed_bytes(message: Download | Upload) -> list[int]:
-    """The length of :func:`pack`'s bytes of each user, without packing: from names, shapes and types alone."""
+    """Return the length of :func:`pack`'s result for each user without packing: from names, shapes and dtypes."""
     senders = set(message.senders) if isinstance(message, Download) else set[str]()
     known: dict[tuple[int, bool], int] = {}
     lengths = []
@@ -89,8 +88,8 @@ def packed_bytes(message: Download | Upload) -> list[int]:
 
 
 def _length(message: Download | Upload) -> int:
-    """The same of one user's."""
-    if isinstance(message, Download) and message.senders:  # so that nothing is copied
+    """Return the length of one user's packed message."""
+    if isinstance(message, Download) and message.senders:  # Dropping the user's own upload would copy tensors.
         message = replace(message, tensors={name: t.to("meta") for name, t in message.tensors.items()})
     header = len(json.dumps(_header(message), separators=(",", ":")).encode())
     shapes = tuple((name, _DTYPES[t.dtype], tuple(t.shape)) for name, t in _tensors(message).items())
@@ -111,7 +110,7 @@ def _header(message: Download | Upload) -> dict[str, Any]:
 
 
 def _tensors(message: Download | Upload) -> Tree:
-    """What travels: without the dimension of users, cut to the user's rank, without what the user itself has sent."""
+    """Return the tensors to send: no users dimension, cut to the user's rank, without the user's own upload."""
     rank = int(message.ranks[0])
     of_user = {name: _cut(name, t[0], rank) for name, t in message.tensors.items()}
     if isinstance(message, Upload):
@@ -123,7 +122,7 @@ def _tensors(message: Download | Upload) -> Tree:
 
 
 def _cut(name: str, t: Tensor, rank: int) -> Tensor:
-    """A LoRA factor without the padding beyond its user's rank."""
+    """Return a LoRA factor without the padding beyond its user's rank."""
     return t[..., :rank, :] if rank and name.removesuffix(SCALE).endswith((".a", ".b")) else t
 
 
@@ -163,7 +162,7 @@ def _read(header: Mapping[str, Any], tensors: Tree) -> Download | Upload:
 
 @lru_cache(maxsize=256)
 def _tensors_bytes(shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
-    """The length of safetensors' bytes: 8, its header filled up to a multiple of 8, and the tensors."""
+    """Return the length of a safetensors file: 8 bytes, its header padded to a multiple of 8, and the tensors."""
     ordered = sorted(shapes, key=lambda shape: (_ORDER.index(shape[1]), shape[0]))
     entries, at = {}, 0
     for name, dtype, shape in ordered:

@@ -1,1 +1,1 @@
-"""A personal model in use: everybody served at once, chat, a page."""
+"""Use of personal models: a server for all users, chat, a web page."""

@@ -1,4 +1,4 @@
-"""Keys and limits of the server: which models a key opens, and how much may be asked."""
+"""Keys and rate limits of the server."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ from comingle.utils.records import write_text
 logger = logging.getLogger("comingle")
 
 SHORTEST = 16
-"""Characters of a key, at least: shorter ones can be guessed."""
+"""Minimum length of a key in characters; shorter keys can be guessed."""
 
 
 class Keys:
-    """Opens models. ``keys`` maps users to keys; None: everybody's models are open to all who reach the server."""
+    """The keys that give access to users' models.
+
+    Args:
+        names: All users.
+        keys: Key by user; None to give everyone who reaches the server access to all models.
+    """
 
     def __init__(self, names: Iterable[str], keys: Mapping[str, str] | None) -> None:
         self.names = tuple(names)
@@ -37,7 +42,7 @@ class Keys:
         return self._digests is not None
 
     def opens(self, key: str) -> tuple[str, ...]:
-        """The users whose models a key opens; compared with everybody's, in a time that tells nothing."""
+        """Return the users whose models a key opens; compare it with all keys in constant time."""
         if self._digests is None:
             return self.names
         given = _digest(key)
@@ -49,10 +54,10 @@ def _digest(key: str) -> bytes:
 
 
 def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
-    """The keys in a YAML file of ``USER: KEY``. A user without one cannot be reached.
+    """Read keys from a YAML file with lines of ``USER: KEY``. A user without a key cannot be reached.
 
     Raises:
-        DataError: not such a file, a user that does not exist, a key that is too short, or one key for two users.
+        DataError: The file has another form, a user does not exist, a key is too short, or two users have the same key.
     """
     from comingle.config.files import read_text
 
@@ -79,10 +84,10 @@ def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def make_keys(path: Path, names: Iterable[str]) -> None:
-    """Write a new key for every user, to a file that its owner alone can read.
+    """Write a new key for every user to a file that only its owner can read.
 
     Raises:
-        RunError: the file exists, or cannot be written.
+        RunError: The file exists or cannot be written.
     """
     import yaml
 
@@ -96,7 +101,7 @@ def make_keys(path: Path, names: Iterable[str]) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address reaches this machine alone."""
+    """Return whether an address is reachable from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -104,7 +109,7 @@ def is_loopback(host: str) -> bool:
 
 
 def hostname(place: str) -> str:
-    """Return the name in ``HOST:PORT``; empty where there is none."""
+    """Return the host of ``HOST:PORT``, or an empty string if there is none."""
     try:
         return urlsplit(f"//{place}").hostname or ""
     except ValueError:
@@ -112,9 +117,9 @@ def hostname(place: str) -> str:
 
 
 def foreign_page(headers: Mapping[str, str]) -> str:
-    """Name the page of another site that a browser makes a request for; empty where there is none.
+    """Describe the other site whose page sends a request through the browser; return an empty string if there is none.
 
-    Browsers name a page's ``Origin``, or say that the request crosses sites; other programs send neither header.
+    Browsers send a page's ``Origin``, or mark a request as cross-site; other programs send neither header.
     """
     origin = headers.get("origin")
     if origin is not None and origin.lower().partition("://")[2] != headers.get("host", "").lower():
@@ -123,10 +128,10 @@ def foreign_page(headers: Mapping[str, str]) -> str:
 
 
 def check_host(host: str, keys: Mapping[str, str] | None) -> None:
-    """Without keys, only this machine.
+    """Check that a server without keys listens on loopback only.
 
     Raises:
-        ComingleError: others could reach the models.
+        ComingleError: Other machines could reach the models.
     """
     if keys is None and not is_loopback(host):
         raise ComingleError(
@@ -140,8 +145,16 @@ MINUTE = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """``max_tokens`` new tokens for each answer, ``rate`` requests of each user's in a minute, ``rows`` that are
-    answered at once, ``queue`` that wait, ``body_bytes`` of a request, ``choices`` of one request."""
+    """Limits of the server.
+
+    Args:
+        max_tokens: New tokens per answer.
+        rate: Requests per user and minute.
+        rows: Answers generated at the same time.
+        queue: Waiting requests.
+        body_bytes: Size of a request.
+        choices: Answers per request.
+    """
 
     max_tokens: int = 1024
     rate: int = 600
@@ -152,14 +165,18 @@ class Limits:
 
 
 class Rates:
-    """As many requests of each user's as fit into a minute: a bucket that fills as time goes by."""
+    """A token bucket per user: ``rate`` requests, refilled at ``rate`` per minute."""
 
     def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate, self.clock = rate, clock
         self._left: dict[str, tuple[float, float]] = {}
 
     def wait(self, name: str) -> float:
-        """Take one request out of a user's bucket: 0, or, where it is empty, the seconds until there is one again."""
+        """Take one request from a user's bucket.
+
+        Returns:
+            0, or, if the bucket is empty, the seconds until the next request is allowed.
+        """
         now = self.clock()
         left, last = self._left.get(name, (float(self.rate), now))
         left = min(float(self.rate), left + (now - last) * self.rate / MINUTE)

@@ -1,4 +1,4 @@
-"""Users' models of a run, opened for serving."""
+"""Users' models of a run, loaded for serving."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ from comingle.utils.records import read_metrics
 
 
 def find_run(folder: Path, method: str | None = None, seed: int | None = None) -> Path:
-    """A run's folder; within a comparison's, the run of ``method`` with ``seed``, or with the lowest.
+    """Return a run's folder.
+
+    Args:
+        folder: Folder of a run, or of a comparison, which contains runs.
+        method: The method of the run to find in a comparison; None if it has only one.
+        seed: The seed of that run; None for the lowest.
 
     Raises:
-        RunError: several methods and none is named, or there is no run of that method or seed.
+        RunError: The comparison has several methods and ``method`` is None, or no run matches.
     """
     if (folder / "recipe.yaml").exists() or not folder.is_dir():
         return _alone(folder, method, seed)
     recipes = [(load_recipe(path.parent), path.parent) for path in sorted(folder.glob("*/metrics.json"))]
     if not recipes:
-        return folder  # refused where it is read
+        return folder  # The caller reports the error when it reads the folder.
     runs = [(_label(recipe, path), recipe.seed, path) for recipe, path in recipes]
     known = list(dict.fromkeys(label for label, _, _ in runs))
     if method is None and len(known) > 1:
@@ -43,13 +48,13 @@ def find_run(folder: Path, method: str | None = None, seed: int | None = None) -
 
 
 def _label(recipe: Recipe, path: Path) -> str:
-    """Return a run's method, with its settings as its folder's name has them where a comparison has several."""
+    """Return a run's method, with its settings (from the folder's name) if a comparison has several runs of it."""
     name, own = path.name.rpartition("-seed")[0], recipe.method.name
     return f"{own}:{name.removeprefix(own + '-')}" if name.startswith(f"{own}-") and "=" in name else own
 
 
 def _alone(folder: Path, method: str | None, seed: int | None) -> Path:
-    """The folder of a single run, which a method and a seed may only confirm."""
+    """Return the folder of a single run, after checking that method and seed, where given, are the run's."""
     if method is None and seed is None:
         return folder
     recipe = load_recipe(folder)
@@ -61,16 +66,19 @@ def _alone(folder: Path, method: str | None, seed: int | None) -> Path:
 
 
 TURNS = ("conversations", "questions")
-"""Kinds of data that are made of turns."""
+"""Kinds of data that consist of turns."""
 WORTH_COMPILING = 10_000_000
-"""Parameters of a base from which on compiled code is waited for, seconds once on a machine; smaller ones are fast."""
+"""Number of parameters from which a base is worth compiled code, which takes seconds once per machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class People:
-    """The users' models of a run by name, and whether they answer (in turns) or continue a text.
+    """The users' models of a run.
 
-    They answer where they were trained on conversations, or their base has a chat template.
+    Args:
+        models: Models by user.
+        answers: Whether they answer messages rather than continue a text: they were trained on conversations, or their
+            base has a chat template.
     """
 
     models: dict[str, PersonalModel]
@@ -78,12 +86,12 @@ class People:
 
 
 def open_people(run: Path, method: str | None = None) -> People:
-    """The users' models of a finished run; of a comparison's folder, the run of ``method``.
+    """Load the users' models of a finished run; in a comparison's folder, of the run of ``method``.
 
     Raises:
-        RunError: no finished run, or several and ``method`` does not say which.
-        DataError: the models are nets, which say nothing.
-        BaseModelError: the base is gone or has changed.
+        RunError: There is no finished run, or there are several and ``method`` is None.
+        DataError: The models generate no text.
+        BaseModelError: The base is missing or has changed.
     """
     folder = find_run(run, method)
     opened = load(folder)
@@ -100,10 +108,10 @@ def open_people(run: Path, method: str | None = None) -> People:
 
 
 def names_in(run: Path) -> list[str]:
-    """Who is in a run, without its models.
+    """Return the users of a run without loading models.
 
     Raises:
-        RunError: not a finished run.
+        RunError: The run is not finished.
     """
-    scored = list(read_metrics(run)["users"])  # of a sample, where the recipe says evaluation.users
-    return list(read_inputs(run).users) or scored  # of a population on disk inputs name nobody
+    scored = list(read_metrics(run)["users"])  # a sample if the recipe sets evaluation.users
+    return list(read_inputs(run).users) or scored  # inputs list no users of a population on disk
