@@ -1,5 +1,5 @@
-"""What a recipe will cost, before any training: parameters, bytes, FLOPs and memory of each method.
+"""Cost estimates of a recipe before training: parameters, bytes, FLOPs and memory of each method.
 
-The base has shapes but no weights, the text is not read, and nothing is trained: what is counted are the engine's own
-objects, built as for a run.
+The engine's own objects are built as for a run and counted. The base has shapes but no weights, no text is read, and
+nothing is trained.
 """

@@ -1,6 +1,6 @@
-"""What each user trains, sends and computes.
+"""Counts of what each user trains, sends and computes.
 
-A user's step is the engine's own, run on tensors without data; its products are counted as they happen.
+The engine runs a user's step on tensors without data, and its matrix products are counted.
 """
 
 from __future__ import annotations
@@ -28,10 +28,18 @@ from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree
 
 
 def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int, int]]:
-    """Bytes that each of the users called ``names`` sends in an exchange, and receives in one.
+    """Return the bytes that each user sends and receives in one exchange.
 
-    ``federation`` may hold fewer where all are alike: then its last user stands for the rest. Users' names are part of
-    messages, and so is the number of the round, which has one digit here.
+    A message contains the user's name and the round's number, which has one digit here. If the federation shares
+    nothing, all sizes are 0.
+
+    Args:
+        federation: The federation. If all users are alike it may have fewer users than there are names; its last user
+            then stands for the rest.
+        names: Names of the users.
+
+    Returns:
+        One pair (upload bytes, download bytes) per name.
     """
     clients = federation.clients
     if not clients.shares:
@@ -51,18 +59,26 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
 
 
 def mean_bytes(messages: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Of users who are alike but for the lengths of their names, to the nearest byte."""
+    """Return the mean upload and download bytes of users that differ only in the lengths of their names, rounded."""
     sent, received = zip(*messages, strict=True)
     return round(fmean(sent)), round(fmean(received))
 
 
 def upload_of(federation: InProcess, user: int) -> Upload:
-    """What a user sends in an exchange."""
+    """Return the message that a user uploads in an exchange."""
     return federation.clients.upload([user], 1, {LOSS: torch.zeros(1)}, counts=True)
 
 
 def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Download:
-    """What a user receives once all of ``names`` have taken part; between peers in shapes alone."""
+    """Return the message that a user downloads after an exchange of all users.
+
+    Between peers the message's tensors have shapes but no data.
+
+    Args:
+        federation: The federation.
+        user: The user's index in the federation.
+        names: Names of all participants.
+    """
     clients, server = federation.clients, federation.server
     if not clients.method.server.peer_to_peer:
         return server.download([clients.trainers[user].name])
@@ -72,7 +88,7 @@ def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Downl
 
 
 def count_exchanges(federation: InProcess) -> int:
-    """How many there are in a whole run."""
+    """Return the number of exchanges in a run."""
     clients, method, plan = federation.clients, federation.clients.method, federation.clients.plan
     rounds = plan.training.rounds if method.trains else 0
     return sum(exchanged_after(plan, clients.shares, done) for done in range(1, rounds + 1))
@@ -82,9 +98,10 @@ ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)
 
 
 def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]:
-    """The costs of the users called ``names``, those who are alike together.
+    """Return the costs of the users called ``names``, one entry for each group of users that are alike.
 
-    ``federation`` may hold fewer users than there are names where all are alike: then the last stands for the rest.
+    If all users are alike, ``federation`` may have fewer users than there are names; its last user then stands for the
+    rest.
     """
     clients = federation.clients
     pooled = clients.method.placement.pooled
@@ -108,7 +125,7 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
 def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent: int, received: int) -> UserCost:
     clients, row = shape.clients, shape.row
     plan, method = clients.plan, clients.method
-    # As much text as is trained on, under every model that is chosen from, and no step.
+    # Users that choose among several models first compute the loss of each on as much text as they train on.
     passes = shape.forward() * (method.server.server_models * method.client.sweeps * plan.training.local_steps)
     for phase in clients.phases:
         steps = plan.iterations // phase.every * phase.steps / plan.training.rounds
@@ -127,7 +144,7 @@ def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent
 
 
 def _parameters(clients: Clients) -> dict[str, list[int]]:
-    """Each trainer's trained parameters by role, in all copies."""
+    """Return each trainer's number of trained parameters by role, over all copies."""
     layout, users = clients.model.layout, len(clients.trainers)
     trained = clients.mask.cpu() & layout.mask(clients.method.client.trained)
     roles = [*ROLES, *sorted(layout.roles - set(ROLES))]
@@ -136,14 +153,14 @@ def _parameters(clients: Clients) -> dict[str, list[int]]:
 
 
 def own_entries(clients: Clients) -> Int[Tensor, "rows slots"]:
-    """How many entries of each slot a row really has, padding left out."""
+    """Return the number of entries in each slot of each row, without padding."""
     mask, layout = clients.mask.cpu(), clients.model.layout
     return torch.stack([mask[:, layout.starts[s.name] :][:, : s.size].sum(1) for s in layout.slots], 1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The matrix products of one row of a federation; ``entries`` are its entries in each slot."""
+    """Matrix products of one row of a federation; ``entries`` maps each slot to its number of entries in this row."""
 
     clients: Clients
     row: int
@@ -151,15 +168,18 @@ class Shape:
 
     @property
     def adapted(self) -> AdaptedModel:
-        """Only adapters over one base are counted here."""
+        """The model, which is a base with adapters; no other model is counted here."""
         return cast(AdaptedModel, self.clients.model)
 
     def forward(self) -> Flops:
-        """One token's forward pass."""
+        """Return the FLOPs of one token's forward pass."""
         return forward(self._blocks(frozenset()), outside(self.adapted))
 
     def training(self, phase: Phase) -> Flops:
-        """One token's forward and backward pass in a phase; nothing where the row has nothing that it trains."""
+        """Return the FLOPs of one token's forward and backward pass in a phase.
+
+        They are 0 if the phase trains nothing of the row.
+        """
         slots = [s.name for s in self.clients.model.layout.touching(phase.reached).slots]
         left = replace(self, entries=self._left(phase.without)) if phase.without else self
         blocks, head = left._blocks(frozenset(slots)), outside(self.adapted)
@@ -167,7 +187,7 @@ class Shape:
         return forward(blocks, head) + spent if spent.total else spent
 
     def _left(self, without: frozenset[str]) -> dict[str, int]:
-        """What a pass without some roles has in each slot."""
+        """Return the number of entries in each slot when some roles are left out of the pass."""
         layout = self.clients.model.layout
         there = layout.views((self.clients.mask.cpu() & ~layout.mask(without))[self.row : self.row + 1].double())
         return {name: int(t.sum()) for name, t in there.items()}
@@ -178,7 +198,7 @@ class Shape:
         def linear(name: str, module: nn.Module) -> Linear:
             a, b = f"{name}.a", f"{name}.b"
             weight = base_weight(module)[0].numel()
-            beside = [entries.get(f"{name}.{end}", 0) for end in (IN, OUT)]  # in one product with A and with B
+            beside = [entries.get(f"{name}.{end}", 0) for end in (IN, OUT)]  # fused into the products with A and B
             own = {"a": entries[a] + beside[0], "b": entries[b] + beside[1]}
             return Linear(weight=weight, **own, trains_a=a in trained, trains_b=b in trained)
 
@@ -211,7 +231,7 @@ class Shape:
         return blocks
 
     def _scores(self) -> int:
-        """Multiply-adds of one token's query with the keys of a whole window (masked ones are computed too)."""
+        """Return the multiply-adds of one token's query with the keys of the whole context, masked keys included."""
         config = self.adapted.network.config
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -223,7 +243,7 @@ class Shape:
 
 
 def outside(model: AdaptedModel) -> int:
-    """Entries of all matrices outside the decoder layers: the head."""
+    """Return the number of entries of all matrices outside the decoder layers, that is of the head."""
     adapted = {id(m.linear) for m in model.adapters.attention.values()}
     for mlp in model.adapters.experts.values():
         adapted |= {id(m) for m in (*mlp.first.values(), mlp.last)}
@@ -233,10 +253,14 @@ def outside(model: AdaptedModel) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """A user's local work of a round: ``epochs`` times batches of these ``sizes``, in sequences or samples.
+    """Local work of one user in a round.
 
-    A sweep, which stands for all of its training data, has ``swept`` of them in ``sweeps`` batches. ``unit`` is the
-    number of tokens or samples of each.
+    Args:
+        sizes: Sizes of the batches of one epoch, in sequences or samples.
+        epochs: Number of epochs.
+        sweeps: Number of batches in one sweep over all training data.
+        swept: Number of sequences or samples in one sweep.
+        unit: Tokens per sequence, or 1 for samples.
     """
 
     sizes: tuple[int, ...]
@@ -247,31 +271,37 @@ class Load:
 
     @property
     def steps(self) -> int:
-        """Batches of a round."""
+        """Number of batches in a round."""
         return len(self.sizes) * self.epochs
 
     @property
     def items(self) -> int:
-        """Sequences or samples of a round."""
+        """Number of sequences or samples in a round."""
         return sum(self.sizes) * self.epochs
 
     def first(self, steps: int) -> int:
-        """How many are in the first so many batches, which begin again after the last."""
+        """Return the number of sequences or samples in the first ``steps`` batches; batches repeat after the last."""
         return sum(self.sizes[i % len(self.sizes)] for i in range(steps))
 
 
 BaseFlops = Callable[[Load], tuple[Flops, Flops]]
-"""FLOPs of the base alone: one token's or sample's forward pass, and a round with one pass a step."""
+"""FLOPs of the base alone: one token's or sample's forward pass, and a round with one pass per step."""
 
 
 def text_load(clients: Clients) -> Load:
-    """The same for all users."""
+    """Return the local work of a user of a language model, which is the same for all users."""
     steps, size = clients.plan.training.local_steps, clients.batch_size
     return Load(sizes=(size,), epochs=steps, sweeps=steps, swept=steps * size, unit=clients.plan.training.context)
 
 
 def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) -> list[UserCost]:
-    """The costs of the users with these loads, those who are alike together."""
+    """Return the costs of the users of a stacked model, one entry for each group of users with equal loads.
+
+    Args:
+        stage: The rehearsal that is measured.
+        loads: Each user's local work by name.
+        base: FLOPs of the base alone, which are reported separately from those of the method.
+    """
     clients, alike = stage.federation.clients, dict[Load, list[str]]()
     for name, load in loads.items():
         alike.setdefault(load, []).append(name)
@@ -301,20 +331,20 @@ def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) 
 
 
 def measured_base(stage: Rehearsal) -> BaseFlops:
-    """A net alone, as FedAvg trains it."""
+    """Return the FLOPs of a net alone, as FedAvg trains it."""
     counts = _Counts(stage)
     return lambda load: (Flops(net=counts.forward.each / load.unit), Flops(net=counts.round(load)))
 
 
 class _Counts:
-    """FLOPs of one user, by kind of work."""
+    """Measured FLOPs of one user, by kind of work."""
 
     def __init__(self, stage: Rehearsal):
         self.stage, self.clients = stage, stage.federation.clients
         self.cohort = stage.cohort([0])
         self.forward = measure(self._predict)
         self.steps = {phase: measure(lambda n, phase=phase: self._step(phase, n)) for phase in self._phases()}
-        # Losses on all training data: under each component, or under each model that is chosen from.
+        # Losses on all training data: of each component, or of each model that the user chooses from.
         method = self.clients.method
         if method.client.sweeps and method.placement.mixture is not None:
             self.sweep = measure(self._sweep)
@@ -322,7 +352,7 @@ class _Counts:
             self.sweep = self.forward.times(method.server.server_models * method.client.sweeps)
 
     def round(self, load: Load) -> float:
-        """A round's local work."""
+        """Return the FLOPs of a round's local work."""
         total = self.sweep.flops(load.sweeps, load.swept)
         for phase in self.clients.phases:
             times = load.steps // phase.every * phase.steps
@@ -355,7 +385,7 @@ class _Counts:
 
 
 def _stacked_parameters(clients: Clients) -> dict[str, int]:
-    """A user's trained parameters by role; all users have the same."""
+    """Return a user's trained parameters by role; all users have the same."""
     layout = clients.model.layout
     counts = {role: int(layout.mask([role]).sum()) for role in sorted(layout.roles & clients.method.client.trained)}
     return {role: count for role, count in counts.items() if count}

@@ -1,4 +1,4 @@
-"""From a recipe, its costs and some machines to seconds and money of a round and a run, for populations of any size."""
+"""Seconds and money of a round and of a run on given machines, for populations of any size."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 POPULATIONS = (10**4, 10**6, 10**8)
 
 MOST_STEPS = 10
-"""Of so many local steps a user is measured; a round with more takes as many times as long."""
+"""Most local steps that are measured per user. The time of a round with more steps is extrapolated linearly."""
 
 MOST_PROCESSES = 4
-"""So many are tried at once, or one for each core here, whatever machines are planned for."""
+"""Most processes that are started for a measurement, unless this machine has more cores."""
 
 _SECONDS = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A round of ``users`` users, and with ``price`` what a run costs."""
+    """Estimated cost of a run with ``users`` users, of whom ``present`` take part in each round."""
 
     users: int
     present: int
     round: Round
     run_seconds: float
     state_bytes: float
-    """Of the users of one machine."""
+    """Bytes of the tensors of one machine's users."""
     money: float | None
 
     def as_dict(self) -> dict[str, object]:
@@ -64,12 +64,12 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Parts that were measured with a recipe, and what its users' tensors are as large as."""
+    """Measurements of a recipe, with the sizes of its users' tensors."""
 
     parts: Parts
-    """Of processes with at least ``cohort`` participants each, who go through the model together."""
+    """Parts for processes with at least ``cohort`` participants each, which are trained in one batch."""
     fewer: Parts
-    """Of processes with as many as the recipe's own users are."""
+    """Parts for processes with as many participants as the recipe has."""
     cohort: int
     adds: bool
     common: bool
@@ -77,17 +77,23 @@ class Found:
     state_bytes: int
     disk: float
     amounts: tuple[int, int, int]
-    """As in :func:`comingle.training.evaluation.period`."""
+    """The arguments of :func:`comingle.training.evaluation.period`."""
 
 
 def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None = None) -> Found:
-    """Run some rounds of the recipe's users here, in as many processes as a machine has, or as can be tried here.
+    """Measure rounds of the recipe's users on this machine.
 
-    ``user`` is how long the local steps of one user take in a process there, if that is known.
+    Runs in as many processes as a machine of the cluster has, limited to :data:`MOST_PROCESSES` or the number of cores.
+
+    Args:
+        recipe: The recipe to measure.
+        cluster: The machines to plan for.
+        present: Participants per round.
+        user: Seconds that the local steps of one user take in a process of the cluster; None measures them here.
 
     Raises:
-        RecipeError: users have settings of their own, so that they cannot stand for others.
-        ComingleError: what a run would say.
+        RecipeError: Users have settings of their own, so that copies of them cannot stand for other users.
+        ComingleError: A run of the recipe would fail with the same message.
     """
     _check_alike(recipe)
     here = cores()
@@ -123,7 +129,7 @@ class _Measured(_MessageSeconds):
 
 
 class Measured(_Measured, total=False):
-    """Seconds and sizes as :func:`comingle.cost.timing.measured` finds them; ``hop`` and ``bus`` between processes."""
+    """Seconds and sizes from :func:`comingle.cost.timing.measured`; ``hop`` and ``bus`` only with several processes."""
 
     hop: float
     bus: float
@@ -131,7 +137,7 @@ class Measured(_Measured, total=False):
 
 
 def _found(told: Measured, count: int, each: float, longer: float, user: float | None) -> Found:
-    """What children have written, as parts; ``each`` are the cores that each of so many had."""
+    """Convert a measurement in ``count`` processes with ``each`` cores per process into parts."""
     names = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
     gathers, broadcasts, reduces, both, sends, received = (told["counts"].get(name, 0.0) for name in names)
     steps = Steps(
@@ -170,7 +176,14 @@ def _found(told: Measured, count: int, each: float, longer: float, user: float |
 
 
 def load_of(recipe: Recipe, cost: MethodCost, found: Found, users: int) -> Load:
-    """What so many users like the recipe's have to do."""
+    """Return the work of a run with ``users`` users like those of the recipe.
+
+    Args:
+        recipe: The recipe.
+        cost: Costs of its method.
+        found: Measurements of the recipe.
+        users: Size of the population.
+    """
     named = [user for user in cost.users for _ in user.names]
     training, evaluated = recipe.training, min(users, recipe.evaluation.users or users)
     present = _present(training.participation, len(named), users)
@@ -193,7 +206,13 @@ def load_of(recipe: Recipe, cost: MethodCost, found: Found, users: int) -> Load:
 
 
 def plan_time(load: Load, found: Found, cluster: Cluster) -> Planned:
-    """Seconds and money; a run is its rounds, without its start."""
+    """Return the seconds and the price of a run: the sum of its rounds, without its start.
+
+    Args:
+        load: The work of the run.
+        found: Measurements of its recipe.
+        cluster: The machines.
+    """
     full = share(load.present, cluster.size) >= found.cohort
     one = round_of(load, found.parts if full else found.fewer, cluster)
     seconds = load.rounds * one.seconds
@@ -215,13 +234,21 @@ def plan_times(
     step: float | None = None,
     for_all: Mapping[str, object] = NO_SETTINGS,
 ) -> dict[str, object]:
-    """For JSON: each method's rounds, for as many users as the recipe has and for many more.
+    """Estimate the rounds of each method, for the recipe's number of users and for the sizes in :data:`POPULATIONS`.
 
-    ``step`` is how long one local step of one user takes in a process there, if that is known; ``for_all`` as in
-    :func:`comingle.cost.planning.plan`.
+    Args:
+        recipe: The recipe.
+        plan: Its costs.
+        cluster: The machines to plan for.
+        step: Seconds of one local step of one user in a process of the cluster; None measures them here.
+        for_all: Settings for every method that has them, as in :func:`comingle.cost.planning.plan`.
+
+    Returns:
+        Nested dictionaries, for JSON.
 
     Raises:
-        ComingleError: as :func:`measure`, or more processes than users of any population.
+        RecipeError: There are more processes than users in the largest population.
+        ComingleError: As :func:`measure`.
     """
     methods, own = [], len(plan.users)
     if cluster.size > (most := max(own, *POPULATIONS)):
@@ -265,7 +292,7 @@ def _told(found: Found, cluster: Cluster) -> dict[str, object]:
 
 
 def _period(recipe: Recipe, found: Found, users: int, present: int, evaluated: int) -> int:
-    """Rounds from one evaluation to the next, as a run of so many users like those who were measured has them."""
+    """Return the rounds between evaluations in a run of ``users`` users like those that were measured."""
     if recipe.evaluation.every != AUTO:
         return recipe.evaluation.every
     trainers, trained, scored = found.amounts
@@ -293,7 +320,7 @@ def _check_alike(recipe: Recipe) -> None:
 
 
 def _calibrating(recipe: Recipe, most: int) -> tuple[Recipe, float]:
-    """The recipe of rounds with at most so many local steps of text, and how many times as long its own are."""
+    """Return the recipe with at most ``most`` local steps per round, and the factor to its own number of steps."""
     changes: dict[str, object] = {
         "training.participation": 1.0,
         "evaluation.users": None,
@@ -302,7 +329,7 @@ def _calibrating(recipe: Recipe, most: int) -> tuple[Recipe, float]:
         "runtime.track": [],
     }
     steps = recipe.training.local_steps
-    counted = kind_of(recipe).needs_base  # others take as many as their samples are
+    counted = kind_of(recipe).needs_base  # for samples the number of steps follows from the data
     if counted:
         changes["training.local_steps"] = min(most, steps)
     if recipe.runtime.users_per_step == "auto":
@@ -311,7 +338,7 @@ def _calibrating(recipe: Recipe, most: int) -> tuple[Recipe, float]:
 
 
 def _children(recipe: Recipe, count: int, threads: int, users: int) -> Measured:
-    """What so many processes measure together, ``users`` in each of them."""
+    """Measure rounds in ``count`` processes with ``users`` users each."""
     with tempfile.TemporaryDirectory(prefix="comingle-") as folder:
         place = Path(folder)
         (place / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
@@ -346,5 +373,5 @@ def _environment(rank: int, count: int, threads: int, place: Path) -> dict[str, 
 
 
 def on_gpu() -> bool:
-    """Whether a step on a GPU can be measured here."""
+    """Return whether a step on a GPU can be measured here."""
     return torch.cuda.is_available()

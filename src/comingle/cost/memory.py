@@ -1,9 +1,8 @@
-"""Peak memory of a pass and of a process, and the costs of users on disk.
+"""Peak memory of a pass and of a process, and bytes of users on disk.
 
-A pass is run on *fake* tensors, which have a shape, a dtype and a device but no data. Every tensor that an operation
-makes, in the forward or the backward pass and inside hand-written gradients alike, is counted from its birth until the
-last reference to it is gone. So nothing is assumed about what a module saves for its backward pass: the modules
-themselves are asked.
+A pass runs on *fake* tensors, which have a shape, a dtype and a device but no data. Every tensor that an operation
+creates, in forward and backward passes and in hand-written gradients, is counted until its last reference is gone. So
+nothing is assumed about what a module saves for its backward pass.
 """
 
 from __future__ import annotations
@@ -55,12 +54,22 @@ from comingle.utils.trees import Tree, restrict
 def as_text(
     kind: Kind, recipes: Sequence[Recipe], users: int | None, load_base: Callable[[], Base]
 ) -> tuple[list[Recipe], set[str], str]:
-    """As :meth:`comingle.training.kinds.base.Kind.as_text`; of users on disk no more than one is in memory.
+    """Return recipes with text that costs as much as the users' data.
 
-    ``load_base`` gives a base that needs no weights. Where its tokenizer is not here, users are read all at once.
+    As :meth:`comingle.training.kinds.base.Kind.as_text`, but with users on disk at most one user's data is in memory.
+    Without a cached tokenizer of the base all users are read at once.
+
+    Args:
+        kind: The recipes' kind of data.
+        recipes: Recipes that differ in their method alone.
+        users: Number of users if their data is not read, else None.
+        load_base: Returns the base; weights are not needed.
+
+    Returns:
+        The recipes with text, the names of users with too little data, and a note on what the costs leave out.
 
     Raises:
-        DataError: what a run would refuse of data that lies on this machine.
+        DataError: A run would refuse data that is on this machine.
     """
     reads = users is None and is_read(kind, recipes[0])
     found = _read(kind, recipes, load_base) if reads else None
@@ -71,7 +80,7 @@ def as_text(
 
 @singledispatch
 def is_read(kind: Kind, recipe: Recipe) -> bool:
-    """Whether users' data is looked at before costs are counted in tokens."""
+    """Return whether users' data is read before costs are counted in tokens."""
     return False
 
 
@@ -86,7 +95,10 @@ def _text(kind: TextKind, recipe: Recipe) -> bool:
 
 
 def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:
-    """As a run of the first recipe will; None where that has no store, or the base's tokenizer is not here."""
+    """Read the data as a run of the first recipe does.
+
+    Returns None if the run has no store or the base's tokenizer is not cached.
+    """
     recipe = recipes[0]
     store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
     tokenizer = tokenizer_here(recipe.base) if hasattr(store, "read") else None
@@ -97,8 +109,14 @@ def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) 
 
 
 def as_long(kind: Kind, recipes: Sequence[Recipe], users: LazyPopulation) -> list[Recipe]:
-    """Recipes with text that costs as much as what these users have: as
-    :meth:`comingle.training.kinds.base.Kind.as_text`.
+    """Return recipes with text that costs as much as these users' data.
+
+    As :meth:`comingle.training.kinds.base.Kind.as_text`.
+
+    Args:
+        kind: The recipes' kind of data.
+        recipes: Recipes that differ in their method alone.
+        users: Users whose sizes have been counted.
     """
     if not isinstance(kind, ConversationsKind) or users.sizes is None:
         return list(recipes)
@@ -107,15 +125,22 @@ def as_long(kind: Kind, recipes: Sequence[Recipe], users: LazyPopulation) -> lis
 
 
 READ_AHEAD = 1
-"""Cohorts whose records are read while others train."""
+"""Cohorts whose records are prefetched while another one trains."""
 
 PLACES_BYTES = 20
-"""Of each user, whoever takes part: where its two records are (8 bytes each), and which version it has (4)."""
+"""Bytes in memory for each user of a run: the offsets of its two records (8 bytes each) and its version (4 bytes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserBytes:
-    """A user's tensors: its model and its method's parts, what optimisers remember, and the records of both."""
+    """Bytes of one user's tensors and records.
+
+    Args:
+        params: Bytes of the model and of the method's state.
+        moments: Bytes of optimiser moments.
+        params_record: Bytes of the first on disk.
+        moments_record: Bytes of the second on disk.
+    """
 
     params: int
     moments: int
@@ -124,12 +149,12 @@ class UserBytes:
 
     @property
     def record(self) -> int:
-        """Both records."""
+        """Bytes of both records."""
         return self.params_record + self.moments_record
 
 
 def user_bytes(state: State, store: str) -> UserBytes:
-    """Of one of the users of a state that is in memory."""
+    """Return the sizes of one user of a state that is in memory, with records in the format of ``store``."""
     moments = None if store == MEMORY else STORES[store].moments
     forms: Mapping[str, Form] = forms_of(state, moments)
     sizes = {name: t[:1].nbytes for name, t in state.tensors().items()}
@@ -143,15 +168,30 @@ def user_bytes(state: State, store: str) -> UserBytes:
 
 
 def ever_present(users: int, present: int, rounds: int) -> float:
-    """How many users will have taken part, where so many are drawn each round: ``U (1 - (1 - p)^R)`` in the mean."""
+    """Return the expected number of users that have taken part at least once.
+
+    ``U (1 - (1 - p)^R)`` with U users, R rounds and a fraction ``p = present / U`` drawn at random in each round.
+
+    Args:
+        users: Size of the population.
+        present: Participants per round.
+        rounds: Number of rounds.
+    """
     return users * (1 - (1 - present / users) ** rounds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Writes:
-    """Who writes records: ``users`` in all, ``present`` in a round, ``evaluated`` each ``evaluate_every`` rounds.
+    """How often a run writes records.
 
-    ``every`` so many rounds there is a checkpoint, of which ``keep`` are kept.
+    Args:
+        users: Size of the population.
+        present: Participants per round.
+        evaluated: Users in one evaluation.
+        rounds: Number of rounds.
+        evaluate_every: Rounds between evaluations.
+        every: Rounds between checkpoints.
+        keep: Number of checkpoints that are kept.
     """
 
     users: int
@@ -164,21 +204,24 @@ class Writes:
 
     @property
     def older(self) -> int:
-        """How many rounds lie between the checkpoints whose records are still there, and now.
+        """Largest number of rounds for which records are kept besides the current ones.
 
-        A record's place is free once no checkpoint names it, which is known when the next has been written.
+        The space of a record is freed once no checkpoint refers to it, which is known when the next one is written.
         """
         return min(self.every * (self.keep + 1), max(0, self.rounds - self.every))
 
     def models(self) -> float:
-        """How many records of models there are at most: of who took part, or was evaluated, and those written over."""
+        """Return the largest number of model records.
+
+        These are records of participants and evaluated users, and overwritten records that checkpoints still refer to.
+        """
         known = ever_present(self.users, self.present, self.rounds)
         known += self.evaluated * (1 - known / self.users)
         often = math.ceil(self.older / self.evaluate_every)
         return known + self._written_over(known) + self.evaluated * min(often, self.older // self.every)
 
     def moments(self) -> float:
-        """The same of what optimisers remember, which only those have who took part."""
+        """Return the largest number of records of optimiser moments, which only participants have."""
         known = ever_present(self.users, self.present, self.rounds)
         return known + self._written_over(known)
 
@@ -187,22 +230,22 @@ class Writes:
 
 
 def store_bytes(user: UserBytes, writes: Writes) -> int:
-    """Bytes on disk at the end of a run, at most; how many will have taken part is taken in the mean."""
+    """Return the largest size of the store at the end of a run, in bytes, for the expected number of participants."""
     return int(user.params_record * writes.models() + user.moments_record * writes.moments())
 
 
 ProcessKind = Literal["text", "samples"]
 
 FALLBACK_BYTES = 430_000_000
-"""Where it cannot be measured: what was on Linux with torch 2.13."""
+"""Used if a process cannot be measured: the value on Linux with torch 2.13."""
 
 _SECONDS = 120
 
 
 def process_bytes(kind: ProcessKind, device: torch.device) -> int:
-    """Peak resident memory of a run of the smallest model there is, in a process of its own; nothing on a GPU.
+    """Return the peak resident memory of a run of the smallest model in a process of its own, in bytes; 0 on a GPU.
 
-    Measured once in each process, which takes some seconds.
+    The result is cached. The first call takes several seconds.
     """
     return _measured(kind) if device.type == "cpu" else 0
 
@@ -219,7 +262,7 @@ def _measured(kind: ProcessKind) -> int:
 
 
 def _smallest(kind: ProcessKind, folder: Path) -> dict[str, object]:
-    """A recipe of one step, by the plainest method that exchanges."""
+    """Return a recipe of one step by FedAvg."""
     if kind == "samples":
         np.savez(folder / "samples.npz", x=np.zeros((20, 10), np.float32), y=np.zeros((20, 1), np.float32))
         data = {"kind": "samples", "users": {"one": str(folder / "samples.npz")}}
@@ -235,7 +278,7 @@ def _smallest(kind: ProcessKind, folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the smallest recipe of a kind and print the process's peak."""
+    """Run the smallest recipe of a kind and print the process's peak memory in bytes."""
     from comingle.config import parse_recipe
     from comingle.models.hardware import peak_memory_bytes
     from comingle.runs.api import run
@@ -251,20 +294,22 @@ if __name__ == "__main__":
 
 
 ALLOCATOR_GAPS = {"cpu": 0.7}
-"""What the allocator keeps beyond live tensors, as a fraction of a pass's peak: an estimate, not a bound. On the CPU
-``runtime.keep_buffers`` trades memory for speed: freed blocks stay with the process, with gaps between them, which no
-shape predicts. Twenty runs on five shapes kept 0.3 to 1.0 (more after five rounds than after one), four others 0.7 to
-1.0 over 20 rounds, and three whole runs 0.6 to 0.7. docs/log.md has the measurements."""
+"""Memory that the allocator keeps beyond live tensors, as a fraction of a pass's peak: an estimate, not a bound.
+
+On the CPU ``runtime.keep_buffers`` trades memory for speed: freed blocks stay with the process, with gaps between
+them that no shape predicts. Measured: 0.3 to 1.0 in 20 runs on five shapes (more after five rounds than after one), 0.7
+to 1.0 in four runs of 20 rounds, and 0.6 to 0.7 in three whole runs."""
 
 CHECKPOINTED_GAPS = {"cpu": 2.0}
-"""The same with ``runtime.gradient_checkpointing``, whose passes are smaller and made of as many blocks: whole runs on
-three shapes kept 1.5 to 2.5."""
+"""As :data:`ALLOCATOR_GAPS`, with ``runtime.gradient_checkpointing``. Passes are smaller but allocate as many blocks.
+
+Measured: 1.5 to 2.5 in whole runs on three shapes."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, counts the bytes of living tensors that were made since it began: ``live`` now, ``peak`` at most.
+    """Context that counts the bytes of live tensors created within it: ``live`` now and ``peak`` at most.
 
-    A view costs nothing: storages are counted, not tensors.
+    Storages are counted, not tensors: a view costs nothing.
     """
 
     def __init__(self) -> None:
@@ -275,7 +320,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run an operation and count what it made."""
+        """Run an operation and count the storages that it creates."""
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         made = func(*args, **(kwargs or {}))
         for t in tree_leaves(made):
@@ -297,27 +342,27 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Fakes:
-    """Fake tensors that stand for real ones, each real one always for the same fake."""
+    """Fake tensors by the real tensors that they replace, one fake for each real tensor."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, real: Tensor, device: torch.device) -> Tensor:
-        """A fake on ``device`` with shape and dtype of ``real``."""
+        """Return the fake of a real tensor: same shape and dtype, on ``device``."""
         if id(real) not in self._made:
             with self._mode:
                 fake = torch.empty(real.shape, dtype=real.dtype, device=device)
             kept = nn.Parameter(fake, requires_grad=False) if isinstance(real, nn.Parameter) else fake
-            self._made[id(real)] = (real, kept)  # the real one is kept, so that its id is not given away
+            self._made[id(real)] = (real, kept)  # a reference to the real tensor, so that its id is not reused
         return self._made[id(real)][1]
 
     def size_of(self, module: nn.Module) -> int:
-        """Bytes of all parameters and buffers of a module that has not been replaced, shared ones once."""
+        """Return the bytes of all parameters and buffers of a module with real tensors, shared ones once."""
         return storage_bytes(module)
 
     def replace(self, module: nn.Module, device: torch.device) -> None:
-        """Put fakes in the place of all parameters and buffers, shared ones included."""
+        """Replace all parameters and buffers of a module with fakes, in place; shared tensors stay shared."""
         for inner in module.modules():
             for store in (inner._parameters, inner._buffers):
                 for name, tensor in store.items():
@@ -326,23 +371,32 @@ class Fakes:
 
 
 def storage_bytes(module: nn.Module) -> int:
-    """Bytes of all parameters and buffers, shared ones once."""
+    """Return the bytes of all parameters and buffers of a module, shared ones once."""
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 TRACED_BATCHES = 2
-"""From the second micro-batch on every further one does the same, with the sum of gradients at hand."""
+"""Micro-batches that are traced. From the second one on all are alike: gradients are added to their sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """A federation, steps of its users whose model and samples have no data, and the fakes that stand for them.
+    """A federation whose steps run on fake tensors instead of weights and data.
 
-    ``trainers`` is their true number, of whom at most ``present`` take part in a round, ``store`` where they are kept,
-    ``checkpointed`` whether layers are computed twice.
-    ``data_bytes`` is what is kept of their samples, with ``reads_cohorts`` of those alone who train; ``process_bytes``
-    is what a process holds in any case, ``known`` what has been found out about passes.
+    Args:
+        federation: The federation, with as many users as needed.
+        steps: Its steps, with a model and data without values.
+        fakes: The fake tensors.
+        weights_bytes: Bytes of the frozen weights.
+        trainers: True number of trainers.
+        present: Largest number of participants in a round.
+        store: Where users are kept, as ``runtime.store``.
+        checkpointed: Whether gradient checkpointing recomputes layers.
+        data_bytes: Bytes of all users' samples in memory.
+        reads_cohorts: Whether only the samples of the cohort in training are in memory.
+        process_bytes: Bytes of a process without model and data.
+        known: Cache of peaks by rows and portions.
     """
 
     federation: InProcess
@@ -359,13 +413,13 @@ class Rehearsal:
     known: dict[tuple[tuple[int, ...], Portions], tuple[int, int]] = field(default_factory=dict)
 
     def in_portions(self, portions: Portions) -> Steps:
-        """Steps with other numbers of users and sequences in a pass."""
+        """Return a copy of the steps with other numbers of users and sequences in a pass."""
         steps = replace(self.steps)
         steps.portions = portions
         return steps
 
     def cohort(self, rows: Sequence[int]) -> Cohort:
-        """Users without data."""
+        """Return a cohort of users without data."""
         clients, device = self.federation.clients, self.steps.model.device
         cohort = clients.cohort(list(rows), 0)
         part = {name: self.fakes.of(getattr(cohort.part, name), device) for name in ("rows", "first", "second")}
@@ -383,7 +437,18 @@ def rehearse(
     reads_cohorts: bool = False,
     process_bytes: int = 0,
 ) -> Rehearsal:
-    """Put fakes in the place of everything frozen, in place, and of samples."""
+    """Replace the frozen weights in place, and the data, with fake tensors.
+
+    Args:
+        federation: The federation, with as many users as needed.
+        trainers: True number of trainers.
+        present: Largest number of participants in a round; None for all trainers.
+        store: Where users are kept, as ``runtime.store``.
+        checkpointed: Whether gradient checkpointing recomputes layers.
+        data_bytes: Bytes of all users' samples in memory.
+        reads_cohorts: Whether only the samples of the cohort in training are in memory.
+        process_bytes: Bytes of a process without model and data.
+    """
     clients = federation.clients
     fakes, device = Fakes(), clients.model.device
     model, size = clients.model.without_weights(fakes)
@@ -405,9 +470,12 @@ def rehearse(
 
 
 def memory(stage: Rehearsal, *, alone: bool = False, portions: Portions | None = None) -> MemoryCost:
-    """The worst moment on this machine, or (``alone``) on a device with nobody but the user who has most.
+    """Return the peak memory on this machine.
 
-    ``portions`` tries out other numbers of users and sequences in a pass.
+    Args:
+        stage: The rehearsal that is measured.
+        alone: Return the peak on a device of one user instead: the user with the largest model.
+        portions: Numbers of users and sequences in a pass, if not those of the run.
     """
     clients, chosen = stage.federation.clients, portions or stage.steps.portions
     count = 1 if alone else min(chosen.users, len(clients.state.rows))
@@ -434,7 +502,7 @@ def memory(stage: Rehearsal, *, alone: bool = False, portions: Portions | None =
 
 
 def _in_memory(stage: Rehearsal, share: float) -> tuple[int, int]:
-    """Models and moments of ``share`` times as many users as were built."""
+    """Return the bytes of models and of moments for ``share`` times as many users as the federation has."""
     clients = stage.federation.clients
     state = clients.state
     models = state.rows.nbytes + clients.initial.nbytes + clients.mask.untyped_storage().nbytes()
@@ -443,20 +511,22 @@ def _in_memory(stage: Rehearsal, share: float) -> tuple[int, int]:
 
 
 def _of_cohorts(stage: Rehearsal, portions: Portions) -> tuple[int, int]:
-    """Models and moments of those who are in memory while the others are on disk."""
+    """Return the bytes of models and of moments in memory while users are stored on disk."""
     clients = stage.federation.clients
     user, copies = user_bytes(clients.state, stage.store), clients.method.placement.copies
     rows = stage.trainers * copies
     at_once = min(portions.users, stage.present * copies)
-    # A cohort at work, one read ahead, others to be written (models or moments, counted once), and all users' places.
+    # The cohort in training, prefetched ones, those waiting to be written (models or moments, counted once), and the
+    # record offsets of all users.
     models = at_once * (user.params + (READ_AHEAD + MOST_WAITING) * user.params_record) + PLACES_BYTES * rows
     return models + clients.mask[:1].nbytes, at_once * (user.moments + READ_AHEAD * user.moments_record)
 
 
 def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
-    """What messages take while all of a round make their uploads, out of those of one who was built.
+    """Return the bytes of messages while all participants of a round upload, extrapolated from one user's upload.
 
-    From disk everybody's tensors are read for that; downloads, before an evaluation, are of fewer at once.
+    With users on disk the participants' tensors are read for that. Downloads before an evaluation are made for fewer
+    users at once.
     """
     clients = stage.federation.clients
     if not clients.shares:
@@ -467,22 +537,22 @@ def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
         return live.peak * (1 if alone else stage.present)
     user = user_bytes(clients.state, stage.store)
     evaluated = min(clients.at_once, clients.plan.evaluation.users or stage.trainers)
-    read = user.params_record + user.params  # a model to be sent: its record, and the tensors that are made of it
-    # While one is packed, as many wait to be written.
+    read = user.params_record + user.params  # of a model to send: its record and the unpacked tensors
+    # While one record is packed, up to MOST_WAITING others wait to be written.
     downloaded = user.params + (1 + MOST_WAITING) * user.params_record
     return max(stage.present * (live.peak + read), evaluated * downloaded)
 
 
 def _server_bytes(federation: InProcess, share: float) -> int:
-    """What the server keeps, with as many times as many users as were built."""
+    """Return the bytes of the server's state; per-user tensors count ``share`` times."""
     server, rows = federation.server, federation.clients.method.server.by_user
     return int(sum(t.nbytes * (share if name in rows else 1) for name, t in server.kept.items()))
 
 
 def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> tuple[int, int]:
-    """Peak bytes of a step of a cohort, and how many of them are its gradients.
+    """Return the peak bytes of a cohort's step, and the bytes of its gradients.
 
-    Of several phases that which trains most tensors: the others keep the same activations, or fewer.
+    Of several phases the one that trains the most tensors is measured: the others keep at most as many activations.
     """
     layout = stage.steps.model.layout
     if (rows, portions) not in stage.known:
@@ -496,7 +566,16 @@ def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> 
 
 
 def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> tuple[int, int]:
-    """Peak bytes of one optimiser step of a phase, micro-batches and update, and the bytes of its gradients."""
+    """Return the peak bytes of one optimiser step of a phase, and the bytes of its gradients.
+
+    The step consists of :data:`TRACED_BATCHES` micro-batches and the update.
+
+    Args:
+        stage: The rehearsal that is measured.
+        rows: Rows of the cohort.
+        phase: The phase.
+        steps: Steps with other portions; None for those of the rehearsal.
+    """
     steps, cohort = steps or stage.steps, stage.cohort(rows)
     most = TRACED_BATCHES * steps.portions.sequences
     drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
@@ -513,10 +592,10 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
 
 
 def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples: Tensor) -> Tree:
-    """Return gradients as :meth:`comingle.training.steps.PrivateSteps.step` does, for its memory.
+    """Return gradients as :meth:`comingle.training.steps.PrivateSteps.step` does, to measure its memory.
 
-    Single examples' gradients lie beside those of what is a user's own. Passes are full; the noise itself is of one
-    user at a time, and no larger than the sums.
+    Per-example gradients exist besides the gradients of tensors that stay local. Passes are full. Noise is drawn for
+    one user at a time and is no larger than the sums, so it is left out.
     """
     private, model, users = steps.private, steps.model, len(cohort.rows)
     assert private is not None
@@ -533,7 +612,7 @@ def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples:
 
 @torch.no_grad()
 def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int:
-    """One pass of an evaluation, which is all that a method without training does."""
+    """Return the peak bytes of one forward pass of an evaluation, the only work of a method without training."""
     clients = stage.federation.clients
     count = steps.feed.scored_at_once(clients.users, steps.portions)
     inputs = empty_inputs(stage, len(rows), count)
@@ -543,24 +622,39 @@ def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int
 
 
 def empty_batch(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users count ..."]:
-    """A batch to train on, as the engine draws it: windows without data, or the first sample again and again."""
+    """Return a batch to train on without data.
+
+    Args:
+        stage: The rehearsal.
+        users: Number of users.
+        count: Sequences or samples of each user.
+
+    Returns:
+        Windows of fake tokens, or indices that all refer to the first sample.
+    """
     return stage.steps.feed.blank(users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device))
 
 
 def empty_inputs(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users count _"] | Float[Tensor, "users ..."]:
-    """What :meth:`Scorer.predict` takes, without data."""
+    """Return the inputs of :meth:`Scorer.predict` without data.
+
+    Args:
+        stage: The rehearsal.
+        users: Number of users.
+        count: Sequences or samples of each user.
+    """
     return stage.steps.feed.blank_inputs(users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device))
 
 
 def _telling(stage: Rehearsal) -> AbstractContextManager[None]:
-    """Within, the form that a net has takes tensors without data, where it can be asked what it takes."""
+    """Return a context in which a net's input form accepts tensors without data, if the net has such a form."""
     form = getattr(stage.steps.model, "form", None)
     return getattr(form, "telling", nullcontext)()
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without torch's warning that it looks at ``.grad`` of something in the middle, which it does itself here."""
+    """Suppress torch's warning about reading ``.grad`` of a non-leaf tensor, which torch itself triggers here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor", category=UserWarning)
         yield
