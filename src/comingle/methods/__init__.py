@@ -1,4 +1,4 @@
-"""The registry of methods, the built-in ones by name, and errors in users' own methods as one line with the place."""
+"""Registry of methods, and conversion of errors in users' own methods to one line with the place."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _SEE = "; `comingle -v` shows the traceback"
 def own_errors(method: Method) -> Iterator[None]:
     """Convert exceptions raised by user-defined method code to a :class:`PluginError` with file and line.
 
-    This covers client parts, server, mixture and gating whose classes are defined outside comingle. Exceptions from
+    This covers client hooks, server, mixture and gating whose classes are defined outside comingle. Exceptions from
     other code, ``ComingleError``, ``OSError`` and out-of-memory errors propagate unchanged.
 
     Raises:
-        PluginError: user-defined code of the method raised an exception, or returned an invalid value.
+        PluginError: User-defined code of the method raised an exception or returned an invalid value.
     """
     try:
         yield
@@ -47,11 +47,16 @@ def own_errors(method: Method) -> Iterator[None]:
 
 
 def call_constructor(name: str, constructor: Callable[..., object], settings: Mapping[str, object]) -> Method:
-    """Call a method's constructor with its settings and check the type of the result.
+    """Call a method's constructor with its settings and check the result.
+
+    Args:
+        name: Name of the method, for messages.
+        constructor: Function that returns the method.
+        settings: Arguments of the constructor.
 
     Raises:
-        PluginError: the constructor raised an exception, or did not return a valid ``Method``; the message has the
-            file and line.
+        PluginError: The constructor raised an exception, or did not return a valid ``Method``; the message has the file
+            and line.
     """
     try:
         made = constructor(**settings)
@@ -79,26 +84,26 @@ def _told(name: str, error: Exception, place: str) -> PluginError:
 
 
 def _owners(method: Method) -> list[type]:
-    """Return those classes of a method's objects that are not comingle's."""
+    """Return the classes of a method's objects that are defined outside comingle."""
     placement = method.placement
     objects = [*method.client.parts, method.server, placement.mixture, placement.gating]
     return [type(one) for one in objects if one is not None and _is_own(type(one))]
 
 
 def _is_own(defined: object) -> bool:
-    """Return whether a class or function is defined outside of comingle."""
+    """Return whether a class or function is defined outside comingle."""
     return (getattr(defined, "__module__", None) or "").partition(".")[0] != "comingle"
 
 
 def _place(error: Exception, owners: list[type]) -> str | None:
-    """Return where an exception arose if a method's own code raised it, or comingle on what that code had returned."""
+    """Return where an exception comes from if user-defined code raised it, or returned what made comingle raise it."""
     frames = list(_frames(error))
     classes = [type(frame.f_locals.get("self")) for frame, _ in frames]
     if called := next((one for one in classes if one in owners), None):
         return _deepest(error, called) or _definition(called)
     core = [number for number, (frame, _) in enumerate(frames) if _in_core(frame)]
     if not core or any(_is_users(frame) for frame, _ in frames[core[0] :]):
-        return None  # another function of the user's, as an observer
+        return None  # other code of the user's, such as an observer
     frame, line = frames[core[-1]]
     hooks = " or ".join(dict.fromkeys(map(_definition, owners)))
     return f"{hooks} returned or left what does not fit, at {frame.f_code.co_filename}:{line}"
@@ -116,7 +121,7 @@ def _in_core(frame: FrameType) -> bool:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Return whether code is neither comingle's nor of an installed library."""
+    """Return whether code belongs neither to comingle nor to an installed library."""
     name = frame.f_code.co_filename
     return not _in_core(frame) and not name.startswith(("<frozen", *_LIBRARIES))
 
@@ -140,7 +145,7 @@ def _definition(defined: Callable[..., object]) -> str:
     name = getattr(defined, "__name__", type(defined).__name__)
     try:
         return f"{inspect.getsourcefile(defined)}:{inspect.getsourcelines(defined)[1]}, {name}"
-    except (OSError, TypeError):  # of a notebook's cell that is gone, or built in
+    except (OSError, TypeError):  # built in, or from a notebook cell that no longer exists
         return name
 
 
@@ -198,28 +203,28 @@ _METHODS = {
     "scaffold": "comingle.methods.scaffold:scaffold",
     "sdflora": "comingle.methods.dual_lora:sdflora",
 }
-"""Functions that return each method, imported on first use; in the order in which methods are listed."""
+"""Constructors of the built-in methods, imported on first use; in the order in which methods are listed."""
 
 REGISTRY: Registry[Make] = Registry("comingle.methods", _METHODS)
-"""Functions that return each method: comingle's, those that a program registered, and those of other packages."""
+"""Constructors of all methods: built-in, registered by a program, and of other packages."""
 
 
 def register(name: str, method: Method | Make) -> None:
-    """Make a method known under a name, for this process; a name that was registered before is replaced.
+    """Register a method under a name in this process, replacing an earlier registration of the name.
 
     Raises:
-        PluginError: the core or a plug-in has a method of that name.
+        PluginError: The name belongs to a built-in method or a plug-in.
     """
     REGISTRY.register(name, (lambda: method) if isinstance(method, Method) else method)
 
 
 @contextmanager
 def lent(method: str | Method | Make) -> Iterator[str]:
-    """The name by which a method is known while this lasts: its own; one of the core or a plug-in has one already.
+    """Register a method for the duration of a ``with`` block and yield its name; registered methods only yield theirs.
 
     Raises:
-        PluginError: another method has its name.
-        RecipeError: what is called makes no method as it is.
+        PluginError: Another method has the name.
+        RecipeError: The constructor fails with its default settings.
     """
     if isinstance(method, str):
         yield method
@@ -233,18 +238,18 @@ def lent(method: str | Method | Make) -> Iterator[str]:
 
 
 def _same(made: Method, method: Method | Make) -> bool:
-    """Whether it is what its name stands for anyway."""
+    """Return whether a method is what is registered under its name."""
     if made.name not in REGISTRY:
         return False
     return method is REGISTRY[made.name] or (isinstance(method, Method) and make(made.name) == method)
 
 
 def settings_of(method: str | Method | Make) -> dict[str, Any]:
-    """The settings that a method takes, with their defaults; of its name, or of the function that makes it.
+    """Return the settings of a method, given by name or constructor, with their defaults.
 
     Raises:
-        RecipeError: an unknown method, with the nearest known one.
-        PluginError: a setting without a default, or a plug-in that cannot be used.
+        RecipeError: The method is unknown; the message names the nearest known one.
+        PluginError: A setting has no default, or a plug-in cannot be used.
     """
     parameters = inspect.signature(_constructor(method)).parameters.values()
     for p in parameters:
@@ -254,9 +259,13 @@ def settings_of(method: str | Method | Make) -> dict[str, Any]:
 
 
 def settings_beside(name: str, chosen: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]) -> dict[str, Any]:
-    """What a method gets of a recipe whose ``chosen`` method has ``settings``: these if it is that, defaults if not.
+    """Return the settings of a method that is compared with the method of a recipe.
 
-    What is ``for_all`` goes to every method that has such a setting.
+    Args:
+        name: The method.
+        chosen: Method of the recipe.
+        settings: Settings of ``chosen``; used if that is ``name``, otherwise defaults apply.
+        for_all: Settings for every method that has them.
     """
     known = settings_of(name)
     common = {key: value for key, value in for_all.items() if key in known}
@@ -264,12 +273,12 @@ def settings_beside(name: str, chosen: str, settings: Mapping[str, Any], for_all
 
 
 def make(method: str | Method | Make, /, **settings: object) -> Method:
-    """A method with the given settings: of its name, or of the function that makes it; one that is made stays as it is.
+    """Return a method with the given settings, from its name or constructor; a ``Method`` is returned as it is.
 
     Raises:
-        RecipeError: an unknown method or setting, with the nearest known one, a value out of range, or a phase that
-            trains a router that the placement does not have.
-        PluginError: a plug-in that cannot be used.
+        RecipeError: The method or a setting is unknown, a value is out of range, or a phase trains a router that the
+            placement does not have.
+        PluginError: A plug-in cannot be used.
     """
     constructor, name, known = _constructor(method), _called(method), settings_of(method)
     ranges = allowed(constructor)
@@ -289,10 +298,10 @@ def make(method: str | Method | Make, /, **settings: object) -> Method:
 
 
 def _require_router(name: str, made: Method) -> None:
-    """Check that there is a router where a phase trains one.
+    """Check that the placement has a router if a phase trains one.
 
     Raises:
-        RecipeError: a phase has the role "router" and the placement makes no router.
+        RecipeError: A phase has the role "router" and the placement has no router.
     """
     if made.placement.routed or made.placement.mixture is not None:
         return

@@ -1,7 +1,7 @@
-"""Methods: placement, client hooks and phases.
+"""Placement, client hooks and phases: the parts that make up a method.
 
 A method never sees a recipe, a loop, an optimizer or a file; the engine owns those. Client hooks get a :class:`Cohort`:
-users in one batch, none of whom sees another one's data.
+users trained in one batch, each on its own data only.
 """
 
 from __future__ import annotations
@@ -31,15 +31,21 @@ NET_ROLES = frozenset({BASE, ADAPTOR})
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Which tensors a user updates on which text, how often.
+    """Optimiser steps on some roles and one data stream.
 
-    After every ``every``-th of a user's own local iterations the phase takes ``steps`` optimiser steps on the roles it
-    names, each on a fresh random batch of ``stream``; of every ``turns`` rounds it has one, the
-    ``turn``-th (from 0). ``optimizer`` names whose settings and step count it uses;
-    "both" descends on all roles together, the routers with the router's settings, everything else with the experts'.
-    ``label`` names a random stream of its own for the batches. Of the roles that it ``leaves`` to other phases it
-    computes gradients too, which are added up until a phase trains these roles and takes them with its own. The model
-    of its passes is ``without`` some roles: what is left of a mixture's experts is averaged where its router is not.
+    Args:
+        roles: Roles of the tensors that the phase updates.
+        stream: Data split of its batches.
+        every: The phase runs after every ``every``-th of a user's own local steps.
+        steps: Optimiser steps each time it runs, each on a fresh random batch.
+        turn: In each group of ``turns`` rounds the phase runs in the ``turn``-th (from 0).
+        turns: Number of rounds in a group.
+        optimizer: Optimiser whose settings and step count it uses. "both" steps on all roles together, routers with the
+            router's settings and all others with the experts'.
+        label: Name of a separate random stream for the batches.
+        leaves: Roles for which the phase computes gradients without updating them. These accumulate until a phase that
+            trains the roles adds them to its own.
+        without: Roles to leave out of the model in the forward pass. Without its router a mixture averages its experts.
     """
 
     roles: frozenset[str]
@@ -54,24 +60,24 @@ class Phase:
     without: frozenset[str] = frozenset()
 
     def rounds_of(self, rounds: int) -> int:
-        """In how many of so many rounds it has a turn."""
+        """Return in how many of ``rounds`` rounds the phase runs."""
         return len(range(self.turn, rounds, self.turns))
 
     @property
     def reached(self) -> frozenset[str]:
-        """Every role of which it computes a gradient."""
+        """Roles for which the phase computes gradients."""
         return self.roles | self.leaves
 
     @property
     def purpose(self) -> str:
-        """Whose random stream draws the batches: methods that train the same at one seed see the same."""
+        """Name of the batches' random stream: methods with the same phases draw the same batches at the same seed."""
         if self.label:
             return self.label
         return "router" if self.optimizer == "router" else "experts"
 
     @property
     def optimizers(self) -> tuple[tuple[Literal["experts", "router"], frozenset[str]], ...]:
-        """Which optimiser updates which roles."""
+        """Pairs of an optimiser and the roles that it updates."""
         if self.optimizer != "both":
             return ((self.optimizer, self.roles),)
         routers = self.roles & ROUTERS
@@ -79,193 +85,253 @@ class Phase:
 
 
 class CohortState(ABC):
-    """What the users of a cohort train and keep. Tensors have the users on their leading dimension."""
+    """Tensors and state of a cohort, with the users on the leading dimension."""
 
     names: list[str]
-    """The users' names."""
+    """Names of the users."""
 
     @property
     @abstractmethod
     def tensors(self) -> Tree:
-        """Everything that the users train, shared and local, to be changed in place."""
+        """All trained tensors, shared and local; may be changed in place."""
 
     @property
     @abstractmethod
     def began(self) -> Tree:
-        """The same as it was when the round began; only for parts that say that they look back."""
+        """Values of :attr:`tensors` at the start of the round; only for hooks with ``looks_back``."""
 
     @property
     @abstractmethod
     def exchanged(self) -> Tree:
-        """What their first copy, which is exchanged, was when the round began; only for parts that look across."""
+        """Each user's first copy, the shared one, at the start of the round; only for hooks with ``looks_across``."""
 
     @property
     @abstractmethod
     def copy(self) -> Int[Tensor, " users"]:
-        """Which copy of its user's tensors each row is, from 0; where methods have several, all of them take steps."""
+        """Number of each row's copy of its user's tensors, from 0. With several copies all of them are trained."""
 
     @property
     @abstractmethod
     def kept(self) -> Tree:
-        """What parts keep of each user between rounds, to be changed in place."""
+        """State of the hooks for each user, kept between rounds; may be changed in place."""
 
     @property
     @abstractmethod
     def ranks(self) -> Int[Tensor, " users"]:
-        """LoRA ranks, to be changed in place."""
+        """LoRA rank of each user; may be changed in place."""
 
     @abstractmethod
     def copies(self) -> Float[Tensor, "copies users columns"]:
-        """Return every set of tensors that the users train."""
+        """Return all copies of the users' tensors, flattened."""
 
 
 class Cohort(CohortState):
-    """Users trained in one batch, as client hooks see them: their state, local steps, and losses on their data."""
+    """State of users trained in one batch, with local steps and losses on their data, as client hooks see it."""
 
     @property
     @abstractmethod
     def router_rate(self) -> float:
-        """The router's learning rate in this round."""
+        """Learning rate of the router in this round."""
 
     @abstractmethod
     def reset(self, roles: frozenset[str]) -> None:
-        """Make the tensors of some roles what they were before any training."""
+        """Restore the tensors of ``roles`` to their values before any training."""
 
     @abstractmethod
     def forget(self, roles: frozenset[str]) -> None:
-        """Have optimisers forget what they remember of the tensors of some roles.
+        """Reset the optimisers' moments of ``roles``.
 
-        Where these are all that an optimiser trains, it also forgets how many steps it has taken.
+        An optimiser that trains no other roles resets its step count too.
         """
 
     @abstractmethod
     def take_steps(self, phase: Phase) -> None:
-        """The optimiser steps of a phase."""
+        """Take the optimiser steps of a phase."""
 
     @abstractmethod
     def component_losses(self) -> Float[Tensor, "users clusters"]:
-        """Mean training loss in nats under each component."""
+        """Return the mean training loss under each component, in nats."""
 
     @abstractmethod
     def divide_samples(self) -> None:
-        """Have each training sample mixed by shares of its own for the rest of the round, a user's by their mean."""
+        """Compute mixture weights for each training sample, for the rest of the round.
+
+        A user's mixture weights become the mean of its samples' weights.
+        """
 
     @abstractmethod
     def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
-        """Mean training loss in nats under each of its ``models (users, models, *shape)``; 0 for users without data."""
+        """Return the mean training loss under each of a user's models, in nats.
+
+        Args:
+            models: Tensors ``(users, models, *shape)``.
+
+        Returns:
+            Losses ``(users, models)``; 0 for users without data.
+        """
 
     @abstractmethod
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
-        """Mean validation loss in nats under each of its ``models (users, models, *shape)``."""
+        """Return the mean validation loss under each of a user's models, in nats.
+
+        Args:
+            models: Tensors ``(users, models, *shape)``.
+
+        Returns:
+            Losses ``(users, models)``.
+        """
 
     @abstractmethod
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
-        """Every loss in nats on each user's validation data under each component, filled up with zeros.
+        """Return all losses on each user's validation data under each component, in nats, padded with zeros.
 
-        With ``powers`` under each taken to its own, in which the losses are differentiable.
+        Args:
+            powers: Exponents applied to each component's probabilities before they are normalised; the losses are
+                differentiable in them.
         """
 
     @abstractmethod
     def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
-        """The mean of the unit vectors along what each token-level router reads, experts averaged, at the end of the
-        prompts of random training instances (of whole windows where nothing is a prompt), the same at each call:
-        ``(users, width)`` by the names of the routers' tensors. With ``whole`` along the mean of what it reads of each
-        window, all of it. Only for language models with routers."""
+        """Return the mean direction of the input of each token-level router; only for language models with routers.
+
+        Each input is scaled to a unit vector. Inputs are read with the experts averaged, at the end of the prompts of
+        random training instances (of whole windows in text without prompts). Each call draws the same instances.
+
+        Args:
+            instances: Number of instances.
+            whole: Use the mean input over each window instead of the input at the end of its prompt.
+
+        Returns:
+            Tensors ``(users, width)`` by the names of the routers' tensors.
+        """
 
     @abstractmethod
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
-        """Mean validation loss in nats of one user (by place) with these tensors as its model."""
+        """Return the mean validation loss of one user's model, in nats.
+
+        Args:
+            candidate: All tensors of the model, flattened.
+            user: Index of the user in the cohort.
+        """
 
 
 MODEL = frozenset({ATTENTION, GENERALIST, BASE, STATISTICS})
-"""All of a model that travels: LoRA beside a frozen base, or a net with its running statistics."""
+"""Roles of a complete shared model: LoRA of a frozen base, or a net with its running statistics."""
 
 
 class ClientHook:
-    """What a method does on a client besides phases. A subclass overrides the hooks that it needs."""
+    """Base class of what a method does on a client besides phases. Subclasses override the hooks that they need."""
 
     roles: frozenset[str] = frozenset()
-    """What it trains."""
+    """Roles that the hook trains."""
     resets: bool = False
-    """Whether it asks for what a user had before any training."""
+    """Whether the hook needs the users' tensors from before any training."""
     validates: ClassVar[bool] = False
-    """Whether it looks at validation text."""
+    """Whether the hook reads validation data."""
     language_only: ClassVar[bool] = False
-    """Whether it makes sense for language models alone."""
+    """Whether the hook works for language models only."""
     resizes: ClassVar[bool] = False
-    """Whether it changes ranks."""
+    """Whether the hook changes ranks."""
     looks_back: ClassVar[bool] = False
-    """Whether it asks for what a user had when the round began."""
+    """Whether the hook reads the tensors from the start of the round (:attr:`CohortState.began`)."""
     looks_across: ClassVar[bool] = False
-    """Whether it asks, of any copy, for what the first one was when the round began."""
+    """Whether the hook reads the first copy from the start of the round (:attr:`CohortState.exchanged`)."""
     forgets: ClassVar[bool] = False
-    """Whether all that it does when a round begins is to forget moments, for which no data is read."""
+    """Whether :meth:`begin` only resets moments, so that it needs no data."""
     sweeps: ClassVar[bool] = False
-    """Whether it asks, once a round, what each of several models or components loses on all training data."""
+    """Whether the hook computes the losses of several models or components on all training data, once a round."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """What each user keeps for this part between rounds ``(users, ...)``, in :attr:`Cohort.kept`; never sent."""
+        """Return the hook's state for each user, ``(users, ...)``, kept in :attr:`Cohort.kept` and never sent."""
         return {}
 
     def start_like(self, tensors: Tree) -> Tree:
-        """The same, of the size of what users share: ``tensors (users, *shape)`` are theirs before any training."""
+        """Return more state, shaped like the shared tensors.
+
+        Args:
+            tensors: Shared tensors before any training, ``(users, *shape)``.
+        """
         return {}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree | None:
-        """One model ``(users, *shape)`` out of those that were downloaded; None: nothing to say about that."""
+        """Return the model that users continue with, made from the models that they downloaded.
+
+        Args:
+            cohort: The users.
+            models: Downloaded models, ``(users, models, *shape)``.
+            senders: Names of the users who sent the models; empty unless the server is ``peer_to_peer``.
+
+        Returns:
+            One model for each user, ``(users, *shape)``, or None to leave that to other hooks.
+        """
 
     def received(self, cohort: Cohort) -> None:
-        """As soon as users have what they downloaded."""
+        """Run after users have stored what they downloaded."""
 
     def begin(self, cohort: Cohort) -> None:
-        """Before the local steps of a round."""
+        """Run before the local steps of a round."""
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Phases that it takes then."""
+        """Phases that :meth:`begin` runs."""
         return ()
 
     def penalty(self, tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"] | float:
-        """What is added to each user's objective."""
+        """Return the term to add to each user's objective.
+
+        Args:
+            tensors: Trained tensors, ``(users, *shape)``.
+            ranks: LoRA rank of each user.
+        """
         return 0.0
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Change gradients in place, behind the passes."""
+        """Change gradients in place, after the backward pass."""
 
     def stepped(self, cohort: Cohort, trained: Tree, rate: float) -> None:
-        """After an optimiser's step of this learning rate on ``trained``, views of the users' tensors."""
+        """Run after an optimiser step.
+
+        Args:
+            cohort: The users.
+            trained: Views of the tensors that the step updated.
+            rate: Learning rate of the step.
+        """
 
     def end(self, cohort: Cohort) -> None:
-        """After the local steps of a round."""
+        """Run after the local steps of a round."""
 
     def report(self, cohort: Cohort) -> Tree:
-        """Numbers ``(users, ...)`` that go with each upload."""
+        """Return numbers ``(users, ...)`` to send with each upload."""
         return {}
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """What :meth:`report` says, so that a server can tell a report from anything else."""
+        """Specification of what :meth:`report` returns, with which the server checks reports."""
         return {}
 
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"] | None:
-        """How much of each of several models every user has, for people to look at."""
+        """Return each user's weight on each of several models, for display only."""
         return None
 
     def settle(self, cohort: Cohort) -> None:
-        """Before users' models are scored, and so before a run ends: what follows from them and is not trained."""
+        """Compute tensors that follow from the trained ones; runs before models are scored and before a run ends."""
 
     def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
-        """Return the users' final tensors, once, after the last exchange."""
+        """Return the users' final tensors; runs once, after the last exchange."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """A user's side of a method.
+    """The client side of a method.
 
-    With ``finetunes`` the model that counts is not what a user downloads, but what a local round of its own makes of
-    it, by the phases of ``tuning`` if there are some, which is then forgotten. With ``drops_nonfinite`` a user whose
-    tensors are not finite after its local steps is left out of the round instead of ending the run.
+    Args:
+        phases: Phases of a round, in order.
+        parts: Client hooks.
+        finetunes: Whether the model that is scored is the download after one more local round, which is then discarded.
+        tuning: Phases of that local round; by default ``phases``.
+        drops_nonfinite: Whether a user with non-finite tensors after its local steps is left out of the round.
+            Otherwise the run ends.
     """
 
     phases: tuple[Phase, ...] = ()
@@ -276,59 +342,59 @@ class Client:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Every role that something trains."""
+        """Roles that any phase or hook trains."""
         own = (*self.phases, *self.tuning, *self.parts)
         return frozenset().union(*(one.roles for one in own))
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Phases at the start of a round, before the others."""
+        """Phases that hooks run at the start of a round, before ``phases``."""
         return tuple(phase for part in self.parts for phase in part.before)
 
     @property
     def sweeps(self) -> bool:
-        """Whether something asks for losses on all training data, once a round."""
+        """Whether a hook computes losses on all training data once a round."""
         return any(part.sweeps for part in self.parts)
 
     @property
     def optimizers(self) -> list[tuple[str, frozenset[str]]]:
-        """Which optimiser updates which roles, phase after phase."""
+        """Pairs of an optimiser and the roles that it updates, of the hooks and then of each phase."""
         by_parts = [("router", part.roles) for part in self.parts if part.roles]
         return by_parts + [pair for phase in (*self.phases, *self.tuning) for pair in phase.optimizers]
 
     @property
     def accumulates(self) -> bool:
-        """Whether phases leave gradients to each other."""
+        """Whether a phase leaves gradients to other phases."""
         return any(phase.leaves for phase in self.phases)
 
     @property
     def needs_validation(self) -> bool:
-        """Whether validation text is used for anything."""
+        """Whether a phase or hook uses validation data."""
         return any(phase.stream == "valid" for phase in self.phases) or any(part.validates for part in self.parts)
 
     @property
     def resets(self) -> bool:
-        """Whether what users had before any training is asked for later."""
+        """Whether a hook needs the users' tensors from before any training."""
         return any(part.resets for part in self.parts)
 
     @property
     def ends_exchanged(self) -> bool:
-        """Whether models count as they are behind the exchange, whatever the run's setting."""
+        """Whether models are scored as they are after the exchange, whatever ``evaluation.model`` says."""
         return self.finetunes or bool(self.finishing)
 
     @property
     def finishing(self) -> tuple[ClientHook, ...]:
-        """Parts that do something once, after the last exchange."""
+        """Hooks that run once after the last exchange."""
         return tuple(part for part in self.parts if type(part).finish is not ClientHook.finish)
 
     @property
     def looks_across(self) -> bool:
-        """Whether what the first copies were when the round began is asked for by the others."""
+        """Whether a hook reads the first copy from the start of the round."""
         return any(part.looks_across for part in self.parts)
 
     @property
     def looks_back(self) -> bool:
-        """Whether what a user began a round with is asked for later in the round."""
+        """Whether the tensors from the start of a round are needed later in the round."""
         return self.drops_nonfinite or any(part.looks_back for part in self.parts)
 
 
@@ -336,9 +402,10 @@ class Client:
 
 
 def joint(*, routed: bool) -> tuple[Phase, ...]:
-    """Experts (or the base, where it is trained), and the router if there is one, together.
+    """Return one phase for all experts (or the base, where it is trained), together with the router if there is one.
 
-    Routers have settings of their own, whose rate is constant where the experts' follows a cosine (CoMiGS App. B.1).
+    Routers have their own settings: their learning rate is constant, while the experts' follows a cosine (CoMiGS App.
+    B.1).
     """
     if routed:
         return (Phase(roles=frozenset((*EXPERT_ROLES, ROUTER)), optimizer="both"),)
@@ -346,12 +413,17 @@ def joint(*, routed: bool) -> tuple[Phase, ...]:
 
 
 def alternating(router_stream: Stream, router_every: int, router_steps: int, *, accumulate: bool) -> tuple[Phase, ...]:
-    """Experts on training text; after every ``router_every`` iterations the routers on ``router_stream``.
+    """Return a phase for experts on training data and one for routers on ``router_stream``.
 
-    The router's batches are drawn afresh also where they come from the training text (CoMiGS Table 5, part iii).
-    With ``accumulate`` each side's gradients pile up while the other takes steps, as where one optimiser's step is
-    followed by zeroing its own tensors' gradients alone: the routers' next step holds all gradients of the experts'
-    iterations, and the experts' next step all gradients of the routers' steps.
+    The router's batches are drawn anew even from the training split (CoMiGS Table 5, part iii).
+
+    Args:
+        router_stream: Data split of the routers' batches.
+        router_every: Local steps of the experts between two runs of the routers' phase.
+        router_steps: Optimiser steps of the routers each time.
+        accumulate: Whether each phase also adds to the gradients of the other's roles. This is what happens if an
+            optimiser zeroes only the gradients of its own tensors: the routers' next step uses all gradients of the
+            experts' steps since then, and the experts' next step all gradients of the routers' steps.
     """
     experts = frozenset(EXPERT_ROLES)
     router = Phase(
@@ -367,41 +439,47 @@ def alternating(router_stream: Stream, router_every: int, router_steps: int, *, 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What a user's model is made of, and what of it leaves the user.
+    """Structure of a user's model, and which roles are shared, local or frozen.
 
-    ``shared`` names the roles that are sent to the server; every other role that a phase trains is local, the rest is
-    frozen. A role may be narrowed to one factor of its LoRA, as in "attention.a", or to a part of the model, as in
-    "base.norm". ``received`` are the roles that a download has, where these are not the same.
+    Roles that a phase trains and that are not shared are local; the rest is frozen. A role may be narrowed to one LoRA
+    factor ("attention.a") or to a part of the model ("base.norm").
+
+    Args:
+        shared: Roles that are uploaded.
+        received: Roles that a download has; by default ``shared``.
+        generalists: Shared experts in each MLP.
     """
 
     shared: frozenset[str] = field(default_factory=frozenset)
     received: frozenset[str] | None = None
     generalists: int = 1
     specialists: int | tuple[int, ...] = 0
-    """Experts of a user's own in each MLP: one number for all users, or one for each."""
+    """Local experts in each MLP: one number for all users, or one for each."""
     routed: bool = False
     """Whether a router mixes the experts, token by token."""
     gating: Gating | None = None
-    """How it weighs them, where a softmax over logits does not."""
+    """How the router weighs experts; None for a softmax over its logits."""
     gated: bool = False
-    """Where nets are trained whole: a user has a shared and a local one, and a gate."""
+    """For nets: whether a user has a shared and a local net, mixed by a gate."""
     mixture: ClientMixture | None = None
     """Makes a user's model a mixture of components."""
     copies: int = 1
-    """Sets of tensors trained side by side on the same text: the first is exchanged, the last is the user's model."""
+    """Copies of the tensors, all trained on the same data: the first is shared, the last is the user's model."""
     residual: int | None = None
-    """On a language model: the rank of a frozen change of each adapted weight, which a server makes (role "residual");
-    0 is as high as any change can have."""
+    """For language models: rank of a frozen change of each adapted weight, made by the server (role "residual").
+
+    0 is full rank; None is no such change.
+    """
     pooled: bool = False
-    """A single model is trained on everybody's text: an upper bound that no federation may use."""
+    """Whether a single model is trained on all users' data: an upper bound that no federation may use."""
     needs: frozenset[str] = field(default_factory=frozenset)
-    """Roles that a model must have some tensors of, or the method would be another one."""
+    """Roles that the model must have; without them the method would reduce to another one."""
 
     def specialists_of(self, users: int) -> tuple[int, ...]:
-        """Number of specialists of each of ``users`` users.
+        """Return the number of specialists of each of ``users`` users.
 
         Raises:
-            RecipeError: as many numbers were given as there are not users.
+            RecipeError: The list of specialists is not as long as there are users.
         """
         if isinstance(self.specialists, int):
             return (self.specialists,) * users
@@ -414,7 +492,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A federated method. ``components`` is what people call what its users mix or choose from."""
+    """A federated method; ``components`` is the display name of what its users mix or choose from."""
 
     name: str
     placement: Placement
@@ -424,23 +502,23 @@ class Method:
 
     @property
     def shared(self) -> frozenset[str]:
-        """The roles that leave their user."""
+        """Roles that are uploaded."""
         return self.placement.shared
 
     @property
     def received(self) -> frozenset[str]:
-        """The roles that a user takes from a download."""
+        """Roles that a user takes from a download."""
         return self.shared if self.placement.received is None else self.placement.received
 
     @property
     def applies_to(self) -> frozenset[str]:
-        """The models that the method can train: ``language`` (adapters beside a frozen base), ``nets`` (as a whole)."""
+        """Models that the method can train: ``language`` (adapters of a frozen base), ``nets`` (trained whole)."""
         refusals = {"language": self.unfit_for_language, "nets": self.unfit_for_nets}
         return frozenset(model for model, why in refusals.items() if not why)
 
     @property
     def unfit_for_language(self) -> str:
-        """Why the method cannot train adapters of a language model; empty where it can."""
+        """Reason why the method cannot train adapters of a language model; empty if it can."""
         needs, mixture = self.placement.needs, self.placement.mixture
         if BASE in {role.partition(".")[0] for role in needs}:
             return f"is about {', '.join(sorted(needs))}, and a language model's base is frozen"
@@ -450,7 +528,7 @@ class Method:
 
     @property
     def unfit_for_nets(self) -> str:
-        """Why the method cannot train whole nets; empty where it can."""
+        """Reason why the method cannot train whole nets; empty if it can."""
         if self.placement.gated:  # its experts and its router are nets
             return ""
         if self.trains and not self.client.trained & NET_ROLES:
@@ -463,22 +541,22 @@ class Method:
 
     @property
     def sharing(self) -> list[Phase]:
-        """Phases that train something that is sent."""
+        """Phases that train shared roles."""
         shared = {role.partition(".")[0] for role in self.shared}
         return [phase for phase in self.client.phases if shared & {role.partition(".")[0] for role in phase.roles}]
 
     @property
     def needs_clusters(self) -> bool:
-        """Whether users' true clusters must be known."""
+        """Whether the users' true clusters must be known."""
         return self.placement.mixture is not None and self.placement.mixture.optimal
 
     @property
     def trains(self) -> bool:
-        """Whether anything is trained at all."""
+        """Whether the method trains anything."""
         return bool(self.client.phases)
 
     def exchanges(self, done: int) -> bool:
-        """Whether there is an exchange after round ``done`` (from 1)."""
+        """Return whether there is an exchange after round ``done`` (from 1)."""
         return bool(self.shared) and self.server.exchanges(done)
 
 

@@ -1,4 +1,4 @@
-"""Servers: what happens to uploads between two rounds, and what is sent back. They see messages and nothing else."""
+"""Servers: how uploads are aggregated and what is sent back. A server sees messages and nothing else."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from torch import Tensor
 from comingle.utils.trees import STATISTICS, Tree
 
 MODEL_PREFIX = "model."
-"""What servers keep of the model that everybody downloads, by the names of its tensors."""
+"""Prefix of the shared model's tensors in the server's state."""
 
 
 FIRST_MOMENT, SECOND_MOMENT, ADAM_STEPS = "adam.first.", "adam.second.", "adam.steps"
-"""Keys of the state of a server's Adam: moments by the names of their tensors, and the number of steps."""
+"""Keys of the server's Adam state: prefixes of the moments, and the number of steps."""
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
-"""Settings of a server's Adam, which are PyTorch's defaults."""
+"""Settings of the server's Adam: PyTorch's defaults."""
 
 NEVER = 10**18
-"""A round that no run comes to."""
+"""A round number that no run reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSetup:
-    """What a server knows before the first round.
+    """Data that a server has before the first round.
 
-    ``models`` are differently initialised ``(models, *shape)``; users have names and LoRA factors. ``roles`` are those
-    of the tensors, as of :class:`Received`.
+    Args:
+        models: Models with different initial values, ``(models, *shape)``.
+        users: Names of the users.
+        scales: LoRA scale of each user.
+        seed: Seed of the run.
+        roles: Roles of each tensor, as in :class:`Received`.
     """
 
     models: Tree
@@ -44,8 +48,15 @@ class ServerSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Reported:
-    """What each user reports under a name: numbers of this shape, or of a tensor's that it trains (``like``), from
-    ``least`` to ``most``."""
+    """Specification of a number, or tensor of numbers, that each user reports.
+
+    Args:
+        shape: Shape of a user's report.
+        like: Name of a trained tensor whose shape a report has, instead of ``shape``.
+        least: Smallest number allowed.
+        most: Largest number allowed.
+        whole: Whether the numbers are integers.
+    """
 
     shape: tuple[int, ...] = ()
     like: str = ""
@@ -56,14 +67,20 @@ class Reported:
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """The uploads of a round: tensors ``(users, *shape)`` of those who took part.
+    """Uploads of a round, with the participants on the leading dimension.
 
-    ``users`` are their numbers among all, in the order of the tensors. ``weights`` sum to 1. ``reports`` is what users
-    said besides their tensors, ``ranks`` and ``scales`` are their LoRA ranks and factors, and ``clustered`` names the
-    tensors whose second dimension is a mixture's components, in the model's order; ``centred`` maps aggregated base and
-    components, and the components' p(c), to the same with the components' mean in the base. ``roles`` says what each
-    tensor is, by its name, in the words of :class:`comingle.methods.base.Placement`, as ``{"attention", "attention.a",
-    "attention.body"}``.
+    Args:
+        users: Participants, as indices into all users, in the order of the tensors.
+        tensors: Uploaded tensors, ``(users, *shape)``.
+        weights: Aggregation weight of each participant; they sum to 1.
+        ranks: LoRA rank of each participant.
+        scales: LoRA scale of each participant.
+        reports: Numbers that participants sent with their tensors.
+        clustered: Tensors whose second dimension is a mixture's components, in the model's order.
+        centred: Function of the aggregated tensors and of the components' p(c), which moves the components' mean into
+            the base.
+        roles: Roles of each tensor, in the words of :class:`comingle.methods.base.Placement`, such as ``{"attention",
+            "attention.a", "attention.body"}``.
     """
 
     users: Sequence[int]
@@ -79,69 +96,78 @@ class Received:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A server without uploads, for methods that share nothing; the others derive from it.
+    """Base class of servers; by itself, the server of methods that share nothing.
 
-    What it keeps between rounds is a tree of tensors, which :meth:`start` makes and :meth:`aggregate` changes in place.
-    There is an exchange after round ``exchange_from``, then after every ``exchange_every``-th.
+    The server's state is a tree of tensors that :meth:`start` returns and :meth:`aggregate` changes in place. There is
+    an exchange after round ``exchange_from`` and after every ``exchange_every``-th round from there.
     """
 
     exchange_from: int = 1
     exchange_every: int = 1
 
     kind: ClassVar[Literal["none", "sum", "stack"]] = "none"
-    """"sum": all that it needs of uploads are weighted sums over users; "stack": it looks at each by itself."""
+    """What the server needs of uploads: nothing, only weighted sums over users ("sum"), or each upload by itself ("stack")."""
     clipped_mean: ClassVar[bool] = False
-    """Whether what it publishes is a mean of uploads with weights that no upload decides on: then clipping uploads
-    bounds what one user can change, and differential privacy can be computed."""
+    """Whether the server publishes a mean whose weights do not depend on the uploads.
+
+    Then clipping the uploads bounds the influence of one user, and differential privacy can be computed.
+    """
     knows_starts: ClassVar[bool] = False
-    """Whether :meth:`starts` says what each user had before it trained, and uploads count by their change against that:
-    then bounding it bounds what one user can change."""
+    """Whether :meth:`starts` returns what each user had before it trained, and uploads count by their change from it.
+
+    Then bounding that change bounds the influence of one user.
+    """
     peer_to_peer: ClassVar[bool] = False
-    """Whether everybody who took part downloads the others' uploads, at once."""
+    """Whether participants download each other's uploads right after the round."""
     by_user: ClassVar[frozenset[str]] = frozenset()
-    """What of it has the users on its leading dimension."""
+    """Keys of state with the users on the leading dimension."""
     one_rank: ClassVar[bool] = False
-    """Whether all users' LoRA must have one rank."""
+    """Whether all users must have the same LoRA rank."""
     first_download: ClassVar[bool] = False
-    """Whether users download something before the first round."""
+    """Whether users download models before the first round."""
 
     @property
     def server_models(self) -> int:
-        """How many differently initialised models the server begins with."""
+        """Number of models with different initial values that the server starts with."""
         return 1
 
     def exchanges(self, done: int) -> bool:
-        """Whether there is an exchange after round ``done`` (from 1)."""
+        """Return whether there is an exchange after round ``done`` (from 1)."""
         since = done - self.exchange_from
         return since >= 0 and since % self.exchange_every == 0
 
     def start(self, setup: ServerSetup) -> Tree:
-        """What the server keeps before the first round."""
+        """Return the state before the first round."""
         return {}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """What it keeps after a round."""
+        """Update the state in place with the uploads of a round."""
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Models ``(users, models, *shape)`` for some users, by their number among all."""
+        """Return the models ``(users, models, *shape)`` that users download.
+
+        Args:
+            kept: State of the server.
+            users: Indices of the users.
+        """
         return {}
 
     def starts(self, kept: Tree, received: Received) -> Tree:
-        """What each user of a round had before it trained, ``(users, *shape)``; asked for before :meth:`aggregate`."""
+        """Return what each participant had before it trained, ``(users, *shape)``; called before :meth:`aggregate`."""
         return {name: t[:, 0] for name, t in self.download(kept, received.users).items()}
 
     def senders(self, kept: Tree) -> Sequence[int]:
-        """Of peers, whose uploads :meth:`download` gives, by their number among all users."""
+        """Return the indices of the users whose uploads :meth:`download` returns; for peer-to-peer methods."""
         return ()
 
     def merging_weights(self, kept: Tree) -> Float[Tensor, "users models"] | None:
-        """How much of each of the server's models every user has, where it knows."""
+        """Return each user's weight on each of the server's models, if the server has such weights."""
         return None
 
     def settled(self) -> Server:
-        """The same server for somebody who joins when the others have finished: what it keeps for all stays as it is.
+        """Return a copy of the server for users who join after the run has ended: state shared by all users stays fixed.
 
-        Where it keeps nothing of each user (:attr:`by_user`) nothing is left to be sent to it, so there is no exchange.
+        Without state by user (:attr:`by_user`) there is nothing to send to the server, so there is no exchange.
         """
         return replace(self, exchange_from=NEVER)
 
@@ -152,7 +178,7 @@ class Mean(Server):
 
     With ``adam_rate`` above 0 the server takes a step of Adam with that learning rate instead (Reddi et al. 2021,
     arXiv:2003.00295, with PyTorch's bias correction). Its gradient is the old model minus the mean. Running statistics
-    have no gradient, so they take the mean.
+    have no gradient, so they are set to the mean.
     """
 
     adam_rate: float = 0.0
@@ -162,16 +188,16 @@ class Mean(Server):
     knows_starts = True
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the model that users start from, and Adam's state where the server has it."""
+        """Return the initial model, and the state of Adam if the server uses it."""
         model = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         return {**model, **_adam_state(setup)} if self.adam_rate else model
 
     def coefficients(self, received: Received) -> Tree:
-        """By what each upload is multiplied in the sums: one number, or one for each component."""
+        """Return the weight of each upload in the sums: ``(users,)``, or ``(users, components)`` for clustered tensors."""
         return dict.fromkeys(received.tensors, received.weights)
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Set the model to the uploads' weighted sums, or take a step of Adam towards them."""
+        """Set the model to the weighted sums of the uploads, or take a step of Adam towards them."""
         if self.adam_rate:
             kept[ADAM_STEPS].add_(1)
         for name, mean in sums.items():
@@ -181,11 +207,11 @@ class Mean(Server):
                 kept[MODEL_PREFIX + name].copy_(mean)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Sums, then a step."""
+        """Compute the weighted sums, then take a step."""
         self.step(kept, weighted_sums(received.tensors, self.coefficients(received)), received)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """The one model, not copied."""
+        """Return the model, expanded for all users without copying."""
         return {name: t.expand(len(users), 1, *t.shape) for name, t in model_of(kept).items()}
 
 
@@ -211,7 +237,12 @@ def _adam_step(kept: Tree, name: str, mean: Tensor, rate: float) -> None:
 
 
 def weighted_sums(uploads: Tree, coefficients: Tree) -> Tree:
-    """``sum_u weight_u upload_u``; where weights have components, of each component by its own."""
+    """Return ``sum_u weight_u upload_u`` for each tensor.
+
+    Args:
+        uploads: Tensors ``(users, *shape)``, or ``(users, components, *shape)``.
+        coefficients: Weights by tensor: ``(users,)``, or ``(users, components)`` with a sum for each component.
+    """
     return {name: _weighted_sum(t, coefficients[name].to(t)) for name, t in uploads.items()}
 
 
@@ -222,16 +253,21 @@ def _weighted_sum(uploads: Tensor, weights: Float[Tensor, "users ..."]) -> Tenso
 
 
 def model_of(kept: Tree) -> Tree:
-    """The tensors of the one model that a server keeps."""
+    """Return the tensors of the shared model from a server's state."""
     return {name.removeprefix(MODEL_PREFIX): t for name, t in kept.items() if name.startswith(MODEL_PREFIX)}
 
 
 def aggregation_weights(
     mixtures: Float[Tensor, "users clusters"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users clusters"]:
-    """``p(k|c) = pi_c^k p(k) / sum_k' pi_c^k' p(k')`` (FLoRAL eq. 2).
+    """Return ``p(k|c) = pi_c^k p(k) / sum_k' pi_c^k' p(k')`` (FLoRAL eq. 2).
 
-    A component that nobody present makes anything of has been changed by nobody: its plain mean keeps it as it is.
+    A component that no participant uses has not been trained either, so its weights are ``p(k)``: their mean leaves it
+    unchanged.
+
+    Args:
+        mixtures: Mixture weights ``pi`` of each user.
+        weights: Aggregation weights ``p(k)``.
     """
     joint = mixtures.to(weights) * weights.unsqueeze(1)
     total = joint.sum(0)
@@ -239,7 +275,7 @@ def aggregation_weights(
 
 
 EMPTY = 1e-12
-"""A cluster with less weight than this has no users."""
+"""Total weight below which a component counts as unused."""
 
 
 def __getattr__(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a method's settings may be: ranges as annotations of the function that makes it, in words and as a test."""
+"""Allowed values of a method's settings, as annotations of its constructor's parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from comingle.utils.errors import LARGEST, did_you_mean, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Numbers from ``least`` to ``most``; ``above`` leaves the least out, ``below`` the most."""
+    """Numbers from ``least`` to ``most``; ``above`` excludes the least, ``below`` the most."""
 
     least: float = -LARGEST
     most: float = LARGEST
@@ -19,7 +19,7 @@ class Range:
     below: bool = False
 
     def words(self, kind: type) -> str:
-        """What is allowed."""
+        """Return a description of the allowed values, for messages."""
         if kind is int:
             return f"whole numbers from {self.least:,} to {self.most:,}"
         if self.least == -LARGEST and self.most == LARGEST:
@@ -30,7 +30,7 @@ class Range:
         return f"numbers from {self.least:g}{', below' if self.below else ' to'} {most}"
 
     def fits(self, kind: type, value: Any) -> bool:
-        """Whether a value is allowed; a truth value is no number."""
+        """Return whether a value is allowed; booleans are not numbers."""
         if not is_number(value) or (kind is int and not isinstance(value, int)):
             return False
         low = value > self.least if self.above else value >= self.least
@@ -39,13 +39,13 @@ class Range:
 
 Count = Annotated[int, Range(least=1, most=10_000_000)]
 CountOrNone = Annotated[int, Range(least=0, most=10_000_000)]
-"""A count that may be 0."""
+"""A count, or 0."""
 Models = Annotated[int, Range(least=1, most=10_000)]
-"""How many components or models a federation has."""
+"""Number of components or models of a federation."""
 Experts = Annotated[int, Range(least=0, most=1_000)]
-"""How many experts each block has."""
+"""Number of experts in each block."""
 ExpertsOfUsers = Annotated[int | Sequence[int], Range(least=0, most=1_000)]
-"""The same, or a list with a number for each user."""
+"""Number of experts in each block: one for all users, or a list with one for each."""
 NotNegative = Annotated[float, Range(least=0)]
 Positive = Annotated[float, Range(least=0, above=True)]
 BelowOne = Annotated[float, Range(least=0, most=1, below=True)]
@@ -68,7 +68,7 @@ _OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def setting_hint(key: str, known: Collection[str]) -> str:
-    """Return a hint for a setting that a method does not have: one of another name, or the nearest spelling."""
+    """Return a hint for an unknown setting: a setting that is called so elsewhere, or the nearest spelling."""
     meant = next((name for name in _OTHER_NAMES.get(key.lower(), ()) if name in known), None)
     return f" Did you mean {meant!r}?" if meant else did_you_mean(key, known)
 
@@ -77,9 +77,9 @@ Fits = Callable[[Any], bool]
 
 
 def allowed(make: Callable[..., object]) -> dict[str, tuple[str, Fits]]:
-    """What each setting of a function that makes a method may be: in words, and as a test.
+    """Return the allowed values of each setting of a constructor: a description and a test.
 
-    Without a range, a setting is of the type that it is annotated with, or else of its default's.
+    Settings without a range must have the type of their annotation.
     """
     hints = get_type_hints(make, include_extras=True)
     return {key: _allowed(hint) for key, hint in hints.items() if key != "return"}
@@ -99,13 +99,13 @@ def _allowed(hint: Any) -> tuple[str, Fits]:
 
 
 def _fits(limit: Range, kind: type, value: object, many: bool) -> bool:
-    """A list, where there may be one, has at least one value, and all of them fit."""
+    """Return whether a value is allowed; where lists are, each of its values, of which there is at least one."""
     values = list(value) if many and isinstance(value, list | tuple) else [value]
     return bool(values) and all(limit.fits(kind, one) for one in values)
 
 
 def by_type(kind: object) -> tuple[str, Fits]:
-    """What a setting without a range may be: of its type."""
+    """Return the description and the test of a setting that is only limited by its type."""
     if kind is bool:
         return "true, false", lambda v: isinstance(v, bool)
     if kind is int:

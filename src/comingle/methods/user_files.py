@@ -1,8 +1,8 @@
-"""Methods in Python files of the user's own, for commands: loaded by ``--plugin FILE``, never because a recipe says so.
+"""Methods in users' own Python files: loaded by ``--plugin FILE``, never because a recipe names them.
 
-A file's methods are its functions that are annotated to return a ``Method``, its ``Method`` objects, and whatever it
-passes to ``comingle.methods.register`` itself. A run folder keeps which file its method came from, so that whoever
-opens the folder without the file is asked for it.
+The methods of a file are its functions that are annotated to return a ``Method``, its ``Method`` objects, and all that
+it passes to ``comingle.methods.register``. A run folder records the file of its method, so that opening the folder
+without the file fails with a message that names it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from comingle.utils.errors import ComingleError, PluginError, RunError
 from comingle.utils.records import expand_home, write_json
 
 FILES = "COMINGLE_PLUGINS"
-"""Environment variable by which other processes of the same command load the same files."""
+"""Environment variable by which subprocesses of a command load the same files."""
 
 CHANGED = "COMINGLE_CHANGED_PLUGINS"
-"""Environment variable with the changes of files that processes of the same command have warned of, as WAS-NOW."""
+"""Environment variable with the changes (OLD-NEW digests) that processes of the command have already warned about."""
 
 ORIGIN = "plugins.json"
-"""In a run folder: the file that its method came from."""
+"""File of a run folder that records the Python file of its method."""
 
 _log = logging.getLogger(__name__)
 
 _loaded: dict[Path, list[str]] = {}
-"""Files that this process has loaded, each with the names of its methods."""
+"""Loaded files and the names of their methods."""
 
 
 _SHOWN = 8
@@ -45,10 +45,10 @@ _SHOWN = 8
 
 
 def load_file(path: Path) -> list[str]:
-    """Run a Python file, register its methods and return their names; a file that was loaded before is left as it is.
+    """Run a Python file, register its methods and return their names; a file is loaded only once.
 
     Raises:
-        PluginError: there is no such file, it cannot be run, has no method, or one of a name that is taken.
+        PluginError: The file does not exist, cannot be run or has no method, or a method's name is taken.
     """
     where, path = f"--plugin {path}", expand_home(path).resolve()
     if path in _loaded:
@@ -74,31 +74,31 @@ def load_file(path: Path) -> list[str]:
 
 
 def load_files_of_command() -> None:
-    """Load the files that the command which started this process was given.
+    """Load the files that were given to the command that started this process.
 
     Raises:
-        PluginError: as :func:`load_file`.
+        PluginError: As in :func:`load_file`.
     """
     for path in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
         load_file(Path(path))
 
 
 def write_origin(folder: Path, method: str) -> None:
-    """Keep in a run folder which file its method came from, if it came from one."""
+    """Record the Python file of a method in a run folder, if the method comes from one."""
     if (path := _file_of(method)) is not None:
         write_json(folder / ORIGIN, {"method": method, "file": str(path), "sha256": _digest(path)})
 
 
 def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
-    """Check that the method of a run folder is known here, and warn if its file has changed since.
+    """Check that the method of a run folder is registered; warn if its file has changed since.
 
     Args:
-        folder: the run folder.
-        method: name of its method.
-        begun: whether the run has trained anything; there is no warning for one that has not.
+        folder: Run folder.
+        method: Name of its method.
+        begun: Whether the run has trained anything; without training there is no warning.
 
     Raises:
-        RunError: no such method; says which file it came from.
+        RunError: The method is not registered; the message names the file that it came from.
     """
     path = folder / ORIGIN
     try:
@@ -119,7 +119,7 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
 
 
 def _warn_changed(method: str, file: Path, was: str, now: str, folder: Path) -> None:
-    """Warn once per command that runs began with another version of a method's file."""
+    """Warn, once per command, that a method's file has changed since the run began."""
     known = os.environ.get(CHANGED, "").split()
     if (change := f"{was}-{now}") not in known:
         os.environ[CHANGED] = " ".join([*known, change])
@@ -133,9 +133,9 @@ def _run(path: Path, where: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses and annotations look for it
+    sys.modules[name] = module  # dataclasses and annotations look it up there
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last, so that no file beside it takes the place of a library
+        sys.path.append(str(path.parent))  # last, so that files beside it do not shadow libraries
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         spec.loader.exec_module(module)
