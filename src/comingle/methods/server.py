@@ -106,7 +106,7 @@ class Server:
     exchange_every: int = 1
 
     kind: ClassVar[Literal["none", "sum", "stack"]] = "none"
-    """What the server needs of uploads: nothing, only weighted sums over users ("sum"), or each upload by itself ("stack")."""
+    """Use of the uploads: none, only weighted sums over users ("sum"), or each upload by itself ("stack")."""
     clipped_mean: ClassVar[bool] = False
     """Whether the server publishes a mean whose weights do not depend on the uploads.
 
@@ -165,9 +165,10 @@ class Server:
         return None
 
     def settled(self) -> Server:
-        """Return a copy of the server for users who join after the run has ended: state shared by all users stays fixed.
+        """Return a copy of the server for users who join after the run has ended.
 
-        Without state by user (:attr:`by_user`) there is nothing to send to the server, so there is no exchange.
+        State shared by all users stays fixed. Without state by user (:attr:`by_user`) there is nothing to send to the
+        server, so there is no exchange.
         """
         return replace(self, exchange_from=NEVER)
 
@@ -193,11 +194,20 @@ class Mean(Server):
         return {**model, **_adam_state(setup)} if self.adam_rate else model
 
     def coefficients(self, received: Received) -> Tree:
-        """Return the weight of each upload in the sums: ``(users,)``, or ``(users, components)`` for clustered tensors."""
+        """Return the weight of each upload in the sums.
+
+        Weights are ``(users,)``, or ``(users, components)`` for clustered tensors.
+        """
         return dict.fromkeys(received.tensors, received.weights)
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Set the model to the weighted sums of the uploads, or take a step of Adam towards them."""
+        """Set the model to the weighted sums of the uploads, or take a step of Adam towards them.
+
+        Args:
+            kept: State of the server, updated in place.
+            sums: Weighted sums of the uploads.
+            received: The uploads.
+        """
         if self.adam_rate:
             kept[ADAM_STEPS].add_(1)
         for name, mean in sums.items():
