@@ -45,7 +45,7 @@ _SECONDS = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """Estimated cost of a run with ``users`` users, of whom ``present`` take part in each round."""
+    """Estimated cost of a run with ``users`` users and ``present`` participants per round."""
 
     users: int
     present: int

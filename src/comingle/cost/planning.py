@@ -1,4 +1,4 @@
-"""From a recipe to its plan: the costs of every method before training, and how to make them fit."""
+"""Cost plan of a recipe: costs of every method before training, and settings that make them fit into memory."""
 
 from __future__ import annotations
 
@@ -49,20 +49,26 @@ from comingle.training.storage.disk import check_storable
 from comingle.utils.errors import DataError, RecipeError
 
 Participation = float | Sequence[Sequence[str]]
-"""A fraction of the users, or the names of those who take part in each round."""
+"""Fraction of the users in each round, or the names of each round's participants."""
 
 NONE_FITS = "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"
 _USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
 
 
 def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = MappingProxyType({})) -> Recipe:
-    """The recipe with another method and its defaults; ``for_all`` are settings for whichever method has them.
+    """Return the recipe with another method and that method's default settings.
 
-    Who takes part in which round does not change what a round costs one user. Language models are not compiled.
+    All users take part in every round, as participation does not change one user's costs per round. Language models are
+    not compiled.
+
+    Args:
+        recipe: The recipe. Its own method keeps its settings.
+        name: Name of the method.
+        for_all: Settings that are applied if the method has them.
     """
     settings = settings_beside(name, recipe.method.name, recipe.method.settings, for_all)
     changes: dict[str, Any] = {"method": {"name": name, **settings}, "training.participation": 1.0}
-    if kind_of(recipe).needs_base:  # compiled code for nets takes what is known, and little time
+    if kind_of(recipe).needs_base:  # nets compile fast
         changes["runtime.compile"] = False
     return recipe.with_changes(changes)
 
@@ -70,12 +76,19 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = Mappi
 def with_privacy(
     cost: MethodCost, recipe: Recipe, names: Sequence[str], participation: Participation, *, whole: Recipe | None = None
 ) -> MethodCost:
-    """The costs with what a run reveals, where the recipe has privacy; it depends on who takes part how often.
+    """Return the costs with a forecast of the privacy budget that a run spends.
 
-    ``whole`` is the recipe as it was, where ``recipe`` has other text that costs as much.
+    The forecast depends on how often users take part. Without privacy the costs are returned unchanged.
+
+    Args:
+        cost: Costs of a method.
+        recipe: The recipe, whose text may be replaced with text of equal cost.
+        names: Names of the users.
+        participation: Participation of the original recipe.
+        whole: The original recipe, if ``recipe`` has other text.
 
     Raises:
-        RecipeError: so few take part that the recipe's rule of aggregation cannot be used.
+        RecipeError: Rounds have too few participants for the recipe's aggregation rule.
     """
     if recipe.privacy is None and recipe.aggregation.is_mean:
         return cost
@@ -88,7 +101,7 @@ def with_privacy(
             mechanism.check_rounds(round_sizes(plan, names), same_ranks=True)
     if recipe.privacy is None:
         return cost
-    if protects_examples(recipe.privacy.mechanism):  # epsilon follows from how many a user has: their data is read
+    if protects_examples(recipe.privacy.mechanism):  # epsilon depends on users' numbers of examples: data is read
         read = (whole or recipe).with_changes({"training.participation": participation})
         mechanisms = build(read, prepare(read)).server.mechanisms
     account = next((one.account for one in mechanisms if one.account is not None), None)
@@ -97,24 +110,31 @@ def with_privacy(
 
 
 def check_count(users: int | None) -> None:
-    """Whether there can be so many users.
+    """Check a number of users given on the command line.
 
     Raises:
-        RecipeError: there cannot.
+        RecipeError: It is below 1.
     """
     if users is not None and users < 1:
         raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
 
 
 def largest_round(participation: Participation, users: int) -> int:
-    """How many of so many users take part in the round in which most do."""
+    """Return the number of participants in the largest round of a population of ``users`` users."""
     if isinstance(participation, float | int):
         return sample_size(participation, users)
     return max(len(set(members)) for members in participation)
 
 
 def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int, *, keep: int) -> MethodCost:
-    """A method's costs, its memory among them; ``keep`` is how many checkpoints a run keeps."""
+    """Return the costs of a method, including its memory.
+
+    Args:
+        stage: The rehearsal that is measured.
+        users: Costs of the users.
+        free: Free memory, in bytes.
+        keep: Number of checkpoints that a run keeps.
+    """
     method, machine = stage.federation.clients.method, memory(stage)
     portions, fits = stage.steps.portions, machine.total_bytes <= free
     return MethodCost(
@@ -150,13 +170,25 @@ def _store_bytes(stage: Rehearsal, keep: int) -> int:
 
 
 def advise(stage: Rehearsal, machine: MemoryCost, free: int) -> str:
-    """The largest pass that fits, as settings of the recipe; or that none does."""
+    """Return the settings of the largest pass that fits into memory, or a sentence that none does.
+
+    Args:
+        stage: The rehearsal that is measured.
+        machine: Memory that the current settings need.
+        free: Free memory, in bytes.
+    """
     smaller = smaller_pass(stage, machine, free)
     return NONE_FITS if smaller is None else f"{_USERS}={smaller.users} {_SEQUENCES}={smaller.sequences}"
 
 
 def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> Portions | None:
-    """The largest pass that fits where ``machine``, what the chosen one needs, does not."""
+    """Return the largest smaller pass that fits into memory; None if none does.
+
+    Args:
+        stage: The rehearsal that is measured.
+        machine: Memory that the current settings need.
+        free: Free memory, in bytes.
+    """
     if machine.fixed_bytes > free:
         return None
     smaller = _smaller(stage.steps.portions)
@@ -164,22 +196,25 @@ def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> Portions |
 
 
 def _smaller(now: Portions) -> Iterator[Portions]:
-    """First fewer users, then fewer sequences of one user: half as many each time."""
+    """Yield smaller portions: halve the number of users until it is 1, then the number of sequences."""
     while now.users * now.sequences > 1:
         now = replace(now, users=now.users // 2) if now.users > 1 else replace(now, sequences=now.sequences // 2)
         yield now
 
 
 def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Participation = 1.0) -> Plan:
-    """The costs of one population under several methods; ``users`` replaces their number.
+    """Return the costs of one population of samples under several methods.
 
-    Of who takes part (``participation``) privacy alone depends.
+    Samples are read or generated, as costs depend on their numbers and shapes. Nothing is trained.
 
-    Samples are read, or made, as their numbers and shapes decide on the costs; nothing is trained.
+    Args:
+        recipes: Recipes that differ in their method alone.
+        users: Number of users that replaces the recipe's; None keeps it.
+        participation: Participation, on which only privacy and memory depend.
 
     Raises:
-        RecipeError: a method or a setting is wrong.
-        DataError: somebody's samples cannot be read.
+        RecipeError: A method or a setting is wrong.
+        DataError: A user's samples cannot be read.
     """
     if users is not None:
         check_count(users)
@@ -214,7 +249,15 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
 def net_cost(
     recipe: Recipe, population: Population, base: BaseFlops, free: int, participation: Participation
 ) -> MethodCost:
-    """Everything about one method; ``base`` is the net alone."""
+    """Return the costs of one method.
+
+    Args:
+        recipe: The recipe, with the method.
+        population: Users and their samples.
+        base: FLOPs of the net alone.
+        free: Free memory, in bytes.
+        participation: Fraction or names of the participants.
+    """
     stage = rehearse_nets(recipe, population, participation)
     users = count_stacked(stage, loads_of(stage.federation.clients, population), base)
     return summarise(stage, users, free, keep=recipe.checkpoints.keep)
@@ -226,7 +269,14 @@ def rehearse_nets(
     participation: Participation = EVERYBODY,
     everybody: Sequence[str] | None = None,
 ) -> Rehearsal:
-    """The federation of users of nets without their data; ``everybody`` as in :func:`bare_nets`."""
+    """Build a federation of nets whose samples have no data.
+
+    Args:
+        recipe: The recipe.
+        population: Users and their samples.
+        participation: Fraction or names of the participants.
+        everybody: Names of all users, if some are in other processes.
+    """
     federation = bare_nets(recipe, population, everybody)
     clients = federation.clients
     trainers = 1 if clients.method.placement.pooled else len(population.users)
@@ -243,7 +293,7 @@ def rehearse_nets(
 
 
 def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
-    """Every user's local work by name; a pooled one has it all."""
+    """Return every user's local work by name; a pooled method has one entry with the work of all."""
     users: Iterable[tuple[str, Any]] = ((user.name, user) for user in population.users)
     if clients.method.placement.pooled:
         users = [(f"all {len(population.users)} users as one", clients.trainers[0])]
@@ -256,9 +306,9 @@ def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
 
 
 def data_bytes(population: Population, dtype: torch.dtype) -> int:
-    """Everybody's samples, once as they were read and once as batches are gathered from them.
+    """Return the bytes of all users' samples: as read, and as copied for batches.
 
-    Of those who lie in a file sizes are known: all splits have the shapes of the first user's.
+    For users that are read on demand the bytes follow from their sizes: all splits have the shapes of the first user's.
     """
     users, total = population.users, 0
     if isinstance(users, LazyPopulation) and users.sizes is not None:
@@ -277,15 +327,18 @@ def plan(
     users: int | None = None,
     for_all: Mapping[str, object] = MappingProxyType({}),
 ) -> Plan:
-    """The costs of a recipe's method, or of several; ``users`` is their number where the text is out of reach.
+    """Return the costs of a recipe's method, or of several methods.
 
-    The recipe's own method keeps its settings, another has its defaults; ``for_all`` goes to whichever has such a
-    setting.
+    Args:
+        recipe: The recipe. Its own method keeps its settings; others have their defaults.
+        methods: Names of the methods; empty for the recipe's own.
+        users: Number of users, if their text is not available.
+        for_all: Settings for every method that has them.
 
     Raises:
-        RecipeError: a method or a setting is wrong.
-        BaseModelError: the base cannot be used.
-        DataError: who the users are cannot be found out, or text that is here is too little for a run.
+        RecipeError: A method or a setting is wrong.
+        BaseModelError: The base cannot be used.
+        DataError: The users' names cannot be read, or available text is too short for a run.
     """
     present = recipe.training.participation
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
@@ -328,24 +381,27 @@ def plan(
 
 
 def _check_given(recipe: Recipe, users: int | None) -> None:
-    """What a program handed over is not here; costs of a base by name need no more than the number of users."""
+    """Refuse a base that a program handed over, and handed-over data without a number of users.
+
+    Costs of a base that is given by name need no more than the number of users.
+    """
     NOTHING.check_base(recipe)
     if recipe.data.given and users is None:
         raise DataError(f"{HANDED_OVER}; to count without their data, say how many users there are: --users N")
 
 
 def _check_examples(recipe: Recipe, users: int | None) -> None:
-    """How much noised steps reveal of an example follows from how many each user has."""
+    """Refuse a number of users with example-level privacy: epsilon depends on the users' numbers of examples."""
     if users is not None and recipe.privacy is not None and protects_examples(recipe.privacy.mechanism):
         told = "with privacy.mechanism: example users' data is read, as epsilon follows from how many examples each has"
         raise RecipeError(f"--users: got {users}; {told}; leave it out")
 
 
 def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
-    """Who the users are, without reading text where that can be helped.
+    """Return the users' names, if possible without reading text.
 
     Raises:
-        DataError: they are groups of rows that cannot be read.
+        DataError: Users are groups of rows in a file that cannot be read.
     """
     if users is not None:
         return tuple(f"user {i + 1}" for i in range(users))
@@ -356,10 +412,15 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
 
 
 def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequence[int] | None = None) -> InProcess:
-    """The federation of a recipe over a base without weights; users have names and no text.
+    """Return a federation over a base without weights, whose users have names but no text.
 
-    Of several processes only those are built who are ``here``, by number, in adapters as wide as everybody's. Where all
-    users are alike, only as many as share a pass are.
+    If all users are alike, only as many are built as go through the model in one pass.
+
+    Args:
+        recipe: The recipe.
+        base: The base; weights are not needed.
+        names: Names of all users.
+        here: Indices of the users in this process, if there are several. Adapters are as wide as those of all users.
     """
     method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, names).updated("runtime", store=MEMORY)
@@ -373,7 +434,7 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
     if placement.mixture is not None and not placement.mixture.trains_apart:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
-        unlike = not alike and not placement.pooled  # then everybody is listed
+        unlike = not alike and not placement.pooled  # then all users have their own sizes
         among = len(names) if unlike else len(trainers)
         tokens = among * plan.iterations * plan.training.batch_size * plan.training.context
         model = adapt_base(recipe, base, method, among, tokens)
@@ -390,7 +451,15 @@ def _nobody(name: str) -> UserData:
 def method_cost(
     recipe: Recipe, base: Base, names: tuple[str, ...], free: int, participation: Participation = EVERYBODY
 ) -> MethodCost:
-    """Everything about one method; ``free`` are the bytes that the machine has left."""
+    """Return the costs of one method of a language model.
+
+    Args:
+        recipe: The recipe, with the method.
+        base: The base; weights are not needed.
+        names: Names of the users.
+        free: Free memory, in bytes.
+        participation: Fraction or names of the participants.
+    """
     stage = rehearse_text(recipe, base, names, participation)
     if stage.federation.clients.method.placement.mixture is None:
         users = count_users(stage.federation, names)
@@ -407,9 +476,14 @@ def rehearse_text(
     participation: Participation = EVERYBODY,
     here: Sequence[int] | None = None,
 ) -> Rehearsal:
-    """The federation of users of a language model without text; ``base`` may have weights or none.
+    """Build a federation of a language model whose users have no text.
 
-    Of several processes that of those who are ``here``, all of whom may take part in one round.
+    Args:
+        recipe: The recipe.
+        base: The base; weights are not needed.
+        names: Names of all users.
+        participation: Fraction or names of the participants.
+        here: Indices of the users in this process, if there are several. All of them may take part in one round.
     """
     federation = federate_bare(recipe, base, names, here)
     users = len(names) if here is None else len(here)
@@ -425,7 +499,10 @@ def rehearse_text(
 
 
 def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
-    """The base's own part of what FedAvg's adapters cost: a pass a step over the same weights for each model."""
+    """Return the base's FLOPs within those of FedAvg's adapters.
+
+    They are one pass per step over the same weights, for each model.
+    """
     fedavg = with_method(without_sums(recipe), "fedavg")
     user = count_users(federate_bare(fedavg, base, names[:1]), names[:1])[0]
     mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
@@ -438,14 +515,14 @@ def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFl
 
 
 def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
-    """Table 3 of the paper for this base and these adapters: CoMiGS-1G1S against FedAvg, one user of the full rank."""
+    """Return Table 3 of the paper for this base and these adapters: CoMiGS-1G1S and FedAvg for a user of full rank."""
     recipe, rank = without_sums(recipe), recipe.adapters.rank
     one = recipe if isinstance(rank, int) else recipe.with_changes({"adapters.rank": max(rank)})
     accounts, parameters = [], []
     for name in ("fedavg", "comigs-1g1s"):
         federation = federate_bare(with_method(one, name), base, ("anybody",))
         (user,) = count_users(federation, ("anybody",))
-        # Parameters and both moments of AdamW, as they are kept.
+        # Parameters and both moments of AdamW, in the dtype of the state.
         state = user.trainable_parameters * 3 * federation.clients.state.rows.element_size()
         accounts.append(
             Account(
@@ -462,16 +539,21 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
 
 
 FREE_SHARE = {"cuda": 0.9}
-"""How much of a GPU's free memory is planned with: its allocator leaves gaps, which were never measured."""
+"""Usable fraction of a GPU's free memory. The rest allows for gaps of its allocator; an estimate, not measured."""
 
 
 def fit(recipe: Recipe, materials: RunData) -> Portions:
-    """How many users, and sequences of each, go through the model at once: by default, or fewer where that is too much.
+    """Choose how many users, and sequences of each, go through the model in one pass.
 
-    Of several processes each asks for its own users. Base and data are loaded: what they take is not free any more.
+    These are the default numbers, or the largest smaller ones that fit into memory. Each process chooses for its own
+    users. Base and data are loaded already, so free memory does not include them.
+
+    Args:
+        recipe: The recipe.
+        materials: Base and data.
 
     Raises:
-        RecipeError: one sequence of one user is too much.
+        RecipeError: One sequence of one user does not fit.
     """
     stage = _rehearsed(with_method(recipe, recipe.method.name), materials, recipe.training.participation)
     device = stage.steps.model.device

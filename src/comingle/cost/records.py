@@ -1,16 +1,16 @@
-"""A plan: parameters, bytes, FLOPs and memory of each method; FLOPs by formula or measured on fake tensors.
+"""Cost records of a plan: parameters, bytes, FLOPs and memory; FLOPs by formula or measured on fake tensors.
 
-A product with a matrix of n entries is n multiply-adds, 2 n FLOPs, for each token. Elementwise work, norms, softmax and
-embeddings are left out, as usual (CoMiGS App. B.1 of the earlier version follows Chowdhery et al. 2022, App. B).
+A product with a matrix of n entries takes n multiply-adds, 2 n FLOPs, per token. Elementwise operations, norms, softmax
+and embeddings are left out, as usual (CoMiGS App. B.1 of the earlier version follows Chowdhery et al. 2022, App. B).
 
-In the backward pass a frozen matrix costs one product, the gradient of its input, and none where nothing that is
-trained lies before it. A LoRA costs one product for each gradient: of A, of B, and two of inputs. The experts of a
-block share the products with base weights (:mod:`comingle.models.injection`); the naive way, one whole MLP per expert,
+In the backward pass a frozen matrix takes one product, the gradient of its input, or none if nothing before it is
+trained. A LoRA takes one product for each gradient: of A, of B, and of the inputs of both. The experts of a block share
+the products with base weights (:mod:`comingle.models.injection`); the naive implementation, one whole MLP per expert,
 does not.
 
-Table 3 is for GPT2-124M in bfloat16, 128 tokens. Its figures are those of the routers (18,432 entries: 4.7 MFLOPs,
-0.035 MiB) and of one expert's LoRA on the MLPs (737,280 entries: 1.41 MiB); its percentages are shares of the LoRA of
-two such experts. So its MB are MiB, and the attention's LoRA is in none of them.
+Table 3 of the paper is for GPT2-124M in bfloat16 and 128 tokens. Its figures are those of the routers (18,432 entries:
+4.7 MFLOPs, 0.035 MiB) and of one expert's LoRA on the MLPs (737,280 entries: 1.41 MiB). Its percentages are shares of
+the LoRA of two such experts. So its MB are MiB, and none of them include the attention's LoRA.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 FEW, MANY = 2, 4
-"""Sizes of the two runs that a line is drawn through; batch norm takes no fewer than two."""
+"""Numbers of items in the two runs that determine a line. Batch norm needs at least two items."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,30 +35,30 @@ class Work:
     each: float = 0.0
 
     def flops(self, times: float, items: float) -> float:
-        """FLOPs of doing it so many times on so many items in all."""
+        """Return the FLOPs of ``times`` calls on ``items`` items in all."""
         return self.fixed * times + self.each * items
 
     def times(self, count: int) -> Work:
-        """The work done so many times on the same items."""
+        """Return the FLOPs of ``count`` calls on the same items."""
         return Work(fixed=self.fixed * count, each=self.each * count)
 
 
 def measure(work: Callable[[int], object]) -> Work:
-    """The line through two runs of ``work``, which takes a number of items; FLOPs of products are linear in them."""
+    """Return the FLOPs of ``work`` as a linear function of its argument, the number of items, from two runs."""
     few, many = counted(lambda: work(FEW)), counted(lambda: work(MANY))
     each = (many - few) / (MANY - FEW)
     return Work(fixed=few - FEW * each, each=each)
 
 
 def counted(work: Callable[[], object]) -> int:
-    """FLOPs of matrix products and convolutions, forward and backward."""
+    """Return the FLOPs of matrix products and convolutions in ``work``, forward and backward."""
     with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
         work()
     return counter.get_total_flops()
 
 
 def _convolution_backward(out: Sequence[int], x: object, weight: Sequence[int], *rest: Any, **_: object) -> int:
-    # torch's own formula takes a grouped convolution's weight gradient for a full one, and stacked models are groups.
+    # torch's formula treats the weight gradient of a grouped convolution as a full one; stacked models are groups.
     wanted = rest[-1][:2]
     return 2 * out[0] * math.prod(out[2:]) * math.prod(weight) * sum(wanted)
 
@@ -69,12 +69,20 @@ _FORMULAS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
-"""Beside what torch counts by itself."""
+"""FLOP formulas that replace or extend those of torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A frozen linear with one user's LoRA: entries of W, of A and of B (of all experts), and which are trained."""
+    """A frozen linear with one user's LoRA.
+
+    Args:
+        weight: Entries of W.
+        a: Entries of A of all experts.
+        b: Entries of B of all experts.
+        trains_a: Whether A is trained.
+        trains_b: Whether B is trained.
+    """
 
     weight: int
     a: int = 0
@@ -84,19 +92,25 @@ class Linear:
 
     @property
     def trained(self) -> bool:
-        """Whether its LoRA has any gradient of its own."""
+        """Whether any part of the LoRA is trained."""
         return self.trains_a or self.trains_b
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One decoder layer: attention, then the mixture of experts in place of the MLP.
+    """One decoder layer: attention, then a mixture of experts in place of the MLP.
 
-    ``reads`` are the attention linears that read the layer's input, ``writes`` is the output projection. ``scores`` are
-    the multiply-adds of queries with keys for one token: context * heads * size of a head; the mean of values takes
-    as many. ``first`` read the MLP's input, ``last`` writes its output. ``router`` is the number of its entries.
-    Where the mixture is ``whole``, one function, it computes the gradient of its input whether that is needed or not.
-    In a ``parallel`` layer the MLP reads what the attention reads.
+    Args:
+        reads: The attention linears that read the layer's input.
+        writes: The attention's output projection.
+        scores: Multiply-adds of one token's query with the keys: context * heads * head size. The weighted mean of the
+            values takes as many.
+        first: The linears that read the MLP's input.
+        last: The linear that writes the MLP's output.
+        router: Entries of the router.
+        trains_router: Whether the router is trained.
+        whole: Whether the mixture is one autograd function, which always computes the gradient of its input.
+        parallel: Whether the MLP reads the same input as the attention.
     """
 
     reads: tuple[Linear, ...]
@@ -112,10 +126,10 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs of a token or a sample by what they are spent on.
+    """FLOPs of a token or a sample by purpose.
 
-    ``net`` is a small net that is trained whole. ``lora`` are adapters; of nets and client-level mixtures, whatever is
-    spent beside one pass of the base.
+    ``net`` is a small net that is trained as a whole. ``lora`` are adapters; for nets and client-level mixtures it is
+    everything beyond one pass of the base.
     """
 
     attention: float = 0.0
@@ -126,35 +140,38 @@ class Flops:
     net: float = 0.0
 
     def __add__(self, other: Flops) -> Flops:
-        """Sum, part by part."""
+        """Return the sum, part by part."""
         return Flops(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __mul__(self, times: float) -> Flops:
-        """Each part ``times`` as often."""
+        """Return each part multiplied by ``times``."""
         return Flops(**{f.name: getattr(self, f.name) * times for f in fields(self)})
 
     @property
     def base(self) -> float:
-        """What the base alone would take: attention, MLPs and head, or a net."""
+        """FLOPs of the base alone: attention, MLPs and head, or a net."""
         return self.attention + self.mlp + self.head + self.net
 
     @property
     def total(self) -> float:
-        """Everything."""
+        """Sum of all parts."""
         return self.base + self.lora + self.router
 
     @property
     def overhead(self) -> float:
-        """What the adapters add, as a fraction of the base; 0 where there is nothing."""
+        """FLOPs that the adapters add, as a fraction of the base's; 0 if the base has none."""
         return self.total / self.base - 1 if self.base else 0.0
 
     def naive(self, experts: int) -> float:
-        """Total of the naive way: the whole MLP once for each of ``experts`` experts."""
+        """Return the total of the naive implementation, which runs the MLP once for each of ``experts`` experts."""
         return self.total + (experts - 1) * self.mlp
 
 
 def forward(blocks: Sequence[Block], head: int) -> Flops:
-    """FLOPs of one token's forward pass; ``head`` is the number of entries of all matrices outside the blocks."""
+    """Return the FLOPs of one token's forward pass.
+
+    ``head`` is the number of entries of all matrices outside the blocks.
+    """
     total = Flops(head=2.0 * head)
     for block in blocks:
         attention = [*block.reads, block.writes]
@@ -169,7 +186,7 @@ def forward(blocks: Sequence[Block], head: int) -> Flops:
 
 
 def backward(blocks: Sequence[Block], head: int) -> Flops:
-    """FLOPs of one token's backward pass down to the first tensor that is trained; none where nothing is."""
+    """Return the FLOPs of one token's backward pass down to the first trained tensor; 0 if nothing is trained."""
     total, live = Flops(), False
     for block in blocks:
         spent, live = _block_backward(block, live)
@@ -178,7 +195,10 @@ def backward(blocks: Sequence[Block], head: int) -> Flops:
 
 
 def _block_backward(block: Block, live: bool) -> tuple[Flops, bool]:
-    """A block's backward pass, and whether its output has a gradient; ``live``: whether its input needs one."""
+    """Return the FLOPs of a block's backward pass, and whether its output needs a gradient.
+
+    ``live`` says whether its input needs one.
+    """
     attended = live or any(linear.trained for linear in block.reads)
     written = attended or block.writes.trained
     mlp = (*block.first, block.last)
@@ -198,7 +218,11 @@ def _block_backward(block: Block, live: bool) -> tuple[Flops, bool]:
 
 
 def _lora_backward(linear: Linear, wanted: bool, inner: bool = True) -> float:
-    """Gradients of A and B where trained, of the input if ``wanted``, of what is between A and B if ``inner``."""
+    """Return the FLOPs of a LoRA's gradients.
+
+    These are the gradients of A and B if they are trained, of the input if ``wanted``, and of the product with A if
+    ``inner``.
+    """
     return 2.0 * (linear.b * (int(inner) + int(linear.trains_b)) + linear.a * (int(linear.trains_a) + int(wanted)))
 
 
@@ -216,7 +240,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What one of the two methods really takes: of one user, in one round, with one pass of ``context`` tokens."""
+    """Counted costs of one method for one user in one round; ``forward_flops`` are those of a whole context."""
 
     forward_flops: float
     round_flops: float
@@ -226,9 +250,17 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One column of Table 3: the paper's words, its way of counting on this model, what is true, and why they differ.
+    """One column of Table 3: CoMiGS-1G1S minus FedAvg, as the paper counts and as counted here.
 
-    Values are CoMiGS-1G1S minus FedAvg; shares are fractions. ``theirs`` is None where the paper does not count it.
+    Args:
+        what: Name of the compared quantity.
+        unit: Unit of the values.
+        paper: The figure that the paper prints.
+        theirs: The paper's way of counting, on this model; None if the paper does not count it.
+        theirs_share: The same as a fraction; None if the paper does not count it.
+        true: The counted difference.
+        true_share: The counted difference as a fraction of FedAvg's costs.
+        why: Why they differ.
     """
 
     what: str
@@ -242,9 +274,16 @@ class Difference:
 
 
 def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list[Difference]:
-    """The columns of Table 3 for another model, and training, which it leaves out.
+    """Return the columns of Table 3 for another model, and the FLOPs of training, which the paper leaves out.
 
-    Values are in FLOPs and bytes; ``theirs`` counts bytes as bfloat16.
+    Args:
+        sizes: Entries of the adapters.
+        context: Tokens of a sequence.
+        fedavg: Costs of FedAvg.
+        comigs: Costs of CoMiGS-1G1S.
+
+    Returns:
+        Columns in FLOPs and bytes; ``theirs`` counts 2 bytes per entry (bfloat16).
     """
     share = sizes.router / (2 * sizes.expert)
     lora = sizes.attention + 2 * sizes.expert
@@ -301,13 +340,18 @@ def _millions(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class UserCost:
-    """What a user trains, sends and computes; ``names`` are the users for whom this is the same.
+    """Costs of one user.
 
-    ``parameters`` are those that are trained, by role. Bytes are of one exchange, a mean where users' names, which go
-    with every message, differ in length. ``forward`` is one token's forward pass, ``training`` one token's forward and
-    backward pass (experts, mean over what a round does), ``round`` a round's training. The naive figures are for one
-    whole MLP per expert. ``unit`` is what data is counted in where it is not tokens; without token-level experts
-    ``experts`` is 0.
+    Args:
+        names: Names of the users with these costs.
+        experts: Number of token-level experts; 0 without such experts.
+        parameters: Trained parameters by role.
+        upload_bytes: Bytes sent in one exchange. As messages contain the user's name, this is a mean over ``names``.
+        download_bytes: Bytes received in one exchange, likewise.
+        forward: FLOPs of one token's forward pass.
+        training: FLOPs of one token's forward and backward pass with experts, as a mean over the phases of a round.
+        round: FLOPs of a round's training.
+        unit: Unit of the data: "token" or "sample".
     """
 
     names: tuple[str, ...]
@@ -322,11 +366,11 @@ class UserCost:
 
     @property
     def trainable_parameters(self) -> int:
-        """All that are trained."""
+        """Number of trained parameters of all roles."""
         return sum(self.parameters.values())
 
     def as_dict(self) -> dict[str, object]:
-        """Return nested dictionaries, with totals."""
+        """Return nested dictionaries with totals, for JSON."""
         flops = {
             name: {
                 **asdict(spent),
@@ -352,14 +396,19 @@ def _over(total: float, base: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCost:
-    """Bytes at the worst moment of a run.
+    """Bytes in memory at the peak of a run.
 
-    ``adapters_bytes`` are the trainable tensors of all users with padding and masks, ``moments_bytes`` the optimiser's,
-    ``gradients_bytes`` those of the users of one pass, ``activations_bytes`` everything else that the pass holds,
-    ``allocator_bytes`` what the memory allocator keeps in gaps, ``data_bytes`` a task's samples, ``process_bytes``
-    Python and its libraries. ``exchange_bytes`` are messages while all who take part in a round send theirs, which is
-    not at the same time as a pass. With users on disk ``adapters_bytes`` and ``moments_bytes`` are those of the cohorts
-    that are in memory.
+    Args:
+        weights_bytes: Frozen weights.
+        adapters_bytes: Trainable tensors of all users, with padding and masks. With users on disk, only of the cohorts
+            that are in memory.
+        moments_bytes: Optimiser moments, of the same users.
+        gradients_bytes: Gradients of the users of one pass.
+        activations_bytes: Everything else that a pass allocates.
+        allocator_bytes: Gaps of the memory allocator.
+        data_bytes: Samples.
+        process_bytes: Python and its libraries.
+        exchange_bytes: Messages while all participants of a round upload. No pass runs at that time.
     """
 
     weights_bytes: int
@@ -374,22 +423,22 @@ class MemoryCost:
 
     @property
     def pass_bytes(self) -> int:
-        """What a pass holds at its worst moment."""
+        """Bytes that a pass allocates at its peak."""
         return self.gradients_bytes + self.activations_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """What is there all the time."""
+        """Bytes that are in use during the whole run."""
         held = self.weights_bytes + self.adapters_bytes + self.moments_bytes + self.data_bytes
         return held + self.process_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Everything."""
+        """Bytes at the peak of a run."""
         return self.fixed_bytes + max(self.pass_bytes, self.exchange_bytes) + self.allocator_bytes
 
     def as_dict(self) -> dict[str, int]:
-        """With totals."""
+        """Return the bytes by name, with totals."""
         return asdict(self) | {"pass_bytes": self.pass_bytes, "total_bytes": self.total_bytes}
 
 
@@ -398,11 +447,18 @@ _PLAIN = ("exchanges", "users_per_step", "micro_batch", "fits", "advice", "store
 
 @dataclass(frozen=True, kw_only=True)
 class MethodCost:
-    """One method: its users, its exchanges over the whole run, and its memory.
+    """Costs of one method.
 
-    ``machine`` is this machine with all users, ``users_per_step`` at once with ``micro_batch`` sequences each;
-    ``own_device`` is a device that holds the one user who has most. ``advice`` says how to make it fit; empty where it
-    does.
+    Args:
+        method: The method's name.
+        users: Costs of the users, one entry for each group of users that are alike.
+        exchanges: Number of exchanges in a run.
+        users_per_step: Users that are trained at once on this machine.
+        micro_batch: Sequences of each of them in a pass.
+        machine: Memory on this machine, with all users.
+        own_device: Memory on a device of one user, the user with the largest model.
+        fits: Whether ``machine`` fits into free memory.
+        advice: Settings that make it fit; empty if it fits.
     """
 
     method: str
@@ -415,12 +471,12 @@ class MethodCost:
     fits: bool
     advice: str
     store_bytes: int = 0
-    """What users' records take on disk at most; 0 where they are in memory."""
+    """Largest size of the users' records on disk; 0 if users are kept in memory."""
     privacy: dict[str, Any] = field(default_factory=dict)
-    """Forecast of the privacy spent, see :func:`comingle.cost.planning.with_privacy`; empty without privacy."""
+    """Forecast of the privacy budget spent (:func:`comingle.cost.planning.with_privacy`); empty without privacy."""
 
     def as_dict(self) -> dict[str, object]:
-        """Return nested dictionaries."""
+        """Return nested dictionaries, for JSON."""
         users = {"users": [user.as_dict() for user in self.users]}
         memory = {"machine": self.machine.as_dict(), "own_device": self.own_device.as_dict()}
         plain = {key: getattr(self, key) for key in _PLAIN}
@@ -430,10 +486,11 @@ class MethodCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A recipe's costs. ``base_flops`` is a token's forward pass through the frozen base alone.
+    """Costs of a recipe with one or several methods.
 
-    For a task the base is its net, ``unit`` is "sample", ``local_steps`` are those of the user who takes most, and
-    there is no context and no Table 3. ``note`` says what the numbers leave out.
+    ``base_flops`` is one token's forward pass through the frozen base alone. For samples the base is the net, ``unit``
+    is "sample", ``local_steps`` is the largest of all users, and there is neither a context nor a Table 3. ``note``
+    says what the numbers leave out.
     """
 
     base: str

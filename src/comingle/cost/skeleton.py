@@ -1,4 +1,4 @@
-"""Bases and federations without weights, built to be counted."""
+"""Bases and federations without weights, from which costs are counted."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from comingle.utils.records import expand_home
 from comingle.utils.trees import ADAPTOR, ROUTER, Layout, Slot
 
 CODES = {"8bit": 256, "4bit": 16}
-"""How many values a packed weight may have; they are kept with each matrix."""
+"""Number of values that a packed weight can have. The table of values is stored with each matrix."""
 
 _PER_BYTE = {"8bit": 1, "4bit": 2}
 
 
 class PackedShape(QuantisedLinear):
-    """What a packed linear keeps, and what it unpacks, as shapes; bitsandbytes is not asked."""
+    """A packed linear without values: shapes of its stored and its unpacked tensors. Does not need bitsandbytes."""
 
     def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: nn.Parameter | None, bits: Bits):
         nn.Module.__init__(self)
@@ -57,13 +57,13 @@ class PackedShape(QuantisedLinear):
         self.register_buffer("code", _empty(CODES[bits], torch.float32))
 
     def unpack(self) -> Float[Tensor, "d_out d_in"]:
-        """A new tensor as large as the weight, where the packed one is."""
+        """Return an empty tensor of the weight's shape, on the device of the packed tensor."""
         packed: Any = self.packed
         return packed.new_empty(self.out_features, self.in_features, dtype=self.dtype)
 
 
 def pack_shapes(model: nn.Module, bits: Bits) -> None:
-    """Have the linears of a model's decoder layers, whose weights have shapes only, be as large as packed ones."""
+    """Replace the linears in a model's decoder layers with packed ones that have shapes but no values."""
     replace_linears(model, lambda weight, bias: PackedShape(weight, bias, bits))
 
 
@@ -74,12 +74,19 @@ def _empty(count: int, dtype: torch.dtype) -> Tensor:
 def load_skeleton(
     name: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto", quantise: str = "none"
 ) -> Base:
-    """The base called ``name`` on torch's meta device, without a tokenizer; all else as in a run.
+    """Load a base on torch's meta device, without weights and tokenizer, otherwise as in a run.
 
-    Of a model on the hub only config.json is fetched.
+    For a model on the hub only config.json is downloaded.
+
+    Args:
+        name: Name of the base, as in the recipe.
+        dtype: ``runtime.dtype`` of the recipe.
+        device: ``runtime.device`` of the recipe.
+        attention: ``runtime.attention`` of the recipe.
+        quantise: ``quantise`` of the recipe.
 
     Raises:
-        BaseModelError: as :func:`comingle.models.loading.load_base`.
+        BaseModelError: As :func:`comingle.models.loading.load_base`.
     """
     require_docstrings()
     place = resolve_device(device)
@@ -107,12 +114,12 @@ def _from_config(name: str, dtype: torch.dtype, attention: str | None) -> PreTra
         return AutoModelForCausalLM.from_config(own_config(config), dtype=dtype, attn_implementation=attention)
     except BaseModelError:
         raise
-    except Exception as error:  # a foreign file meets a foreign library here; whatever it says, the file is at fault
+    except Exception as error:  # transformers raises many types for a broken config.json
         raise BaseModelError(f"base model {name!r}: its config.json cannot be used: {one_line(error)}") from error
 
 
 def _config_folder(name: str) -> Path:
-    """A folder with the configuration: from the hub without the weights where that can be had, else the whole model."""
+    """Return a folder with the configuration: of config.json alone if the hub has it, else of the whole model."""
     alias = ALIASES.get(name)
     if alias is not None:
         return _hub_config(alias.repository) or locate(name).folder
@@ -122,7 +129,7 @@ def _config_folder(name: str) -> Path:
 
 
 def _hub_config(repository: str) -> Path | None:
-    """The folder that holds config.json of a repository; None where it cannot be had, for whatever reason."""
+    """Return the folder of a repository's config.json; None if it is not cached and cannot be downloaded."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(repository, "config.json")
@@ -132,24 +139,29 @@ def _hub_config(repository: str) -> Path | None:
         return None
     try:
         return Path(hf_hub_download(repository, "config.json")).parent
-    except Exception:  # `locate` says what is wrong, in its own words
+    except Exception:  # `locate` reports the reason
         return None
 
 
 def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] | None = None) -> InProcess:
-    """The federation of users of nets with the first of them, but for a pooled one: they differ in their samples alone.
+    """Return a federation with the first users of a population of nets.
 
-    ``everybody`` has the names of all, where others are in other processes.
+    The others differ from them in their samples alone. Pooled methods get all users.
+
+    Args:
+        recipe: The recipe.
+        population: Users and their samples.
+        everybody: Names of all users, if some are in other processes.
 
     Raises:
-        RecipeError: as :func:`comingle.training.kinds.nets.build_nets`.
+        RecipeError: As :func:`comingle.training.kinds.nets.build_nets`.
     """
     method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, names_of(population.users) if everybody is None else everybody)
     plan = plan.updated("runtime", store=MEMORY)
     if method.placement.pooled:
         return federate(build_nets(recipe, population, plan))
-    clusters = max(1, len({user.cluster for user in population.users}))  # with fewer there would be other clusters
+    clusters = max(1, len({user.cluster for user in population.users}))  # fewer users could mean fewer clusters
     first = build_nets(recipe, replace(population, users=population.users[:clusters]), plan)
     feed, users = cast(SampleBatchSource, first.feed), list(population.users[: first.portions.users])
     if len(users) <= clusters:
@@ -159,10 +171,16 @@ def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] |
 
 
 def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
-    """What :func:`comingle.models.stacked.mix_language_model` makes, over a base that has shapes only.
+    """Build what :func:`comingle.models.stacked.mix_language_model` builds, over a base that has shapes but no weights.
+
+    Args:
+        recipe: The recipe.
+        base: A base without weights.
+        method: The recipe's method, which has a mixture.
+        users: Number of users.
 
     Raises:
-        RecipeError: a mixture of whole models, or ranks of each user's own.
+        RecipeError: The method mixes whole models, or ranks differ between users.
     """
     check_on_language(recipe, method)
     mixture, rank = method.placement.mixture, recipe.adapters.rank
@@ -195,7 +213,7 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
 
 
 def _slots(net: FloralModel) -> list[Slot]:
-    """Adaptors, then the router: what users have of their own over a frozen base."""
+    """Return the slots of adaptors, then of the router: the tensors of each user over a frozen base."""
     shapes, slots = {name: tuple(p.shape) for name, p in net.named_parameters()}, []
     for wanted, copies in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
         names = [name for name, role in roles(net).items() if role == wanted]

@@ -1,17 +1,17 @@
-"""The time of a round: measured parts, and arithmetic on them.
+"""Time of a round: measured parts, and formulas that scale them to other machines.
 
-A round is local work, what the server does by itself, messages between processes, and the disk, one after another:
+A round runs local work, the server's work, messages between processes, and disk access one after another:
 
     round = compute + server + network + disk
 
-Work is kept in *core seconds*, so that it can be shared out over other cores than those on which it was measured: half
-as many cores take twice as long, which is exact where a machine has more processes than cores, and the best that can be
-hoped for where a process has more threads than the one that was measured.
+Work is measured in *core seconds*, so that it can be divided by another number of cores: half as many cores take twice
+as long. This is exact for machines with more processes than cores, and a lower bound for processes with more threads
+than the measured one.
 
     python -m comingle.cost.timing ORDER.json
 
-is one of those processes. What takes part are copies of the recipe's users, under other names, so that there are as
-many as a process would have; its rounds are those of a run.
+is one of the measuring processes. Its participants are copies of the recipe's users under other names, as many as a
+process of the planned machines would have. Its rounds are those of a run.
 """
 
 from __future__ import annotations
@@ -54,16 +54,23 @@ from comingle.training.rounds import run_rounds
 from comingle.utils.errors import ComingleError
 
 WHOLE = 8
-"""Bytes of a number in a sum of whole numbers (:mod:`comingle.training.backends.distributed`)."""
+"""Bytes of a number in an integer sum (:mod:`comingle.training.backends.distributed`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Machines that are alike.
+    """Identical machines.
 
-    ``cores`` are those of a machine, for its ``processes`` together; with ``gpus`` each process has a GPU and cores are
-    not counted. ``threads`` are a process's, if the recipe says so. ``link`` and ``latency`` are those between two
-    machines, ``disk`` is what a machine writes and reads; both in bytes a second. ``price`` is of a machine an hour.
+    Args:
+        machines: Number of machines.
+        processes: Processes per machine.
+        cores: Cores per machine, shared by its processes.
+        gpus: Whether each process has a GPU. Cores are then not counted.
+        threads: Threads per process, if the recipe sets them.
+        link: Bandwidth between two machines, in bytes per second.
+        latency: Latency between two machines, in seconds.
+        disk: Write and read rate of a machine's disk, in bytes per second.
+        price: Price of a machine per hour; None if unknown.
     """
 
     machines: int
@@ -78,34 +85,40 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Processes in all."""
+        """Number of processes on all machines."""
         return self.machines * self.processes
 
     @property
     def cores_each(self) -> float:
-        """Cores that work for a process; below 1 where there are more processes than cores."""
+        """Cores per process; below 1 if there are more processes than cores."""
         return 1.0 if self.gpus else cores_of_process(self.cores, self.processes, self.threads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """How often all processes of a round tell each other something, by how they do it."""
+    """Collective operations of all processes per round, by type."""
 
     gathers: float = 0.0
     broadcasts: float = 0.0
     reduces: float = 0.0
     sends: float = 0.0
-    """From or to each of the others, one after another."""
+    """Messages from or to each of the other processes, one after another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What was measured, or given.
+    """Measured or given times of the parts of a round.
 
-    Core seconds of one user: ``user`` its local steps, ``handling`` what it receives and sends, ``evaluation`` its test
-    data. Of the server: ``upload`` core seconds for an upload that it looks at, ``words`` seconds for a participant
-    of whom several processes tell each other, ``fixed`` seconds of a round whoever takes part. ``hop`` is how long a
-    small message between two processes of a machine takes, in seconds, ``bus`` how many bytes a second they send.
+    Args:
+        user: Core seconds of one user's local steps.
+        handling: Core seconds for the messages that one user receives and sends.
+        evaluation: Core seconds of an evaluation on one user's test data.
+        upload: Core seconds of the server for one upload that it reads.
+        words: Seconds per participant for data that processes exchange about it.
+        fixed: Seconds of a round that do not depend on the number of participants.
+        hop: Seconds of a small message between two processes of a machine.
+        bus: Bandwidth between them, in bytes per second.
+        steps: Collective operations per round.
     """
 
     user: float
@@ -121,11 +134,23 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What there is to do: ``users`` in all, of whom ``present`` take part in a round and ``evaluated`` are scored.
+    """Amount of work in a run.
 
-    Bytes of messages and of a user's tensors (``state_bytes``). ``shared`` numbers are summed where the server needs
-    sums alone (``adds``); ``common`` says whether everybody downloads the same. ``evaluate_every`` and
-    ``checkpoint_every`` are rounds; of them ``exchanges`` (0 to 1) end with messages.
+    Args:
+        users: Size of the population.
+        present: Participants per round.
+        evaluated: Users in one evaluation.
+        rounds: Number of rounds.
+        evaluate_every: Rounds between evaluations.
+        checkpoint_every: Rounds between checkpoints.
+        upload_bytes: Bytes of one user's upload.
+        download_bytes: Bytes of one user's download.
+        state_bytes: Bytes of one user's tensors.
+        shared: Numbers that are summed if the server needs sums alone.
+        adds: Whether the server needs sums alone.
+        common: Whether all users download the same tensors.
+        on_disk: Whether users are stored on disk.
+        exchanges: Fraction of the rounds that end with an exchange.
     """
 
     users: int
@@ -146,7 +171,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Seconds of a round in the mean, evaluations and checkpoints spread over all rounds."""
+    """Mean seconds of a round; evaluations and checkpoints are spread over all rounds."""
 
     compute: float
     server: float
@@ -155,12 +180,12 @@ class Round:
 
     @property
     def seconds(self) -> float:
-        """All of them: one waits for the other."""
+        """Sum of all parts, which run one after another."""
         return self.compute + self.server + self.network + self.disk
 
     @property
     def binds(self) -> str:
-        """Which of them is the largest."""
+        """Name of the largest part."""
         return max(("compute", "server", "network", "disk"), key=lambda name: getattr(self, name))
 
 
@@ -168,52 +193,103 @@ class Round:
 
 
 def cores_of_process(cores: int, processes: int, threads: int | None) -> float:
-    """``min(threads, cores / processes)``; without ``threads`` a process takes ``max(1, cores // processes)``."""
+    """Return the cores per process: ``min(threads, cores / processes)``.
+
+    Args:
+        cores: Cores of the machine.
+        processes: Processes on the machine.
+        threads: Threads per process; None for ``max(1, cores // processes)``.
+    """
     return min(threads or max(1, cores // processes), cores / processes)
 
 
 def share(count: int, processes: int) -> int:
-    """Of so many users, those of the process that has most: ``ceil(count / processes)``."""
+    """Return the number of users in the process that has most: ``ceil(count / processes)``."""
     return -(-count // processes)
 
 
 def compute_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
-    """``(n/P (user + handling) + m/P evaluation / every) / cores``, of the process that has most."""
+    """Return the seconds of local work and evaluation, in the process that has most users.
+
+    ``(n/P (user + exchanges handling) + m/P evaluation / every) / cores`` with n participants, m evaluated users and P
+    processes.
+
+    Args:
+        load: Amount of work.
+        parts: Measured times.
+        cluster: The machines.
+    """
     present, evaluated = share(load.present, cluster.size), share(load.evaluated, cluster.size)
     steps = present * (parts.user + load.exchanges * parts.handling)
     return (steps + evaluated * parts.evaluation / load.evaluate_every) / cluster.cores_each
 
 
 def server_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
-    """``fixed + n words + n upload / cores`` of the first process; where sums are made on the way it sees no upload."""
+    """Return the seconds of the server, which runs in the first process.
+
+    ``fixed + n words + n upload / cores`` with n participants. If sums are reduced between processes, the server reads
+    no uploads and the last term is 0.
+
+    Args:
+        load: Amount of work.
+        parts: Measured times.
+        cluster: The machines.
+    """
     several = cluster.size > 1
     looks = 0.0 if several and load.adds else parts.upload / cluster.cores_each
     return parts.fixed + load.present * load.exchanges * (looks + (parts.words if several else 0.0))
 
 
 def ring_seconds(size_bytes: float, processes: int, rate: float) -> float:
-    """A reduction around a ring: ``2 (P-1)/P bytes / rate`` (Patarasuk and Yuan 2009)."""
+    """Return the seconds of a ring all-reduce: ``2 (P-1)/P bytes / rate`` (Patarasuk and Yuan 2009).
+
+    Args:
+        size_bytes: Bytes that are reduced.
+        processes: Number of processes P.
+        rate: Bandwidth of a link, in bytes per second.
+    """
     return 2 * (processes - 1) / processes * size_bytes / rate
 
 
 def tree_seconds(size_bytes: float, processes: int, rate: float) -> float:
-    """The same bytes to everybody: ``ceil(log2 P) bytes / rate``."""
+    """Return the seconds of a tree broadcast: ``ceil(log2 P) bytes / rate``.
+
+    Args:
+        size_bytes: Bytes that every process receives.
+        processes: Number of processes P.
+        rate: Bandwidth of a link, in bytes per second.
+    """
     return math.ceil(math.log2(processes)) * size_bytes / rate
 
 
 def one_end_seconds(size_bytes: float, processes: int, rate: float) -> float:
-    """All to one, or one to all, each something else: ``(1 - 1/P) bytes / rate`` through the one's link."""
+    """Return the seconds of a gather or scatter through the link of one process: ``(1 - 1/P) bytes / rate``.
+
+    Args:
+        size_bytes: Bytes of all processes together.
+        processes: Number of processes P.
+        rate: Bandwidth of a link, in bytes per second.
+    """
     return (1 - 1 / processes) * size_bytes / rate
 
 
 def hops(steps: Steps, processes: int) -> float:
-    """How many small messages wait for each other in a round: a gathering takes ``P-1``, a broadcast ``log2 P``."""
+    """Return the number of small messages per round that wait for each other.
+
+    A gather takes ``P - 1``, a reduction ``2 (P - 1)`` and a broadcast ``ceil(log2 P)``.
+    """
     others, depth = processes - 1, math.ceil(math.log2(processes))
     return (steps.gathers + steps.sends + 2 * steps.reduces) * others + steps.broadcasts * depth
 
 
 def network_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
-    """Messages of an exchange between processes, by the slowest link on the way, and the hops of all small ones."""
+    """Return the seconds of an exchange between processes over the slowest link, and of all small messages.
+
+    Args:
+        load: Amount of work.
+        parts: Measured times.
+        cluster: The machines.
+    """
     if cluster.size == 1:
         return 0.0
     far, P = cluster.machines > 1, cluster.size
@@ -230,9 +306,16 @@ def network_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
 
 
 def disk_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
-    """What a machine writes: checkpoints of its users, or the records of who takes part as far as steps do not hide it.
+    """Return the seconds of disk access that are not hidden by local steps.
 
-    ``U/P p state / (every disk)``, p processes a machine; from disk ``max(0, 2 n/P p state / disk - compute)``.
+    In memory, a machine writes checkpoints of its users: ``U/P p state / (every disk)`` with U users, P processes and p
+    processes per machine. On disk, it reads and writes the records of n participants while others train:
+    ``max(0, 2 n/P p state / disk - compute)``.
+
+    Args:
+        load: Amount of work.
+        parts: Measured times.
+        cluster: The machines.
     """
     here = cluster.processes * load.state_bytes / cluster.disk
     if not load.on_disk:
@@ -241,7 +324,13 @@ def disk_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
 
 
 def round_of(load: Load, parts: Parts, cluster: Cluster) -> Round:
-    """All of it."""
+    """Return the seconds of all parts of a round.
+
+    Args:
+        load: Amount of work.
+        parts: Measured times.
+        cluster: The machines.
+    """
     return Round(
         compute=compute_seconds(load, parts, cluster),
         server=server_seconds(load, parts, cluster),
@@ -251,25 +340,31 @@ def round_of(load: Load, parts: Parts, cluster: Cluster) -> Round:
 
 
 def money(seconds: float, machines: int, price: float) -> float:
-    """``machines price hours``."""
+    """Return the price of a run: ``machines price hours``.
+
+    Args:
+        seconds: Seconds of the run.
+        machines: Number of machines.
+        price: Price of a machine per hour.
+    """
     return machines * price * seconds / 3600
 
 
 ROUNDS = 5
-"""The first of them warms up."""
+"""Number of measured rounds, the first of which warms up and is not counted."""
 
 FEW = 4
-"""A quarter of the users send in some rounds, all in the others: what differs is due to users."""
+"""In some rounds only ``1 / FEW`` of the users send, in others all; the difference is the time that users take."""
 
 MOST_TRAINED, MOST_SENDING, ROOM_BYTES = 128, 1024, 2**28
-"""Users of a process who take steps together, who send without, and bytes that their tensors may take."""
+"""Limits per process: users that train together, users that send without training, and bytes of their tensors."""
 
 _HOPS, _DISK_BYTES, _BUS_NUMBERS = 50, 2**25, 2**20
 _COUNTED = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
 
 
 def main() -> None:
-    """Measure as one of several processes, or alone; the first writes what was found."""
+    """Measure as one of several processes, or alone; the first process writes the result."""
     order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     place = find_place()
     torch.set_num_threads(order["threads"])
@@ -283,7 +378,16 @@ def main() -> None:
 
 
 def measured(recipe: Recipe, own: int, ranks: Ranks | None) -> dict[str, object]:
-    """Seconds of everything; ``own`` users in every process, and as many as go through the model at once."""
+    """Measure all parts of a round.
+
+    Args:
+        recipe: The recipe.
+        own: Users per process.
+        ranks: The processes; None for one process.
+
+    Returns:
+        Seconds, sizes and counts, for JSON (:class:`comingle.cost.machines.Measured`).
+    """
     size = 1 if ranks is None else ranks.size
     read = prepare(recipe)
     least = build(recipe, several(read, 1)).clients
@@ -325,17 +429,23 @@ def _federation(recipe: Recipe, materials: RunData, ranks: Ranks | None) -> InPr
 
 
 def _alone() -> None:
-    """Nobody else is waited for."""
+    """Return at once: a single process has no others to wait for."""
 
 
 def several(materials: RunData, count: int) -> RunData:
-    """So many users, each a copy of one of those that there are, by other names."""
+    """Return ``count`` users that are copies of the given ones under other names."""
     users = tuple(replace(materials.users[i % len(materials.users)], name=f"user {i}") for i in range(count))
     return materials.with_users(users)
 
 
 def rounds_of(federation: InProcess, each: int, size: int) -> tuple[float, float]:
-    """Seconds of local steps, and of all else, of a round in which ``each`` users of every process take part."""
+    """Return the median seconds of local steps, and of everything else, in a round.
+
+    Args:
+        federation: The federation.
+        each: Participants in every process.
+        size: Number of processes.
+    """
     clients = federation.clients
     here, first = len(clients.trainers), federation.server.version
     members = tuple(rank * here + i for rank in range(size) for i in range(each))
@@ -360,12 +470,12 @@ def rounds_of(federation: InProcess, each: int, size: int) -> tuple[float, float
 
 
 class _EnoughError(Exception):
-    """So many rounds will do."""
+    """Ends a run after :data:`ROUNDS` rounds."""
 
 
 @contextmanager
 def untrained() -> Iterator[None]:
-    """Rounds without local steps meanwhile: messages, the server, and what processes tell each other."""
+    """Skip local steps, so that rounds consist of messages, the server's work and collective operations."""
 
     def idle(clients: Clients, members: Sequence[int], *_: Any) -> LocalRound:
         return LocalRound(losses=dict.fromkeys(members, 1.0), rejected={}, tokens=0, seconds=0.0)
@@ -378,7 +488,7 @@ def untrained() -> Iterator[None]:
 
 
 def about(federation: InProcess) -> dict[str, object]:
-    """What messages and users are as large as, and whether the server needs sums alone."""
+    """Return the sizes of messages and users, and whether the server needs sums alone."""
     clients, server = federation.clients, federation.server
     found: dict[str, object] = {"adds": bool(server.adds and not getattr(federation, "ordered", False))}
     user = user_bytes(clients.state, clients.plan.runtime.store)
@@ -386,7 +496,7 @@ def about(federation: InProcess) -> dict[str, object]:
 
 
 def exchange_of(federation: InProcess) -> dict[str, object]:
-    """Seconds that a user's messages take where it is, and its upload at a server that looks at it."""
+    """Return the seconds for one user's messages on the client, and for its upload on the server."""
     clients, server = federation.clients, federation.server
     if not clients.shares:
         return {"receive_s": 0.0, "send_s": 0.0, "sum_s": 0.0, "aggregate_s": 0.0, "common": True}
@@ -413,7 +523,7 @@ def exchange_of(federation: InProcess) -> dict[str, object]:
 
 
 def wires(ranks: Ranks) -> dict[str, float]:
-    """Seconds of a small message that all wait for, and bytes a second of sums and copies."""
+    """Return the seconds of a barrier per hop, and the bandwidth of reductions and broadcasts in bytes per second."""
     numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
     hop = timed(lambda: [ranks.meet() for _ in range(_HOPS)], 3) / _HOPS
     summing = timed(lambda: ranks.total(numbers), 3)
@@ -423,14 +533,14 @@ def wires(ranks: Ranks) -> dict[str, float]:
 
 
 def disk_rate() -> float:
-    """Bytes a second that are written here and outlive a power cut."""
+    """Return the rate of durable (synced) writes to the current directory, in bytes per second."""
     content = {"numbers": torch.zeros(_DISK_BYTES // 4)}
     with tempfile.TemporaryDirectory(dir=".", prefix=".comingle-disk-") as folder:
         return _DISK_BYTES / timed(lambda: write_tensors(Path(folder) / "numbers.safetensors", content), 3)
 
 
 def timed(work: Callable[[], object], times: int) -> float:
-    """Seconds of it, the median."""
+    """Return the median seconds of ``times`` calls."""
     found = []
     for _ in range(times):
         began = time.perf_counter()
@@ -441,7 +551,7 @@ def timed(work: Callable[[], object], times: int) -> float:
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Count what processes tell each other meanwhile."""
+    """Count the collective operations of torch.distributed within the block."""
     counts: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in _COUNTED}
 
