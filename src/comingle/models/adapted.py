@@ -1,6 +1,6 @@
-"""A frozen base with adapters: what the engine trains, evaluates and generates with.
+"""A frozen base model with the adapters of many users; the engine trains, evaluates and generates with it.
 
-Users are a batch dimension: one forward pass serves ``(users, batch)`` sequences over the one base.
+Users are a batch dimension: one forward pass computes ``(users, batch)`` sequences over one copy of the base.
 """
 
 from __future__ import annotations
@@ -34,30 +34,44 @@ from comingle.utils.files import cache_folder
 from comingle.utils.trees import ATTENTION, ROUTER, Layout, Tree
 
 Windows = Int[Tensor, "users batch window"]
-"""Tokens, one more in each window than are predicted."""
+"""Token IDs. A window of context + 1 tokens yields ``context`` predictions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRouting(TokenRouting):
-    """Token-level routers in the adapters of a base."""
+    """Token-level routers in the adapters of a base model."""
 
     adapters: Adapters
     backbone: nn.Module
 
     @property
     def routed(self) -> bool:
-        """Whether somebody has more than one expert, and the method does not average them."""
+        """Whether some user has more than one expert and the method does not average experts."""
         return routing.routed(self.adapters)
 
     @contextmanager
     def watched(self) -> Iterator[Gates]:
-        """Within, every pass leaves its gates behind."""
+        """Record the gates of each forward pass while the context is active.
+
+        Yields:
+            A function that returns the gates of the last pass.
+        """
         with routing.watched(self.adapters):
             yield lambda: routing.gates(self.adapters)
 
     @torch.no_grad()
     def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
-        """What reaches each MLP there."""
+        """Return the hidden states that each MLP reads, at the end of each prompt or averaged over the window.
+
+        Args:
+            tensors: The users' trainable tensors; routers are not used.
+            users: Indices of the users; row i of ``tensors`` and ``batch`` belongs to ``users[i]``.
+            batch: Windows of tokens, ``PAD`` where there are none.
+            whole: Average over all tokens instead of taking the prompt's last one (in plain text: the last one).
+
+        Returns:
+            One tensor ``(users, batch, width)`` per MLP, by its name; zero for windows without tokens.
+        """
         self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
         with routing.overheard(self.adapters) as read, torch.compiler.set_stance("force_eager"):
             self.backbone(input_ids=inputs_of(batch).flatten(0, 1), use_cache=False)
@@ -70,13 +84,13 @@ class AdapterRouting(TokenRouting):
         return {n: x.gather(2, at.expand(-1, -1, 1, x.shape[-1])).squeeze(2) * real for n, x in wide.items()}
 
     def expert_names(self, user: int) -> list[str]:
-        """As "generalist", "specialist 1", "specialist 2", in their order."""
+        """Return a user's expert names in order: "generalist", "specialist 1", "specialist 2"."""
         return routing.expert_names(self.adapters, user)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedModel(AdapterRouting, Model):
-    """A base whose linears carry the adapters of many users."""
+    """A base model whose linear layers carry the adapters of many users."""
 
     name: str
     layout: Layout
@@ -88,7 +102,7 @@ class AdaptedModel(AdapterRouting, Model):
 
     @property
     def base_parameters(self) -> int:
-        """The base's parameters."""
+        """The number of parameters of the base model, quantised ones included."""
         return self.base.model.num_parameters() + packed_parameters(self.base.model)
 
     @property
@@ -102,15 +116,15 @@ class AdaptedModel(AdapterRouting, Model):
         return self.adapters.scales
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
-        """True where a user really has a parameter, on the base's device; ``ranks`` as in :meth:`Adapters.mask`."""
+        """Return :meth:`Adapters.mask` on the base's device: True where a user has a parameter, False for padding."""
         return self.adapters.mask(ranks).to(self.base.device)
 
     def only(self, users: Sequence[int]) -> AdaptedModel:
-        """Some users, in adapters as wide as everybody's."""
+        """Return the model restricted to some users; the adapters keep their width."""
         return replace(self, adapters=self.adapters.only(users))
 
     def without(self, roles: frozenset[str]) -> Model:
-        """Experts of these roles, and routers with them: those that are left are averaged."""
+        """Return the model without the experts of these roles and without routers: the other experts are averaged."""
         return replace(self, adapters=self.adapters.without(roles))
 
     def losses(
@@ -123,11 +137,18 @@ class AdaptedModel(AdapterRouting, Model):
         shares: Tensor | None = None,
         powers: Float[Tensor, " users"] | None = None,
     ) -> tuple[Float[Tensor, "users batch context"], Float[Tensor, " users"] | float]:
-        """Next-token loss in nats at every position, and each user's load-balancing penalty.
+        """Return the next-token loss in nats at every position, and each user's load-balancing penalty.
 
-        ``batch`` holds windows of context + 1 tokens; a negative target carries no loss. Row i of ``tensors`` and of
-        ``batch`` belongs to user ``users[i]``, who may occupy several. ``train`` changes nothing: there is no dropout.
-        ``powers`` multiply each row's logits, and are for heads without bias and cap.
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users; row i of ``tensors`` and ``batch`` belongs to ``users[i]``. They may repeat.
+            batch: Windows of context + 1 tokens; a negative target has loss 0.
+            train: Ignored, as there is no dropout.
+            shares: Ignored; for models that mix experts per sample.
+            powers: Factor of each row's logits; only for heads without bias and soft cap.
+
+        Returns:
+            The losses, and the penalties (0.0 without load balancing).
         """
         hidden, penalty = self.states(*self.adapters.of_users(tensors, users), inputs_of(batch))
         hidden = hidden if powers is None else hidden * powers.to(hidden).view(-1, 1, 1, 1)
@@ -136,7 +157,13 @@ class AdaptedModel(AdapterRouting, Model):
     def states(
         self, tensors: Tree, present: Bool[Tensor, "users experts"], inputs: Int[Tensor, "users batch context"]
     ) -> tuple[Float[Tensor, "users batch context width"], Float[Tensor, " users"] | float]:
-        """What the head reads, and :meth:`losses`' penalty, of what :meth:`Adapters.of_users` has found."""
+        """Return the last hidden states, and the load-balancing penalty of :meth:`losses`.
+
+        Args:
+            tensors: The users' tensors, from :meth:`Adapters.of_users`.
+            present: The experts that each user has, from :meth:`Adapters.of_users`.
+            inputs: Token IDs.
+        """
         self.adapters.place(tensors, present)
         with giving_back() if self.base.quantised else nullcontext():
             hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
@@ -145,30 +172,51 @@ class AdaptedModel(AdapterRouting, Model):
     def losses_of_each(
         self, tensors: Tree, users: Sequence[int], batch: Windows
     ) -> Float[Tensor, "users batch context"]:
-        """Every place is predicted, and those without a target are left out afterwards."""
+        """Return the loss at every position; positions without a target have loss 0.
+
+        It computes all positions and masks afterwards, so the arithmetic does not depend on the number of targets.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            batch: Windows of context + 1 tokens.
+        """
         shown = torch.where(batch < 0, hide(batch), batch).clamp(min=0)
         return self.losses(tensors, users, shown, train=True)[0].masked_fill(batch[..., 1:] < 0, 0.0)
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
-        """The losses alone, which is all that perplexity is made of."""
+        """Return the next-token losses in nats without the penalty, as perplexity needs them.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            batch: Windows of context + 1 tokens.
+        """
         return self.losses(tensors, users, batch)[0]
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
-        """Contiguous, as the adapters' products would copy them again and again."""
+        """Return each user's columns as named tensors, contiguous so that matrix products need not copy them."""
         return {name: t.contiguous() for name, t in super().tensors(rows).items()}
 
     @torch.no_grad()
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """All users share every pass."""
+        """Continue prompts greedily; all users share each forward pass.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            prompts: Token IDs, padded with ``PAD`` on the left.
+            limit: The maximum number of new tokens.
+        """
         prompts = prompts.to(self.device)
-        with torch.compiler.set_stance("force_eager"):  # lengths change with every token: compiling would not pay
+        with torch.compiler.set_stance("force_eager"):  # the length grows with each token: do not compile
             self.adapters.bind(tensors, users)
             return continue_greedily(self.network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Nobody trains the base."""
+        """Return the model with fake base weights, and the size in bytes of the real ones."""
         size, head = fakes.size_of(self.network), self.head.with_tensors(lambda real: fakes.of(real, self.device))
         fakes.replace(self.network, self.device)
         return replace(self, head=head), size
@@ -186,16 +234,23 @@ def adapt(
     residual: int | None = None,
     checkpointed: bool = False,
 ) -> AdaptedModel:
-    """Inject adapters into a copy of ``base`` that shares all its weights; ``base`` itself stays as it is.
+    """Inject adapters into a copy of ``base`` that shares all its weights; ``base`` itself is unchanged.
 
-    ``compiled`` switches torch.compile on, ``native_code`` the compiled mixture
-    (:mod:`comingle.models.kernels.expert_mlp`, CPUs only, built once for each machine); None: with ``compiled``. Both
-    switches hold for the whole process. ``gating`` and ``residual`` are as in
-    :func:`~comingle.models.injection.inject`. With ``checkpointed`` a layer keeps its input alone for the backward pass
-    and is computed once more there; such layers, and those of a quantised base, are not compiled.
+    Args:
+        base: The base model.
+        settings: Ranks, scale and target modules of the adapters.
+        counts: How many experts each user has.
+        routed: Add a router to each MLP with more than one expert.
+        compiled: Compile the layers with torch.compile, for the whole process; ignored with ``checkpointed`` and for
+            quantised bases.
+        gating: As in :func:`~comingle.models.injection.inject`.
+        native_code: Use the C++ kernels of :mod:`comingle.models.kernels.expert_mlp` for the whole process (CPUs only,
+            built once per machine); None: as ``compiled``.
+        residual: As in :func:`~comingle.models.injection.inject`.
+        checkpointed: Use activation checkpointing: a layer saves only its input and is recomputed in the backward pass.
 
     Raises:
-        BaseModelError: the family or its head is not one that comingle can adapt.
+        BaseModelError: The family or its head is not one that comingle can adapt.
     """
     head = lm_head(base)
     network = share_weights(base.model)
@@ -215,7 +270,7 @@ def adapt(
         _keep_compiled_code()
         _forget_other_models(base.model, adapters)
         for mlp in adapters.experts.values():
-            # The mixture brings its own fused kernels; tracing its autograd function as well would undo them.
+            # The expert MLP has fused kernels of its own; tracing its autograd function would undo them.
             setattr(mlp, "forward", torch.compiler.disable(mlp.forward))  # noqa: B010 (a method, not a Tensor)
         for layer in layers:
             layer.compile()
@@ -233,13 +288,13 @@ def adapt(
 
 
 def _keep_compiled_code() -> None:
-    """Let the next process find what was compiled of blocks with LoRA's own autograd function, as it finds the rest.
+    """Let torch.compile cache graphs with LoRA's autograd function on disk, for later processes.
 
-    PyTorch leaves such functions out of its cache by default; what they do, forward and backward, is part of its keys.
+    PyTorch excludes custom autograd functions by default. Its cache keys cover their forward and backward code.
     """
     from torch._functorch import config
 
-    if hasattr(config, _KEEPS):  # not every version has it
+    if hasattr(config, _KEEPS):  # missing in some versions of PyTorch
         setattr(config, _KEEPS, True)
 
 
@@ -247,7 +302,11 @@ _KEEPS = "autograd_cache_allow_custom_autograd_functions"
 
 
 def _computed_twice(layer: nn.Module) -> Callable[..., object]:
-    """The second time with what was bound at the first: a loss may be of several models, bound one after another."""
+    """Return the layer's forward pass with activation checkpointing.
+
+    The recomputation uses the adapters that were bound in the first pass: a loss may combine several models that are
+    bound one after another.
+    """
 
     @wraps(forward := layer.forward)
     def call(*args: Any, **kwargs: Any) -> object:
@@ -269,9 +328,10 @@ _compiled_for: tuple[weakref.ref[nn.Module], Layout] | None = None
 
 
 def _forget_other_models(model: nn.Module, adapters: Adapters) -> None:
-    """Empty the compiler's cache, where every variant counts against a limit, unless it was filled by such a model.
+    """Reset torch.compile unless its last model had the same base and the same attention adapters.
 
-    Methods of one comparison that adapt the attention alike share what was compiled for the first of them.
+    Each compiled variant counts towards PyTorch's recompilation limit. Methods of a comparison with equal attention
+    adapters share compiled code.
     """
     global _compiled_for
     attention = adapters.layout.only({ATTENTION})

@@ -1,4 +1,4 @@
-"""A frozen pretrained language model, as the rest of the library sees it."""
+"""The frozen pretrained language model of a run, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ logger = logging.getLogger("comingle")
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """One pretrained model that is loaded once, never trained and never copied.
+    """A pretrained model that is loaded once, never trained and never copied.
 
-    `model` has no parameter that requires a gradient, is in evaluation mode (no dropout) and keeps no cache.
-    `tokenizer` is None for a folder that holds none. `name` says which source was used and, for an alias or a hub
-    name, holds no path of this machine. `dtype` is that of the weights. `origin` is the folder that they are from, or
-    the words that define random ones; None where only the model itself says what it is. `quantised` says in how many
-    bits the linears of its decoder layers are kept, where these are fewer than those of `dtype`. Whose `attention` is
-    "auto", its attention may be computed by other code. `adds_bos` is False for runs whose texts do not begin with the
-    tokenizer's begin-of-text token. `ends` are the tokens that end a text by the model's own generation settings,
-    which may be more than the tokenizer's one.
+    Args:
+        model: The model, in evaluation mode (no dropout), without gradients and without a key-value cache in training.
+        tokenizer: Its tokenizer; None if its folder holds none.
+        name: The source. For an alias or a hub name it contains no local path.
+        dtype: Number format of the weights.
+        device: Device of the weights.
+        origin: The folder of the weights, or the text that defines random ones; None for a model given in memory.
+        quantised: The quantisation of the decoder layers' linear weights; empty for none.
+        attention: The attention implementation that was asked for; only with "auto" comingle may use its own kernels.
+        date: The current date as chat templates write it; one for the whole run.
+        ends: Tokens that end a text by the model's generation settings, which may name more than the tokenizer does.
+        adds_bos: Whether texts begin with the tokenizer's begin-of-text token.
     """
 
     model: PreTrainedModel
@@ -47,33 +51,31 @@ class Base:
     quantised: str = ""
     attention: str = "auto"
     date: datetime | None = None
-    """The date that the chat template writes, where it writes today's: one for all of a run."""
     ends: tuple[int, ...] = ()
     adds_bos: bool = True
 
     @cached_property
     def begin(self) -> int | None:
-        """The token that every text begins with; None where the tokenizer adds none, or it is not wanted."""
+        """The begin-of-text token; None if the tokenizer adds none or ``adds_bos`` is False."""
         if self.tokenizer is None or not self.adds_bos:
             return None
         return next(iter(begin_of(self.tokenizer)), None)
 
     @property
     def rows(self) -> int:
-        """The number of tokens that the embedding has rows for, which a tokenizer may exceed."""
+        """The number of rows of the embedding; the tokenizer's vocabulary may be larger."""
         return rows_of(self.model)
 
     def require_rows(self, tokens: Int[Tensor, "*any"] | Sequence[int], whose: str) -> None:
-        """Refuse tokens without a row in the embedding, or predicted ones without one in the head.
+        """Raise an error if a token has no row in the embedding, or a predicted token none in the output head.
 
         Args:
-            tokens: a stream or windows, whose hidden tokens are read and not predicted
-            (:mod:`comingle.models.scoring`);
-                a sequence of numbers is read.
-            whose: what has the tokens, as the message says.
+            tokens: A stream or windows, in which hidden tokens are input but not predicted
+                (:mod:`comingle.models.scoring`); the tokens of a sequence are input only.
+            whose: The source of the tokens, for the message.
 
         Raises:
-            DataError: there is such a token; the first is named.
+            DataError: There is such a token; the message names the first one.
         """
         tokens = tokens if isinstance(tokens, Tensor) else hide(torch.tensor(tokens, dtype=torch.int64))
         if not tokens.numel():
@@ -96,23 +98,23 @@ class Base:
 
     @cached_property
     def digest(self) -> str:
-        """By which the weights are known again: whatever they are rounded to, where they have an origin."""
+        """A digest of the weights; it does not depend on ``dtype`` if there is an ``origin``."""
         if self.origin is None:
             return digest_model(self.model)
         return digest_folder(self.origin) if isinstance(self.origin, Path) else digest_all(self.origin)
 
 
 def rows_of(model: PreTrainedModel) -> int:
-    """Return the number of tokens that a model's embedding has rows for."""
+    """Return the number of rows of a model's embedding."""
     embedding: Any = model.get_input_embeddings()
     return embedding.weight.shape[0]
 
 
 def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Make `model` a constant: no gradients, no dropout, no cache in training; plain greedy generation.
+    """Freeze a model in place: no gradients, no dropout, no cache in training, greedy generation.
 
     Returns:
-        The tokens that end a text by the model's own generation settings.
+        The tokens that end a text by the model's original generation settings.
     """
     from transformers import GenerationConfig
 
@@ -121,21 +123,21 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     model.requires_grad_(False)
     model.eval()
     model.config.use_cache = False
-    # A checkpoint's own sampling defaults would make generation depend on the source, and a missing padding id would
-    # print a warning at every call.
+    # With a checkpoint's sampling defaults generation would depend on its source. Without a padding ID transformers
+    # prints a warning at each call.
     ids = model.config if tokenizer is None else tokenizer
     eos, bos, pad = (getattr(ids, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
-    pad = eos if pad is None or pad >= rows_of(model) else pad  # a finished text goes through the embedding with it
+    pad = eos if pad is None or pad >= rows_of(model) else pad  # the embedding reads padding after finished texts
     model.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=bos, pad_token_id=pad, use_cache=True)
     return tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
 
 def with_date(base: Base, recorded: str) -> Base:
-    """Return the base with one date for its chat template, where it writes today's.
+    """Return the base with a fixed date for its chat template, if the template writes the current date.
 
     Args:
-        base: kept as it is if it has a date already.
-        recorded: the date of the run in ISO format; empty: the run begins now.
+        base: The base model; returned unchanged if it has a date.
+        recorded: The date of the run in ISO format; empty for a new run, which gets the current date.
     """
     if base.tokenizer is None or base.date is not None or not ChatTemplate(base.tokenizer).dated:
         return base
@@ -143,7 +145,7 @@ def with_date(base: Base, recorded: str) -> Base:
 
 
 def digests_of(base: Base | None) -> dict[str, str]:
-    """Of a base and of its tokenizer, by what each is called; empty where users train nets."""
+    """Return the digests of a base model and its tokenizer by name; empty strings for runs that train nets."""
     if base is None:
         return {"base": "", "tokenizer": ""}
     return {"base": base.digest, "tokenizer": digest_tokenizer(base.tokenizer)}
@@ -153,7 +155,7 @@ def tokenizer_of(base: Base) -> PreTrainedTokenizerBase:
     """Return the base model's tokenizer.
 
     Raises:
-        DataError: it has none.
+        DataError: The base has no tokenizer.
     """
     if base.tokenizer is None:
         raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")

@@ -1,4 +1,4 @@
-"""Ensembles: several whole models of one user over one frozen base."""
+"""Ensembles: mixtures of the predictions of several adapted models over one frozen base."""
 
 from __future__ import annotations
 
@@ -26,22 +26,30 @@ from comingle.utils.errors import RecipeError
 from comingle.utils.trees import CLIENT_ROUTER, GENERALIST, ROUTER, SPECIALIST, Init, Layout, Slot, Tree
 
 Wide = Float[Tensor, "rows heads places width"]
-"""A row is a text of one of a user's models: users, models and texts in this order."""
+"""Rows are (user, model, text), the text varying fastest."""
 
 Folded = Float[Tensor, "texts all_heads places width"]
-"""A row is a text, with the heads of all models."""
+"""Rows are (user, text); a row has the heads of all models."""
 
 
 @functools.cache
 def cache_name(network: type[PreTrainedModel]) -> str:
-    """What a network's forward calls its keys and values: ``past_key_values``, from transformers 5.24 on ``cache``."""
+    """Return the name of the key-value cache in a network's ``forward``.
+
+    It is ``past_key_values``, and ``cache`` from transformers 5.24 on.
+    """
     return "cache" if "cache" in inspect.signature(network.forward).parameters else "past_key_values"
 
 
 class FoldedCache(Cache):
-    """What a pass of ``users`` with ``models`` each sees of ``cache``, whose rows are texts.
+    """View of a key-value cache with a row per text as one with a row per text and model.
 
-    Whoever owns the cache (transformers' ``generate``, the server's rows) adds, masks and drops texts as ever.
+    The owner of the cache (transformers' ``generate`` or the chat server) adds, masks and drops rows per text as usual.
+
+    Args:
+        cache: The cache, with rows as in ``Folded``.
+        users: The number of users.
+        models: The number of models of each user.
     """
 
     def __init__(self, cache: Cache, users: int, models: int) -> None:
@@ -51,7 +59,15 @@ class FoldedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Add to the cache, and return all that is in it."""
+        """Append keys and values of a layer to the cache, and return all keys and values of that layer.
+
+        Args:
+            key_states: New keys, with rows as in ``Wide``.
+            value_states: New values, likewise.
+            layer_idx: Index of the layer.
+            *args: Passed on to the cache.
+            **kwargs: Passed on to the cache.
+        """
         folded = self._fold(key_states), self._fold(value_states)
         keys, values = self.cache.update(*folded, layer_idx, *args, **kwargs)
         return self._unfold(keys), self._unfold(values)
@@ -72,13 +88,15 @@ WHY_NOT_ONE = (
 
 
 Mixing = tuple[Float[Tensor, "users clusters"], Powers]
-"""Each user's weights of components, and the powers to which their probabilities are taken, if not to the first."""
+"""Each user's mixture weights, and the powers of the components' probabilities (None: 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleModel(Model):
-    """Components are models of :class:`AdaptedModel`'s kind, ``inner``: ``tensors`` are its own with the components on
-    an axis behind the users', and the mixture's logits."""
+    """A mixture of components, each of which is an :class:`AdaptedModel`.
+
+    Tensors are those of ``inner`` with a component axis after the user axis, and the logits of the mixture weights.
+    """
 
     name: str
     layout: Layout
@@ -94,12 +112,12 @@ class EnsembleModel(Model):
 
     @property
     def base_parameters(self) -> int:
-        """The base's parameters."""
+        """The number of parameters of the base model."""
         return self.inner.base_parameters
 
     @property
     def ranks(self) -> Int[Tensor, " users"]:
-        """Each user's LoRA rank, that of all its components."""
+        """Each user's LoRA rank, which is that of all components."""
         return self.inner.ranks
 
     @property
@@ -108,14 +126,14 @@ class EnsembleModel(Model):
         return self.inner.scales
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
-        """Of each component as of a model by itself."""
+        """Return True where a user has a parameter: ``inner``'s mask for each component, True for the router."""
         alone, count = self.inner.mask(ranks), self.mixture.clusters
         slots = alone.split([slot.size for slot in self.inner.layout.slots], 1)
         router = alone.new_ones(len(alone), self.mixture.numbers)
         return torch.cat([*(mask.repeat(1, count) for mask in slots), router], 1)
 
     def only(self, users: Sequence[int]) -> EnsembleModel:
-        """Some users."""
+        """Return the model restricted to some users."""
         return replace(self, inner=self.inner.only(users))
 
     # ---------------------------------------------------------------- passes
@@ -123,7 +141,17 @@ class EnsembleModel(Model):
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Windows, *, train: bool = False, powers: Powers = None
     ) -> Float[Tensor, "users clusters batch context"]:
-        """One pass each: in the last bit, what a component has by itself, or to its power."""
+        """Return each component's next-token losses in nats, computed in one pass per component.
+
+        They equal the losses of the component as a model of its own to the last bit.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            batch: Windows of context + 1 tokens.
+            train: Ignored, as there is no dropout.
+            powers: Powers of the components' probabilities, ``(users, clusters)``; None: 1.
+        """
         parts = [self._component(tensors, number) for number in range(self.mixture.clusters)]
         own = [None] * len(parts) if powers is None else powers.unbind(1)
         alone = [self.inner.losses(t, users, batch, powers=p)[0] for t, p in zip(parts, own, strict=True)]
@@ -135,36 +163,59 @@ class EnsembleModel(Model):
     def losses(
         self, tensors: Tree, users: Sequence[int], batch: Windows, *, train: bool = False, shares: Tensor | None = None
     ) -> tuple[Float[Tensor, "users batch context"], float]:
-        """What the mixture loses, without powers; a component's gradient is that of its loss, as if it were alone."""
+        """Return the mixture's losses in nats, and no penalty.
+
+        Each component's gradient is that of its own loss, not of the mixture's. Powers are not applied.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            batch: Windows of context + 1 tokens.
+            train: Ignored, as there is no dropout.
+            shares: Ignored; the mixture weights come from ``tensors``.
+        """
         losses = self.component_losses(tensors, users, batch, train=train)
         mixed, alone = mix_losses(losses.detach(), self.shares(tensors).detach()), losses.sum(1)
         return mixed + (alone - alone.detach()), 0.0
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
-        """What the mixture loses."""
+        """Return the mixture's losses in nats.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            batch: Windows of context + 1 tokens.
+        """
         shares, powers = self.mixing(tensors)
         return mix_losses(self.component_losses(tensors, users, batch, powers=powers), shares)
 
     def shares(self, tensors: Tree) -> Float[Tensor, "users clusters"]:
-        """Each user's mixture."""
+        """Return each user's mixture weights."""
         return self.mixture.shares(tensors[CLIENT_ROUTER])
 
     def mixing(self, tensors: Tree) -> Mixing:
-        """Each user's mixture, and the powers of what is mixed."""
+        """Return each user's mixture weights, and the powers of the components' probabilities."""
         return self.shares(tensors), self.mixture.powers(tensors[CLIENT_ROUTER])
 
     @torch.no_grad()
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """All users and components share every pass."""
+        """Continue prompts greedily; all users and components share each forward pass.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            prompts: Token IDs, padded with ``PAD`` on the left.
+            limit: The maximum number of new tokens.
+        """
         prompts = prompts.to(self.device)
         with torch.compiler.set_stance("force_eager"), self.speaking(tensors, users) as network:
             return continue_greedily(network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
 
     @contextmanager
     def speaking(self, tensors: Tree, users: Sequence[int]) -> Iterator[PreTrainedModel]:
-        """The causal language model; within, it computes what these users' mixtures do, user by user in its batch."""
+        """Yield the causal language model with the logits of the users' mixtures; batches are ordered by user."""
         network, mixing = self.inner.network, self.mixing(tensors)
         self.bind(tensors, users)
         before = vars(network).get("forward")
@@ -177,22 +228,26 @@ class EnsembleModel(Model):
                 setattr(network, "forward", before)  # noqa: B010 (a method, not a Tensor)
 
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
-        """Hand every user's components to the adapters, one after the other."""
+        """Bind each user's components to the adapters; rows are (user, component)."""
         count = self.mixture.clusters
         flat = {name: t.flatten(0, 1).contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
         self.inner.adapters.bind(flat, [user for user in users for _ in range(count)])
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Nobody trains the base."""
+        """Return the model with fake base weights, and the size in bytes of the real ones."""
         inner, size = self.inner.without_weights(fakes)
         return replace(self, inner=inner), size
 
 
 def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
-    """Have a causal language model's logits be those of a mixture of components' probabilities.
+    """Replace a causal language model's forward so that it returns the logits of a mixture of components.
 
-    It is called with each user's texts, and passes these on for every component; keys and values of all of a text's
-    components are one row of the cache.
+    The batch holds each user's texts; the new forward repeats them for each component. Its key-value cache has one row
+    per text with the keys and values of all components.
+
+    Args:
+        network: The model, with the components' adapters bound to it.
+        mixing: Returns the mixture weights and powers of the users in the batch.
     """
 
     forward, name = type(network).forward.__get__(network), cache_name(type(network))
@@ -221,14 +276,22 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
 
 
 PER_TEXT = ("attention_mask", "position_ids")
-"""What a causal language model is told of each text besides its tokens."""
+"""Inputs of a causal language model that have one row per text, besides the tokens."""
 
 
 def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, specialists: int) -> EnsembleModel:
-    """Components like ``inner``, the shared ones first; the first of either kind starts as ``inner`` does.
+    """Return an ensemble of components like ``inner``, generalists first.
+
+    The first generalist and the first specialist start with the initial values of ``inner``.
+
+    Args:
+        inner: The model of one component.
+        mixture: The mixture weights of each user.
+        generalists: The number of shared components.
+        specialists: The number of components of each user's own.
 
     Raises:
-        RecipeError: they are to have temperatures, and there is more to the head than a product.
+        RecipeError: The mixture has temperatures, but the output head has a bias or a soft cap.
     """
     if mixture.tempered and (inner.head.bias is not None or inner.head.softcap is not None):
         what = f"the head of base {inner.name!r} adds a bias or caps what it says"
@@ -248,7 +311,7 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
 
 
 def _side_by_side(init: Init, numbers: Sequence[int]) -> Init:
-    """Draws one after the other, of which component c takes number ``numbers[c]``."""
+    """Return an initialiser that makes several draws and gives component c draw ``numbers[c]``."""
 
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         drawn = [init(shape[1:], generator) for _ in range(max(numbers) + 1)]
