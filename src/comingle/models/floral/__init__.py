@@ -1,4 +1,4 @@
-"""FLoRAL: mixtures of the clusters' adaptors at every layer of any model, mixed by one softmax per user.
+"""FLoRAL: adaptors per cluster at every layer of a model, mixed by one softmax router per user.
 
 Source: "Collaborative and Efficient Personalization with Mixtures of Adaptors", sections 3.2 and 5, appendices D to F.
 """

@@ -1,40 +1,45 @@
-"""Adapted layers of FLoRAL: linear, convolution and embedding layers with one LoRA per cluster.
+"""Adapted layers of FLoRAL: linear and convolution layers with one LoRA per cluster.
 
-Every low-rank form of FLoRAL is one product of two matrices per group of channels. A kernel dimension belongs either
-to the inner factor (which reads the layer's input) or to the outer one (which writes its output)::
+**Factors.** Every low-rank form of FLoRAL is a product of two matrices per group of channels. A kernel dimension
+belongs either to the inner factor (which reads the layer's input) or to the outer one (which writes its output)::
 
     delta[i, j, s] = sum_w outer[i, w, s_outer] inner[w, j, s_inner]
     matrix[(i, s_outer), (j, s_inner)] = (outer_matrix @ inner_matrix)[(i, s_outer), (j, s_inner)]
 
-A linear has no kernel. Of a convolution, "channel" puts both dimensions into the cheaper factor ("in" and "out" say
-which), "balanced-2d" one into each; "linear" is "channel" kept and preconditioned as two matrices (eq. 41); "filter"
-is "balanced-2d" whose inner width is rank times the output channels (eq. 39).
+A linear layer has no kernel. Forms of a convolution:
 
-The output is ``base(x) + alpha * sum_c pi_c adaptor_c(x)`` (FLoRAL eq. 1 and (FML)). Adaptors are stacked parameters
-with the clusters on the leading axis. The mixture is computed once per forward pass of the whole model and read by all
-layers from one :class:`Mixture`; the router is registered in one place only.
+- "channel": both kernel dimensions in the cheaper factor; "in" and "out": both in the inner or the outer factor.
+- "balanced-2d": one kernel dimension in each factor.
+- "linear": as "channel", but stored and preconditioned as two matrices (eq. 41).
+- "filter": as "balanced-2d", with an inner width of rank times the output channels (eq. 39).
 
-``W + alpha * sum_c pi_c U_c V_c`` (FLoRAL eq. 1, App. F.1) with the inner factor ``a`` drawn at random and the outer
-factor ``b`` zero, as in LoRA (Hu et al. 2021) and FLoRAL's public code (its section 3.2 says the reverse), and
-``bias + alpha * sum_c pi_c bias_c``. No change of the full size is formed in a forward pass.
+**Forward pass.** The output is ``base(x) + alpha * sum_c pi_c adaptor_c(x)`` (FLoRAL eq. 1 and (FML)): the weight is
+``W + alpha * sum_c pi_c U_c V_c`` (App. F.1), the bias ``bias + alpha * sum_c pi_c bias_c``. No weight change of full
+size is computed. Adaptors are stacked parameters whose leading axis is the cluster. The mixture is computed once per
+forward pass of the model; all layers read it from one :class:`Mixture`, so the router is registered only once.
 
-Stride, padding and dilation of a dimension go to the factor that holds that dimension of the kernel; the other factor
-keeps the resolution there. So the pair equals one convolution with the materialised weight, for every padding mode:
-the inner factor has no bias and works on each line of the outer dimensions alone, so padding them can wait for it.
+The inner factor ``a`` starts at random and the outer factor ``b`` at zero, as in LoRA (Hu et al. 2021) and FLoRAL's
+public code (section 3.2 of the paper says the reverse).
 
-With the inner factor I (width x columns) and the outer factor O (rows x width) of one adaptor, before each step::
+A factor uses the layer's stride, padding and dilation in the kernel dimensions that it holds, and stride 1 without
+padding in the others. So the pair equals one convolution with the full weight for every padding mode: the inner factor
+has no bias and treats each line of the outer dimensions separately, so the outer factor can pad them afterwards.
+
+**Preconditioning** (:func:`precondition`). With the inner factor I (width x columns) and the outer factor O (rows x
+width) of an adaptor, before each step::
 
     linear        G_I <- (O^T O + eps)^-1 G_I            G_O <- G_O (I I^T + eps)^-1
     convolution   G_I <- G_I / (||O^T O||_F + eps)       G_O <- G_O / (||I I^T||_F + eps)
 
-Biases and norm adaptors keep their gradients. Groups of a convolution are blocks of one matrix: they share the norm.
+Gradients of biases and norm adaptors are unchanged. The groups of a convolution are blocks of one matrix and share its
+norm.
 
-``W += alpha * E_c[O_c I_c]`` and ``O_c, I_c <- O Sigma^(1/2), Sigma^(1/2) I`` of the truncated SVD of
-``O_c I_c - E_c[O_c I_c]`` (p = q = 2), where E_c is the mean under p(c) of eq. 2, so that eq. 30 holds. The model
-``W + alpha * sum_c pi_c O_c I_c`` is unchanged for every mixture where each difference has a rank of at most the
-adaptor's width, and as close as that width allows otherwise. Biases and the gains and shifts of norms are centred
-exactly. A batch norm whose adaptors have local statistics is unchanged in training mode (plain form) or in eval mode
-(BatchNorA); in the other mode as far as its statistics are the base's.
+**Centring** (:func:`centre`). ``W += alpha * E_c[O_c I_c]`` and ``O_c, I_c <- O Sigma^(1/2), Sigma^(1/2) I`` of the
+truncated SVD of ``O_c I_c - E_c[O_c I_c]`` (p = q = 2), where E_c is the mean under p(c) of eq. 2, so that eq. 30
+holds. The model ``W + alpha * sum_c pi_c O_c I_c`` is unchanged for every mixture if the rank of each difference is at
+most the adaptor's width; otherwise it is the closest that this width allows. Biases and the gains and shifts of norms
+are centred exactly. A batch norm whose adaptors have local statistics is unchanged in training mode (plain form) or in
+eval mode (BatchNorA); in the other mode only where the local statistics equal the base's.
 """
 
 from __future__ import annotations
@@ -57,16 +62,22 @@ ConvForm = Literal["balanced-2d", "channel", "in", "out", "filter", "linear", "n
 CONV_FORMS: tuple[str, ...] = get_args(ConvForm)
 
 Clustered = Float[Tensor, "..."]
-"""A tensor with any leading dimensions (users, clusters)."""
+"""A tensor with any leading dimensions, such as users and clusters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Shapes of one adaptor's factors, without users and clusters.
+    """Shapes of one adaptor's factors, without the user and cluster axes.
 
-    ``width`` is the inner width of each group, ``inside`` tells which kernel dimensions the inner factor holds.
-    ``kind`` "linear" stores both factors as matrices, "conv" as convolution kernels. ``transposed``: the base keeps
-    its weight as (d_in, d_out), as the Conv1D of GPT-2 does.
+    Args:
+        kind: "linear" stores both factors as matrices, "conv" as convolution kernels.
+        d_in: Input channels.
+        d_out: Output channels.
+        width: Inner width of each group.
+        kernel: Kernel size of a convolution.
+        inside: For each kernel dimension whether the inner factor holds it.
+        groups: Groups of a convolution.
+        transposed: The base stores its weight as (d_in, d_out), like GPT-2's Conv1D.
     """
 
     kind: Literal["linear", "conv"]
@@ -80,22 +91,22 @@ class Geometry:
 
     @property
     def inner_kernel(self) -> tuple[int, ...]:
-        """Kernel of the inner factor: 1 where the dimension belongs to the outer one."""
+        """Kernel size of the inner factor: 1 in the dimensions of the outer one."""
         return tuple(size if inside else 1 for size, inside in zip(self.kernel, self.inside, strict=True))
 
     @property
     def outer_kernel(self) -> tuple[int, ...]:
-        """Kernel of the outer factor."""
+        """Kernel size of the outer factor: 1 in the dimensions of the inner one."""
         return tuple(1 if inside else size for size, inside in zip(self.kernel, self.inside, strict=True))
 
     @property
     def rows(self) -> int:
-        """Rows of a group's matrix: output channels times the outer kernel."""
+        """Rows of a group's matrix: its output channels times the outer kernel."""
         return self.d_out // self.groups * math.prod(self.outer_kernel)
 
     @property
     def columns(self) -> int:
-        """Columns of a group's matrix: input channels times the inner kernel; also the inner factor's fan-in."""
+        """Columns of a group's matrix, its input channels times the inner kernel; also the inner factor's fan-in."""
         return self.d_in // self.groups * math.prod(self.inner_kernel)
 
     @property
@@ -113,62 +124,70 @@ class Geometry:
 
     @property
     def size(self) -> int:
-        """Parameters of one adaptor."""
+        """Number of parameters of one adaptor."""
         return math.prod(self.inner_shape) + math.prod(self.outer_shape)
 
     @property
     def base_size(self) -> int:
-        """Entries of the base weight."""
+        """Number of entries of the base weight."""
         return self.d_out * self.d_in // self.groups * math.prod(self.kernel)
 
     def inner_matrix(self, inner: Clustered) -> Float[Tensor, "... groups width columns"]:
-        """The inner factor as one matrix per group."""
+        """Return the inner factor as one matrix per group."""
         lead = inner.shape[: inner.ndim - len(self.inner_shape)]
         return inner.reshape(*lead, self.groups, self.width, self.columns)
 
     def inner_of(self, matrix: Float[Tensor, "... groups width columns"]) -> Clustered:
-        """The inverse of :meth:`inner_matrix`."""
+        """Return the inner factor of matrices per group; the inverse of :meth:`inner_matrix`."""
         return matrix.reshape(*matrix.shape[:-3], *self.inner_shape)
 
     def outer_matrix(self, outer: Clustered) -> Float[Tensor, "... groups rows width"]:
-        """The outer factor as one matrix per group."""
+        """Return the outer factor as one matrix per group."""
         lead = outer.shape[: outer.ndim - len(self.outer_shape)]
         if self.kind == "conv":
-            # The rank is the second axis of a convolution kernel; the matrix has it last.
+            # The rank is the second axis of a convolution kernel, but the last axis of the matrix.
             outer = outer.reshape(*lead, self.d_out, self.width, -1).transpose(-1, -2)
         return outer.reshape(*lead, self.groups, self.rows, self.width)
 
     def outer_of(self, matrix: Float[Tensor, "... groups rows width"]) -> Clustered:
-        """The inverse of :meth:`outer_matrix`."""
+        """Return the outer factor of matrices per group; the inverse of :meth:`outer_matrix`."""
         lead = matrix.shape[:-3]
         if self.kind == "conv":
             matrix = matrix.reshape(*lead, self.d_out, -1, self.width).transpose(-1, -2)
         return matrix.reshape(*lead, *self.outer_shape)
 
     def weight(self, matrix: Float[Tensor, "... groups rows columns"]) -> Clustered:
-        """The change of the base weight, in the base weight's own shape."""
+        """Return a change of the base weight, given as one matrix per group, in the base weight's shape."""
         lead = matrix.shape[:-3]
         split = matrix.reshape(
             *lead, self.d_out, *self.outer_kernel, self.d_in // self.groups, *self.inner_kernel
         )  # (..., out, *outer_kernel, in, *inner_kernel)
         first, dims = len(lead), len(self.kernel)
         order = [first, first + dims + 1]
-        for dim in range(1, dims + 1):  # of each dimension's two sizes one is 1, so they merge into the kernel's
+        for dim in range(1, dims + 1):  # one of each dimension's two sizes is 1, so they merge
             order += [first + dim, first + dims + 1 + dim]
         weight = split.permute(*range(first), *order).reshape(*lead, self.d_out, self.d_in // self.groups, *self.kernel)
         return weight.mT if self.transposed else weight
 
     def with_rank(self, rank: int, form: str = "channel") -> Geometry:
-        """The same form with another rank, cut at the rank that a change of the base weight can have at all."""
+        """Return this form with another rank, limited to the largest rank that the base weight can have."""
         unit = self.d_out // self.groups if form == "filter" else 1
         full = math.ceil(min(self.rows, self.columns) / unit)
         return replace(self, width=unit * min(rank, full))
 
 
 def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], groups: int) -> Geometry:
-    """The cheapest arrangement of a form, at rank 1 (App. F.1: the split is chosen so that the rank is largest).
+    """Return the cheapest geometry of a convolution's form, at rank 1.
 
-    With one kernel dimension there is nothing to balance: "balanced-2d" and "filter" then give it to the cheaper side.
+    App. F.1 chooses the split that allows the largest rank. A convolution with one kernel dimension has nothing to
+    balance, so "balanced-2d" and "filter" put it into the cheaper factor.
+
+    Args:
+        form: One of ``CONV_FORMS`` except "none".
+        d_in: Input channels.
+        d_out: Output channels.
+        kernel: Kernel size.
+        groups: Groups of channels.
     """
     kind: Literal["linear", "conv"] = "linear" if form == "linear" else "conv"
     every = [
@@ -189,18 +208,18 @@ def _splits(form: str, dims: int) -> Iterator[tuple[bool, ...]]:
 
 
 class Mixture:
-    """Where the layers of one model find the mixture of the forward pass under way."""
+    """Holder of the mixture of the current forward pass, shared by all layers of a model."""
 
     value: Tensor | None = None
 
     def __deepcopy__(self, memo: Mapping[int, object]) -> Mixture:
-        """An empty one: a mixture may hold a graph, and belongs to its own model's forward pass."""
+        """Return an empty holder: a mixture may hold a graph, and belongs to the original model's forward pass."""
         return Mixture()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The names of one low-rank adaptor's two factors and of the base weight that they change."""
+    """Names of a low-rank adaptor's two factors and of the base weight that they change."""
 
     inner: str
     outer: str
@@ -211,9 +230,9 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Offset:
-    """The names of an adaptor that is added as it is (biases and norms) and of what it is added to.
+    """Names of an adaptor that is added without factors (of biases and norms) and of the base's tensor.
 
-    ``dims`` is the number of axes of the base's tensor; the clusters' axis comes right before them.
+    ``dims`` is the number of axes of the base's tensor; the cluster axis comes right before them.
     """
 
     adaptor: str
@@ -224,14 +243,14 @@ class Offset:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Every adaptor of a model: the low-rank ones and the added ones."""
+    """All adaptors of a layer or a model: low-rank ones and added ones."""
 
     factors: tuple[Pair, ...] = ()
     offsets: tuple[Offset, ...] = ()
 
 
 class AdaptedLayer(nn.Module, ABC):
-    """A layer beside its clusters' adaptors; ``place`` is its number among a model's."""
+    """A base layer with its adaptors; ``place`` is its index among the adapted layers of a model."""
 
     place = 0
 
@@ -243,64 +262,71 @@ class AdaptedLayer(nn.Module, ABC):
         self.mixture = mixture
 
     def shares(self, like: Tensor) -> Float[Tensor, " clusters"]:
-        """``alpha * pi`` in the dtype of ``like``."""
+        """Return ``alpha * pi`` in the dtype of ``like``.
+
+        Raises:
+            RuntimeError: No forward pass of the model is under way.
+        """
         value = self.mixture.value
         if value is None:
             raise RuntimeError("an adapted layer was called outside the model's forward; call it inside model.mixing()")
         return self.alpha * self.of_mixture(value).to(like.dtype)
 
     def of_mixture(self, mixture: Float[Tensor, "*layers clusters"]) -> Float[Tensor, " clusters"]:
-        """The layer's own vector, where each layer has one."""
+        """Return this layer's row of a mixture per layer, or the mixture itself if all layers share one."""
         return mixture if mixture.ndim == 1 else mixture[self.place]
 
     @abstractmethod
     def initialisers(self) -> dict[str, Init]:
-        """For each of the layer's own parameters how its initial value is drawn."""
+        """Return the initialiser of each of the layer's own parameters, by name."""
 
     @abstractmethod
     def pairs(self, prefix: str) -> Pairs:
-        """The layer's adaptors, their names led by ``prefix``."""
+        """Return the layer's adaptors, with ``prefix`` before their names."""
 
     @abstractmethod
     def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
-        """The base with the mixed adaptor added to its own tensors, in place; ``shares`` is ``alpha * pi``."""
+        """Add the mixed adaptor to the base's tensors in place, and return the base; ``shares`` is ``alpha * pi``."""
 
     def offset(self, prefix: str, name: str) -> Offset:
-        """The adaptor ``name`` of the base's tensor of the same name."""
+        """Return the offset of the adaptor ``name``, which changes the base's tensor of the same name."""
         dims = tensor(self.base, name).ndim
         return Offset(adaptor=f"{prefix}{name}", base=f"{prefix}base.{name}", alpha=self.alpha, dims=dims)
 
     def reset(self, generator: torch.Generator | None) -> None:
-        """Draw the layer's own parameters anew (None: from torch's global stream)."""
+        """Draw new initial values of the layer's own parameters (None: from torch's global generator)."""
         with torch.no_grad():
             for name, draw in self.initialisers().items():
                 parameter = self.get_parameter(name)
                 parameter.copy_(draw(tuple(parameter.shape), generator or torch.default_generator))
 
     def clustered(self, shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
-        """A parameter of zeros ``(clusters, *shape)``, in the dtype and on the device of ``like``."""
+        """Return a parameter of zeros ``(clusters, *shape)``, in the dtype and on the device of ``like``."""
         return nn.Parameter(torch.zeros(self.num_clusters, *shape, dtype=like.dtype, device=like.device))
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
+        """Return the shapes of the adaptors for ``print(model)``."""
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters(recurse=False)}
         return ", ".join(f"{name}={shape}" for name, shape in shapes.items())
 
 
 def tensor(module: nn.Module, name: str) -> Tensor:
-    """The module's parameter or buffer; ``get_parameter`` refuses what ``torch.func.functional_call`` puts there."""
+    """Return a module's parameter or buffer.
+
+    ``get_parameter`` rejects the plain tensors that ``torch.func.functional_call`` puts in their place.
+    """
     value = getattr(module, name)
     assert isinstance(value, Tensor)
     return value
 
 
 def mix(shares: Float[Tensor, " clusters"], adaptors: Float[Tensor, "clusters ..."]) -> Tensor:
-    """``sum_c shares_c adaptors_c``."""
+    """Return ``sum_c shares_c adaptors_c``."""
     return torch.tensordot(shares, adaptors, dims=1)
 
 
 def uniform(fan_in: int) -> Init:
-    """Uniform in +-sqrt(6 / fan_in), the public code's start of the inner factor."""
+    """Return an initialiser uniform in +-sqrt(6 / fan_in), as the public code draws the inner factor."""
     bound = math.sqrt(6 / fan_in)
 
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -310,9 +336,10 @@ def uniform(fan_in: int) -> Init:
 
 
 class LowRankLayer(AdaptedLayer):
-    """``a`` is ``(clusters, *inner_shape)``, ``b`` ``(clusters, *outer_shape)``, ``bias`` ``(clusters, d_out)``.
+    """A layer with low-rank adaptors of its weight and adaptors of its bias.
 
-    Without a geometry there are no factors; without ``bias``, or where the base has none, there is no bias adaptor.
+    Shapes: ``a`` is ``(clusters, *inner_shape)``, ``b`` ``(clusters, *outer_shape)``, ``bias`` ``(clusters, d_out)``.
+    There are no factors without a geometry, and no bias adaptor without ``bias`` or if the base has no bias.
     """
 
     a: nn.Parameter | None
@@ -338,14 +365,14 @@ class LowRankLayer(AdaptedLayer):
 
     @abstractmethod
     def low_rank(self, x: Tensor, shares: Float[Tensor, " clusters"]) -> Tensor:
-        """``sum_c shares_c U_c V_c x``."""
+        """Return ``sum_c shares_c U_c V_c x``."""
 
     @abstractmethod
     def spread(self, bias: Float[Tensor, " d_out"]) -> Tensor:
-        """A bias in the shape that adds to the layer's output."""
+        """Reshape a bias so that it adds to the layer's output."""
 
     def forward(self, x: Float[Tensor, "*inputs"]) -> Float[Tensor, "*outputs"]:
-        """``base(x) + alpha * sum_c pi_c (U_c V_c x + bias_c)``."""
+        """Return ``base(x) + alpha * sum_c pi_c (U_c V_c x + bias_c)``."""
         y = self.base(x)
         shares = self.shares(y)
         if self.geometry is not None:
@@ -355,14 +382,14 @@ class LowRankLayer(AdaptedLayer):
         return y
 
     def initialisers(self) -> dict[str, Init]:
-        """``a`` uniform, ``b`` and ``bias`` zero."""
+        """Return initialisers: uniform for ``a``, zero for ``b`` and ``bias``."""
         factors: dict[str, Init] = {}
         if self.geometry is not None:
             factors = {"a": uniform(self.geometry.columns), "b": init_zero}
         return factors if self.bias is None else {**factors, "bias": init_zero}
 
     def pairs(self, prefix: str) -> Pairs:
-        """At most one pair and one offset."""
+        """Return at most one pair and one offset."""
         factors: tuple[Pair, ...] = ()
         if self.geometry is not None:
             names = {"inner": f"{prefix}a", "outer": f"{prefix}b", "weight": f"{prefix}base.weight"}
@@ -382,7 +409,7 @@ class LowRankLayer(AdaptedLayer):
 
 
 def linear_geometry(base: nn.Module) -> Geometry:
-    """The factors of a linear at rank 1; GPT-2's Conv1D keeps its weight as (d_in, d_out)."""
+    """Return the geometry of a linear layer or GPT-2's Conv1D at rank 1."""
     shape = tuple(base.get_parameter("weight").shape)
     transposed = not isinstance(base, nn.Linear)
     d_out, d_in = reversed(shape) if transposed else shape
@@ -390,13 +417,13 @@ def linear_geometry(base: nn.Module) -> Geometry:
 
 
 class AdaptedLinear(LowRankLayer):
-    """``W x + bias + alpha * sum_c pi_c (B_c A_c x + bias_c)``.
+    """A linear layer with LoRA adaptors: ``W x + bias + alpha * sum_c pi_c (B_c A_c x + bias_c)``.
 
-    ``a`` is (clusters, rank, d_in), ``b`` (clusters, d_out, rank).
+    Shapes: ``a`` is (clusters, rank, d_in), ``b`` (clusters, d_out, rank).
     """
 
     def low_rank(self, x: Float[Tensor, "*batch d_in"], shares: Float[Tensor, " clusters"]) -> Tensor:
-        """One product to clusters * rank columns, the shares in rank space, one product back."""
+        """Return ``sum_c shares_c B_c A_c x`` with two products; the shares scale the columns in between."""
         assert self.a is not None
         assert self.b is not None
         z = F.linear(x, self.a.flatten(0, 1)).unflatten(-1, self.a.shape[:2])  # (*batch, clusters, rank)
@@ -404,7 +431,7 @@ class AdaptedLinear(LowRankLayer):
         return F.linear(z.flatten(-2), self.b.transpose(0, 1).flatten(1))
 
     def spread(self, bias: Float[Tensor, " d_out"]) -> Tensor:
-        """As it is: the outputs are the last axis."""
+        """Return the bias unchanged: outputs are the last axis."""
         return bias
 
 
@@ -412,13 +439,14 @@ Conv = nn.Conv1d | nn.Conv2d
 
 
 class AdaptedConv(LowRankLayer):
-    """``a`` (clusters, groups * width, d_in / groups, *kernel), ``b`` (clusters, d_out, width, *kernel); see Geometry.
+    """A convolution with low-rank adaptors.
 
-    With groups, each group has a low-rank change of its own.
+    Shapes: ``a`` is (clusters, groups * width, d_in / groups, *inner kernel), ``b`` (clusters, d_out, width, *outer
+    kernel); see :class:`Geometry`. Each group of channels has a low-rank change of its own.
     """
 
     def low_rank(self, x: Float[Tensor, "*inputs"], shares: Float[Tensor, " clusters"]) -> Tensor:
-        """One convolution to groups * clusters * width channels, one back; the shares scale the outer kernel."""
+        """Return ``sum_c shares_c U_c V_c x`` with two convolutions; the shares scale the outer kernel."""
         inner, outer = self._kernels(shares)
         geometry = self.geometry
         assert geometry is not None
@@ -426,7 +454,7 @@ class AdaptedConv(LowRankLayer):
         return convolve(cast(Conv, self.base), z, outer, tuple(not inside for inside in geometry.inside))
 
     def _kernels(self, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Both factors as convolution kernels of all clusters; the channels in between are (group, cluster, width)."""
+        """Return both factors as kernels for all clusters; the channels between them are (group, cluster, width)."""
         geometry = self.geometry
         assert geometry is not None
         assert self.a is not None
@@ -439,16 +467,23 @@ class AdaptedConv(LowRankLayer):
         return inner, outer.reshape(geometry.d_out, -1, *geometry.outer_kernel)
 
     def spread(self, bias: Float[Tensor, " d_out"]) -> Tensor:
-        """With one axis of size 1 for each dimension of the image."""
+        """Append an axis of size 1 for each dimension of the image."""
         return bias.view(-1, *(1 for _ in cast(Conv, self.base).kernel_size))
 
 
 def convolve(base: Conv, x: Tensor, weight: Tensor, inside: tuple[bool, ...]) -> Tensor:
-    """Convolve with the base's stride, padding and dilation in the dimensions marked ``inside``, plain in the rest."""
+    """Convolve with the base's stride, padding and dilation in some dimensions only.
+
+    Args:
+        base: The layer that has stride, padding, dilation and groups.
+        x: The input.
+        weight: The kernel.
+        inside: The dimensions with the base's settings; the others have stride 1 and no padding.
+    """
     padding: Any = base.padding
     if base.padding_mode != "zeros":
         x, padding = F.pad(x, _amounts(base, inside), mode=base.padding_mode), 0
-    elif not isinstance(padding, str):  # "same" and "valid" already mean nothing where the kernel is 1
+    elif not isinstance(padding, str):  # "same" and "valid" do not pad where the kernel is 1
         padding = _only(padding, inside, 0)
     function = F.conv1d if isinstance(base, nn.Conv1d) else F.conv2d
     stride, dilation = _only(base.stride, inside, 1), _only(base.dilation, inside, 1)
@@ -460,7 +495,7 @@ def _only(values: Any, inside: tuple[bool, ...], other: int) -> tuple[int, ...]:
 
 
 def _amounts(base: Conv, inside: tuple[bool, ...]) -> list[int]:
-    """What ``F.pad`` adds before and after each dimension, last dimension first."""
+    """Return the padding for ``F.pad``: before and after each dimension, last dimension first."""
     both = base._reversed_padding_repeated_twice
     return [amount if inside[-1 - i // 2] else 0 for i, amount in enumerate(both)]
 
@@ -471,10 +506,15 @@ Gram = Float[Tensor, "... groups width width"]
 def precondition(
     pairs: Pairs, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor], eps: float = 1e-5
 ) -> dict[str, Tensor]:
-    """New gradients; ``tensors`` are the values at which they were taken.
+    """Return preconditioned gradients (formulas at the top of the module).
 
-    Leading dimensions (users) before the clusters are allowed. A pair of which neither factor has a gradient is passed
-    over; what is not a factor is handed on as it is. Costs one solve of width x width for each adaptor.
+    Cost: one solve of width x width per adaptor.
+
+    Args:
+        pairs: The adaptors.
+        tensors: The factors' values at which the gradients were taken. A user axis before the cluster axis is allowed.
+        gradients: Gradients by name. Tensors that are no factors are returned unchanged; factors may be missing.
+        eps: Damping of the Gram matrices.
     """
     made = dict(gradients)
     for pair in pairs.factors:
@@ -501,27 +541,33 @@ def _outer(pair: Pair, inner: Tensor, gradient: Tensor, eps: float) -> Tensor:
 
 
 def _wide(matrix: Tensor) -> Tensor:
-    """At least float32: there is no solver below."""
+    """Return at least float32: PyTorch's solvers do not support less."""
     return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
 
 
 def _solve(gram: Gram, right: Float[Tensor, "... groups width n"], eps: float) -> Float[Tensor, "... groups width n"]:
-    """``(gram + eps)^-1 right``; where the sum is singular in floating point, not finite rather than an error."""
+    """Return ``(gram + eps)^-1 right``; not finite, without an error, where the sum is singular in floating point."""
     damped = gram + eps * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return torch.linalg.solve_ex(damped, right)[0]
 
 
 def _norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
-    """Frobenius norm of the block-diagonal matrix of all groups."""
+    """Return the Frobenius norm of the block-diagonal matrix of all groups."""
     return torch.linalg.vector_norm(gram, dim=(-3, -2, -1), keepdim=True)
 
 
 @torch.no_grad()
 def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " clusters"]) -> dict[str, Tensor]:
-    """New tensors: base weights, biases, and every adaptor; the rest is handed on as it is.
+    """Move the mean of the adaptors into the base (formulas at the top of the module).
 
-    ``shares`` are the clusters' p(c), which sum to 1. Leading dimensions (users) before the clusters are allowed; the
-    base then needs the same ones.
+    Args:
+        pairs: The adaptors.
+        tensors: Base weights, biases and adaptors by name. A user axis before the cluster axis is allowed if the base's
+            tensors have it too.
+        shares: The clusters' p(c), which sum to 1.
+
+    Returns:
+        New tensors by name; those that ``pairs`` does not name are unchanged.
     """
     made = dict(tensors)
     for pair in pairs.factors:
@@ -541,11 +587,11 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
 def _centre(
     geometry: Geometry, inner: Tensor, outer: Tensor, shares: Float[Tensor, " clusters"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of the clusters' changes, in the base weight's shape, and the factors of what is left.
+    """Return the mean of the clusters' changes in the base weight's shape, and the factors of the differences from it.
 
-    Everything happens in the span of all clusters' factors: with ``O = [O_1 .. O_C] = Q_O R_O`` and the rows of
-    ``I`` likewise, a difference is ``Q_O (R_O D_c R_I^T) Q_I^T`` with a diagonal ``D_c``, so the SVD is one of
-    at most (C * width) squared. No difference is formed at full size.
+    Computed in the span of all clusters' factors: with ``O = [O_1 .. O_C] = Q_O R_O`` and the rows of ``I`` likewise, a
+    difference is ``Q_O (R_O D_c R_I^T) Q_I^T`` with a diagonal ``D_c``. So each SVD is at most of size C * width
+    squared, and no difference is computed at full size.
     """
     dtype = torch.promote_types(inner.dtype, torch.float32)
     rows = geometry.inner_matrix(inner.to(dtype))  # (..., clusters, groups, width, columns)
@@ -563,14 +609,14 @@ def _centre(
     zero = values <= 10 * torch.finfo(dtype).eps * scale[..., None, :, None]
     root = values.sqrt().masked_fill(zero, 0)
     new_outer = left.unsqueeze(-4) @ (u * root.unsqueeze(-2))
-    # Where a singular value is zero both factors would be, a saddle at which neither has a gradient. There the inner
-    # factor keeps its row (each cluster its own, so clusters that agree can still part); the product is zero still.
+    # With a singular value of zero both factors would be zero: a saddle point without gradients. There the inner factor
+    # keeps its row, which differs between clusters so that equal clusters can still diverge; the product stays zero.
     new_inner = torch.where(zero.unsqueeze(-1), rows, (root.unsqueeze(-1) * v) @ right.mT.unsqueeze(-4))
     return mean, geometry.inner_of(new_inner).to(inner.dtype), geometry.outer_of(new_outer).to(outer.dtype)
 
 
 def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor, "clusters 1 1 columns"]:
-    """For each cluster what its difference from the mean takes of each cluster's columns: 1 - p(c) or -p(c)."""
+    """Return each cluster's coefficients ``D_c`` of all clusters' columns: 1 - p(c) for its own, -p(c) for others."""
     deviations = torch.eye(len(shares)).to(shares) - shares
     return deviations.repeat_interleave(width, dim=-1)[:, None, None]
 
@@ -578,7 +624,7 @@ def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor,
 def _truncated_svd(
     core: Float[Tensor, "... m n"], width: int
 ) -> tuple[Float[Tensor, "... m width"], Float[Tensor, "... width"], Float[Tensor, "... width n"]]:
-    """The ``width`` largest singular triples, filled up with zeros where the matrix has fewer."""
+    """Return the ``width`` largest singular triples, padded with zeros if the matrix has fewer."""
     u, values, v = torch.linalg.svd(core, full_matrices=False)
     missing = max(0, width - values.shape[-1])
     u, values = F.pad(u[..., :width], (0, missing)), F.pad(values[..., :width], (0, missing))

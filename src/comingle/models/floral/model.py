@@ -1,8 +1,8 @@
 """A model with one adaptor per cluster in every layer, and one router per user.
 
-``rho`` allows an adaptor ``rho`` times the entries of its base weight (FLoRAL section 3.2, "Relative parameter
-budget"), so ``rank = floor(rho * base / parameters of one rank)``: for a linear ``floor(rho m n / (m + n))``. The
-public code gives every form of convolution one rank; here each form is sized by what it really costs.
+The relative parameter budget ``rho`` (FLoRAL section 3.2) allows an adaptor ``rho`` times the entries of its base
+weight, so ``rank = floor(rho * base entries / parameters of rank 1)``: ``floor(rho m n / (m + n))`` for a linear layer.
+The public code uses one rank for all forms of convolution; here the rank depends on the cost of each form.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ ADAPTABLE = "Linear, Conv1D (GPT-2), Conv1d, Conv2d, BatchNorm, InstanceNorm, La
 
 
 def is_linear(module: nn.Module) -> bool:
-    """``nn.Linear`` or GPT-2's Conv1D, and none of their subclasses: those may use their weight in another way."""
+    """Return whether a module is exactly ``nn.Linear`` or GPT-2's Conv1D; subclasses may use the weight otherwise."""
     gpt2 = sys.modules.get("transformers.pytorch_utils")
     return type(module) is nn.Linear or (gpt2 is not None and type(module) is gpt2.Conv1D)
 
 
 def is_adaptable(module: nn.Module) -> bool:
-    """Whether there is an adaptor for this type, and the layer has a floating weight of its own."""
+    """Return whether there is an adaptor for this type, and the layer has a floating-point weight of its own."""
     weight = module._parameters.get("weight")
     known = is_linear(module) or type(module) in (*CONVS, *PLAIN_NORMS, *BATCH_NORMS)
     return known and weight is not None and weight.is_floating_point()
 
 
 def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """The layers that get adaptors, by name.
+    """Return the layers that get adaptors, by name.
 
-    Left out are layers that share a parameter with one that gets none (a head tied to its embedding), and the output
-    head of a language model.
+    The output head of a language model gets none, nor does a layer that shares a parameter with a layer without
+    adaptors (a head tied to its embedding).
 
     Raises:
-        RecipeError: two of the layers share a parameter, or one of them has two names, or the model has adaptors.
+        RecipeError: Two of the layers share a parameter, one of them has two names, or the model has adaptors already.
     """
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLayer):
@@ -76,7 +76,7 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
 
 
 def unadapted_leaves(model: nn.Module, adapted: dict[str, nn.Module]) -> tuple[str, ...]:
-    """Modules with parameters of their own that got no adaptor, as "head (Linear)"."""
+    """Return the modules with parameters of their own that get no adaptor, as "head (Linear)"."""
     chosen = {id(module) for module in adapted.values()}
     return tuple(
         f"{name or 'model'} ({type(module).__name__})"
@@ -93,7 +93,7 @@ def _check_names(layers: dict[str, nn.Module]) -> None:
 
 
 def _owners(model: nn.Module) -> dict[int, dict[int, str]]:
-    """For each parameter the modules that hold it, by identity, with their first name."""
+    """Return for each parameter's ``id`` the modules that hold it: their ``id`` and their first name."""
     owners: dict[int, dict[int, str]] = defaultdict(dict)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -103,7 +103,7 @@ def _owners(model: nn.Module) -> dict[int, dict[int, str]]:
 
 
 def _partners(module: nn.Module, owners: dict[int, dict[int, str]]) -> dict[int, str]:
-    """All modules that hold one of this module's parameters, itself too."""
+    """Return all modules that hold one of this module's parameters, itself included."""
     held = [owners[id(p)] for p in module._parameters.values() if p is not None]
     return {key: name for holders in held for key, name in holders.items()}
 
@@ -115,7 +115,7 @@ def _output_heads(model: nn.Module) -> set[int]:
 def _output_head(module: nn.Module) -> Iterator[nn.Module]:
     get = getattr(module, "get_output_embeddings", None)
     if callable(get):
-        with contextlib.suppress(AttributeError, NotImplementedError):  # transformers' models without a head
+        with contextlib.suppress(AttributeError, NotImplementedError):  # transformers models without a head
             if isinstance(head := get(), nn.Module):
                 yield head
 
@@ -124,10 +124,10 @@ logger = logging.getLogger("comingle")
 
 
 def check_size(rank: int | None, budget: float | None) -> None:
-    """Exactly one of the two, and in range.
+    """Check that exactly one of rank and budget is given, and is in range.
 
     Raises:
-        RecipeError: both or neither, a rank below 1 or not whole, a budget outside (0, 1].
+        RecipeError: Both or neither are given, the rank is no integer from 1, or the budget is not in (0, 1].
     """
     if (rank is None) == (budget is None):
         raise RecipeError(f"floral: got rank={rank} and budget={budget}, needs exactly one of the two")
@@ -138,15 +138,20 @@ def check_size(rank: int | None, budget: float | None) -> None:
 
 
 def affordable_rank(geometry: Geometry, budget: float) -> int:
-    """The largest rank within ``budget`` of the base weight, 0 where not even one fits; ``geometry`` is of rank 1."""
-    # 0.29 * 100 is 28.999999999999996 in binary; the nudge keeps a rank that fits exactly.
+    """Return the largest rank within ``budget``, or 0 if not even rank 1 fits; ``geometry`` has rank 1."""
+    # 0.29 * 100 is 28.999999999999996 in floating point; the small term keeps a rank that fits exactly.
     return math.floor(budget * geometry.base_size / geometry.size + 1e-9)
 
 
 def log_excess(budget: float, over: Collection[str], layers: int, *, clusters: int, growth: float) -> None:
-    """One line where the minimum rank of 1 broke the budget in the layers named in ``over``; nothing otherwise.
+    """Log a warning if the minimum rank of 1 exceeds the budget in some layers.
 
-    ``growth`` is the number of adaptor parameters of all clusters over that of the base's parameters.
+    Args:
+        budget: The budget.
+        over: Names of the layers that exceed it.
+        layers: The number of low-rank layers.
+        clusters: The number of clusters.
+        growth: Parameters of the adaptors of all clusters divided by parameters of the base.
     """
     if over:
         logger.warning(
@@ -157,7 +162,13 @@ def log_excess(budget: float, over: Collection[str], layers: int, *, clusters: i
 
 
 def log_cut(rank: int, cut: Collection[str], layers: int) -> None:
-    """One line where ``rank`` is more than the weights of the layers named in ``cut`` can have; nothing otherwise."""
+    """Log a warning if the rank is larger than the weights of some layers can have.
+
+    Args:
+        rank: The rank that was asked for.
+        cut: Names of the layers with a smaller rank.
+        layers: The number of low-rank layers.
+    """
     if cut:
         logger.warning(
             "floral: rank %d is more than a weight can have in %d of %d low-rank layers (%s); they get all that it can",
@@ -166,7 +177,7 @@ def log_cut(rank: int, cut: Collection[str], layers: int) -> None:
 
 
 def shorten(names: Collection[str], most: int = 5) -> str:
-    """The names, or the first few and how many more there are."""
+    """Return the first ``most`` names, separated by commas, and the number of the others."""
     shown = ", ".join(list(names)[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -175,9 +186,13 @@ Role = Literal["base", "adaptor", "router", "statistics"]
 
 
 class FloralModel(nn.Module):
-    """What :func:`floral` returns: ``model`` with its layers adapted, and ``router``, a softmax over the clusters.
+    """A model with adapted layers and a router over the clusters; made by :func:`floral`.
 
-    ``unadapted`` names the leaves with parameters that have no adaptor, as "lm_head (Linear)".
+    Args:
+        model: The model with adapted layers.
+        router: A softmax over the clusters.
+        mixture: The holder from which the layers read the mixture.
+        unadapted: Modules with parameters but without adaptors, as "lm_head (Linear)".
     """
 
     router: ClientRouter
@@ -191,14 +206,19 @@ class FloralModel(nn.Module):
 
     @property
     def num_clusters(self) -> int:
-        """C, the number of adaptors at each layer."""
+        """The number of clusters C, which is the number of adaptors of each layer."""
         return self.router.theta.shape[-1]
 
     def forward(self, *args: object, mixture: Tensor | None = None, **kwargs: object) -> object:
-        """The model with the router's mixture, or with the one given (optimal routing, one cluster alone).
+        """Run the model with the router's mixture, or with ``mixture`` (say of optimal routing or a single cluster).
+
+        Args:
+            *args: Arguments of the model.
+            mixture: Weights of the clusters, of shape (clusters,) or that of the router's logits; None: the router's.
+            **kwargs: Keyword arguments of the model.
 
         Raises:
-            RecipeError: a mixture that is neither of shape (clusters,) nor the router's.
+            RecipeError: The mixture has another shape.
         """
         before = self._enter(mixture)
         try:
@@ -208,12 +228,12 @@ class FloralModel(nn.Module):
 
     @contextmanager
     def mixing(self, mixture: Tensor | None = None) -> Iterator[None]:
-        """Within, the layers use this mixture (the router's, if None): for calls beside :meth:`forward`.
+        """Set the mixture of the layers (None: the router's) for calls outside of :meth:`forward`.
 
-        Such are ``model.generate`` and a backward pass with gradient checkpointing, which runs layers again.
+        Needed for ``model.generate``, and for a backward pass with gradient checkpointing, which runs layers again.
 
         Raises:
-            RecipeError: a mixture that is not of shape (clusters,).
+            RecipeError: The mixture has neither the shape (clusters,) nor that of the router's logits.
         """
         before = self._enter(mixture)
         try:
@@ -235,11 +255,11 @@ class FloralModel(nn.Module):
             raise RecipeError(f"mixture: got shape {tuple(mixture.shape)}, needs {tuple(self.router.theta.shape)}")
 
     def layers(self) -> dict[str, AdaptedLayer]:
-        """The adapted layers by name, "model.fc1" for example."""
+        """Return the adapted layers by name, such as "model.fc1"."""
         return {name: module for name, module in self.named_modules() if isinstance(module, AdaptedLayer)}
 
     def pairs(self) -> Pairs:
-        """The names of all adaptors' tensors and of what they change, for preconditioning and centering."""
+        """Return the names of all adaptors' tensors and of the base's tensors, for preconditioning and centring."""
         by_layer = [layer.pairs(f"{name}.") for name, layer in self.layers().items()]
         return Pairs(
             factors=tuple(pair for pairs in by_layer for pair in pairs.factors),
@@ -248,12 +268,13 @@ class FloralModel(nn.Module):
 
     @torch.no_grad()
     def merge(self, mixture: Tensor | None = None) -> nn.Module:
-        """A plain copy of the original architecture with the mixed adaptors folded into its tensors.
+        """Return a copy with the original architecture and the mixed adaptors added to its tensors.
 
-        ``mixture`` is the router's, without noise, if None. Batch norms are folded with their meaning in eval mode.
+        Batch norms are merged as eval mode applies them. Without ``mixture`` the router's is used, without noise.
 
         Raises:
-            RecipeError: a mixture that is not of shape (clusters,).
+            RecipeError: The mixture has neither the shape (clusters,) nor that of the router's logits, or a batch norm
+                cannot be merged.
         """
         if mixture is None:
             mixture = softmax_mixture(self.router.theta, self.router.temperature)
@@ -267,7 +288,13 @@ class FloralModel(nn.Module):
 
 
 def replace_module(root: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Put ``module`` in the place ``name`` of ``root``; "" is the root itself. Returns the root."""
+    """Replace a submodule in place and return the root.
+
+    Args:
+        root: The model.
+        name: Dotted name of the submodule; "" replaces the root itself.
+        module: The new submodule.
+    """
     if not name:
         return module
     parent, _, last = name.rpartition(".")
@@ -276,10 +303,10 @@ def replace_module(root: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def roles(model: FloralModel) -> dict[str, Role]:
-    """For every parameter and every floating buffer what it is.
+    """Return the role of every parameter and every floating-point buffer.
 
-    "statistics" are running means and variances: the base's have ".base." in their name or belong to a norm without
-    adaptors; a batch norm's adaptors have ``running_mean`` and ``running_var`` of their own.
+    "statistics" are running means and variances. The base's have ".base." in their name or belong to a norm without
+    adaptors; the others are the local statistics of a batch norm's adaptors.
     """
     adaptor_names = {
         f"{prefix}.{name}"
@@ -296,9 +323,9 @@ def roles(model: FloralModel) -> dict[str, Role]:
 
 
 def initialisers(model: FloralModel) -> dict[str, Init]:
-    """For every adaptor and router parameter how its initial value is drawn, out of its shape and a generator.
+    """Return the initialiser of every adaptor and router parameter, by name.
 
-    Base parameters are not in it: they keep the values that the module has.
+    Base parameters are not included: they keep their values.
     """
     by_name = {
         f"{prefix}.{name}": draw
@@ -310,14 +337,14 @@ def initialisers(model: FloralModel) -> dict[str, Init]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Parameters of the base and of all adaptors together."""
+    """Numbers of parameters: of the base, and of all adaptors together."""
 
     base: int
     adaptors: int
 
 
 def sizes(model: FloralModel) -> Sizes:
-    """Count the parameters of each role."""
+    """Count the parameters of the base and of the adaptors."""
     kinds = roles(model)
     counts = {name: p.numel() for name, p in model.named_parameters()}
     return Sizes(

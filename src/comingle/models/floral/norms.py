@@ -1,4 +1,4 @@
-"""Norm adaptors: a gain and a shift per cluster, both zero at the start (FLoRAL App. F.2).
+"""Norm adaptors: a gain and a shift per cluster, which start at zero (FLoRAL App. F.2).
 
 Layer, group and instance norm normalise by the input alone, so ``norm(x; gamma, beta) + sum_c share_c norm(x; gamma_c,
 beta_c)`` is one norm with ``gamma + sum_c share_c gamma_c`` and ``beta + sum_c share_c beta_c``.
@@ -25,9 +25,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 class AdaptedNorm(AdaptedLayer):
-    """Layer, group or instance norm; ``weight`` and ``bias`` are ``(clusters, *shape of gamma)``.
+    """A layer, group or instance norm with adaptors; ``weight`` and ``bias`` are ``(clusters, *shape of gamma)``.
 
-    An instance norm that tracks running statistics keeps one set of them, for the base and the adaptors alike.
+    An instance norm that tracks running statistics has one set, shared by base and adaptors.
     """
 
     weight: nn.Parameter
@@ -40,18 +40,18 @@ class AdaptedNorm(AdaptedLayer):
         self.bias = None if beta is None else self.clustered(tuple(beta.shape), beta)
 
     def mixed(self) -> tuple[Tensor, Tensor | None]:
-        """``alpha * sum_c pi_c gamma_c`` and the same of beta."""
+        """Return ``alpha * sum_c pi_c gamma_c`` and ``alpha * sum_c pi_c beta_c``."""
         shares = self.shares(self.weight)
         return mix(shares, self.weight), None if self.bias is None else mix(shares, self.bias)
 
     def affine(self) -> tuple[Tensor, Tensor | None]:
-        """Gamma and beta of the base, the mixed adaptors added."""
+        """Return the base's gamma and beta plus the mixed adaptors."""
         gain, shift = self.mixed()
         beta = None if shift is None else tensor(self.base, "bias") + shift
         return tensor(self.base, "weight") + gain, beta
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """The base norm with the mixed gamma and beta."""
+        """Apply the base norm with the mixed gamma and beta."""
         weight, bias = self.affine()
         base = self.base
         if isinstance(base, nn.LayerNorm):
@@ -61,11 +61,11 @@ class AdaptedNorm(AdaptedLayer):
         return _instance_norm(cast(_InstanceNorm, base), x, weight, bias)
 
     def initialisers(self) -> dict[str, Init]:
-        """All zero."""
+        """Return zero initialisers."""
         return {"weight": init_zero} if self.bias is None else {"weight": init_zero, "bias": init_zero}
 
     def pairs(self, prefix: str) -> Pairs:
-        """Gamma and beta, both added as they are."""
+        """Return the offsets of gamma and beta."""
         names = ["weight"] if self.bias is None else ["weight", "bias"]
         return Pairs(offsets=tuple(self.offset(prefix, name) for name in names))
 
@@ -78,7 +78,7 @@ class AdaptedNorm(AdaptedLayer):
 
 
 def _instance_norm(base: _InstanceNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``nn.InstanceNorm``'s forward with another gamma and beta; like it, takes an input without a batch."""
+    """Run ``nn.InstanceNorm``'s forward with another gamma and beta; the input may lack the batch axis."""
     base._check_input_dim(x)
     batched = x if x.dim() != base._get_no_batch_dim() else x.unsqueeze(0)
     of_batch = base.training or not base.track_running_stats
@@ -89,17 +89,17 @@ def _instance_norm(base: _InstanceNorm, x: Tensor, weight: Tensor, bias: Tensor 
 
 
 class AdaptedBatchNorm(AdaptedNorm):
-    """Batch norm with adaptors that have running statistics of their own (App. F.2).
+    """A batch norm whose adaptors have running statistics of their own (App. F.2).
 
-    ``BN(x; gamma, beta) + alpha * sum_c pi_c BN_local(x; gamma_c, beta_c)``. All clusters see the same input, so one
-    set of local statistics (``running_mean``, ``running_var``) is what each of them would have; in a federation they
-    stay with the user while the base's are averaged. They start as the base's.
+    Output: ``BN(x; gamma, beta) + alpha * sum_c pi_c BN_local(x; gamma_c, beta_c)``. All clusters see the same input,
+    so they share one set of local statistics (``running_mean``, ``running_var``), which starts as a copy of the base's.
+    In a federation local statistics stay on the client; the base's are averaged.
 
-    ``nora`` is BatchNorA (eq. 42): the adaptor's arguments become ``s gamma_c`` and ``beta_c + m sg(gamma_c)`` with
-    ``s = sigma_local / sigma`` and ``m = (mu_local - mu) / sigma`` out of the running statistics as they were before
-    the step, in training mode too (where a batch's own statistics would give s = 1 and m = 0). sg is on the original
-    gamma_c, as in the paper. Sigma includes epsilon, so in eval mode the output is exactly the base's norm with
-    ``gamma + gamma_c`` and ``beta + beta_c``. Without running statistics both forms are the same.
+    ``nora`` selects BatchNorA (eq. 42). The adaptor's gain and shift become ``s gamma_c`` and ``beta_c + m
+    sg(gamma_c)`` with ``s = sigma_local / sigma`` and ``m = (mu_local - mu) / sigma``, from the running statistics
+    before the step. Training mode uses them too, as batch statistics would give s = 1 and m = 0. The stop-gradient sg
+    applies to the original gamma_c, as in the paper. Sigma includes epsilon, so in eval mode the output is exactly the
+    base's norm with ``gamma + gamma_c`` and ``beta + beta_c``. Without running statistics both forms are equal.
     """
 
     running_mean: Tensor | None
@@ -113,7 +113,7 @@ class AdaptedBatchNorm(AdaptedNorm):
         self.register_buffer("running_var", None if var is None else var.clone())
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Both norms; in training mode they share the batch's statistics and are one call."""
+        """Return the sum of both norms. In training mode one call computes it, as they share batch statistics."""
         base = cast(_BatchNorm, self.base)
         base._check_input_dim(x)
         gain, shift = self._arguments()
@@ -123,16 +123,16 @@ class AdaptedBatchNorm(AdaptedNorm):
         return y + F.batch_norm(x, self.running_mean, self.running_var, gain, shift, False, 0.0, base.eps)
 
     def _arguments(self) -> tuple[Tensor, Tensor | None]:
-        """The adaptor's gamma and beta, reparameterised where that is asked for."""
+        """Return the mixed gain and shift, reparameterised for BatchNorA."""
         gain, shift = self.mixed()
         if not self.nora or self.running_mean is None:
             return gain, shift
         ratio, drift = self._relative()
-        fixed = mix(self.shares(self.weight), self.weight.detach())  # the mixture's gradient goes through it
+        fixed = mix(self.shares(self.weight), self.weight.detach())  # keeps the gradient of the mixture
         return ratio * gain, _sum(shift, drift * fixed)
 
     def _relative(self) -> tuple[Tensor, Tensor]:
-        """``sigma_local / sigma`` and ``(mu_local - mu) / sigma``."""
+        """Return ``sigma_local / sigma`` and ``(mu_local - mu) / sigma``."""
         mean, var, own_mean, own_var = self._statistics()
         eps = cast(_BatchNorm, self.base).eps
         deviation = (var + eps).sqrt()
@@ -151,21 +151,21 @@ class AdaptedBatchNorm(AdaptedNorm):
         return y
 
     def _lead(self) -> list[Tensor]:
-        """By how much the local statistics differ from the base's."""
+        """Return the local mean and variance minus the base's."""
         mean, var, own_mean, own_var = self._statistics()
         return [own_mean - mean, own_var - var]
 
     def _statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The base's running mean and variance, then the local ones."""
+        """Return the base's running mean and variance, then the local ones."""
         names = ("running_mean", "running_var")
         main, adapted = ([tensor(module, name) for name in names] for module in (self.base, self))
         return main[0], main[1], adapted[0], adapted[1]
 
     def _follow(self, ahead: list[Tensor], keep: float) -> None:
-        """Move the local statistics as the base's moved.
+        """Update the local statistics after an update of the base's.
 
-        Both are averages with one rate over one batch, so their difference shrinks by ``1 - rate``; the batch's
-        statistics need no second pass.
+        Both are moving averages with the same rate over the same batch, so their difference shrinks by ``1 - rate``.
+        The batch's statistics need not be computed twice.
         """
         mean, var, own_mean, own_var = self._statistics()
         with torch.no_grad():
@@ -173,13 +173,13 @@ class AdaptedBatchNorm(AdaptedNorm):
             own_var.copy_(var + keep * ahead[1])
 
     def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
-        """Add the mixed adaptor, with the meaning of eval mode.
+        """Add the mixed adaptor to the base as eval mode applies it, and return the base.
 
         Plain: ``gamma += g sigma / sigma_local`` and ``beta += s + (mu - mu_local) / sigma_local g``, which is the sum
         of both norms. BatchNorA: ``gamma += g``, ``beta += s``.
 
         Raises:
-            RecipeError: the plain form on a norm without a bias, which has nowhere to put the difference of the means.
+            RecipeError: The plain form needs a bias for the difference of the means, but the base has none.
         """
         if self.running_mean is None or self.nora:
             return super().fold(shares)

@@ -1,4 +1,4 @@
-"""One call that puts mixtures of adaptors into any model: ``floral(model, rank=8, num_clusters=4)``."""
+"""The function that adds mixtures of adaptors to any model: ``floral(model, rank=8, num_clusters=4)``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ logger = logging.getLogger("comingle")
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What :func:`floral` was asked for."""
+    """Settings of one call of :func:`floral`."""
 
     num_clusters: int
     rank: int | None
@@ -58,14 +58,14 @@ class _Plan:
     mixture: Mixture
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether an adaptable layer gets any adaptor under these settings."""
+        """Return whether an adaptable layer gets any adaptor under these settings."""
         low_rank = (is_linear(module) and self.lora) or (type(module) in CONVS and self.conv != "none")
         if is_linear(module) or type(module) in CONVS:
             return low_rank or (self.bias and module._parameters.get("bias") is not None)
         return self.norm
 
     def form(self, module: nn.Module) -> Geometry | None:
-        """The layer's low-rank form at rank 1, if it gets one."""
+        """Return the geometry of a layer's low-rank adaptor at rank 1; None if it gets none."""
         if is_linear(module):
             return linear_geometry(module) if self.lora else None
         if not isinstance(module, CONVS) or self.conv == "none":
@@ -79,7 +79,7 @@ class _Plan:
         )
 
     def sized(self, module: nn.Module) -> Geometry | None:
-        """:meth:`form` at the rank that was asked for or that the budget affords."""
+        """Return :meth:`form` at the rank that was asked for or that the budget allows."""
         form = self.form(module)
         if form is None:
             return None
@@ -88,14 +88,14 @@ class _Plan:
         return form.with_rank(rank, self.conv if type(module) in CONVS else "channel")
 
     def over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
-        """The layers where not even rank 1 fits."""
+        """Return the layers in which even rank 1 exceeds the budget."""
         if self.budget is None:
             return []
         forms = {name: self.form(module) for name, module in layers.items()}
         return [name for name, form in forms.items() if form and affordable_rank(form, self.budget) < 1]
 
     def cut(self, layers: dict[str, nn.Module]) -> list[str]:
-        """The layers whose weight cannot have the rank that was asked for."""
+        """Return the layers whose weight cannot have the rank that was asked for."""
         forms = {name: (self.form(module), self.sized(module)) for name, module in layers.items()}
         return [
             name
@@ -104,7 +104,7 @@ class _Plan:
         ]
 
     def adapt(self, base: nn.Module) -> AdaptedLayer:
-        """The layer with its adaptors."""
+        """Return a layer with its adaptors."""
         common = {"num_clusters": self.num_clusters, "alpha": self.alpha, "mixture": self.mixture}
         if type(base) in BATCH_NORMS:
             return AdaptedBatchNorm(base, nora=self.batch_nora, **common)
@@ -132,30 +132,35 @@ def floral(
     copy: bool = True,
     generator: torch.Generator | None = None,
 ) -> FloralModel:
-    """Put ``num_clusters`` adaptors at every layer of ``model``, and one router (FLoRAL sections 3.2 and 5).
+    """Add ``num_clusters`` adaptors to every layer of ``model``, and one router (FLoRAL sections 3.2 and 5).
 
-    Every adaptor starts at zero, so the result computes what ``model`` computes. Adapted are exactly the types
-    ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``, transformers' Conv1D, batch, instance, layer and group norms; others
-    stay and are named in ``unadapted``: embeddings, RMS norms, transposed convolutions, subclasses such as the output
-    projection of ``nn.MultiheadAttention``, a language model's head, and layers that share a parameter with these.
+    Every adaptor starts at zero, so the result computes the same function as ``model``. Adapted layers are exactly of
+    the types ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``, transformers' Conv1D, batch, instance, layer and group norm.
+    Others are unchanged and listed in ``unadapted``: embeddings, RMS norms, transposed convolutions, subclasses such as
+    the output projection of ``nn.MultiheadAttention``, a language model's head, and layers that share a parameter with
+    one of these.
 
     Args:
-        model: any module; deep-copied first unless ``copy`` is False.
-        num_clusters: C, adaptors at each layer.
-        rank: of every low-rank adaptor, cut at the rank its layer's weight can have. Either this or ``budget``.
-        budget: parameters of one adaptor over those of its base weight, in (0, 1]; the rank is at least 1.
-        alpha: factor of every adaptor's output.
-        conv: form of convolutions (App. F.1, Table 4); "in" and "out" are "channel" with the kernel on that side.
-        lora: low-rank adaptors on linears (Table 5); ``conv="none"`` is the same for convolutions.
-        bias: bias adaptors on linears and convolutions that have a bias (Table 5).
-        norm: gain and shift adaptors on norms that have them; ``batch_nora``: with eq. 42 on batch norms.
-        temperature: of the router's softmax; ``noise``: standard deviation of its noise in training.
-        per_layer: a softmax of each layer's own in the router (section 7), in the order of :meth:`FloralModel.layers`.
-        generator: stream of the initial values (torch's global one if None).
+        model: Any module.
+        num_clusters: Number of adaptors of each layer (C).
+        rank: Rank of every low-rank adaptor, limited to the rank of its layer's weight. Either this or ``budget``.
+        budget: Parameters of an adaptor divided by those of its base weight, in (0, 1]; the rank is at least 1.
+        alpha: Factor of every adaptor's output.
+        conv: Form of convolutions (App. F.1, Table 4); "in" and "out" are "channel" with the kernel in that factor, and
+            "none" adds no low-rank adaptors to convolutions.
+        lora: Add low-rank adaptors to linear layers (Table 5).
+        bias: Add bias adaptors to linear layers and convolutions that have a bias (Table 5).
+        norm: Add gain and shift adaptors to norms that have gain and shift.
+        batch_nora: Use BatchNorA (eq. 42) in batch norms.
+        temperature: Temperature of the router's softmax.
+        noise: Standard deviation of the router's noise in training.
+        per_layer: Give the router a softmax per layer (section 7), in the order of :meth:`FloralModel.layers`.
+        copy: Deep-copy the model first; otherwise change it in place.
+        generator: Generator of the initial values; None: torch's global one.
 
     Raises:
-        RecipeError: a setting out of range, nothing to adapt, layers that share parameters or are registered twice, or
-            a model that cannot be copied.
+        RecipeError: A setting is out of range, there is nothing to adapt, layers share parameters or are registered
+            twice, or the model cannot be copied.
     """
     if not isinstance(model, nn.Module):
         raise RecipeError(f"floral model: got {type(model).__name__}, needs a torch.nn.Module")
@@ -181,10 +186,19 @@ def adaptor_size(
     bias: bool = True,
     norm: bool = True,
 ) -> int:
-    """Parameters of the low-rank factors of one adaptor set that :func:`floral` would put into ``model``.
+    """Return the number of low-rank parameters of one cluster that :func:`floral` would add to ``model``.
+
+    Args:
+        model: Any module, without adaptors.
+        rank: As in :func:`floral`.
+        budget: As in :func:`floral`.
+        conv: As in :func:`floral`.
+        lora: As in :func:`floral`.
+        bias: As in :func:`floral`.
+        norm: As in :func:`floral`.
 
     Raises:
-        RecipeError: as :func:`floral`.
+        RecipeError: As in :func:`floral`.
     """
     check_size(rank, budget)
     plan = _Plan(
@@ -223,16 +237,16 @@ def _routed_by_layer(model: FloralModel) -> FloralModel:
 def _copied(model: nn.Module) -> nn.Module:
     try:
         return copying.deepcopy(model)
-    except (RuntimeError, TypeError) as error:  # tensors with a graph, as torch.nn.utils.weight_norm leaves; locks
+    except (RuntimeError, TypeError) as error:  # tensors with a graph (torch.nn.utils.weight_norm), locks
         name, reason = type(model).__name__, str(error).splitlines()[0]
         raise RecipeError(f"floral model: {name} cannot be copied ({reason}); give copy=False") from None
 
 
 def check_settings(alpha: float, conv: str) -> None:
-    """Whether the scale and the form of convolutions are allowed.
+    """Check the scale and the form of convolutions.
 
     Raises:
-        RecipeError: an infinite or undefined scale, or an unknown form.
+        RecipeError: The scale is not finite, or the form is unknown.
     """
     if not is_number(alpha):
         raise RecipeError(f"floral alpha: got {alpha!r}, needs a finite number")
@@ -243,10 +257,10 @@ def check_settings(alpha: float, conv: str) -> None:
 
 
 def check_flags(**flags: bool) -> None:
-    """Whether settings that are on or off are given as such.
+    """Check that the settings are booleans.
 
     Raises:
-        RecipeError: something else, as the text "no", which would count as on.
+        RecipeError: One is not, such as the text "no", which Python takes for true.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -258,13 +272,13 @@ def _replace(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -> nn.
         model = replace_module(model, name, plan.adapt(model.get_submodule(name)))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            # Its fast path in eval mode reads the weights of its linears past their forward; 0 means "not supported".
+            # Its fast path in eval mode bypasses the forward of its linear layers; 0 disables it.
             module.activation_relu_or_gelu = 0
     return model
 
 
 def _start(model: FloralModel, generator: torch.Generator | None) -> None:
-    """Draw the adaptors; the router takes the device of the adaptors and, where they are wider, their dtype."""
+    """Initialise the adaptors, and move the router to their device and to their dtype or float32 if that is wider."""
     for layer in model.layers().values():
         layer.reset(generator)
     first = next(p for layer in model.layers().values() for p in layer.parameters(recurse=False))
