@@ -1,5 +1,5 @@
-"""Users' data: read, split and tokenised.
+"""Data of users: reading, splitting and encoding.
 
-``sources``, ``tables``, ``row_files`` and ``files`` read documents and rows; ``splits`` parts them into train, valid
-and test; ``text``, ``conversations`` and ``samples`` make what each kind trains on.
+``sources``, ``tables``, ``row_files`` and ``files`` read documents and rows. ``splits`` cuts them into train, valid and
+test. ``text``, ``conversations`` and ``samples`` produce the training data of each kind.
 """

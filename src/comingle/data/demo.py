@@ -1,7 +1,7 @@
-"""Four users that every machine has: text installed with Python and its packages, nothing to download.
+"""Four demo users with text that is installed with Python and its packages; nothing is downloaded.
 
-Each is a list of documents in a fixed order, near-duplicates dropped, about 400,000 characters at most. What exactly
-they hold follows the installed versions, so the demo users serve for trying things, not for comparing machines.
+Each has a list of documents in a fixed order, without near-duplicates, of at most 400,000 characters. The documents
+depend on the installed versions, so use demo users to try things out and not to compare machines.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from comingle.utils.errors import DataError, did_you_mean
 DEMO_PREFIX = "demo:"
 _USER_CHARACTERS = 400_000
 _DOCUMENT_CHARACTERS = 20_000
-# Below this a docstring is a signature or a pointer to another docstring.
+# Shorter docstrings are mostly signatures or references to other docstrings.
 _DOCSTRING_CHARACTERS = 200
-# Importing scipy rewrites numpy.sinc's docstring: what a demo user reads must not depend on what was imported before.
+# Importing scipy adds this section to docstrings of NumPy. Demo text must not depend on earlier imports.
 _ADDED_BY_SCIPY = re.compile(r"\*\*Array API Standard Support\*\*\n.*?(?=^\S[^\n]*\n-+$)", re.DOTALL | re.MULTILINE)
 _LICENCE_NAME = re.compile(r"licen[cs]e|copying|notice", re.IGNORECASE)
 _NO_TEXT_SUFFIXES = (".py", ".pyc", ".js", ".so", ".json")
 
 
 def read_library() -> list[str]:
-    """Source files of the standard library's top level."""
+    """Return the source files of the standard library's top level."""
     paths = Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
     return _select({path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths})
 
 
 def read_reference() -> list[str]:
-    """The topics of the language reference that ``help()`` prints."""
+    """Return the topics of the language reference that ``help()`` prints."""
     from pydoc_data.topics import topics
 
     return _select(topics)
 
 
 def read_numpy() -> list[str]:
-    """Docstrings of NumPy's public functions, classes and methods, each under its name."""
+    """Return the docstrings of NumPy's public functions, classes and methods, each after its name."""
     return _select({name: f"{name}\n\n{text}" for name, text in _numpy_docstrings()})
 
 
 def read_licences() -> list[str]:
-    """Licences of the installed distributions and of Python itself, in blocks of paragraphs.
+    """Return the licences of Python and of the installed distributions, in blocks of paragraphs without repetitions.
 
-    A paragraph that many of them have is read once. Blocks, because the longest files are collections of licences that
-    other files hold one by one.
+    Each paragraph is kept once. Blocks are needed because the longest files are collections of licences that other
+    files contain one by one.
     """
     texts = {text for path in _licence_files() if (text := _read_or_none(path))}
     known: set[str] = set()
@@ -74,13 +74,14 @@ DEMO_USERS: Mapping[str, Callable[[], list[str]]] = {
     "numpy": read_numpy,
     "licences": read_licences,
 }
+"""Functions that read the documents of each demo user."""
 
 
 def _select(documents: Mapping[str, str]) -> list[str]:
-    """As many documents as fit into a demo user, clipped and without near-duplicates, in an order that mixes subjects.
+    """Return shuffled documents without near-duplicates, each clipped, up to 400,000 characters in total.
 
     Raises:
-        DataError: there is no text at all, as on a Python without source files.
+        DataError: There is no text, as on a Python without source files.
     """
     clipped = [_clip(documents[name], _DOCUMENT_CHARACTERS) for name in sorted(documents, key=_shuffle_key)]
     distinct = drop_near_duplicates(clipped)
@@ -92,17 +93,18 @@ def _select(documents: Mapping[str, str]) -> list[str]:
 
 
 def _shuffle_key(name: str) -> bytes:
-    """A fixed order without meaning: neighbours in the alphabet are spread."""
+    """Return a sort key for a fixed pseudorandom order."""
     return hashlib.sha256(name.encode("utf-8", errors="replace")).digest()
 
 
 def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
-    """The documents that stay when none may repeat the others, cut in two or whole.
+    """Drop documents until no head or tail of one overlaps mostly with the others.
 
-    One that equals another repeats it, and one of which a head or a tail of any length, so the whole too, has more than
-    half of its shingles in other documents or elsewhere in itself. The shortest goes first, so the longest of several
-    versions stays. A document that was kept stays fine, as the rest only shrinks: however the result is split, and
-    whichever documents are cut in two for that, none has more than half of its shingles in the other part.
+    A document is dropped if it equals another one. It is also dropped if it has a head or tail (or the whole) with more
+    than half of its shingles in other documents or elsewhere in itself. Documents are tested from the shortest to the
+    longest, so the longest of several versions is kept. The criterion stays true for kept documents, since later steps
+    only remove text. Hence, however the result is split, also if documents are cut in two, no document has more than
+    half of its shingles in the other part.
     """
     words = [split_words(document) for document in documents]
     texts = Counter(map(" ".join, words))
@@ -120,7 +122,7 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
 
 
 def _repeats(known: Sequence[bool]) -> bool:
-    """Whether more than half of the shingles of some head or tail are known."""
+    """Return whether more than half of the shingles of some head or tail are known."""
     lengths = range(1, len(known) + 1)
     return any(
         2 * count > length
@@ -130,14 +132,14 @@ def _repeats(known: Sequence[bool]) -> bool:
 
 
 def _clip(document: str, characters: int) -> str:
-    """The first lines of a document, at most that many characters."""
+    """Return the first lines of a document, up to this many characters."""
     if len(document) <= characters:
         return document
     return document[: document.rfind("\n", 0, characters) + 1] or document[:characters]
 
 
 def _numpy_docstrings() -> Iterator[tuple[str, str]]:
-    """Dotted name and docstring of what NumPy's public modules export, and of the methods of what they export."""
+    """Yield dotted name and docstring of the objects that NumPy's public modules export, and of their methods."""
     import numpy
 
     modules = (numpy, numpy.linalg, numpy.fft, numpy.random, numpy.ma, numpy.polynomial)
@@ -150,7 +152,7 @@ def _numpy_docstrings() -> Iterator[tuple[str, str]]:
 
 
 def _public(owner: ModuleType | type) -> Iterator[tuple[str, object]]:
-    """Public attributes in the order of their names; touching a deprecated one may warn or raise, which is no news."""
+    """Yield public callable attributes by name, ignoring the warnings and errors of deprecated ones."""
     for name in sorted(dir(owner)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -183,10 +185,10 @@ def _read_or_none(path: Path) -> str | None:
 
 
 def read_demo(name: str) -> list[str]:
-    """The documents of a demo user, named as ``demo:NAME`` or ``NAME``.
+    """Return the documents of a demo user, named as ``demo:NAME`` or ``NAME``.
 
     Raises:
-        DataError: no demo user of that name.
+        DataError: There is no demo user of that name.
     """
     name = name.removeprefix(DEMO_PREFIX)
     if name not in DEMO_USERS:
@@ -196,5 +198,5 @@ def read_demo(name: str) -> list[str]:
 
 @cache
 def _read_once(name: str) -> tuple[str, ...]:
-    """Looking through installed packages takes a second or two."""
+    """Return the documents of a demo user, cached because scanning the installed packages takes a second or two."""
     return tuple(DEMO_USERS[name]())

@@ -1,4 +1,4 @@
-"""Duplicate documents, files of several users, and near-duplicate text."""
+"""Duplicate documents of a user, files that several users share, and hashes of shingles."""
 
 from __future__ import annotations
 
@@ -16,23 +16,31 @@ from jaxtyping import Int64, UInt64
 from comingle.utils.names import is_named
 
 SHINGLE_WORDS = 13
+"""Number of consecutive words in a shingle."""
 
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no word of a shingle is lost modulo 2**64
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, hence invertible modulo 2**64: all words affect the hash
 
 
 def split_words(document: str) -> list[str]:
-    """The words of a document; case and white space do not count."""
+    """Return the words of a document in folded case, split at white space."""
     return document.casefold().split()
 
 
 def hash_shingles(
     documents: Sequence[list[str]],
 ) -> tuple[UInt64[np.ndarray, " shingles"], Int64[np.ndarray, " shingles"]]:
-    """Hash of every run of 13 words inside a document, ``sum_k m^(12-k) hash(word_k) mod 2**64``, and its document.
+    """Return the hash of every run of 13 words inside a document, and the number of its document.
 
-    All documents at once, in 13 passes over one array. Python's hash of a string is salted per process, so the values
-    are for comparison within one process only.
+    The hash is ``sum_k m^(12-k) hash(word_k) mod 2**64`` with an odd multiplier m, computed for all documents in 13
+    passes over one array. Python salts hashes of strings per process, so the values are comparable within one process
+    only.
+
+    Args:
+        documents: Words of each document.
+
+    Returns:
+        Hashes and document numbers, both of shape ``(shingles,)``.
     """
     lengths = [len(words) for words in documents]
     flat = np.fromiter((hash(word) for words in documents for word in words), np.int64, sum(lengths)).view(np.uint64)
@@ -58,7 +66,11 @@ logger = logging.getLogger("comingle")
 
 
 class Repeated:
-    """Documents that a user has more than once, of which one is kept where ``data.deduplicate`` asks for it."""
+    """Filter that drops duplicate documents of a user if ``data.deduplicate`` is set.
+
+    Args:
+        drops: Drop duplicates; otherwise documents are returned unchanged.
+    """
 
     def __init__(self, drops: bool = False):
         self.drops, self.counts = drops, Counter[str]()
@@ -66,13 +78,13 @@ class Repeated:
     def drop(
         self, name: str, parts: Mapping[str, Sequence[T]], words: Callable[[T], str], *, held_out: Sequence[str] = ()
     ) -> dict[str, list[T]]:
-        """Remove a user's duplicate documents, ignoring case and white space; does nothing unless ``drops``.
+        """Remove a user's duplicate documents, ignoring case and white space; do nothing unless ``drops``.
 
         Args:
-            name: the user.
-            parts: documents by split.
-            words: returns the text of a document.
-            held_out: splits in decreasing priority; a document in several splits is kept in the first of these.
+            name: Name of the user.
+            parts: Documents by split.
+            words: Returns the text of a document.
+            held_out: Splits in decreasing priority; a document in several splits is kept in the first of these.
         """
         if not self.drops:
             return {split: list(documents) for split, documents in parts.items()}
@@ -90,7 +102,7 @@ class Repeated:
         return kept
 
     def settle(self) -> None:
-        """Say how many documents were left out, and of which users."""
+        """Warn of the number of dropped documents of each user, and reset the counts."""
         if self.counts:
             listed = ", ".join(f"{name!r} ({count})" for name, count in list(self.counts.items())[:_LISTED])
             more = f" and {len(self.counts) - _LISTED} more users" if len(self.counts) > _LISTED else ""
@@ -100,7 +112,7 @@ class Repeated:
 
 
 def warn_same_files(sources: Mapping[str, Iterable[str | None]]) -> None:
-    """Say which users train on the same file, or on copies of one; ``sources`` are those of each user."""
+    """Warn of users who train on the same file or on copies of one; ``sources`` has the paths of each user."""
     owners: dict[str, list[str]] = {}
     for name, source in ((name, source) for name, some in sources.items() for source in some if source):
         place = source if is_named(source) else os.path.realpath(os.path.expanduser(source))

@@ -1,7 +1,8 @@
-"""Files and folders of a data source: suffixes, compression, first bytes, splits by name.
+"""Text files and folders of a data source: suffixes, decompression, type detection, and splits named by files.
 
-A text is shuffled and cut into splits, so every split depends on all that is read. What is read therefore follows from
-the recipe alone, never from what the tokens turn out to be: the beginning of the source, long enough for all splits.
+Text is shuffled before it is cut into splits, so every split depends on everything that was read. How much is read of a
+source therefore follows from the recipe alone, not from token counts: the first :func:`most_bytes` bytes, enough for
+all splits.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from urllib.parse import unquote
 from comingle.utils.errors import DataError
 
 COMPRESSIONS = (".xz", ".gz")
+"""Suffixes of compressed files."""
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-"""Suffixes of files of rows, each also with one of a compression behind it."""
+"""Suffixes of files of rows; each may be followed by one of :data:`COMPRESSIONS`."""
 
 
 def suffix_of(path: Path) -> str:
-    """Return the last suffix of a file's name in lower case, without that of a compression."""
+    """Return the last suffix of a file's name in lower case, ignoring that of a compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -37,17 +39,20 @@ def suffix_of(path: Path) -> str:
 
 
 def has_rows(path: Path) -> bool:
-    """Return whether a file holds rows, by its name."""
+    """Return whether a file holds rows, judged by its suffix."""
     return suffix_of(path) in ROWS
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` wrote the folder."""
+    """Return whether ``datasets`` wrote the folder with ``save_to_disk``."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def looks_like_path(source: str) -> bool:
-    """Hub names are ``NAME`` or ``OWNER/NAME``; anything else that does not exist is a mistyped path."""
+    """Return whether a source that does not exist is a mistyped path and not a hub name.
+
+    Hub names are ``NAME`` or ``OWNER/NAME``.
+    """
     return source.startswith((".", "~", "/")) or source.count("/") > 1 or has_rows(Path(source))
 
 
@@ -56,26 +61,29 @@ OPENERS: Mapping[str, Callable[[Path], io.BufferedIOBase]] = {
     ".gz": gzip.open,
     ".xz": lzma.open,
 }
-"""How a file's bytes are opened, by its suffix."""
+"""Functions that open a file for reading bytes, by its suffix."""
 
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
-"""What reading such a file raises where it is damaged or cannot be opened."""
+"""Exceptions that reading such a file raises if it is damaged or cannot be opened."""
 
 MAX_EXPANSION = 200
-"""Text compresses to a fifth, logs to a fiftieth; a file that expands further was made to fill memory."""
+"""Largest ratio of decompressed to compressed size, against decompression bombs.
+
+Text compresses to a fifth of its size, logs to a fiftieth.
+"""
 
 ALWAYS_EXPANDED = 64 << 20
-"""Bytes that any file may expand to, whatever its size."""
+"""Decompressed bytes that are allowed whatever the ratio is."""
 
 MAX_EXPANDED = 8 << 30
-"""Bytes that no compressed file may exceed, unless :data:`MAX_EXPANDED_VARIABLE` allows more."""
+"""Largest decompressed size in bytes, unless :data:`MAX_EXPANDED_VARIABLE` sets another limit."""
 
 MAX_EXPANDED_VARIABLE = "COMINGLE_MAX_DECOMPRESSED_BYTES"
-"""Environment variable with a limit in place of :data:`MAX_EXPANDED`, in bytes."""
+"""Environment variable that replaces :data:`MAX_EXPANDED`, in bytes."""
 
 
 def max_expanded() -> int:
-    """Return the number of bytes that a compressed file may expand to.
+    """Return the largest decompressed size of a file, in bytes.
 
     Raises:
         DataError: The environment variable is not a positive whole number.
@@ -89,14 +97,14 @@ def max_expanded() -> int:
 
 
 def open_bytes(path: Path) -> Any:
-    """Open a file for reading bytes, decompressed as its suffix says.
+    """Open a file for reading bytes, and decompress it if it has the suffix of a compression.
 
     Reading raises an ``OSError`` when a compressed file expands to more than 200 times its size and 64 MiB, or to more
     than :func:`max_expanded` bytes.
 
     Raises:
         OSError: The file cannot be opened.
-        DataError: The environment variable of the limit is not a number.
+        DataError: The environment variable of the limit is not a positive whole number.
     """
     opener = OPENERS.get(path.suffix.lower())
     if opener is None:
@@ -106,12 +114,12 @@ def open_bytes(path: Path) -> Any:
 
 
 class _BoundedExpansion(io.RawIOBase):
-    """The decompressed bytes of a file, up to a bound that follows from its compressed size, and up to a limit.
+    """Decompressed bytes of a file, limited relative to its compressed size and absolutely.
 
     Args:
-        inner: The decompressing file.
+        inner: Decompressing file.
         compressed_bytes: Size of the compressed file.
-        limit: Bytes that are decompressed at most.
+        limit: Largest number of decompressed bytes.
     """
 
     def __init__(self, inner: io.BufferedIOBase, compressed_bytes: int, limit: int):
@@ -139,17 +147,26 @@ class _BoundedExpansion(io.RawIOBase):
 
 
 READ_AT_LEAST = 32 << 20
-"""Bytes of a source that are read whatever its limits are: a text that is no longer is always read as a whole."""
+"""Smallest read limit in bytes: a shorter source is always read completely."""
 
 BYTES_A_TOKEN = 64
-"""More than tokens of any usual text have on average (about 4 in English)."""
+"""Upper bound of the mean number of bytes per token; English text has about 4."""
 
 Part = tuple[int | None, float]
-"""How many tokens of a split are kept (None: all), and which share of the source the split is."""
+"""Token limit of a split (None: no limit) and the fraction of the source that the split gets."""
 
 
 def most_bytes(*, train: Part, valid: Part = (None, 0.0), test: Part = (None, 0.0)) -> int | None:
-    """The bytes to read of a source: enough for every limit, ``64 tokens / share``; None where train has no limit."""
+    """Return how many bytes of a source to read so that every split reaches its token limit; None to read all.
+
+    A split that gets a fraction of the source needs ``BYTES_A_TOKEN * tokens / fraction`` bytes. The result is the
+    maximum over the splits, and at least :data:`READ_AT_LEAST`.
+
+    Args:
+        train: Token limit and fraction of train. Without a limit, everything is read.
+        valid: Token limit and fraction of valid.
+        test: Token limit and fraction of test.
+    """
     if train[0] is None:
         return None
     needed = [ceil(BYTES_A_TOKEN * tokens / share) for tokens, share in (train, valid, test) if tokens and share]
@@ -157,6 +174,7 @@ def most_bytes(*, train: Part, valid: Part = (None, 0.0), test: Part = (None, 0.
 
 
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""Byte order marks of UTF-16."""
 
 _PICTURE = "a picture"
 _KINDS = {
@@ -178,18 +196,18 @@ _KINDS = {
 
 
 MOST_WORD_CHARACTERS = 1 << 20
-"""Of one word; tokenizers take gigabytes for a longer one."""
+"""Largest number of characters without white space; tokenizers need gigabytes of memory for a longer word."""
 
 
 def word_problem(text: str) -> str | None:
-    """Return what is wrong with a text that has no white space for a million characters, as encoded files have."""
+    """Return an error text if a word has more than a million characters, as Base64 may have; None otherwise."""
     if len(text) <= MOST_WORD_CHARACTERS or max(map(len, text.split()), default=0) <= MOST_WORD_CHARACTERS:
         return None
     return f"more than {MOST_WORD_CHARACTERS:,} characters without white space, which is no text"
 
 
 def kind_of(content: bytes) -> str | None:
-    """What some bytes are that are no text in any coding; None where they may be text."""
+    """Return a description of bytes that are not text in any encoding; None if they may be text."""
     for start, kind in _KINDS.items():
         if content.startswith(start):
             return kind
@@ -220,7 +238,13 @@ _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass(frozen=True, kw_only=True)
 class RowFile:
-    """A file of rows below a folder; ``more`` are columns that its folders name, as ``user=ada``."""
+    """File of rows below a folder.
+
+    Args:
+        path: The file.
+        split: Split of its rows.
+        more: Columns that its folders name (Hive partitioning), such as ``user=ada``.
+    """
 
     path: Path
     split: str
@@ -257,14 +281,14 @@ def _is_visible(name: str) -> bool:
 
 
 def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
-    """List the files of rows below a folder by split and path, and the other files, which are left out.
+    """List the files of rows below a folder by split and path, and the other files, which are not read.
 
-    A file is in a split by its own name, or that of a folder, as ``train.jsonl``, ``test-00000-of-00002.parquet`` or
-    ``validation/a.csv``; a file without such a name is in "train". Where all files have such a word somewhere in their
-    names, as ``news_train.csv`` beside ``news_test.csv``, that decides.
+    The split of a file follows from its own name or that of a folder, as in ``train.jsonl``,
+    ``test-00000-of-00002.parquet`` or ``validation/a.csv``; without such a name it is "train". If the paths of all
+    files contain the word of a split anywhere, as ``news_train.csv`` and ``news_test.csv`` do, these words decide.
 
     Raises:
-        DataError: no file of rows in it.
+        DataError: The folder has no files of rows.
     """
     names = list_files(folder)
     rows = [name for name in names if has_rows(Path(name)) and (folder / name).is_file()]
@@ -283,7 +307,7 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
 
 
 def _split_by_name(name: str) -> str | None:
-    """The split that a file's name, or the nearest of its folders' names, is."""
+    """Return the split that the beginning of a file's name, or the name of its nearest folder, denotes."""
     *folders, own = name.lower().split("/")
     stem = own.partition(".")[0]
     for word, split in _SPLITS.items():
@@ -293,7 +317,7 @@ def _split_by_name(name: str) -> str | None:
 
 
 def _split_by_word(name: str) -> str | None:
-    """The split that the last word of this kind in a file's path names."""
+    """Return the split that the last such word in a file's path denotes."""
     return next((_SPLITS[word] for word in reversed(_WORDS.split(name.lower())) if word in _SPLITS), None)
 
 
@@ -306,8 +330,8 @@ def _partitions(name: str) -> Iterator[tuple[str, str | None]]:
 
 _LOG = logging.getLogger(__name__)
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
-# A single file becomes blocks of about this many characters, so that it can be shuffled and split like a corpus while
-# most windows of the usual contexts still see running text.
+# A single file is cut into blocks of about this many characters, so that it can be shuffled and split like a corpus.
+# Most windows of usual context lengths still lie within a block.
 _BLOCK_CHARACTERS = 2000
 _PIECE = 16 << 20
 _NOTEBOOKS = (".ipynb",)
@@ -315,30 +339,33 @@ _ACCEPTED = "accepted: UTF-8 text (also .gz or .xz), a folder of such files, row
 
 
 class _NotText(Exception):
-    """Why some bytes are no text."""
+    """Reason why bytes are not text."""
 
 
 def check_regular(path: Path) -> None:
-    """See that there is a file or a folder, and not a device or a pipe, which may never end.
+    """Check that a path exists and is a file or folder, not a device or pipe, which may never end.
 
     Raises:
-        DataError: there is not.
+        DataError: The path does not exist, or is a device or pipe.
     """
-    if not os.path.exists(path):  # which a name that is too long is not either
+    if not os.path.exists(path):  # unlike Path.exists, also False for a name that is too long
         raise DataError(f"{path}: no such file or folder")
     if not (path.is_file() or path.is_dir()):
         raise DataError(f"{path}: not a regular file or folder")
 
 
 def read_text_file(path: Path, *, most: int | None = None) -> list[str]:
-    """The documents of one UTF-8 text file, plain or compressed by ``.xz`` or ``.gz``: blocks of whole paragraphs.
+    """Read a UTF-8 text file, plain or compressed by ``.xz`` or ``.gz``, as documents that are blocks of paragraphs.
 
-    Paragraphs end at blank lines; consecutive ones are joined until a block has 2,000 characters. A paragraph is never
-    cut, so a file without blank lines is one document. Of a longer file the first ``most`` bytes are read, to the end
-    of their last whole line.
+    Paragraphs end at blank lines; consecutive ones are joined until a block has 2,000 characters. Paragraphs are not
+    cut, so a file without blank lines is one document.
+
+    Args:
+        path: The file.
+        most: Largest number of bytes to read, of a longer file up to the last line end before that; None for all.
 
     Raises:
-        DataError: the file cannot be opened, or is no UTF-8 text.
+        DataError: The file cannot be opened, or is not UTF-8 text.
     """
     try:
         with open_bytes(path) as file:
@@ -353,10 +380,14 @@ def read_text_file(path: Path, *, most: int | None = None) -> list[str]:
 
 
 def read_text_folder(folder: Path, *, most: int | None = None) -> list[str]:
-    """Read every text file below a folder, in the order of their relative paths, one document a file.
+    """Read every text file below a folder as one document, in the order of their relative paths.
 
-    Hidden files and folders are passed over. Files that are not UTF-8 text, files of rows and notebooks are left out,
-    and counted in one warning: name such a file itself as the user. Reading ends when ``most`` bytes have been read.
+    Skips hidden files and folders. Also skips files that are not UTF-8 text, files of rows, and notebooks, and counts
+    them in one warning; to read such a file, give its path as the user's source.
+
+    Args:
+        folder: The folder.
+        most: Number of bytes after which reading ends; None for all.
     """
     documents: list[str] = []
     skipped: list[str] = []
@@ -388,17 +419,17 @@ def read_text_folder(folder: Path, *, most: int | None = None) -> list[str]:
 
 
 def warn_longer(source: str | Path, most: int) -> None:
-    """Say that a source was not read to its end."""
+    """Warn that a source was not read to its end."""
     _LOG.warning("%s: longer than what is kept of it; its first %s bytes are read", source, f"{most:,}")
 
 
 def split_paragraphs(text: str) -> Iterator[str]:
-    """What stands between blank lines."""
+    """Yield the paragraphs of a text, which blank lines separate."""
     return (paragraph.strip("\n") for paragraph in _BLANK_LINES.split(text) if paragraph.strip())
 
 
 def join_paragraphs(paragraphs: Iterable[str]) -> list[str]:
-    """Blocks of whole paragraphs, each of 2,000 characters or more save the last."""
+    """Return blocks of whole paragraphs, each of at least 2,000 characters except the last."""
     blocks: list[list[str]] = [[]]
     for paragraph in paragraphs:
         if sum(map(len, blocks[-1])) >= _BLOCK_CHARACTERS:
@@ -408,7 +439,7 @@ def join_paragraphs(paragraphs: Iterable[str]) -> list[str]:
 
 
 def _read_head(file: io.BufferedIOBase, most: int | None) -> tuple[str, bool]:
-    """The text of the first ``most`` bytes, to the end of their last whole line, and whether there are more."""
+    """Return the text of the first ``most`` bytes up to the last line end, and whether the file is longer."""
     content: bytes = file.read() if most is None else _read_up_to(file, most + 1)
     if most is None or len(content) <= most:
         return _decode(content), False
@@ -417,7 +448,7 @@ def _read_head(file: io.BufferedIOBase, most: int | None) -> tuple[str, bool]:
 
 
 def _read_up_to(file: io.BufferedIOBase, most: int) -> bytes:
-    """So many bytes, piece by piece: asked for all at once, memory for all of them is taken whatever is there."""
+    """Read up to ``most`` bytes in chunks; ``read(most)`` would allocate that much memory even for a short file."""
     pieces, left = [file.read(min(most, _PIECE))], most
     while pieces[-1] and (left := left - len(pieces[-1])) > 0:
         pieces.append(file.read(min(left, _PIECE)))
@@ -425,13 +456,13 @@ def _read_up_to(file: io.BufferedIOBase, most: int) -> bytes:
 
 
 def _decode(content: bytes, *, final: bool = True) -> str:
-    """UTF-8 text with Unix line ends; a byte order mark is dropped. If not ``final``, half a character may be left."""
+    """Decode UTF-8 and normalise line ends; drop a byte order mark and, unless ``final``, a cut-off last character."""
     if kind := kind_of(content):
         raise _NotText(f"is {kind}, not text; {_ACCEPTED}")
     try:
         text, _ = codecs.utf_8_decode(content.removeprefix(codecs.BOM_UTF8), "strict", final)
     except UnicodeDecodeError as error:
-        # Of the text's own bytes: where a mark has been dropped, three earlier than in the file.
+        # error.start does not count the byte order mark, which was removed.
         at = error.start + len(content) - len(error.object)
         coding = "it is UTF-16" if content.startswith(UTF_16) else f"byte {content[at]:#04x} at offset {at}"
         raise _NotText(f"not UTF-8 text ({coding}); convert it to UTF-8 first") from None

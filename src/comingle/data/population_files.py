@@ -1,16 +1,20 @@
-"""Populations in one file: users' tokens and samples, written user by user, and the cache of them.
+"""Populations of encoded users on disk, and the cache of them.
 
-A folder has ``users.bin`` (of each user its arrays, streams of tokens for example, behind a line with their shapes),
-``users.ends`` (where each user ends, with a checksum), ``users.sizes`` (how much each has to train, to validate and to
-test on), the names (:mod:`comingle.data.populations`) and ``about.json``, with checksums of all files but the first.
-Those are compared when the folder is opened, a user's whenever the user is read. Files are mapped into memory.
+The folder of a population has these files:
 
-Users that a recipe says are kept in the user's cache (:func:`comingle.utils.files.cache_folder`), readable by nobody
-else, under a name that follows from what was read, by path, size and time of its files, and from all that determines
-how it was encoded. A population that was not used for 30 days is deleted. Sources that are no files (names of the hub,
-of plug-ins) are read anew each time.
+- ``users.bin``: the arrays of each user (token streams, for example), preceded by a line with their shapes.
+- ``users.ends``: the end of each user in ``users.bin``, in bytes, and a CRC-32 checksum.
+- ``users.sizes``: the amount of train, valid and test data of each user.
+- ``names.*``: the names (:mod:`comingle.data.populations`).
+- ``about.json``: type, digest and totals of the users, and checksums of all files but ``users.bin``.
 
-A package with users of another type registers a pair of functions for it in :data:`FORMS`.
+Opening a folder verifies the checksums of the files; reading a user verifies that user's. Files are memory-mapped.
+
+Populations read from a recipe are cached in a private folder (:func:`comingle.utils.files.cache_folder`). The cache key
+is a digest of paths, sizes and times of the source files and of all settings that affect encoding. A population that
+was not used for 30 days is deleted. Sources that are not files (hub names, plug-ins) are not cached.
+
+A package with users of another type registers its :class:`UserForm` in :data:`FORMS`.
 """
 
 from __future__ import annotations
@@ -49,12 +53,19 @@ from comingle.utils.files import cache_folder, make_once
 from comingle.utils.records import expand_home
 
 Arrays = Mapping[str, Tensor]
+"""A user's arrays by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserForm:
-    """``parts`` of a user, and the user of a name and parts; ``counts`` is what there is to be known of all users
-    together: sums, and what begins with ``most_`` is the largest."""
+    """Conversion of one type of user to and from arrays.
+
+    Args:
+        parts: Returns the arrays of a user.
+        user: Returns the user with this name and these arrays.
+        counts: Returns what a user adds to the totals of a population. A total is the sum over the users, or the
+            maximum if its name begins with ``most_``.
+    """
 
     parts: Callable[[Any], Arrays]
     user: Callable[[str, Arrays], Any]
@@ -113,22 +124,22 @@ FORMS: dict[type, UserForm] = {
     UserAnswers: UserForm(parts=_answers_parts, user=_answers_user, counts=_answers_counts),
     UserSamples: UserForm(parts=_samples_parts, user=_samples_user),
 }
-"""By the type of a user."""
+"""Array formats by the type of a user."""
 
 
 USERS, ENDS, SIZES, ABOUT = "users.bin", "users.ends", "users.sizes", "about.json"
 _LINE = 16
-"""To so many bytes arrays are aligned."""
+"""Alignment of the arrays in ``users.bin``, in bytes."""
 _PLACE = np.dtype([("end", "<i8"), ("sum", "<u4")])
 _AT_ONCE = 1 << 20
-"""So many bytes of a file are read at once."""
+"""Bytes per read when a file is checksummed."""
 
 
 def write_population(folder: Path, users: Iterable[Named]) -> int:
-    """Write users as they come, one at a time; returns how many there were.
+    """Write users to a folder one at a time; return their number.
 
     Raises:
-        DataError: two have one name, a name is none, or the users are not all of one type that is known.
+        DataError: Two users have the same name, a name is invalid, or the users are not all of one registered type.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with PopulationWriter(folder) as writer:
@@ -138,7 +149,11 @@ def write_population(folder: Path, users: Iterable[Named]) -> int:
 
 
 class PopulationWriter:
-    """Writes users as they come."""
+    """Writer that appends users to a folder one at a time.
+
+    Args:
+        folder: Existing folder for the files.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self._names = folder, NamesWriter(folder)
@@ -155,10 +170,10 @@ class PopulationWriter:
         self._open.close()
 
     def add(self, user: Named) -> None:
-        """Write one down.
+        """Append a user.
 
         Raises:
-            DataError: nobody of a type that is known, or of that of the others.
+            DataError: The name is invalid, or the user's type is not registered or differs from the other users' type.
         """
         form = FORMS.get(type(user))
         if form is None or (self.count and type(user) is not self._form):
@@ -178,12 +193,15 @@ class PopulationWriter:
             self._counts[key] = max(before, value) if key.startswith("most_") else before + value
 
     def finish(self, more: Mapping[str, object] | None = None) -> int:
-        """The rest, with what ``about.json`` says besides; returns how many users there are.
+        """Write the names and ``about.json``; return the number of users.
 
-        Whatever else is to be in the folder is in it by now.
+        Call it after all other files of the folder have been written, since it computes their checksums.
+
+        Args:
+            more: Further entries of ``about.json``.
 
         Raises:
-            DataError: two have one name.
+            DataError: Two users have the same name.
         """
         self._open.close()
         self._names.finish()
@@ -194,7 +212,7 @@ class PopulationWriter:
 
 
 def _sum(path: Path) -> int:
-    """A checksum of a file, of which little is in memory at a time."""
+    """Return the CRC-32 of a file, read in chunks."""
     found = 0
     with open(path, "rb") as file:
         while content := file.read(_AT_ONCE):
@@ -203,7 +221,7 @@ def _sum(path: Path) -> int:
 
 
 def _packed(form: UserForm, user: object) -> bytes:
-    """A line of JSON with the name, dtype and shape of each array, then the arrays."""
+    """Return a JSON line with the name, dtype and shape of each array, followed by the arrays."""
     parts = {key: t.detach().cpu().contiguous() for key, t in form.parts(user).items()}
     told = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in parts.items()]
     pieces = [_padded(json.dumps(told).encode() + b"\n", b" ")]
@@ -216,10 +234,10 @@ def _padded(content: bytes, by: bytes) -> bytes:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What is written down of a population as a whole.
+    """Return the content of ``about.json``.
 
     Raises:
-        DataError: there is none.
+        DataError: The file is missing or is not JSON.
     """
     try:
         return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
@@ -228,11 +246,11 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def read_population(folder: Path) -> LazyPopulation[Any]:
-    """The users of such a folder, each read when it is asked for.
+    """Return a lazy population that reads each user from the folder on access.
 
     Raises:
-        DataError: it is not one, or its files are not as they were written; of a user's data it is raised when the user
-            is asked for.
+        DataError: The folder is not a population or was changed. A user's data is verified when the user is accessed,
+            which raises the same error.
     """
     about = read_about(folder)
     form = next((form for kind, form in FORMS.items() if kind.__name__ == about.get("type")), None)
@@ -243,7 +261,7 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
         names = Names(folder)
         ends = np.memmap(folder / ENDS, dtype=_PLACE, mode="r")
         sizes = np.memmap(folder / SIZES, dtype="<i8", mode="r").reshape(-1, len(SPLITS))
-        with open(folder / USERS, "rb") as file:  # views of it may be written to, which changes no file
+        with open(folder / USERS, "rb") as file:  # copy-on-write: tensors on it are writable, the file is not changed
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: no population of users ({error}); write it again") from None
@@ -274,19 +292,19 @@ def _arrays(content: mmap.mmap, start: int) -> dict[str, Tensor]:
     return arrays
 
 
-# -------------------------------------------------------------------- from a reader
+# -------------------------------------------------------------------- cache
 
 SKIPPED = "skipped.jsonl"
-"""In the folder of a population: a line for each user who was left out, and what the user had too little of."""
+"""File with one line for each skipped user: the name, and what the user has too little of."""
 
 HEARD = 100
-"""Number of warnings that are repeated."""
+"""Number of warnings that are stored and repeated."""
 
 logger = logging.getLogger("comingle")
 
 
 class _Heard(logging.Handler):
-    """Records the first warnings while users are read, so that they are repeated when the users come from the cache."""
+    """Handler that records the first warnings of reading, to repeat them when the users come from the cache."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -307,16 +325,16 @@ class _Heard(logging.Handler):
 
     @property
     def repeated(self) -> list[str]:
-        """The recorded lines, and the number of the others."""
+        """Recorded lines, followed by a line with the number of further warnings."""
         more = self.count - HEARD
         return [*self.lines, *([f"{more} more such lines were said when the users were read"] if more > 0 else [])]
 
 
 def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
-    """Read all users and write those who have enough data.
+    """Read all users and write each user with enough data.
 
     Raises:
-        DataError: a source cannot be read, or a user has too little data and is not to be left out.
+        DataError: A source cannot be read, or a user has too little data and the reader does not skip users.
     """
     small = FirstUsers()
     with PopulationWriter(folder) as writer, _Heard() as heard:
@@ -327,10 +345,10 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
                 for found, user in reader.stream(read):
                     if not reader.skips and (shortage := reader.shortage(user)) is not None:
                         small.add(user.name, shortage)
-                    elif not small.count:  # else there is no run, but all such users are named
+                    elif not small.count:  # after a refusal only shortages are collected, for the error message
                         reader.inspect(found, user)
                         writer.add(user)
-                    del found, user  # before the next user is read
+                    del found, user  # free memory before the next user is read
             rows.remove()
         if small.count:
             raise reader.refuse(small)
@@ -339,17 +357,20 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
 
 
 def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[User], dict[str, Any], Mapping[str, str]]:
-    """Return the users of a reader, what is known of all of them, and who was left out.
+    """Return the users of a reader from the cache, reading and caching them first if necessary.
 
-    They are read unless the cache has them. Warnings of reading them are logged, also where that was before.
+    Logs the warnings of reading them, also when they come from the cache.
+
+    Returns:
+        The users, the content of ``about.json``, and the skipped users with what each has too little of.
 
     Raises:
-        DataError: a user's data cannot be used, or the cache cannot be written to.
+        DataError: A user's data cannot be used, or the cache is not writable.
     """
     folder, was_there = cached_population(reader)
     try:
         users, about = read_population(folder), read_about(folder)
-    except DataError:  # torn, in a cache that anything may happen to
+    except DataError:  # the cached files are damaged: read the users again
         shutil.rmtree(folder, ignore_errors=True)
         folder, was_there = cached_population(reader)
         users, about = read_population(folder), read_about(folder)
@@ -359,7 +380,12 @@ def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[Use
 
 
 class Skipped(Mapping[str, str]):
-    """Users who were left out, and what they have too little of, in a file that is read on demand."""
+    """Mapping from skipped users to what they have too little of, read from a file on access.
+
+    Args:
+        path: File with one JSON line per user.
+        count: Number of lines.
+    """
 
     def __init__(self, path: Path, count: int):
         self.path, self.count = path, count
@@ -368,7 +394,7 @@ class Skipped(Mapping[str, str]):
         return self.count
 
     def items(self) -> Any:
-        """Yield the lines of the file."""
+        """Yield the name and the shortage of each user."""
         with open(self.path, encoding="utf-8") as lines:
             yield from (tuple(json.loads(line)) for line in lines)
 
@@ -383,18 +409,18 @@ class Skipped(Mapping[str, str]):
 
 
 _FORM = 3
-"""Version of the files; those of older versions are written anew."""
+"""Version of the file format, part of the cache key."""
 
 _DAYS_UNUSED = 30
 
 
 def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
-    """Return the folder of a reader's population, and whether it was there; write it unless it was.
+    """Return the folder of a reader's population, and whether it was cached already; write it if it was not.
 
-    Of several processes on one machine one writes.
+    A file lock ensures that only one process per machine writes it. Without cacheable sources the folder is temporary.
 
     Raises:
-        DataError: a user's data cannot be used, or the cache cannot be written to.
+        DataError: A user's data cannot be used, or the cache is not writable.
     """
     states = _digest(_states(reader.sources()))
     if states is None:
@@ -409,7 +435,7 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(home / f"{target.name}.lock"):
             there = (target / ABOUT).is_file()
-            if not there:  # what tidies up may take single files
+            if not there:  # a system's cleaner may have deleted single files
                 shutil.rmtree(target, ignore_errors=True)
             make_once(target, partial(write_users, reader))
             os.utime(target / ABOUT)
@@ -421,7 +447,7 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
 
 
 def _digest(states: Iterator[Sequence[object] | None]) -> str | None:
-    """Return a digest of the states of all sources; None where one is no file."""
+    """Return a digest of the states of all sources; None if a source is not a file."""
     digest = hashlib.sha256()
     for state in states:
         if state is None:
@@ -431,10 +457,10 @@ def _digest(states: Iterator[Sequence[object] | None]) -> str | None:
 
 
 def _states(sources: list[str]) -> Iterator[list[object] | None]:
-    """Yield what identifies the content of each source; None for what is no file or folder."""
+    """Yield path, size and times of each file of the sources; None for a source that is not a file or folder."""
     for source in sources:
         path = expand_home(source)
-        if not os.path.exists(path):  # which a name that is too long is not either
+        if not os.path.exists(path):  # unlike Path.exists, also False for a name that is too long
             yield None
         elif path.is_dir():
             yield from _states_below(path)
@@ -443,7 +469,10 @@ def _states(sources: list[str]) -> Iterator[list[object] | None]:
 
 
 def _states_below(top: Path) -> Iterator[list[object]]:
-    """Follow links to folders, as a class may be one; each folder once, as links may form a cycle."""
+    """Yield the state of each file and folder below ``top``.
+
+    Follows links to folders, since a class may be one; visits each folder once, since links may form a cycle.
+    """
     seen = set[str]()
     for place, folders, files in os.walk(top, followlinks=True):
         real = os.path.realpath(place)
@@ -457,18 +486,21 @@ def _states_below(top: Path) -> Iterator[list[object]]:
 
 
 def _state(path: Path) -> list[object]:
-    """Size and times of a file; an archive may reset the modification time, but not the time of the last change."""
+    """Return path, size, times and inode of a file.
+
+    The change time counts too, because extracting an archive may reset the modification time.
+    """
     try:
         found = path.stat()
-    except OSError:  # a link to nowhere, of which reading says what there is to say
+    except OSError:  # a dangling link: the reader reports it
         return [str(path.absolute())]
     return [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def _sweep(home: Path) -> None:
-    """Delete populations that were not used for long."""
+    """Delete populations that were not used for 30 days."""
     for about in home.glob(f"*/{ABOUT}"):
-        # Another process may have been quicker, or be about to use it.
+        # Another process may have deleted it already, or may hold the lock to use it.
         with suppress(FileNotFoundError, Timeout), FileLock(home / f"{about.parent.name}.lock", blocking=False):
             if time.time() - about.stat().st_mtime > _DAYS_UNUSED * 86400:
                 shutil.rmtree(about.parent, ignore_errors=True)

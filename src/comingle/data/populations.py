@@ -1,8 +1,12 @@
-"""Populations of users made on demand, and their names.
+"""Lazy populations of users, and indexed sequences of user names.
 
-A folder of names has ``names.text`` (all names one after another), ``names.ends`` (where each ends), ``names.index``
-(the numbers of the users in the order of their names' hashes), ``names.hashes`` (these hashes), and ``names.sha256``
-(the digest of them all, :func:`digest_names`).
+:class:`Names` reads a folder with these files:
+
+- ``names.text``: all names, concatenated as UTF-8.
+- ``names.ends``: the end of each name in ``names.text``, in bytes.
+- ``names.hashes``: 64-bit hashes of the names, sorted.
+- ``names.index``: the user number that belongs to each of these hashes.
+- ``names.sha256``: the digest of all names (:func:`digest_names`).
 """
 
 from __future__ import annotations
@@ -28,16 +32,16 @@ from comingle.utils.names import name_problem
 from comingle.utils.seeds import derive
 
 LOTS = 10_000
-"""Up to so many names each has a lot of its own in every draw; of more, numbers are drawn, which takes no longer."""
+"""Largest number of names for which :func:`drawn` hashes each name; above it, it samples user numbers."""
 
 
 class Known(Sequence[str]):
-    """Names whose ``index`` takes no search."""
+    """Sequence of names whose ``index`` and ``in`` need no linear search."""
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """A digest of the names in their order."""
+        """SHA-256 digest of the names in their order, in hex."""
 
     def __contains__(self, value: object) -> bool:
         try:
@@ -47,7 +51,12 @@ class Known(Sequence[str]):
 
 
 class Numbered(Known):
-    """Names that are numbers behind a prefix: ``user-0``, ``user-1`` and so on."""
+    """Names that consist of a prefix and a number: ``user-0``, ``user-1`` and so on.
+
+    Args:
+        prefix: Beginning of all names.
+        count: Number of names.
+    """
 
     def __init__(self, prefix: str, count: int):
         self.prefix, self.size = prefix, count
@@ -67,8 +76,13 @@ class Numbered(Known):
     def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
         """Return the number in a name.
 
+        Args:
+            value: The name.
+            start: Ignored.
+            stop: Ignored.
+
         Raises:
-            ValueError: no user has the name.
+            ValueError: No user has the name.
         """
         number = value.removeprefix(self.prefix)
         if number.isdecimal() and value == f"{self.prefix}{int(number)}" and int(number) < self.size:
@@ -77,7 +91,7 @@ class Numbered(Known):
 
     @property
     def digest(self) -> str:
-        """A digest of the prefix and the number of names."""
+        """SHA-256 digest of the prefix and the number of names, in hex."""
         return digest_names([self.prefix, str(len(self))])
 
 
@@ -86,7 +100,11 @@ NAMES, _ENDS, _INDEX, _HASHES, _SUM = FILES
 
 
 class NamesWriter:
-    """Writes names into a folder as they come."""
+    """Writer that appends names to a folder one at a time.
+
+    Args:
+        folder: Existing folder for the files.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self._end = folder, 0
@@ -95,10 +113,10 @@ class NamesWriter:
         self._digest, self._hashes = hashlib.sha256(), array("Q")
 
     def add(self, name: str) -> None:
-        """Write a name.
+        """Append a name.
 
         Raises:
-            DataError: it cannot be one.
+            DataError: The name is not a valid user name.
         """
         if problem := name_problem([name]):
             raise DataError(problem)
@@ -114,10 +132,10 @@ class NamesWriter:
         self._open.close()
 
     def finish(self) -> Names:
-        """Write the index; return all names.
+        """Write the index and return all names.
 
         Raises:
-            DataError: a name occurs twice.
+            DataError: A name occurs twice.
         """
         self.close()
         hashes = np.frombuffer(self._hashes, dtype=np.uint64)
@@ -134,10 +152,14 @@ class NamesWriter:
 
 
 class Names(Known):
-    """The names of a folder, or a span of them.
+    """Memory-mapped names of a folder that :class:`NamesWriter` has written, or a span of them.
+
+    Args:
+        folder: The folder.
+        span: Numbers of the users whose names the sequence holds; all users by default.
 
     Raises:
-        DataError: its files do not fit each other.
+        DataError: The files have inconsistent lengths.
     """
 
     def __init__(self, folder: Path, span: range | None = None):
@@ -170,10 +192,15 @@ class Names(Known):
         return self._text[start : int(self._ends[number])].tobytes().decode()
 
     def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
-        """Return the number of a name.
+        """Return the position of a name in the sequence.
+
+        Args:
+            value: The name.
+            start: Ignored.
+            stop: Ignored.
 
         Raises:
-            ValueError: no user has it.
+            ValueError: No user has the name.
         """
         key = np.uint64(_hash(value.encode()))
         for at in range(int(np.searchsorted(self._hashes, key)), len(self._hashes)):
@@ -185,12 +212,12 @@ class Names(Known):
 
     @property
     def digest(self) -> str:
-        """A digest of the names in their order."""
+        """SHA-256 digest of the names in their order, in hex; stored for a whole folder, computed for a span."""
         whole = len(self) == len(self._ends)
         return self._sum if whole else hashlib.sha256("\0".join(self).encode()).hexdigest()
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the files of all names, not only of a span, to another folder."""
+        """Copy the files of the whole folder to another folder, also if this is a span."""
         for name in FILES:
             shutil.copyfile(self.folder / name, folder / name)
 
@@ -205,11 +232,11 @@ def _hash(content: bytes) -> int:
 
 @runtime_checkable
 class Named(Protocol):
-    """What has the name of a user."""
+    """Protocol of objects with a user name."""
 
     @property
     def name(self) -> str:
-        """The user's name."""
+        """Name of the user."""
         ...
 
 
@@ -217,16 +244,16 @@ User = TypeVar("User", bound=Named)
 
 
 class LazyPopulation(Sequence[User]):
-    """Users by number, made when they are asked for.
+    """Sequence of users that creates each user on access.
 
     Args:
-        names: all users' names.
-        make: makes the user of a number.
-        digest: identifies the users' data.
-        largest: the number of a user with most train data; not needed where ``sizes`` are given.
-        at_hand: number of users that are kept, those used last.
-        sizes: how much each user has to train, to validate and to test on.
-        about: what is known of all users together.
+        names: Names of all users.
+        make: Function that creates a user from its number.
+        digest: Digest that identifies the users' data.
+        largest: Number of a user with the most training data; ignored if ``sizes`` is given.
+        at_hand: Number of most recently used users that are cached.
+        sizes: Amount of train, valid and test data of each user; None if unknown.
+        about: Totals over all users, by name.
     """
 
     def __init__(
@@ -245,7 +272,7 @@ class LazyPopulation(Sequence[User]):
         self.make = lru_cache(at_hand)(make)
 
     def part(self, numbers: range) -> LazyPopulation[User]:
-        """Return a population of consecutive users."""
+        """Return a population of consecutive users; it shares the cache of this one."""
         span = slice(numbers.start, numbers.stop)
         return LazyPopulation(
             self.names[span],
@@ -273,12 +300,15 @@ class LazyPopulation(Sequence[User]):
 
 
 def listed(users: Sequence[User]) -> Sequence[User]:
-    """Return a list of the users, but a lazy population as it is."""
+    """Return a list of the users; return a lazy population unchanged."""
     return users if isinstance(users, LazyPopulation) else list(users)
 
 
 def part_of(users: Sequence[User], numbers: Sequence[int] | None) -> Sequence[User]:
-    """Return the users of these numbers (None: all), without reading them where the population is lazy."""
+    """Return the users with these numbers; all users if ``numbers`` is None.
+
+    Reads no users if the population is lazy and ``numbers`` is a range.
+    """
     if numbers is None:
         return users
     if isinstance(users, LazyPopulation) and isinstance(numbers, range):
@@ -287,24 +317,28 @@ def part_of(users: Sequence[User], numbers: Sequence[int] | None) -> Sequence[Us
 
 
 def names_of(users: Sequence[Named]) -> Sequence[str]:
-    """Return all users' names, in order."""
+    """Return the names of all users, in order."""
     return users.names if isinstance(users, LazyPopulation) else tuple(user.name for user in users)
 
 
 class Numbers:
-    """The number of each name, which is looked up and not searched for."""
+    """Lookup table from user names to user numbers.
+
+    Args:
+        names: Names of all users, in the order of their numbers.
+    """
 
     def __init__(self, names: Sequence[str]):
         self._names = names
 
     def __call__(self, names: Sequence[str]) -> list[int]:
-        """Those of these names."""
+        """Return the numbers of these names."""
         if isinstance(self._names, Known):
             return [self._names.index(name) for name in names]
         return [self._by_name[name] for name in names]
 
     def there(self, names: Sequence[str]) -> list[int]:
-        """Those of the names among these that there are."""
+        """Return the numbers of those of these names that exist; skip the others."""
         known = self._names if isinstance(self._names, Known) else self._by_name
         return self([name for name in names if name in known])
 
@@ -314,10 +348,15 @@ class Numbers:
 
 
 def drawn(names: Sequence[str], count: int, *purpose: str | int) -> list[int]:
-    """So many of these users, by number, in ascending order; each as likely.
+    """Draw ``count`` users uniformly without replacement; return their numbers in ascending order.
 
-    Each has a lot from (purpose, name) and the lowest are drawn, so that the draw does not depend on the users' order;
-    of more than :data:`LOTS` numbers are drawn, and it does.
+    Up to :data:`LOTS` users, the draw takes the users with the smallest hash of (purpose, name), so it does not depend
+    on their order. Above that, it samples numbers with a generator seeded by ``purpose``, so it does.
+
+    Args:
+        names: Names of all users.
+        count: Number of users to draw.
+        *purpose: Purpose and seed of the draw, which determine its result.
     """
     if len(names) > LOTS:
         return sorted(random.Random(derive(*purpose)).sample(range(len(names)), count))
@@ -326,7 +365,7 @@ def drawn(names: Sequence[str], count: int, *purpose: str | int) -> list[int]:
 
 
 def digest_names(names: Sequence[str]) -> str:
-    """Return a digest of names in their order."""
+    """Return the SHA-256 digest of names in their order, in hex."""
     return names.digest if isinstance(names, Known) else hashlib.sha256("\0".join(names).encode()).hexdigest()
 
 

@@ -1,15 +1,15 @@
-"""Local files of rows: JSON, CSV and Parquet, and rows that cannot be used.
+"""Readers of local files of rows (JSON, CSV and Parquet), and collection of bad rows.
 
-A reader of rows reports what is wrong with a row by raising a ``ValueError`` (any ``DataError`` is one) within
-:meth:`BadRows.row`; reading continues with the next row::
+Code that processes a row raises a ``ValueError`` (any ``DataError`` is one) within :meth:`BadRows.row` to report a bad
+row; reading continues with the next row::
 
     for place, row in rows:
         with bad.row(f"chats.jsonl: {place}"):
             conversations.append(messages_of(row))
     bad.settle()
 
-None of them guesses types, which would make one user of 007 and 7. JSON is read by :mod:`json` itself: lines, a list,
-or objects one after another, whatever the suffix says; Parquet by pyarrow, without a copy on disk.
+The readers do not infer types, since 007 and 7 would become the same user. :mod:`json` reads JSON (lines, a list, or
+concatenated objects, whatever the suffix is), pyarrow reads Parquet without a copy on disk.
 """
 
 from __future__ import annotations
@@ -31,18 +31,25 @@ from comingle.data.files import UNREADABLE, open_bytes, suffix_of
 from comingle.utils.errors import DataError
 
 OnBadRow = Literal["refuse", "skip"]
+"""Values of ``data.on_bad_row``."""
 
 MOST_REFUSED = 1000
-"""Reading ends after this many bad rows when they are refused."""
+"""Number of bad rows after which reading stops if bad rows are refused."""
 
 _LISTED, _REMARKS = 20, 8
 ADVICE = "repair them, or leave them out with data.on_bad_row: skip"
+"""Advice at the end of errors about bad rows."""
 
 logger = logging.getLogger("comingle")
 
 
 class BadRowsError(DataError):
-    """Rows that cannot be used; ``problems`` has a line for each, as far as they were collected."""
+    """Error for rows that cannot be used.
+
+    Args:
+        message: Text of the error.
+        problems: One line per bad row, up to the number of rows that were collected.
+    """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()):
         super().__init__(message)
@@ -50,19 +57,20 @@ class BadRowsError(DataError):
 
 
 class BadRows:
-    """Rows of one source that cannot be used, and what is wrong with each.
+    """Collection of the bad rows of a source, with their problems.
 
     Args:
-        policy: ``refuse`` raises an error that lists them when reading ends; ``skip`` leaves them out with a warning.
+        policy: ``refuse`` to raise an error that lists them when reading ends; ``skip`` to skip them with a warning.
     """
 
     def __init__(self, policy: OnBadRow = "refuse"):
         self.policy, self.count = policy, 0
         self.skipped = 0
-        """Number of rows left out so far, over all calls of :meth:`settle`."""
+        """Number of rows skipped so far, over all calls of :meth:`settle`."""
         self.problems: list[tuple[str, str]] = []
-        """Where each row is, and what is wrong with it."""
+        """Place and problem of each row."""
         self.remarks: dict[str, tuple[int, str]] = {}
+        """Number of rows and place of the first, by remark."""
 
     @contextmanager
     def row(self, where: str) -> Iterator[None]:
@@ -75,10 +83,10 @@ class BadRows:
             self.add(where, str(error))
 
     def add(self, where: str, problem: str) -> None:
-        """Collect the problem of one row.
+        """Add a bad row.
 
         Raises:
-            BadRowsError: rows are refused, and 1,000 have been collected.
+            BadRowsError: The policy is ``refuse``, and 1,000 rows have been collected.
         """
         self.count += 1
         if self.count <= MOST_REFUSED:
@@ -87,15 +95,15 @@ class BadRows:
             self.settle()
 
     def remark(self, where: str, what: str) -> None:
-        """Count a row that is used, but has something that its owner should know of."""
+        """Count a row that is used but has a property that users should know about."""
         count, first = self.remarks.get(what, (0, where))
         self.remarks[what] = count + 1, first
 
     def settle(self) -> None:
-        """Refuse the rows collected so far, or warn that they are left out; warn of remarks; then forget them.
+        """Log the remarks, then raise an error for the collected bad rows or warn that they are skipped; clear both.
 
         Raises:
-            BadRowsError: rows are refused, and there are some.
+            BadRowsError: The policy is ``refuse``, and there are bad rows.
         """
         count, found = self.count, self.problems
         problems = tuple(f"{where}: {problem}" for where, problem in found)
@@ -116,7 +124,7 @@ class BadRows:
 
 
 def _merge_equal(problems: list[tuple[str, str]]) -> list[str]:
-    """Return a line for each problem; rows of one source with the same problem one after another share a line."""
+    """Return one line per problem; merge consecutive rows of one source with the same problem."""
     lines = list[str]()
     for (source, problem), group in groupby(problems, key=lambda one: (one[0].rpartition(": ")[0], one[1])):
         places = ", ".join(where.removeprefix(f"{source}: ") for where, _ in group)
@@ -125,12 +133,13 @@ def _merge_equal(problems: list[tuple[str, str]]) -> list[str]:
 
 
 Row = Mapping[str, Any]
+"""Values of a row by column."""
 
 PlacedRows = Iterator[tuple[str, Row]]
-"""Rows, each with its place in the file, as ``line 3``."""
+"""Rows with their places in the file, such as ``line 3``."""
 
 MOST_CHARACTERS = 64 << 20
-"""Of one row; a longer one is refused before it fills memory."""
+"""Largest number of characters of a row; a longer one is an error before it fills memory."""
 
 _TOO_LONG = f"longer than {MOST_CHARACTERS >> 20} MiB; allowed: a row for each document or conversation"
 _PIECE = 1 << 20
@@ -140,13 +149,13 @@ _BATCH_ROWS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A file of rows, or one split of a data set.
+    """File of rows, or one split of a data set.
 
     Args:
-        where: the file or data set, as messages name it.
-        split: the split that its rows are in.
-        read: yields the rows with their places; of formats that store columns apart, only the columns asked for.
-        columns: the names of the columns, where the format states them.
+        where: Name of the file or data set in messages.
+        split: Split of its rows.
+        read: Yields the rows with their places. Columnar formats read only the columns in its second argument.
+        columns: Names of the columns, if the format states them.
     """
 
     where: str
@@ -156,7 +165,7 @@ class Table:
 
 
 class TypedNumber(float):
-    """A JSON number that keeps its spelling, so that a name made of it is as it was typed."""
+    """JSON number that keeps its spelling, so that a name made from it is spelled as in the file."""
 
     def __init__(self, spelling: str):
         self.spelling = spelling
@@ -166,13 +175,13 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, more
     """Open a file of rows by its suffix.
 
     Args:
-        path: the file.
-        split: the split that its rows are in.
-        sep: what separates the fields of a CSV file, if not a comma or, in a .tsv file, a tab.
-        more: columns that every row has besides its own, as the folders of a partitioned data set name them.
+        path: The file.
+        split: Split of its rows.
+        sep: Separator of the fields of a CSV file; by default a comma, or a tab in a .tsv file.
+        more: Columns to add to every row, such as those that the folders of a partitioned data set name.
 
     Raises:
-        DataError: a Parquet file that cannot be opened.
+        DataError: A Parquet file cannot be opened.
     """
     suffix, columns = suffix_of(path), None
     if suffix == ".parquet":
@@ -192,7 +201,7 @@ def name_in(value: object, column: str) -> str:
     """Return a cell of a user or split column as a name, with numbers spelled as in the file.
 
     Raises:
-        ValueError: the value is not a string or number, or its original spelling is lost, so that two users could be
+        ValueError: The value is not a string or number, or its original spelling is lost, so that two users could be
             merged into one.
     """
     if isinstance(value, str):
@@ -205,7 +214,7 @@ def name_in(value: object, column: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return the root of an error in one line."""
+    """Return the message of an error's cause, or else of the error itself, in one line."""
     cause = error.__cause__ or error
     return " ".join(str(cause).split())[:_LISTED_CHARACTERS] or type(cause).__name__
 
@@ -218,12 +227,12 @@ def _described(value: object) -> str:
 
 
 def read_json(path: Path, bad: BadRows) -> PlacedRows:
-    """The rows of a file of JSON lines, of a list of objects, or of objects one after another.
+    """Yield the rows of a file of JSON lines, of a JSON list of objects, or of concatenated objects.
 
-    A byte order mark and blank lines are passed over. Memory is bounded by the longest row.
+    Skips a byte order mark and blank lines. Memory is bounded by the longest row.
 
     Raises:
-        DataError: the file cannot be read, or nothing can be read behind a mistake in a list.
+        DataError: The file cannot be read, or a list has a syntax error, after which no row can be located.
     """
     try:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as file:
@@ -271,7 +280,7 @@ def _object(line: str) -> Row:
         row = json.loads(line, parse_float=TypedNumber)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} (column {error.colno})") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # an integer beyond Python's limit on digits
         raise ValueError(f"not JSON: {error}") from None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
@@ -289,10 +298,10 @@ _JSON_TYPES = {list: "list", str: "string", bool: "truth value", type(None): "nu
 
 
 def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: Path, bad: BadRows) -> PlacedRows:
-    """Yield the objects of a JSON array, or of JSON values one after another.
+    """Yield the objects of a JSON list, or of concatenated JSON values.
 
-    Reads pieces of the file and keeps one object at a time. A value that is not an object goes to ``bad``; a syntax
-    error is raised, since no later row can be located.
+    Reads the file in chunks and keeps one object in memory. Adds a value that is not an object to ``bad``; raises at a
+    syntax error, since no later row can be located.
     """
     text, at, ended, number = head, 0, False, 0
     decoder = json.JSONDecoder(parse_float=TypedNumber)
@@ -368,12 +377,18 @@ _LONGEST_LITERAL = len("-Infinity") + 1
 
 
 def read_csv(path: Path, sep: str, bad: BadRows) -> PlacedRows:
-    """The rows of a file whose first line names the columns; of two columns of one name the first counts.
+    """Yield the rows of a file whose first line names the columns; of columns with equal names the first counts.
 
-    ``datasets`` would take a field too many in the first row for an index, so that texts become users.
+    Unlike ``datasets``, it does not take an extra field in the first row for an index, which would make texts of the
+    users.
+
+    Args:
+        path: The file.
+        sep: Separator of fields.
+        bad: Collects rows with too many fields.
 
     Raises:
-        DataError: the file cannot be read, or quotes are not as they must be.
+        DataError: The file cannot be read, or its quotes are malformed.
     """
     with _open_csv(path, sep) as (columns, rows):
         for line, row in rows:
@@ -392,7 +407,7 @@ def _csv_columns(path: Path, sep: str) -> tuple[str, ...]:
 
 @contextmanager
 def _open_csv(path: Path, sep: str) -> Iterator[tuple[list[str], Iterator[tuple[int, list[str]]]]]:
-    """The columns, and the rows that are not blank with the line in which each ends."""
+    """Return the columns, and an iterator over the rows that are not blank, each with its last line number."""
     csv.field_size_limit(MOST_CHARACTERS)
     reader: Any = None
     try:
@@ -409,7 +424,7 @@ def _open_csv(path: Path, sep: str) -> Iterator[tuple[list[str], Iterator[tuple[
 
 
 def _open_parquet(path: Path) -> tuple[tuple[str, ...], Callable[[BadRows, Sequence[str] | None], PlacedRows]]:
-    """The columns of a Parquet file, and a reader of its rows."""
+    """Return the columns of a Parquet file, and a reader of its rows."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -427,7 +442,7 @@ def _open_parquet(path: Path) -> tuple[tuple[str, ...], Callable[[BadRows, Seque
     try:
         with opened() as file:
             return tuple(file.schema_arrow.names), read
-    except Exception as error:  # pyarrow has a tree of errors of its own
+    except Exception as error:  # pyarrow's exceptions have no useful common base
         raise DataError(f"{path}: cannot be read as Parquet: {describe(error)}") from None
 
 
@@ -449,7 +464,7 @@ def _parquet_rows(path: Path, opened: Callable[[], Any], wanted: Sequence[str] |
 
 
 def _class_labels(schema: Any) -> dict[str, list[str]]:
-    """By column the names of class labels, as ``datasets`` writes them into a file."""
+    """Return the names of class labels by column, as ``datasets`` stores them in a file's metadata."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, ValueError, TypeError):

@@ -1,6 +1,6 @@
-"""Sources of a user's documents, and documents that occur twice.
+"""Sources of users' documents: files, folders, and rows of data sets.
 
-Rows are loaded by :mod:`comingle.data.tables`.
+:mod:`comingle.data.tables` reads the rows.
 """
 
 from __future__ import annotations
@@ -29,21 +29,25 @@ def read_documents(
 ) -> list[str]:
     """Read the documents of one user.
 
-    - A folder: each text file below it is a document (:func:`comingle.data.files.read_text_folder`); a folder written
+    - A folder: each text file below it is a document (:func:`comingle.data.files.read_text_folder`). A folder written
       by ``save_to_disk``: its rows.
     - A ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file: ``column`` of its rows.
     - Any other file: blocks of paragraphs (:func:`comingle.data.files.read_text_file`).
     - ``demo:NAME``: a demo user.
-    - ``hub:NAME?config=C&split=S&documents=N``: ``column`` of the rows of a data set of the hub; all splits unless one
-      is named; with ``documents`` the rows are streamed, and no more of them are fetched than that.
+    - ``hub:NAME?config=C&split=S&documents=N``: ``column`` of the rows of a data set of the hub. All splits are read
+      unless one is named. With ``documents``, only the first N rows are streamed.
 
-    Files may be compressed by ``.xz`` or ``.gz``. Blank documents are dropped. With ``most`` reading ends after about
-    so many bytes of text, which is said in a warning. ``bad`` collects rows that cannot be used; without it they are
-    refused.
+    Files may be compressed by ``.xz`` or ``.gz``. Blank documents are dropped.
+
+    Args:
+        path: Path or name of the source.
+        column: Column that holds the documents of rows.
+        most: Number of bytes of text after which reading ends, approximately, with a warning; None for all.
+        bad: Collects bad rows; None to raise an error for them.
 
     Raises:
-        NoTextError: no text at all.
-        DataError: no such path or column, what is neither file nor folder, or an unreadable file.
+        NoTextError: The source has no text.
+        DataError: The path or column does not exist, the path is a device or pipe, or the file is unreadable.
     """
     collected = bad or BadRows()
     if str(path).startswith(HUB_PREFIX):
@@ -64,10 +68,10 @@ def read_documents(
 
 
 def read_dataset(source: str | Path | Sequence[str | Path], **options: Any) -> Groups:
-    """Return the documents of a data set by user and split; ``options`` as in :func:`group_documents`.
+    """Return the documents of a data set by user and split; for ``options`` see :func:`group_documents`.
 
     Raises:
-        DataError: as :func:`group_documents`.
+        DataError: As :func:`group_documents`.
     """
     rows = ListedRows()
     return dict(rows.groups(group_documents(source, rows, **options)))
@@ -82,13 +86,21 @@ def group_documents(
     users: Sequence[str] | int | None = None,
     **options: Any,
 ) -> Iterable[str]:
-    """Group the rows of a data set by user in ``rows``, as :func:`iterate_documents` reads them.
+    """Store the rows of a data set in ``rows`` for grouping by user; return the selected users.
+
+    Args:
+        source: See :func:`iterate_documents`, also for the other arguments.
+        rows: Empty store of the rows.
+        user: Column that names a row's user.
+        text: Column that holds the document.
+        users: Names of the users to select, or the number of first users; None for all.
+        **options: Further arguments of :func:`iterate_documents`.
 
     Returns:
-        The users, in the order in which they are wanted, or in that of their first rows.
+        The names of the users, in the order of ``users`` if it is a list, else in that of their first rows.
 
     Raises:
-        DataError: an unknown source, column or user, a name that cannot be one, unreadable rows, or no rows at all.
+        DataError: A source, column or user is unknown, a name is invalid, or rows are unreadable or missing.
     """
     where, found = where_of(source), iterate_documents(source, user=user, text=text, users=users, **options)
     rows.fill(
@@ -107,14 +119,21 @@ def group_documents(
 
 
 def no_texts(source: str | Path | Sequence[str | Path], text: str, user: str, **options: Any) -> DataError:
-    """Return the error for a source in which no row has both a text and a user."""
+    """Return the error for a source in which no row has both a text and a user.
+
+    Args:
+        source: The source.
+        text: Column that holds the document.
+        user: Column that names a row's user.
+        **options: Further arguments of :func:`comingle.data.tables.read_tables`.
+    """
     if any(True for table in read_tables(source, **options) for _ in table.read(BadRows("skip"), None)):
         return DataError(f"{where_of(source)}: no row has both text in column {text!r} and a user in column {user!r}")
     return DataError(f"{where_of(source)}: no rows in it")
 
 
 def where_of(source: str | Path | Sequence[str | Path]) -> str:
-    """Return how messages name a source."""
+    """Return the name of a source in messages."""
     return str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
 
 
@@ -130,26 +149,26 @@ def iterate_documents(
     max_documents: int | None = None,
     bad: BadRows | None = None,
 ) -> Iterator[tuple[str, str, str]]:
-    """Owner, split and document of the rows of a data set, one after another.
+    """Yield user, split and document of each row of a data set.
+
+    Skips rows without text, user or split.
 
     Args:
-        source: a local file, several files, a folder of them, a folder written by ``save_to_disk``, or a hub name,
+        source: A local file, several files, a folder of them, a folder written by ``save_to_disk``, or a hub name,
             plain or as ``hub:NAME?config=C&split=S``.
-        user: the column that names a row's user; class labels give their names, numbers their digits; ``meta.set`` is
-            the field ``set`` of a column ``meta``.
-        text: the column with the document.
-        split: the column that names a row's split; without it, the data set's own splits (a plain file is "train").
-        users: the users wanted, in this order, or how many of the first; without it all, by their first rows.
-        name: configuration of a hub data set.
-        data_files: passed on to ``datasets.load_dataset``.
-        max_documents: keep that many first documents of each user and split. Rows of ``hub:NAME`` are then streamed,
-            and with ``users`` no further than until all of them have that many.
-        bad: collects rows that cannot be used; without it they are refused when reading ends.
-
-    Rows without text, user or split are dropped.
+        user: Column that names a row's user. Class labels are replaced by their names, numbers by their digits.
+            ``meta.set`` is the field ``set`` of a column ``meta``.
+        text: Column that holds the document.
+        split: Column that names a row's split; None for the data set's own splits (a plain file is "train").
+        users: Names of the users to select, or the number of first users; None for all.
+        name: Configuration of a hub data set.
+        data_files: Passed on to ``datasets.load_dataset``.
+        max_documents: Number of first documents of each user and split to keep. Rows of ``hub:NAME`` are then streamed;
+            with ``users``, streaming ends when all of them have that many.
+        bad: Collects bad rows; None to raise an error for them when reading ends.
 
     Raises:
-        DataError: an unknown source or column, or unreadable rows.
+        DataError: A source or column is unknown, or rows are unreadable.
     """
     where = where_of(source)
     if where.startswith(HUB_PREFIX) and parse_hub_name(where).documents:
@@ -170,11 +189,11 @@ def _kept(
     users: Sequence[str] | int | None,
     most: int | None,
 ) -> Iterator[tuple[str, str, str]]:
-    """The rows of one split, maybe each with a split of its own; where they are limited ``counts`` says how many."""
+    """Yield the rows of one table that are within the limits; ``counts`` has the numbers of documents kept so far."""
     named = set(users) if isinstance(users, Sequence) else None
     number = users if named is None else len(named)
     limited = most is not None or isinstance(users, int)
-    complete: set[str] = set()  # those who are wanted and have all they may have of this split
+    complete: set[str] = set()  # selected users with the maximum number of documents of this split
     for document, owner, *row_split in rows:
         split = row_split[0] if row_split else own_split
         if not limited:
@@ -193,7 +212,7 @@ def _kept(
 
 
 def _read_rows(source: str, column: str, count: int | None, most: int | None, bad: BadRows) -> list[str]:
-    """Read the documents of the first ``count`` rows (None: of all rows), of about ``most`` bytes at most."""
+    """Read the documents of the first ``count`` rows (None: of all rows), up to about ``most`` bytes."""
     documents: list[str] = []
     left = math.inf if most is None else most
     tables = read_tables(source, stream=count is not None)

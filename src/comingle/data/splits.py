@@ -1,4 +1,4 @@
-"""Train, valid and test of a user: by fractions, by given splits, or held out from a mixture of all users."""
+"""Train, valid and test splits of a user: by fractions, from given splits, or held out from a mixture of all users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from comingle.data.streaming import DocumentLists, ListedDocuments
 from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
 from comingle.utils.seeds import derive
 
-# A longer line is a paragraph or a minified file: a cut goes through it instead of around it.
+# A longer line is a paragraph or a minified file, so a split may cut through it.
 _LONG_LINE_CHARACTERS = 1000
 _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 120
@@ -25,7 +25,7 @@ _EXAMPLE_CHARACTERS = 120
 
 @dataclass(frozen=True, kw_only=True)
 class UserText:
-    """The documents of one user, split by split."""
+    """Documents of one user by split."""
 
     name: str
     train: tuple[str, ...]
@@ -34,22 +34,22 @@ class UserText:
 
 
 REPEATED = f"in the training text, whole or by more than half of their runs of {SHINGLE_WORDS} words"
-"""Phrase for messages about an :class:`Overlap`, behind "documents are"."""
+"""Phrase for messages about an :class:`Overlap`, after "documents are"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How many held-out documents of a user are in its train documents, word for word or for the most part."""
+    """Numbers of a user's held-out documents that are entirely or mostly in its train documents."""
 
     user: str
     valid: int
-    """Valid documents that overlap, out of ``valid_documents``."""
+    """Overlapping valid documents, out of ``valid_documents``."""
     valid_documents: int
     test: int
-    """Test documents that overlap, out of ``test_documents``."""
+    """Overlapping test documents, out of ``test_documents``."""
     test_documents: int
     examples: tuple[str, ...]
-    """Beginnings of up to three of them."""
+    """Beginnings of up to three overlapping documents."""
 
     @property
     def total(self) -> int:
@@ -60,12 +60,19 @@ class Overlap:
 def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, seed: int, name: str) -> UserText:
     """Shuffle the documents by (seed, name), then cut them into train, valid and test by characters.
 
-    The parts have the shares ``1 - valid - test``, ``valid`` and ``test`` of the characters within one line: a
-    document across a border is cut at the nearest line end, or at white space where it has no line ends (or a line of
-    more than 1,000 characters there). Nothing is lost or repeated.
+    The splits get the fractions ``1 - valid - test``, ``valid`` and ``test`` of the characters, to within one line. A
+    document across a border is cut at the nearest line end. It is cut at white space if it has no line ends, or if the
+    line at the border has more than 1,000 characters. Nothing is lost or duplicated.
+
+    Args:
+        documents: Documents of the user.
+        valid: Fraction of the validation split.
+        test: Fraction of the test split.
+        seed: Seed of the shuffle.
+        name: Name of the user.
 
     Raises:
-        DataError: no documents, or fractions that are negative or leave nothing to train on.
+        DataError: There are no documents, or the fractions are negative or leave nothing to train on.
     """
     if not (valid >= 0 and test >= 0 and valid + test < 1):
         raise DataError(
@@ -90,13 +97,22 @@ def split_given(
     valid_fraction: float = 0.0,
     seed: int = 0,
 ) -> UserText:
-    """A user from splits that exist already; ``train``, ``valid`` and ``test`` are their names in ``splits``.
+    """Return a user from existing splits.
 
-    Where ``valid`` is not named, or named but missing, ``valid_fraction`` of train (by characters, documents shuffled
-    by (seed, name)) becomes valid; with a fraction of 0 an unnamed valid stays empty.
+    If ``valid`` is None or missing in ``splits``, ``valid_fraction`` of train becomes valid (by characters, documents
+    shuffled by (seed, name)). With a fraction of 0, valid stays empty if it is None.
+
+    Args:
+        splits: Documents by split.
+        name: Name of the user.
+        train: Name of the train split.
+        valid: Name of the validation split, if there is one.
+        test: Name of the test split.
+        valid_fraction: Fraction of train to use as validation split if there is no other.
+        seed: Seed of the shuffle.
 
     Raises:
-        NoTextError: a named split is missing and nothing replaces it; the message lists those found.
+        NoTextError: A named split is missing and nothing replaces it; the message lists the existing splits.
     """
     replaceable = valid is None or (valid not in splits and valid_fraction > 0)
     for wanted in (train, test) if replaceable else (train, valid, test):
@@ -114,16 +130,17 @@ def split_given(
 
 
 def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
-    """Every user keeps its train documents; valid and test become uniform mixtures of all users' documents.
+    """Replace every user's valid and test documents by uniform mixtures of all users' documents; keep train.
 
-    The out-of-distribution task of CoMiGS (section 4.1.1: "their validation and test sets consist of a uniform mixture
-    of all categories"). Every user gives as many characters as the smallest part holds, in an order drawn from (seed,
-    split, name), and gives each user an equal share of them. So all mixtures have the same size and composition within
-    a line for each giver, and no text is held by two users (Table 4 of the paper counts alike). Within a mixture the
-    givers take turns, so that a prefix (a token limit, say) is uniform too. The order of the users does not matter.
+    This is the out-of-distribution task of CoMiGS (section 4.1.1: "their validation and test sets consist of a uniform
+    mixture of all categories"). Every user contributes as many characters as the smallest split has, in an order drawn
+    from (seed, split, name), and each mixture gets an equal share of them. All mixtures therefore have the same size
+    and the same composition, to within a line per contributor, and no text is in two mixtures (Table 4 of the paper has
+    such equal counts). Documents of different contributors are interleaved, so that a prefix of a mixture (due to a
+    token limit, for example) is uniform too. The result does not depend on the order of the users.
 
     Raises:
-        DataError: a user has nothing to give to a split that others have, or two users share a name.
+        DataError: A user has no documents in a split that others have, or two users have the same name.
     """
     twice = [name for name, count in Counter(user.name for user in users).items() if count > 1]
     if twice:
@@ -135,12 +152,17 @@ def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
 
 
 HELD_OUT = ("valid", "test")
+"""Splits that are mixed."""
 
 
 class Mixture:
-    """Mixtures of the held-out text of users who are added one after another: see :func:`mix_held_out`.
+    """Incremental form of :func:`mix_held_out`: users are added one after another.
 
-    There are as many shares as pairs of users. ``lists`` makes what keeps them.
+    Stores one share per pair of users and split.
+
+    Args:
+        lists: Returns an empty store of document lists with this name.
+        seed: Seed of the order of documents.
     """
 
     def __init__(self, lists: Callable[[str], DocumentLists], seed: int):
@@ -150,7 +172,7 @@ class Mixture:
         self._dealt: dict[str, DocumentLists] = {}
 
     def add(self, text: UserText) -> None:
-        """Add a user with its own text."""
+        """Add a user with its own documents."""
         self.names.append(text.name)
         for documents in (text.train, text.valid, text.test):
             self._own.add(documents)
@@ -158,10 +180,10 @@ class Mixture:
             sizes.append(sum(map(len, getattr(text, split))))
 
     def texts(self) -> Iterator[UserText]:
-        """Yield the users in the order in which they were added, each with mixtures to validate and test on.
+        """Yield the users in the order in which they were added, with mixtures as valid and test.
 
         Raises:
-            DataError: a user has nothing to give to a split that others have.
+            DataError: A user has no documents in a split that others have.
         """
         self._own.finish()
         order = sorted(range(len(self.names)), key=self.names.__getitem__)
@@ -182,16 +204,16 @@ class Mixture:
         return take_turns({self.names[giver]: shares[at * len(order) + place] for at, giver in enumerate(order)})
 
     def remove(self) -> None:
-        """Delete what was written."""
+        """Delete the files."""
         for lists in (self._own, *self._dealt.values()):
             lists.remove()
 
 
 def find_overlap(user: UserText) -> Overlap:
-    """Held-out documents that a user also trains on.
+    """Count the held-out documents of a user that it also trains on.
 
-    A document overlaps when it equals a train document but for case and white space, or when more than half of its
-    13-word shingles occur in train. Linear in the text but for one sort of the train shingles.
+    A document overlaps when it equals a train document except for case and white space, or when more than half of its
+    13-word shingles occur in train. Linear in the text except for one sort of the train shingles.
     """
     train = [split_words(document) for document in user.train]
     texts = {" ".join(words) for words in train}
@@ -221,10 +243,12 @@ def _repeated(documents: Sequence[str], texts: set[str], shingles: UInt64[np.nda
 
 
 def quota_of(sizes: Mapping[str, int], split: str) -> int:
-    """How many characters each user gives, of whom these have so many; 0 where nobody has any.
+    """Return how many characters each user contributes to the mixtures of a split: the minimum of ``sizes``.
+
+    The result is 0 if all sizes are 0.
 
     Raises:
-        DataError: some have none, and others have.
+        DataError: Some users have no documents, and others have some.
     """
     quota = min(sizes.values(), default=0)
     if quota == 0 and any(sizes.values()):
@@ -234,9 +258,18 @@ def quota_of(sizes: Mapping[str, int], split: str) -> int:
 
 
 def deal(documents: Sequence[str], quota: int, parts: int, split: str, seed: int, name: str) -> list[list[str]]:
-    """What a user called ``name`` gives of a split to each of the mixtures, in an order of its own.
+    """Return the shares that the user ``name`` contributes to each of the mixtures of a split.
 
-    They are consecutive parts, equal within a line, of the first ``quota`` characters; what comes after is left out.
+    Shuffles the documents, then cuts their first ``quota`` characters into consecutive parts of equal size, to within a
+    line; the rest is not used.
+
+    Args:
+        documents: Documents of the user in the split.
+        quota: Number of characters to contribute.
+        parts: Number of mixtures.
+        split: Name of the split.
+        seed: Seed of the shuffle.
+        name: Name of the user.
     """
     dealt: list[list[str]] = []
     rest = _shuffle(documents, "mix", split, seed, name)
@@ -247,7 +280,7 @@ def deal(documents: Sequence[str], quota: int, parts: int, split: str, seed: int
 
 
 def take_turns(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """All documents, each placed by how much of its own giver's share comes before it."""
+    """Return all documents, sorted by the number of characters before each in its contributor's share."""
     placed: list[tuple[int, str, str]] = []
     for giver, documents in shares.items():
         before = accumulate(map(len, documents), initial=0)
@@ -262,7 +295,7 @@ def _shuffle(documents: Sequence[str], *purpose: str | int) -> list[str]:
 
 
 def _cut(documents: Sequence[str], characters: int) -> tuple[list[str], list[str]]:
-    """The documents up to about a number of characters, and the rest; one document may be cut in two."""
+    """Cut a list of documents after about this many characters; a document at the border may be cut in two."""
     ends = list(accumulate(map(len, documents)))
     index = bisect_right(ends, characters)
     if index == len(documents):
@@ -274,7 +307,7 @@ def _cut(documents: Sequence[str], characters: int) -> tuple[list[str], list[str
 
 
 def _cut_point(document: str, position: int) -> int:
-    """The line end nearest to a position; in a long or only line, the white space; in an endless word, itself."""
+    """Return the line end nearest to a position; in a long or only line, the nearest white space; else the position."""
     start = document.rfind("\n", 0, position) + 1
     end = document.find("\n", position) + 1 or len(document)
     only = start == 0 and end == len(document)

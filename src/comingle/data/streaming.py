@@ -1,7 +1,7 @@
-"""Streaming readers: what users have is read, encoded and checked one user after another.
+"""Streaming readers: read, encode and check one user after another.
 
-A kind of data has one reader. In memory a run has the list of what it yields (:func:`comingle.training.kinds.base`); on
-disk it is written into one file (:mod:`comingle.data.population_files`).
+Each kind of data has a subclass of :class:`StreamingReader`. A run in memory keeps the users as a list
+(:func:`comingle.training.kinds.base`); otherwise they are written to disk (:mod:`comingle.data.population_files`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from comingle.data.populations import User
 from comingle.utils.errors import DataError, NoTextError
 
-if TYPE_CHECKING:  # which imports torch, as reading documents does not
+if TYPE_CHECKING:  # these import torch, which reading documents does not need
     from comingle.config.settings import DataSection
     from comingle.data.splits import UserText
     from comingle.models.base import Base
@@ -27,11 +27,16 @@ if TYPE_CHECKING:  # which imports torch, as reading documents does not
 Read = TypeVar("Read")
 
 LISTED = 10
-"""Number of users that a message names."""
+"""Number of users that a message lists by name."""
 
 
 def list_small(shortages: Mapping[str, str], count: int | None = None) -> str:
-    """List users and what is wrong with each: the first ten of ``count``, which is by default all of ``shortages``."""
+    """Return the first ten users with what is wrong with each, and the number of the others.
+
+    Args:
+        shortages: Problem of each user, by name; at least the first ten users.
+        count: Number of users with a problem; by default the length of ``shortages``.
+    """
     count = len(shortages) if count is None else count
     named = [f"{name!r} ({what})" for name, what in islice(shortages.items(), LISTED)]
     return ", ".join(named) + (f" and {count - LISTED} more" if count > LISTED else "")
@@ -39,25 +44,30 @@ def list_small(shortages: Mapping[str, str], count: int | None = None) -> str:
 
 @dataclass(kw_only=True)
 class FirstUsers:
-    """The number of users of whom something is to be said, and the first of them by name."""
+    """Counter of users for a message, with details of the first.
+
+    Args:
+        first: Details of the first users, by name.
+        count: Number of all users that were added.
+    """
 
     first: dict[str, Any] = field(default_factory=dict)
     count: int = 0
 
     def add(self, name: str, what: object) -> None:
-        """Count a user; keep what is to be said of one of the first."""
+        """Count a user; keep the detail if it is one of the first."""
         self.count += 1
         if len(self.first) <= LISTED:
             self.first[name] = what
 
     @property
     def listed(self) -> str:
-        """The first ten, and the number of the others."""
+        """First ten users with their details, and the number of the others."""
         return list_small({name: describe_shortage(what) for name, what in self.first.items()}, self.count)
 
 
 def describe_shortage(shortage: object) -> str:
-    """Return what a user has too little of; some kinds of data attach advice to it."""
+    """Return what a user has too little of as text, without the advice that some kinds of data attach to it."""
     return str(getattr(shortage, "what", shortage))
 
 
@@ -65,20 +75,20 @@ def describe_shortage(shortage: object) -> str:
 
 
 class DocumentLists(ABC):
-    """Lists of documents that are added one after another, then read by number."""
+    """Append-only sequence of lists of documents, which can be read by number after :meth:`finish`."""
 
     @abstractmethod
     def add(self, documents: Sequence[str]) -> None:
-        """Add a list."""
+        """Append a list."""
 
     @abstractmethod
     def __getitem__(self, number: int) -> Sequence[str]: ...
 
     def finish(self) -> None:  # noqa: B027 (needed by files alone)
-        """Add no more lists; from now on they can be read."""
+        """End writing; from now on lists can be read."""
 
     def remove(self) -> None:  # noqa: B027 (needed by files alone)
-        """Delete what was written."""
+        """Delete the files."""
 
 
 class ListedDocuments(DocumentLists):
@@ -88,7 +98,7 @@ class ListedDocuments(DocumentLists):
         self._lists: list[Sequence[str]] = []
 
     def add(self, documents: Sequence[str]) -> None:
-        """Keep a list as it is."""
+        """Append a list without copying it."""
         self._lists.append(documents)
 
     def __getitem__(self, number: int) -> Sequence[str]:
@@ -96,7 +106,11 @@ class ListedDocuments(DocumentLists):
 
 
 class StoredDocuments(DocumentLists):
-    """Lists of documents in the files ``path.pieces`` and ``path.ends``; one is in memory at a time."""
+    """Lists of documents in the files ``path.pieces`` and ``path.ends``; only one list is in memory at a time.
+
+    Args:
+        path: Path of the files without their suffix.
+    """
 
     def __init__(self, path: Path):
         self._paths = path.with_suffix(".pieces"), path.with_suffix(".ends")
@@ -104,14 +118,14 @@ class StoredDocuments(DocumentLists):
         self._end = 0
 
     def add(self, documents: Sequence[str]) -> None:
-        """Write a list as JSON, which takes half a pair of surrogates as a document may have it."""
+        """Append a list as JSON, which can store unpaired surrogates."""
         content = json.dumps(list(documents)).encode()
         self._end += len(content)
         self._files[0].write(content)
         self._files[1].write(self._end.to_bytes(8, "little"))
 
     def finish(self) -> None:
-        """Open the files for reading."""
+        """Reopen the files for reading."""
         for file in self._files:
             file.close()
         self._ends = np.memmap(self._paths[1], dtype="<i8", mode="r")
@@ -131,10 +145,10 @@ class StoredDocuments(DocumentLists):
 
 
 class Rows(ABC):
-    """Rows of all users in the order of a file, grouped by user and split."""
+    """Rows of all users in the order of a file, which can be grouped by user and split."""
 
     owners: dict[str, Any]
-    """The users that have rows, in the order of their first rows."""
+    """Users with rows, in the order of their first rows."""
 
     @abstractmethod
     def fill(
@@ -144,24 +158,24 @@ class Rows(ABC):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Take the user, split and content of each row.
+        """Store the rows.
 
         Args:
-            rows: are read once.
-            pack: writes the content of a row for a file.
-            unpack: reads it.
+            rows: User, split and content of each row; iterated once.
+            pack: Serialises the content of a row.
+            unpack: Inverse of ``pack``.
         """
 
     @abstractmethod
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-        """Yield the content of the rows of each of these users, by split and in order."""
+        """Yield each of these users with the contents of its rows, in order, by split."""
 
     @abstractmethod
     def documents(self, name: str) -> DocumentLists:
-        """Return an empty sequence of lists of documents; ``name`` is unique."""
+        """Return an empty :class:`DocumentLists` stored in the same way; ``name`` must be unique."""
 
     def remove(self) -> None:  # noqa: B027 (nothing is left in memory)
-        """Delete what was written."""
+        """Delete the files."""
 
 
 class ListedRows(Rows):
@@ -177,17 +191,23 @@ class ListedRows(Rows):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Keep the content as it is."""
+        """Store the contents without packing them.
+
+        Args:
+            rows: User, split and content of each row.
+            pack: Ignored.
+            unpack: Ignored.
+        """
         for owner, split, content in rows:
             self.owners.setdefault(owner, {}).setdefault(split, []).append(content)
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-        """Yield the rows of each of these users."""
+        """Yield each of these users with its rows by split."""
         for name in names:
             yield name, self.owners[name]
 
     def documents(self, name: str) -> DocumentLists:
-        """Return a list of lists."""
+        """Return lists of documents in memory."""
         return ListedDocuments()
 
 
@@ -195,7 +215,7 @@ _ROW = np.dtype([("owner", "<i4"), ("split", "<i4"), ("end", "<i8")])
 
 
 class StoredRows(Rows):
-    """Rows in a file of ``folder``; one user's are in memory at a time."""
+    """Rows in a file below ``folder``; only the rows of one user are in memory at a time."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -211,7 +231,13 @@ class StoredRows(Rows):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Write the rows as they come."""
+        """Append the packed rows to the file.
+
+        Args:
+            rows: User, split and content of each row.
+            pack: Serialises the content of a row.
+            unpack: Inverse of ``pack``.
+        """
         end, self._unpack = 0, unpack
         with open(self._contents, "wb") as contents, open(self._index, "wb") as index:
             for owner, split, content in rows:
@@ -223,7 +249,7 @@ class StoredRows(Rows):
                 index.write(np.array((number, part, end), dtype=_ROW).tobytes())
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-        """Read the rows of each of these users."""
+        """Yield each of these users with its rows by split, read from the file."""
         if not self.owners:
             return
         rows = np.memmap(self._index, dtype=_ROW, mode="r")
@@ -241,7 +267,7 @@ class StoredRows(Rows):
                 yield name, found
 
     def documents(self, name: str) -> DocumentLists:
-        """Return lists of documents in a file."""
+        """Return lists of documents in files."""
         return StoredDocuments(self.folder / name)
 
     def remove(self) -> None:
@@ -261,17 +287,17 @@ def read_each(
     data: str,
     settle: Callable[[], None],
 ) -> Generator[Read, None, None]:
-    """Yield what each user has; when all have been read, refuse users without data unless they are left out later.
+    """Yield the data of each user; after the last, raise an error for users without data unless they are skipped later.
 
     Args:
-        readers: the name of each user, and what reads its data.
-        without_data: makes a user of this name who has none.
-        skips: whether users with too little data are left out, unless that is all of them.
-        data: noun for what users have.
-        settle: refuses or reports rows that cannot be used, when all users have been read.
+        readers: Name of each user, and the function that reads its data.
+        without_data: Returns an empty user with this name.
+        skips: Users with too little data are skipped later; if all are without data, this is an error all the same.
+        data: Noun for what users have, for messages.
+        settle: Called after the last user; reports bad rows.
 
     Raises:
-        DataError: a reader raised it, or users without data or rows are refused.
+        DataError: A reader raised it, users have no data, or bad rows are refused.
     """
     users, empty = 0, FirstUsers()
     for name, read in readers:
@@ -282,7 +308,7 @@ def read_each(
             empty.add(name, str(error))
             found = without_data(name)
         yield found
-        del found, read  # before the next user is read
+        del found, read  # free memory before the next user is read
     settle()
     if not empty.count or (skips and empty.count < users):
         return
@@ -292,28 +318,28 @@ def read_each(
 
 
 class SmallUsers(Generic[User]):
-    """Counts users and leaves out those who have too little data.
+    """Filter that counts users and skips those with too little data.
 
     Args:
-        skips: whether users with too little data are left out.
+        skips: Skip users with too little data.
     """
 
     too_little: str = ""
-    """What users who are left out have, in words."""
+    """Phrase for messages about skipped users, such as "too little text"."""
 
     def __init__(self, *, skips: bool):
         self.skips = skips
         self.users, self.left_out = 0, FirstUsers()
         self.on_skip: Callable[[str, str], object] = lambda name, what: None
-        """Called with each user who is left out, and what it has too little of."""
+        """Called with the name of each skipped user, and what it has too little of."""
         self._left_out_line = ""
 
     def shortage(self, user: User) -> object:
-        """Return what a user has too little of (see :func:`describe_shortage`), or None."""
+        """Return what a user has too little of (see :func:`describe_shortage`); None if the user has enough data."""
         return None
 
     def has_enough(self, user: User) -> bool:
-        """Count a user; return whether it is not left out."""
+        """Count a user; return False if it is skipped."""
         self.users += 1
         if not self.skips or (shortage := self.shortage(user)) is None:
             return True
@@ -322,10 +348,10 @@ class SmallUsers(Generic[User]):
         return False
 
     def require_some(self) -> None:
-        """Check that not all users are left out.
+        """Check that not all users are skipped.
 
         Raises:
-            DataError: they are.
+            DataError: All users are skipped.
         """
         if not self.skips or not self.left_out.count:
             return
@@ -336,21 +362,26 @@ class SmallUsers(Generic[User]):
 
     @property
     def left_out_lines(self) -> list[str]:
-        """The warning about users who were left out, if there are some."""
+        """Warning about skipped users, as a list of zero or one lines."""
         return [self._left_out_line] if self._left_out_line else []
 
 
 class StreamingReader(SmallUsers[User], ABC, Generic[Read, User]):
-    """Reads the users of a recipe one after another.
+    """Base class of the readers of a recipe's users.
 
-    ``Read`` is what a user has before it is encoded, ``User`` the user as a run has it.
+    ``Read`` is the type of a user before it is encoded, ``User`` the type that a run uses.
+
+    Args:
+        data: The recipe's section ``data``.
+        seed: Seed of the splits.
+        skips: Skip users with too little data.
     """
 
     data: DataSection
     seed: int
     """Seed of the splits."""
     base: Base | None = None
-    """The base whose tokens users' data is encoded in, where there is one; may be loaded when it is asked for."""
+    """Base model whose tokenizer encodes the data, if there is one; may be loaded on first access."""
 
     def __init__(self, data: DataSection, seed: int, *, skips: bool = False):
         super().__init__(skips=skips)
@@ -361,73 +392,75 @@ class StreamingReader(SmallUsers[User], ABC, Generic[Read, User]):
         """Return the files and folders that are read, or names of other sources."""
 
     def key(self) -> list[object]:
-        """Return what determines how users are encoded, besides their data, the recipe's section and the seed."""
+        """Return what else determines how users are encoded, besides their data, the recipe's section and the seed."""
         return []
 
     @abstractmethod
     def read(self, rows: Rows) -> Generator[Read, None, None]:
-        """Yield what each user has; ``rows`` groups the rows of all users.
+        """Yield the data of each user; ``rows`` groups the rows of all users.
 
         Raises:
-            DataError: a source cannot be read, or users without data are refused.
+            DataError: A source cannot be read, or users without data are refused.
         """
 
     @abstractmethod
     def encode(self, read: Read) -> User:
-        """Return the user as a run has it."""
+        """Return the encoded user."""
 
     def refuse(self, small: FirstUsers) -> DataError:
-        """Return the error for users who have too little data and are not left out."""
+        """Return the error for users who have too little data and are not skipped."""
         raise AssertionError(small.listed)
 
     def check(self, user: User) -> None:
-        """Check a user who is not left out.
+        """Check a user who is not skipped.
 
         Raises:
-            DataError: the user cannot be trained.
+            DataError: The user cannot be trained.
         """
 
     def inspect(self, read: Read, user: User) -> None:
-        """Check a user who is not kept in memory, as a run in memory does later, and note what it warns of.
+        """Check a user before it is written to disk, and collect warnings.
+
+        A run in memory checks all users together later instead.
 
         Raises:
-            DataError: the user cannot be trained.
+            DataError: The user cannot be trained.
         """
 
     def settle(self) -> None:
-        """Refuse or report what could not be encoded; called when all users have been encoded.
+        """Report what could not be encoded; called after the last user.
 
         Raises:
-            DataError: it is refused.
+            DataError: Rows could not be encoded and are refused.
         """
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return what is known of all users together, and the warnings of a run with them.
+        """Return the totals over all users, and warnings to log at the start of every run.
 
         Raises:
-            DataError: the users do not fit each other.
+            DataError: The users are inconsistent with each other.
         """
         return {}, self.left_out_lines
 
     def common(self, users: Sequence[User], about: Mapping[str, Any]) -> object:
-        """Return what users have in common besides the base; ``about`` is what :meth:`summary` returned."""
+        """Return what users have in common besides the base model; ``about`` is the first result of :meth:`summary`."""
         return None
 
     def text(self, read: Read) -> UserText | None:
-        """Return the documents of a user, where it has some."""
+        """Return the documents of a user; None if the data is not text."""
         return None
 
     def stream(self, read: Iterable[Read]) -> Iterator[tuple[Read, User]]:
-        """Encode users and yield those who are not left out.
+        """Encode users and yield each user that is not skipped, together with its data before encoding.
 
         Raises:
-            DataError: a user cannot be used, or all would be left out.
+            DataError: A user cannot be used, or all users would be skipped.
         """
         for found in read:
             user = self.encode(found)
             if self.has_enough(user):
                 self.check(user)
                 yield found, user
-            del found, user  # before the next user is read
+            del found, user  # free memory before the next user is read
         self.settle()
         self.require_some()

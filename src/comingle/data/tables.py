@@ -1,8 +1,8 @@
 """Tables of rows, from local files and from the Hugging Face hub.
 
-Local files are read by :mod:`comingle.data.row_files`. The rest is left to ``datasets``, which this module alone
-imports: the hub, folders written by ``save_to_disk``, and builders with options of their own. Local files that it reads
-go through a private cache that is deleted at once: private text leaves no copy in a shared cache.
+:mod:`comingle.data.row_files` reads local files. ``datasets``, which only this module imports, reads the rest: the hub,
+folders written by ``save_to_disk``, and builders with options of their own. Local files that ``datasets`` reads go
+through a temporary cache that is deleted at once, so that no private text stays in a shared cache.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _BATCH_ROWS = 1000
 T = TypeVar("T")
 
 Rows = Any
-"""A ``datasets.Dataset`` or ``IterableDataset``, classes that cannot be named here: their package is optional."""
+"""A ``datasets.Dataset`` or ``IterableDataset``; untyped because their package is optional."""
 
 
 def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterator[tuple[str, ...]]:
-    """Yield the named columns of every row that has them all; the first is the document, the others are names.
+    """Yield the named columns of every row that has them all: the first as document, the others as names.
 
-    Rows without a value in one of them, or whose document is blank, are passed over.
+    Skips rows with no value in one of the columns, and rows with a blank document.
 
     Args:
-        table: the rows.
-        columns: the columns; ``meta.set`` is the field ``set`` of a column ``meta``.
-        bad: collects rows whose document is no text, or whose name cannot be one.
+        table: The rows.
+        columns: The columns; ``meta.set`` is the field ``set`` of a column ``meta``.
+        bad: Collects rows whose document is not text, or whose name is not valid.
 
     Raises:
-        DataError: no row has one of the columns.
+        DataError: No row has one of the columns.
     """
     heads = [head for column in columns for head in (column, column.partition(".")[0])]
     names, missing = list(table.columns or ()), list(columns)
@@ -94,7 +94,7 @@ def _document(value: object, column: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text can be encoded: JSON may spell half a pair of surrogates."""
+    """Return whether a text can be encoded as UTF-8; JSON may contain unpaired surrogates, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -103,7 +103,7 @@ def is_unicode(text: str) -> bool:
 
 
 def field_of(row: Row, column: str) -> object:
-    """Return the value of a column, or for ``meta.set`` of the field ``set`` in a column ``meta``; None without one."""
+    """Return the value of a column, or for ``meta.set`` of the field ``set`` in a column ``meta``; None if missing."""
     if column in row:
         return row[column]
     head, _, field = column.partition(".")
@@ -119,8 +119,14 @@ def has_column(row: Row, column: str) -> bool:
 
 
 def table_of(rows: Rows, where: str, split: str) -> Table:
-    """Return a split of a data set of ``datasets`` as a table; class labels by their names."""
-    there = rows.column_names  # a stream may know its columns from a row alone
+    """Return a split of a data set of ``datasets`` as a table, with class labels replaced by their names.
+
+    Args:
+        rows: The split.
+        where: Name of the data set in messages.
+        split: Name of the split.
+    """
+    there = rows.column_names  # None for a stream whose columns are unknown before the first row
 
     def read(_: BadRows, wanted: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
         names = list(there or next(iter(rows), {}))
@@ -137,25 +143,34 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
 
 
 def _name_labels(values: Sequence[object], names: Sequence[str] | None) -> Sequence[object]:
-    """Class labels are stored as numbers; their names name the users."""
+    """Replace class labels, which are stored as numbers, by their names."""
     return values if names is None else [names[value] if isinstance(value, int) else None for value in values]
 
 
 def iterate_batches(rows: Rows, where: str) -> Iterator[dict[str, Any]]:
-    """Rows, many at a time; a stream can also break while it is read."""
+    """Yield rows in batches of 1,000.
+
+    Raises:
+        DataError: Reading fails, as a stream may at any time.
+    """
     try:
         yield from rows.iter(batch_size=_BATCH_ROWS)
     except DataError:
         raise
-    except Exception as error:  # as in comingle.data.tables
+    except Exception as error:  # datasets, pyarrow and the hub have separate exception hierarchies
         raise DataError(f"{where}: reading stopped: {describe(error)}") from error
 
 
 def choose_users(groups: Mapping[str, T], users: Sequence[str] | int | None, where: str) -> Mapping[str, T]:
-    """Those of all who are wanted: by name, or the first so many.
+    """Select users by name, or the first ``users`` of them; all if ``users`` is None.
+
+    Args:
+        groups: Values of all users, by name.
+        users: Names in the wanted order, or their number.
+        where: Name of the source in messages.
 
     Raises:
-        DataError: somebody is not there, or there are too few.
+        DataError: A user does not exist, or there are fewer than ``users``.
     """
     if isinstance(users, int):
         if len(groups) < users:
@@ -180,16 +195,16 @@ def read_tables(
     data_files: object = None,
     stream: bool = False,
 ) -> Iterator[Table]:
-    """Open the tables of a source, one after another; each can be read until the next is asked for.
+    """Open the tables of a source, one after another; each can be read until the next is requested.
 
     Args:
-        source: a file of rows, several, a folder, a folder written by ``save_to_disk``, or a name of the hub.
-        name: the configuration of a data set of the hub, or of a folder laid out like one.
-        data_files: passed on to ``datasets``.
-        stream: whether sources named as ``hub:NAME`` are streamed.
+        source: A file of rows, several, a folder, a folder written by ``save_to_disk``, or a hub name.
+        name: Configuration of a data set of the hub, or of a folder with the same layout.
+        data_files: Passed on to ``datasets``.
+        stream: Stream sources named as ``hub:NAME``.
 
     Raises:
-        DataError: an unknown source, or one that cannot be opened.
+        DataError: A source is unknown or cannot be opened.
     """
     for one in [source] if isinstance(source, str | Path) else source:
         yield from _tables(str(one), name, data_files, stream)
@@ -222,7 +237,7 @@ def _folder(folder: Path) -> Iterator[Table]:
 
 
 def _has_configurations(folder: Path) -> bool:
-    """Return whether the README.md of a folder says which files are its data, as on the hub."""
+    """Return whether the README.md of a folder lists its data files, as on the hub."""
     try:
         with (folder / "README.md").open(encoding="utf-8") as file:
             card = file.read(_CARD_CHARACTERS)
@@ -236,14 +251,14 @@ def _has_configurations(folder: Path) -> bool:
 def open_splits(
     source: str, *, name: str | None = None, data_files: object = None, stream: bool = False, decoded: bool = False
 ) -> Iterator[list[tuple[str, Rows | Table]]]:
-    """Load the splits of a source with ``datasets``, while the context lasts; local files of rows become tables.
+    """Load the splits of a source with ``datasets`` for the duration of the context; local files of rows become tables.
 
     Args:
-        source: a data set's name, or a file or folder of rows.
-        name: its configuration.
-        data_files: the files to read of it.
-        stream: whether to read rows as they are needed; only of sources named as ``hub:NAME``.
-        decoded: whether values such as images are decoded, for which ``datasets`` reads local files as well.
+        source: Name of a data set, or a file or folder of rows.
+        name: Its configuration.
+        data_files: Files of it to read.
+        stream: Stream rows; only of sources named as ``hub:NAME``.
+        decoded: Decode values such as images; ``datasets`` then reads local files as well.
     """
     datasets = _import_datasets()
     with _quietly(datasets), tempfile.TemporaryDirectory(prefix="comingle-") as cache:
@@ -264,7 +279,7 @@ def _load(
         return []
     except DataError:
         raise
-    except Exception as error:  # datasets, pyarrow, pandas and the hub each have their own tree of errors
+    except Exception as error:  # datasets, pyarrow, pandas and the hub have separate exception hierarchies
         raise DataError(f"{source}: cannot be loaded as a data set: {describe(error)}") from error
     if isinstance(loaded, list):
         return loaded
@@ -275,7 +290,7 @@ def _load(
 def _load_any(
     datasets: ModuleType, source: str, name: str | None, data_files: object, cache: str, decoded: bool
 ) -> object:
-    """A data set of ``datasets``, or a list of tables."""
+    """Return a data set of ``datasets``, or a list of tables by split."""
     path = expand_home(source)
     local = (on_disk := os.path.exists(path)) or (source in _LOCAL_BUILDERS and data_files is not None)
     options: dict[str, Any] = {"name": name, "data_files": data_files}
@@ -295,7 +310,7 @@ def _load_any(
 
 
 def _own_tables(builder: Any) -> list[tuple[str, Table]] | None:
-    """The local files that a builder of ``datasets`` would read without options of its own, as tables."""
+    """Return the local files of a ``datasets`` builder as tables; None if it has options that our readers lack."""
     plain, known = vars(type(builder.config)()), ("name", "version", "data_dir", "data_files", "description")
     found = {key: value for key, value in vars(builder.config).items() if key not in known and plain[key] != value}
     sep = found.pop("sep", None) or found.pop("delimiter", None)
@@ -321,7 +336,7 @@ def _import_datasets() -> ModuleType:
 
 @contextmanager
 def _quietly(datasets: ModuleType) -> Iterator[None]:
-    """No progress bars and no log lines from ``datasets``, whose errors become ours."""
+    """Disable the progress bars and log lines of ``datasets``; its errors are raised as ours."""
     bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
