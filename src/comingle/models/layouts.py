@@ -1,8 +1,9 @@
-"""Where the attention and MLP linears of a model family are.
+"""Names of the attention and MLP linears in each model family.
 
-A :class:`Targets` names them relative to a decoder layer. The known ones are matched by the names that a layer really
-has, so a family that spells its layers like Llama works without being listed; a layer with any linear that a layout
-does not name is never adapted in part: it is refused with the names found.
+A :class:`~comingle.config.settings.TargetsSection` names them relative to a decoder layer. A known layout is chosen by
+comparing its names with those of the model's layers, so a family that uses Llama's names works without being listed. A
+layer with a linear that no layout names is not adapted partially: the model is rejected, and the error lists the names
+found.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ KNOWN: dict[str, TargetsSection] = {
     "phi": TargetsSection(attention=(*_QKVO[:3], "self_attn.dense"), up="mlp.fc1", down="mlp.fc2", mlp="mlp"),
     "opt": TargetsSection(attention=(*_QKVO[:3], "self_attn.out_proj"), up="fc1", down="fc2"),
 }
-"""By the family whose spelling it is; "llama" serves Llama, SmolLM, Qwen 2 and 3, Gemma 2 and 3, Mistral and others."""
+"""Layouts by family. "llama" also fits SmolLM, Qwen 2 and 3, Gemma 2 and 3, Mistral and others."""
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers: the longest list of equal modules in the model.
+    """Return the decoder layers: the longest ``ModuleList`` in the model whose modules have the same type.
 
     Raises:
-        BaseModelError: the model has no such list.
+        BaseModelError: The model has no such list.
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(x) for x in m}) == 1]
     if not lists:
@@ -45,15 +46,17 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def linear_names(module: nn.Module) -> Iterator[str]:
-    """Names of the linears below ``module``: ``nn.Linear`` and GPT-2's ``Conv1D``."""
+    """Return the names of the linears below ``module``: ``nn.Linear`` and GPT-2's ``Conv1D``."""
     return (n for n, m in module.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D")
 
 
 def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> TargetsSection:
-    """The targets for ``model``: those given, checked, or the known layout that names exactly its layers' linears.
+    """Return the target modules of ``model``.
+
+    These are ``targets`` after validation, or else the known layout whose names equal those of the layers' linears.
 
     Raises:
-        BaseModelError: an unknown family, or targets that a layer does not have; names the linears found.
+        BaseModelError: The family is unknown, or a layer lacks a target; the error lists the linears found.
     """
     layer = decoder_layers(model)[0]
     linears = set(linear_names(layer))
@@ -77,13 +80,13 @@ def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> Tar
 
 
 def _relative(name: str, linears: set[str]) -> str:
-    """A hint for a name that is right but for where it starts."""
+    """Return a hint for a name that has a wrong prefix or is misspelt."""
     near = sorted(n for n in linears if name.endswith(f".{n}") or n.endswith(f".{name}"))
     return f" Names are relative to a decoder layer: {near[0]!r}." if near else did_you_mean(name, sorted(linears))
 
 
 def _check_mlp(targets: TargetsSection, linears: set[str]) -> None:
-    """The module that a mixture replaces holds the MLP's linears and no other, or something would be lost silently."""
+    """Check that the replaced module holds all linears of the MLP and no others, which injection would drop."""
     of_mlp = targets.names - set(targets.attention)
     if targets.mlp:
         inside = {name for name in linears if name.startswith(f"{targets.mlp}.")}
@@ -97,10 +100,10 @@ def _check_mlp(targets: TargetsSection, linears: set[str]) -> None:
 
 
 def activation_name(model: nn.Module, targets: TargetsSection) -> str:
-    """The MLP's activation, by transformers' name.
+    """Return the MLP's activation, by its name in transformers.
 
     Raises:
-        BaseModelError: an activation without a known derivative here.
+        BaseModelError: The activation's derivative is not implemented.
     """
     config = model.config
     keys = ("hidden_activation", "hidden_act", "activation_function", "hidden_activation_fn", "activation")

@@ -1,4 +1,4 @@
-"""Load a base model from a folder, a GGUF file, the hub or a program.
+"""Load a base model from a folder, a GGUF file, the Hugging Face hub or Python objects.
 
 A name is a hub name (``owner/model``), a folder, a GGUF file, an alias (``smollm2-135m``) or ``random:FAMILY``.
 """
@@ -38,17 +38,18 @@ from comingle.utils.errors import BaseModelError, did_you_mean
 from comingle.utils.files import cache_folder
 from comingle.utils.records import expand_home
 
-# Weights as safetensors, configuration, tokenizer; no pickles, no other frameworks' copies in subfolders.
+# Download safetensors, configuration and tokenizer; skip pickles and the subfolders with other frameworks' weights.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
 _PROBE_SECONDS = 3.0
 
 
 def hub_folder(repository: str) -> Path:
-    """The folder that holds the hub's `repository`, from the hub's cache or downloaded into it.
+    """Return the folder of a hub repository, from the hub's cache or downloaded into it.
 
     Raises:
-        BaseModelError: not in the cache and out of reach (known within seconds), or not on the hub.
+        BaseModelError: The repository is not cached and the hub is unreachable (detected within seconds), or the hub
+            has no such repository.
     """
     from huggingface_hub import constants
 
@@ -64,7 +65,7 @@ def hub_folder(repository: str) -> Path:
 
 
 def cached_folder(repository: str) -> Path | None:
-    """Return a hub model's folder in the hub's cache, or None where it is not there or not complete."""
+    """Return the folder of a hub model in the hub's cache, or None if it is missing or incomplete."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(repository, "config.json")
@@ -73,16 +74,16 @@ def cached_folder(repository: str) -> Path | None:
 
 
 def is_offline() -> bool:
-    """Return whether the environment forbids the hub's client to use the network."""
+    """Return whether environment variables forbid the hub's client to use the network."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
 
 
 @cache
 def hub_answers(endpoint: str) -> bool:
-    """Whether `endpoint` answers at all within seconds; asked once per process.
+    """Return whether `endpoint` responds within 3 s; cached per process.
 
-    The hub's own client would retry for half a minute. The thread is for name lookups, which heed no timeout.
+    The hub's own client retries for half a minute. The request runs in a thread because name lookups ignore timeouts.
     """
     answers: list[bool] = []
     probe = threading.Thread(target=lambda: answers.append(_answers(endpoint)), daemon=True)
@@ -100,7 +101,7 @@ def _answers(endpoint: str) -> bool:
         answer.close()
         return answer.code < 500
     except (OSError, http.client.HTTPException, ValueError) as error:
-        # A certificate that Python does not know is still an answer; the hub's client brings its own certificates.
+        # An unknown certificate is still a response; the hub's client has its own certificates.
         return isinstance(getattr(error, "reason", error), ssl.SSLError)
 
 
@@ -113,7 +114,7 @@ def _download(repository: str) -> Path:
     logger.info("downloading %s from the hub", repository)
     try:
         return Path(snapshot_download(repository, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
-    except Exception as error:  # the client lets through its HTTP library's errors, which change between versions
+    except Exception as error:  # includes errors of the client's HTTP library, which change between versions
         raise BaseModelError(
             f"hub model {repository!r}: {type(error).__name__} while downloading: {one_line(error)}"
         ) from error
@@ -124,7 +125,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
-    """A short name: a repository of the hub, and the package whose GGUF file stands in where the hub cannot."""
+    """A short name for a hub repository, and the package whose GGUF file replaces it when the hub is unreachable."""
 
     repository: str
     package: str
@@ -133,7 +134,7 @@ class Alias:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A folder to load, and what to call it."""
+    """A folder with a model, and the model's display name."""
 
     folder: Path
     name: str
@@ -147,17 +148,17 @@ ALIASES = {
 
 
 def is_public(name: str) -> bool:
-    """Whether a name is an alias, one of the hub's or of a random base, and none of a file or a folder."""
+    """Return whether a name is an alias, a hub name or a random base, and not a file or folder."""
     if name in ALIASES or name.startswith(PREFIX):
         return True
     return bool(_HUB_NAME.fullmatch(name)) and not name.lower().endswith(".gguf")
 
 
 def locate(name: str) -> Source:
-    """The folder behind `name`; a GGUF file is converted, a hub name downloaded, both only once.
+    """Return the folder of a model; convert a GGUF file or download from the hub on the first call.
 
     Raises:
-        BaseModelError: nothing of that name is found or can be reached.
+        BaseModelError: No model of that name exists or can be reached.
     """
     if name in ALIASES:
         return _locate_alias(name, ALIASES[name])
@@ -197,7 +198,7 @@ def _locate_alias(name: str, alias: Alias) -> Source:
 
 
 def _packaged_file(alias: Alias) -> Path | None:
-    # Found without importing: the package loads an inference engine of its own on import.
+    # Located without an import, which would load the package's inference engine.
     spec = importlib.util.find_spec(alias.package)
     folders = (spec.submodule_search_locations if spec is not None else None) or []
     files = [Path(folder) / alias.file for folder in folders if (Path(folder) / alias.file).is_file()]
@@ -213,13 +214,16 @@ def _not_found(name: str, reason: str) -> str:
     )
 
 
-# Largest difference between our logits and the model's, as a fraction of the largest logit.
+# Largest allowed difference between our logits and the model's, as a fraction of the largest logit.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """Hidden states to logits: ``softcap * tanh((h W^T + b) * scale / softcap)``; no cap where `softcap` is None."""
+    """Map from hidden states to logits.
+
+    ``softcap * tanh((h W^T + b) * scale / softcap)``; without the tanh if `softcap` is None.
+    """
 
     weight: Float[Tensor, "vocab d"]
     bias: Float[Tensor, " vocab"] | None
@@ -227,20 +231,20 @@ class Head:
     softcap: float | None
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Head:
-        """Return the head with other tensors in the place of its weight and bias."""
+        """Return a copy with ``change`` applied to the weight and the bias."""
         return replace(self, weight=change(self.weight), bias=None if self.bias is None else change(self.bias))
 
     def logits(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch vocab"]:
-        """The formula above, in the dtype of `hidden`."""
+        """Return the logits of hidden states, in the dtype of `hidden`."""
         raw = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.scale
         return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
-    """The module that maps token ids to the hidden states the head reads (embeddings, blocks, last norm).
+    """Return the module that maps token ids to the head's input: embeddings, blocks and last norm.
 
     Raises:
-        BaseModelError: the model does not tell its backbone from its head.
+        BaseModelError: The model has no separate backbone.
     """
     inner = model.base_model
     if inner is model:
@@ -249,17 +253,19 @@ def backbone(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def lm_head(base: Base) -> Head:
-    """The head of `base`, verified against the model's own logits on two 4-token texts (without weights: as it is).
+    """Return the head of `base` after comparing its logits with the model's on two texts of 4 tokens.
+
+    Skips the comparison if the weights are on the meta device.
 
     Raises:
-        BaseModelError: the model has no linear head, does something else to its logits, or is not causal.
+        BaseModelError: The head is not linear, the logits are transformed otherwise, or the model is not causal.
     """
     head = _read_head(base.model)
-    if head.weight.is_meta:  # shapes only, nothing to compare
+    if head.weight.is_meta:  # shapes only: nothing to compare
         return head
     first = torch.arange(4, device=base.device) + 5
     tokens = torch.stack([first, first])
-    tokens[1, -1] += 1  # the two texts differ in their last token only
+    tokens[1, -1] += 1  # the texts differ only in their last token
     with torch.no_grad():
         ours = head.logits(backbone(base.model)(input_ids=tokens).last_hidden_state)
         theirs = base.model(input_ids=tokens).logits
@@ -332,14 +338,21 @@ def load_base(
     quantise: Literal["none", "8bit", "4bit"] = "none",
     seed: int = 0,
 ) -> Base:
-    """The frozen model called `name`, in `dtype`, on `device`.
+    """Load the model called `name` and freeze it.
 
-    With `quantise` its decoder layers' weights take 8 or 4 bits (:mod:`comingle.models.quantised`). `seed` draws the
-    weights of a ``random:`` base and means nothing to the others. Prints nothing; the logger "comingle" says where the
-    model came from.
+    Writes nothing to the terminal; the logger "comingle" reports where the model came from.
+
+    Args:
+        name: A hub name, folder, GGUF file, alias or ``random:FAMILY``.
+        dtype: A key of :data:`~comingle.models.hardware.DTYPES`, or "auto".
+        device: A device of torch, or "auto".
+        attention: Implementation of attention in transformers, or "auto".
+        quantise: Bits per weight of the decoder layers' linears (:mod:`comingle.models.quantised`).
+        seed: Seed of the weights of a ``random:`` base; other bases ignore it.
 
     Raises:
-        BaseModelError: not found, not loadable, not a causal language model, or an unknown dtype, device or attention.
+        BaseModelError: The model is not found, not loadable or not a causal language model, or dtype, device or
+            attention is unknown.
     """
     require_docstrings()
     place = resolve_device(device)
@@ -364,7 +377,7 @@ def load_base(
 
 
 def _require_room(name: str) -> None:
-    """A random base is drawn in float32 whatever it is kept in."""
+    """Check that a random base fits in memory in float32, the dtype in which its weights are drawn."""
     parameters, there = about_parameters(*parse_random(name)), psutil.virtual_memory().total
     if 4 * parameters > there:
         raise BaseModelError(
@@ -375,7 +388,7 @@ def _require_room(name: str) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars, reports or advice from transformers meanwhile; its settings are put back."""
+    """Suppress progress bars, reports and advice of transformers; restore its settings on exit."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -390,7 +403,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 GIVEN = "given"
-"""How a recipe's ``base`` says that a program hands it over."""
+"""Value of a recipe's ``base`` when a Python program passes the model."""
 
 _ALLOWED = "allowed: (model, tokenizer) of transformers, a name, or a function that makes an nn.Module"
 
@@ -403,14 +416,21 @@ def given_base(
     device: str = "auto",
     attention: str = "auto",
 ) -> Base:
-    """A loaded causal language model as a base: frozen, with its weights shared and the model itself left as it is.
+    """Return a base that shares its weights with a loaded causal language model.
 
-    It stays where it is, in the number format that it has; other ones than "auto" have to agree with that. It is known
-    again by the digest of its tensors, and called as it was when it was loaded.
+    The base is frozen; the model itself is not modified. The base keeps the model's device and dtype. Its identity is
+    the digest of its tensors, and its name is the one that it was loaded by.
+
+    Args:
+        model: A causal language model of transformers.
+        tokenizer: Its tokenizer, or None.
+        dtype: "auto", or the dtype that the model must have.
+        device: "auto", or the device that the model must be on.
+        attention: Implementation of attention in transformers, or "auto".
 
     Raises:
-        BaseModelError: not a plain causal language model (adapted, quantised, encoder-decoder), or one that is
-            elsewhere or in another format than asked for.
+        BaseModelError: The model is not a plain causal language model (adapted, quantised or encoder-decoder), or its
+            device or dtype differs from the requested one.
     """
     _check(model)
     shared = _share(model)
@@ -432,7 +452,7 @@ def given_base(
 
 
 def _check(model: object) -> None:
-    """Whether it is a model whose layers can be adapted, as far as can be seen from outside."""
+    """Check that a model is a plain transformers model of one supported dtype on one device."""
     from transformers import PreTrainedModel as Pretrained
 
     got = type(model).__name__
@@ -453,7 +473,7 @@ def _check(model: object) -> None:
 
 
 def _check_place(base: Base, *, dtype: str, device: str) -> None:
-    """Whether a recipe that names a format or a device names those of the model."""
+    """Check that the requested dtype and device, unless "auto", equal the base's."""
     if device != "auto" and (wanted := resolve_device(device)).type != base.device.type:
         raise BaseModelError(f"runtime.device: got {device!r}, and the base is on {base.device}; move it to {wanted}")
     if dtype != "auto" and resolve_dtype(dtype, base.device) != base.dtype:
@@ -462,7 +482,7 @@ def _check_place(base: Base, *, dtype: str, device: str) -> None:
 
 
 def _share(model: PreTrainedModel) -> PreTrainedModel:
-    """Modules and configuration of our own around the same numbers: freezing them changes nothing of the model's."""
+    """Return a copy that shares the model's tensors, so that freezing it does not affect the original."""
     memo: dict[int, Any] = {id(t): nn.Parameter(_plain(t), requires_grad=False) for t in model.parameters()}
     memo |= {id(t): _plain(t) for t in model.buffers()}
     with torch.no_grad():
@@ -470,5 +490,5 @@ def _share(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that autograd can keep where it was loaded in ``torch.inference_mode``."""
+    """Return the detached tensor; a clone if it was created in ``torch.inference_mode``, which autograd cannot save."""
     return tensor.detach().clone() if tensor.is_inference() else tensor.detach()

@@ -1,4 +1,4 @@
-"""Names of the classes of transformers in annotations, without its slow import, and what the import requires."""
+"""Classes of transformers for annotations, without the slow import; and a check before that import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from comingle.utils.errors import BaseModelError
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 else:
-    # What a runtime type checker sees.
+    # Stand-ins for a runtime type checker.
     GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase = object, torch.nn.Module, object
     PreTrainedConfig = object
 
@@ -20,7 +20,7 @@ __all__ = ["GenerationConfig", "PreTrainedConfig", "PreTrainedModel", "PreTraine
 
 
 def require_docstrings() -> None:
-    """Check that Python keeps docstrings, which transformers parses when a model class is imported.
+    """Check that Python keeps docstrings, which transformers parses when it imports a model class.
 
     Raises:
         BaseModelError: Python runs with ``-OO``.
