@@ -1,9 +1,9 @@
 """LoRA on frozen linear layers, one pair of factors per user.
 
 ``y = W x + b + s B (A x)`` with the rank-stabilised scale ``s = alpha / sqrt(rank)`` (CoMiGS eq. 9; Kalajdzievski
-2023). A is drawn from kaiming_uniform(a = sqrt 5), B starts at zero, so an adapted model starts as its base.
+2023). A is drawn from kaiming_uniform(a = sqrt 5) and B starts at zero, so an adapted model starts equal to its base.
 
-Residuals are frozen changes ``O^T I`` that a server adds to adapted weights for good. I ``(rank, d_in)`` and O
+Residuals are frozen changes ``O^T I`` that a server adds permanently to adapted weights. I ``(rank, d_in)`` and O
 ``(rank, d_out)`` are in units of the weight itself: LoRA's scale does not apply to them.
 """
 
@@ -22,23 +22,23 @@ from comingle.utils.trees import Context, Slot, Tree
 
 
 def lora_scale(alpha: float, rank: int) -> float:
-    """Rank-stabilised scale ``alpha / sqrt(rank)``."""
+    """Return the rank-stabilised scale ``alpha / sqrt(rank)``."""
     return alpha / math.sqrt(rank)
 
 
 def init_a(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """``kaiming_uniform(a = sqrt 5)`` over the last axis: uniform in +-1/sqrt(d_in)."""
+    """Draw from ``kaiming_uniform(a = sqrt 5)`` over the last axis: uniform in +-1/sqrt(d_in)."""
     bound = 1 / math.sqrt(shape[-1])
     return torch.rand(shape, generator=generator) * (2 * bound) - bound
 
 
 def init_zero(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Zeros; draws nothing."""
+    """Return zeros without drawing from ``generator``."""
     return torch.zeros(shape)
 
 
 def base_weight(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight ``(d_out, d_in)`` and bias of an ``nn.Linear`` or of GPT-2's ``Conv1D`` (a transposed view)."""
+    """Return weight ``(d_out, d_in)`` and bias of an ``nn.Linear`` or of GPT-2's ``Conv1D`` (a transposed view)."""
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor)
     assert bias is None or isinstance(bias, Tensor)
@@ -46,7 +46,7 @@ def base_weight(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def turn(x: Float[Tensor, "batch n rank"]) -> Float[Tensor, "batch rank n"]:
-    """Transpose, as a contiguous copy: a thin left operand that is contiguous makes products with tall ones faster."""
+    """Return the transpose as a contiguous copy, which speeds up products of a thin matrix with a tall one."""
     return x.mT.contiguous()
 
 
@@ -57,14 +57,24 @@ def low_rank(
     scale: float,
     gates: Float[Tensor, "users n rank"] | None = None,
 ) -> Float[Tensor, "users n d_out"]:
-    """``scale * (gates * (x A^T)) B``: rank * (d_in + d_out) multiply-adds per position, no ``B A`` is formed."""
+    """Return the low-rank term ``scale * (gates * (x A^T)) B``.
+
+    Takes ``rank * (d_in + d_out)`` multiply-adds per position; ``B A`` is never formed.
+
+    Args:
+        x: Inputs, ``n`` positions per user.
+        a: Each user's factor A.
+        b: Each user's factor B, transposed.
+        scale: LoRA scale.
+        gates: Factor of each rank at each position; None for ones.
+    """
     if gates is None:
         return cast(Tensor, _LowRank.apply(x, a, b, scale))
     return torch.bmm(gates * (scale * torch.bmm(x, a.mT)), b)
 
 
 class _LowRank(torch.autograd.Function):
-    """The gradients of two thin products, each formed the way that is fastest for a small rank."""
+    """Two thin products whose gradients are formed in the order that is fastest for a small rank."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -83,9 +93,10 @@ class _LowRank(torch.autograd.Function):
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear with each user's LoRA beside it; ``factors`` is bound before each forward pass.
+    """A frozen linear plus each user's LoRA.
 
-    ``factors`` is ``(A, B)`` with shapes ``(users, rank, d_in)`` and ``(users, rank, d_out)``.
+    ``factors`` is ``(A, B)`` with shapes ``(users, rank, d_in)`` and ``(users, rank, d_out)``. Set it before each
+    forward pass.
     """
 
     factors: tuple[Tensor, Tensor]
@@ -96,7 +107,7 @@ class LoraLinear(nn.Module):
         self.scale = scale
 
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """The base product plus each user's low-rank term; rows of ``x`` are user-major."""
+        """Return the base product plus each user's low-rank term; rows of ``x`` are user-major."""
         a, b = (f.to(x.dtype) for f in self.factors)
         weight, bias = base_weight(self.linear)
         if expert_mlp.fits_rows(x, a.shape[0], weight):
@@ -106,14 +117,19 @@ class LoraLinear(nn.Module):
 
 
 RESIDUAL = "residual"
-"""The role of such changes."""
+"""Role of residuals."""
 
 IN, OUT = "residual_in", "residual_out"
-"""How the names of its factors end."""
+"""Suffixes of the names of a residual's factors I and O."""
 
 
 def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> list[Slot]:
-    """Of linears ``(name, module, experts)``, 0 where there is no axis of experts; rank 0 is as high as a change's."""
+    """Return the slots of the residuals of some linears.
+
+    Args:
+        linears: ``(name, module, experts)`` of each linear; ``experts`` is 0 without an expert axis.
+        rank: Rank of the residuals; 0 for the full rank of the largest weight.
+    """
     shapes = [base_weight(module)[0].shape for _, module, _ in linears]
     rank = rank or max(min(shape) for shape in shapes)
     return [
@@ -131,7 +147,13 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
 def factors_of(
     tensors: Tree, name: str, scale: float
 ) -> tuple[Float[Tensor, "users ... rank d_in"], Float[Tensor, "users ... rank d_out"]]:
-    """A linear's A and B, with the change that stands beside them as further ranks, where there is one."""
+    """Return a linear's A and B; a residual is appended to them as further ranks.
+
+    Args:
+        tensors: The users' tensors by name.
+        name: Name of the linear.
+        scale: LoRA scale, by which I is divided because the caller multiplies by it.
+    """
     a, b = tensors[f"{name}.a"], tensors[f"{name}.b"]
     if f"{name}.{IN}" not in tensors:
         return a, b

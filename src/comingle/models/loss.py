@@ -1,12 +1,12 @@
-"""Cross-entropy against a frozen head: neither all logits nor a second pass over them.
+"""Cross-entropy against a frozen head without the whole logits tensor or a second pass over it.
 
-The head has no gradient of its own, so the gradient with respect to the hidden states can be computed in the forward
-pass, chunk by chunk, while a chunk's logits are at hand: for one position with hidden state h, head W, target t,
+The head has no gradient, so the gradient with respect to the hidden states is computed in the forward pass, chunk by
+chunk, while the logits of a chunk exist. For one position with hidden state h, head W and target t:
 
     loss = log sum_v exp(W_v h) - W_t h          d loss / d h = sum_v softmax(W h)_v W_v - W_t
 
-The memory is one chunk of logits, whatever the batch, and positions without a target (prompts, padding) have none.
-Scale, bias and soft cap of a family's head are included.
+Memory is one chunk of logits, independent of the batch size. Positions without a target (prompts, padding) have no
+logits. Scale, bias and soft cap of the head are included.
 """
 
 from __future__ import annotations
@@ -28,23 +28,30 @@ from comingle.utils.files import cache_folder
 from comingle.utils.trees import Context
 
 CHUNK_BYTES = 64 << 20
-"""Size of one chunk of logits: large enough for efficient products, small enough to stay near the processor."""
+"""Size of one chunk of logits: large enough for efficient products, small enough for the processor's caches."""
 
 
 elsewhere: Any = None
-"""What does as :func:`softmax_parts` with logits that nobody needs any more, wherever it does not return None; a third
-argument says whether the weights are wanted."""
+"""Native replacement of :func:`softmax_parts` that may overwrite the logits; None when there is none.
+
+Its third argument says whether the weights are needed. It returns None for logits that it does not support.
+"""
 
 
 def cross_entropy(
     hidden: Float[Tensor, "*batch width"], head: Head, targets: Int[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
-    """Loss of each position in nats, float32 at least; positions with a negative target have loss 0.
+    """Return the loss of each position in nats, in float32 or wider; 0 where the target is negative.
 
-    Differentiable in ``hidden`` only.
+    Differentiable only with respect to ``hidden``.
+
+    Args:
+        hidden: Hidden states.
+        head: The frozen head.
+        targets: Token ids; negative where there is no target.
     """
     states, ids = hidden.flatten(0, -2), targets.flatten()
-    if isinstance(ids, FakeTensor) or bool((ids >= 0).all()):  # fake ones have no values: as if all were targets
+    if isinstance(ids, FakeTensor) or bool((ids >= 0).all()):  # fake tensors have no values: count all as targets
         return cast(Tensor, _HeadLoss.apply(states, ids, head)).view(targets.shape)
     (counted,) = torch.nonzero(ids >= 0, as_tuple=True)
     losses = cast(Tensor, _HeadLoss.apply(states[counted], ids[counted], head))
@@ -57,7 +64,7 @@ class _HeadLoss(torch.autograd.Function):
         losses = hidden.new_empty(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
         grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         parts = max(1, math.ceil(len(targets) * head.weight.shape[0] * hidden.element_size() / CHUNK_BYTES))
-        size = max(1, math.ceil(len(targets) / parts))  # equal parts: a short last one would need a kernel of its own
+        size = max(1, math.ceil(len(targets) / parts))  # equal parts: a shorter last one would compile another kernel
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
             losses[part], grad = _chunk(hidden[part], targets[part], head, grads is not None)
@@ -73,7 +80,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chunk(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Tensor, Tensor | None]:
-    """Losses of one chunk, and with ``keep`` their gradient with respect to ``hidden``."""
+    """Return the losses of one chunk and, with ``keep``, their gradient with respect to ``hidden``."""
     raw = F.linear(hidden, head.weight, head.bias)
     logits, slope = (raw, None) if head.softcap is None and head.scale == 1.0 else _transform(raw, head)
     parts = None if elsewhere is None else elsewhere(logits, ids, keep)
@@ -81,7 +88,7 @@ def _chunk(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Tensor,
     if not keep:
         return loss, None
     if slope is None:
-        # W_t is subtracted after the product, so the softmax needs no second pass to mark the targets.
+        # W_t is subtracted after the product, which saves a second pass over the softmax to mark the targets.
         mean = (weights @ head.weight) / total.unsqueeze(1)
         return loss, (mean - head.weight[ids]).to(hidden.dtype)
     d_logits = weights / total.unsqueeze(1).to(weights.dtype)
@@ -91,7 +98,11 @@ def _chunk(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Tensor,
 
 @fused
 def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy, unnormalised softmax ``exp(logit - max)`` in the logits' dtype, and its sum; float32 inside."""
+    """Return the parts of a cross-entropy, computed in float32 or wider.
+
+    These are the losses ``(n,)`` in nats, the unnormalised softmax ``exp(logit - max)`` ``(n, vocab)`` in the logits'
+    dtype, and its sum ``(n,)``.
+    """
     exact = wide(logits)
     top = exact.amax(1)
     weights = torch.exp(exact - top.unsqueeze(1))
@@ -101,7 +112,7 @@ def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> t
 
 
 def _transform(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Scaled and soft-capped logits, and their derivative with respect to ``raw``."""
+    """Return the scaled and soft-capped logits, and their derivative with respect to ``raw``."""
     scaled = raw * head.scale
     if head.softcap is None:
         return scaled, torch.full_like(raw[:, :1], head.scale)
@@ -110,7 +121,7 @@ def _transform(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
 
 
 def faster(network: PreTrainedModel, *, attention: bool) -> None:
-    """Compute losses, and with ``attention`` the attention of ``network``, by native code from now on."""
+    """Use native code for losses and, with ``attention``, for the attention of ``network`` from now on."""
     global elsewhere
     if cpu.enable(cache_folder() / "native"):
         elsewhere = cpu.softmax

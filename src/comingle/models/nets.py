@@ -1,7 +1,7 @@
-"""Small nets that are trained from scratch: plain modules of one user; the engine stacks them over users.
+"""Small nets that are trained from scratch: modules of one user, which the engine stacks over users.
 
-Each works under ``torch.func.functional_call`` with ``vmap`` over stacked parameters (and buffers, where it has batch
-norm; with dropout, ``vmap(randomness="different")``). Three are here; plug-ins have others.
+Each works under ``torch.func.functional_call`` with ``vmap`` over stacked parameters and, with batch norm, over buffers
+(``vmap(randomness="different")`` with dropout). Plug-ins add further nets.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Shape = Sequence[int]
 Build = Callable[[Shape, int], nn.Module]
 
 WIDEST = 512
-"""Hidden units of :func:`_mlp` at most."""
+"""Largest number of hidden units of :func:`_mlp`."""
 
 
 def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = None) -> nn.Module:
-    """A net for inputs of this shape (without the batch), with as many outputs.
+    """Return a net for inputs of a shape.
 
     Args:
-        name: a key of :data:`NETS`.
-        input_shape: as ``(d,)`` or ``(channels, height, width)``.
-        outputs: classes, or dimensions of a regression's target.
-        seed: initial weights follow it alone; without it they are drawn from torch's global generator.
+        name: A key of :data:`NETS`.
+        input_shape: ``(d,)`` or ``(channels, height, width)``, without the batch.
+        outputs: Number of classes, or dimensions of a regression's target.
+        seed: Seed of the initial weights; None to draw them from torch's global generator.
 
     Raises:
-        RecipeError: an unknown net, or inputs that it cannot take.
-        PluginError: a plug-in that cannot be used.
+        RecipeError: The net is unknown, or does not support the shape.
+        PluginError: A plug-in's builder is unusable.
     """
     if name not in NETS:
         raise RecipeError(f"no net {name!r}.{NETS.hint(name)} Allowed: {', '.join(NETS)}")
@@ -61,7 +61,7 @@ def _linear(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def _mlp(input_shape: Shape, outputs: int) -> nn.Module:
-    """One hidden layer twice as wide as the input (FLoRAL, appendix G.2, m = 2), up to :data:`WIDEST`."""
+    """Build a net with one hidden layer of ``min(2 * inputs, WIDEST)`` units (FLoRAL, appendix G.2, m = 2)."""
     inputs = prod(input_shape)
     hidden = min(2 * inputs, WIDEST)
     layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs)]
@@ -69,7 +69,7 @@ def _mlp(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def _cnn(input_shape: Shape, outputs: int) -> nn.Module:
-    """Two 3 x 3 convolutions of 32 and 64 channels with max-pooling after each, means over 4 x 4 places, one layer."""
+    """Build two 3 x 3 convolutions (32 and 64 channels), each with max-pooling, then 4 x 4 mean pooling and a linear."""
     channels, _, _ = require_shape(input_shape, "cnn", 3, smallest=4)
     return nn.Sequential(
         nn.Conv2d(channels, 32, 3, padding=1),
@@ -85,10 +85,16 @@ def _cnn(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def require_shape(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Shape:
-    """The shape, checked: so many axes, images at least that high and wide.
+    """Return the shape after checking it.
+
+    Args:
+        shape: Shape of the inputs, without the batch.
+        net: Name of the net, for the error.
+        axes: Required number of axes.
+        smallest: Smallest height and width of images.
 
     Raises:
-        RecipeError: another shape.
+        RecipeError: The shape has another number of axes, an empty axis or too small images.
     """
     if len(shape) != axes or min(shape) < 1 or (axes == 3 and min(shape[1:]) < smallest):
         wanted = "(d,)" if axes == 1 else f"(channels, height, width) with sides of at least {smallest}"
@@ -99,4 +105,4 @@ def require_shape(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Sh
 _OWN: Mapping[str, Build] = {"linear": _linear, "mlp": _mlp, "cnn": _cnn}
 
 NETS: Registry[Build] = Registry("comingle.nets", _OWN)
-"""Builders by name, of an input shape and a number of outputs; installed plug-ins' too."""
+"""Builders of nets by name, plug-ins included; each takes an input shape and a number of outputs."""

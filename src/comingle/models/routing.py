@@ -1,4 +1,4 @@
-"""Routing decisions of users' models, token by token."""
+"""Routing decisions of users' models for each token."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from comingle.utils.trees import GENERALIST, ROUTER, SPECIALIST, Tree
 
 
 def routed(adapters: Adapters) -> bool:
-    """Whether there are routers: somebody has more than one expert, and the method does not average them."""
+    """Return whether the model has routers: some user has several experts, and the method does not average them."""
     return ROUTER in adapters.layout.roles
 
 
 @contextmanager
 def watched(adapters: Adapters) -> Iterator[None]:
-    """Within, every forward pass leaves its gates behind for :func:`gates`."""
+    """Record the gates of every forward pass in the context, for :func:`gates`."""
     routers = [mlp.router for mlp in adapters.experts.values()]
     for router in routers:
         router.watched = True
@@ -35,14 +35,14 @@ def watched(adapters: Adapters) -> Iterator[None]:
 
 
 def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
-    """The gates of the last forward pass, first layer first; within :func:`watched`, where there are routers."""
+    """Return the gates of the last forward pass, first layer first; requires routers and :func:`watched`."""
     by_block = [mlp.router.gates for mlp in adapters.experts.values()]
     return torch.stack([layer for layer in by_block if layer is not None])
 
 
 @contextmanager
 def overheard(adapters: Adapters) -> Iterator[Tree]:
-    """Within, every forward pass leaves here what each router reads, by the name of the router's tensor."""
+    """Yield a tree that holds each router's input of the last forward pass, by the name of the router's tensor."""
     read = Tree()
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -57,7 +57,7 @@ def overheard(adapters: Adapters) -> Iterator[Tree]:
 
 
 def expert_names(adapters: Adapters, user: int) -> list[str]:
-    """What a user's experts are called, as "generalist", "specialist 1", "specialist 2", in their order."""
+    """Return the names of a user's experts in order, such as "generalist", "specialist 1", "specialist 2"."""
     every = next(slot.roles for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
     roles = [role for role, present in zip(every, adapters.present[user].tolist(), strict=True) if present]
     seen: Counter[str] = Counter()
@@ -69,14 +69,14 @@ def expert_names(adapters: Adapters, user: int) -> list[str]:
 
 
 Forward = Callable[[Int[Tensor, " n"]], Float[Tensor, "layers n experts"]]
-"""The gates of one forward pass over ``n`` tokens."""
+"""Function that returns the gates of one forward pass over ``n`` tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The gates on a text under one user's model: ``gates[layer, token]`` sums to one over ``experts``.
+    """Gates on a text under one user's model: ``gates[layer, token]`` sums to one over ``experts``.
 
-    Rounded to three digits, which float16 holds.
+    Rounded to three digits, in float16.
     """
 
     tokens: tuple[str, ...]
@@ -88,7 +88,14 @@ class Routing:
 def route(
     forward: Forward, tokens: Int[Tensor, " n"], *, context: int, begin: int | None = None
 ) -> Float[Tensor, "layers n experts"]:
-    """Return the gates on every token, in passes of ``context`` tokens each; with ``begin`` it is the first of them."""
+    """Return the gates on every token, rounded to three digits, in float16.
+
+    Args:
+        forward: Forward pass of a user's model.
+        tokens: Token ids.
+        context: Tokens per forward pass.
+        begin: Begin-of-text token that opens each pass; it counts towards ``context``.
+    """
     first = tokens.new_tensor([] if begin is None else [begin]).long()
     passes = tokens.long().split(max(1, context - len(first)))
     parts = [forward(torch.cat([first, part])).float().cpu()[:, len(first) :] for part in passes]
@@ -96,17 +103,17 @@ def route(
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """Each token as the characters that it adds to the text; together they are the text.
+    """Return the characters that each token adds to the text; concatenated they are the text.
 
-    A token that ends within a character adds nothing; the one that completes it adds it. Each token is decoded after
-    the one before it, because some tokenizers drop a space at the start of what they decode.
+    A token that ends within a character adds nothing, and the token that completes the character adds it. Each token is
+    decoded after its predecessor, because some tokenizers drop a leading space.
     """
 
     def decode(start: int, end: int) -> str:
         part = list(tokens[start:end])
         return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    decoded, before, read = [], 0, 0  # tokens[before:read] are decoded already, and give the next one its place
+    decoded, before, read = [], 0, 0  # tokens[before:read] are decoded already and are the context of the next token
     for end in range(1, len(tokens) + 1):
         old, new = decode(before, read), decode(before, end)
         whole = not new.endswith("\N{REPLACEMENT CHARACTER}") or end == len(tokens) or end - read >= 4
