@@ -1,4 +1,4 @@
-"""The interface between the engine and users' models."""
+"""Interface between the engine and the users' models."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ _known: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
 def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[str, object] | None = None) -> Any:
-    """``net(*inputs, **options)`` with ``tensors`` by the names that ``named_parameters`` and ``named_buffers`` have.
+    """Return ``net(*inputs, **options)`` with other parameters and buffers.
 
-    What is tied has its tensor everywhere. torch ties by names, of which a module that is used twice has several: it
-    would be given the same tensor twice, and keep it.
+    Tied weights are replaced everywhere. torch's own ``tie_weights`` works by names; a module that occurs twice has
+    several, so torch would replace the same tensor twice and not restore it.
+
+    Args:
+        net: The module to call; it is not modified.
+        tensors: Replacements, by the names in ``named_parameters`` and ``named_buffers``.
+        inputs: Positional arguments of the call.
+        options: Keyword arguments of the call.
     """
     if net not in _known:
         _known[net] = _tied(net)
@@ -34,7 +40,7 @@ def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[s
 
 
 def _tied(net: nn.Module) -> dict[str, str]:
-    """Further places of a tensor, in other modules, by name: the name of the first."""
+    """Map the name of each further occurrence of a tensor to the name of its first."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for prefix, module in net.named_modules():  # each once
@@ -50,7 +56,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @torch.no_grad()
 def own_copy(net: Module, tensors: Tree, *, shared: Iterable[Tensor] = ()) -> Module:
-    """A copy of ``net`` that holds one user's tensors ``(1, ...)``; those in ``shared`` are not copied but the same."""
+    """Return a copy of ``net`` that holds one user's tensors.
+
+    Args:
+        net: The module to copy.
+        tensors: The user's tensors ``(1, ...)`` by name.
+        shared: Tensors of ``net`` that the copy shares instead of copying.
+    """
     copied = copy.deepcopy(net, {id(t): t for t in shared})
     values = dict(copied.named_parameters()) | dict(copied.named_buffers())
     for name, tensor in tensors.items():
@@ -59,34 +71,34 @@ def own_copy(net: Module, tensors: Tree, *, shared: Iterable[Tensor] = ()) -> Mo
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module structure over the very same parameters and buffers."""
+    """Return a copy of the module structure that shares all parameters and buffers."""
     kept: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, kept)
 
 
 @runtime_checkable
 class FakeWeights(Protocol):
-    """Fake tensors in the place of real ones: :class:`comingle.cost.memory.Fakes`."""
+    """Replacements of real tensors by fake ones, as in :class:`comingle.cost.memory.Fakes`."""
 
     def of(self, real: Tensor, device: torch.device) -> Tensor:
-        """Return the fake of a tensor."""
+        """Return the fake tensor for a real one."""
         ...
 
     def size_of(self, module: nn.Module) -> int:
-        """Return the bytes of the parameters and buffers of a module."""
+        """Return the bytes of a module's parameters and buffers."""
         ...
 
     def replace(self, module: nn.Module, device: torch.device) -> None:
-        """Put fakes in the place of the parameters and buffers of a module."""
+        """Replace a module's parameters and buffers by fake tensors."""
         ...
 
 
 Gates = Callable[[], Float[Tensor, "layers users n experts"]]
-"""The gates of the last pass, first layer first."""
+"""Function that returns the gates of the last forward pass, first layer first."""
 
 
 class TokenRouting:
-    """What a model with token-level routers tells of them; by default a model has none."""
+    """Queries about token-level routers; the defaults are those of a model without routers."""
 
     name: str
 
@@ -96,53 +108,68 @@ class TokenRouting:
         return False
 
     def watched(self) -> AbstractContextManager[Gates]:
-        """Within, every pass leaves its gates behind; only where tokens are routed."""
+        """Record the gates of every forward pass in the context; requires token-level routers."""
         raise NotImplementedError(f"{self.name}: no routers")
 
     def expert_names(self, user: int) -> list[str]:
-        """What a user's experts are called; only where tokens are routed."""
+        """Return the names of a user's experts; requires token-level routers."""
         raise NotImplementedError(f"{self.name}: no experts")
 
     def router_inputs(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, whole: bool = False
     ) -> Tree:
-        """What each token-level router reads at the end of every window's prompt, ``(users, batch, width)``, while
-        experts are averaged; by the names of the routers' tensors, and zeros for a window that is none. With ``whole``
-        the mean over all of the window."""
+        """Return the input of each router at the end of every window's prompt, while experts are averaged.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            batch: Windows of tokens.
+            whole: Return the mean over all tokens of the window instead.
+
+        Returns:
+            ``(users, batch, width)`` by the names of the routers' tensors; zeros for windows of padding.
+        """
         raise NotImplementedError(f"{self.name}: no routers")
 
 
 class ClientMixing:
-    """What a model with client-level mixtures tells of them; by default a model has none."""
+    """Queries about client-level mixtures; the defaults are those of a model without one."""
 
     name: str
 
     def shares(self, tensors: Tree) -> Float[Tensor, "users clusters"]:
-        """Each user's mixture; only where there is one."""
+        """Return each user's mixture weights pi; requires a client-level mixture."""
         raise NotImplementedError(f"{self.name}: no client-level mixture")
 
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
     ) -> Float[Tensor, "users clusters batch ..."]:
-        """The losses under each component alone; only where there is a client-level mixture."""
+        """Return the losses under each component alone; requires a client-level mixture.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            batch: The users' data.
+            train: Run in training mode.
+        """
         raise NotImplementedError(f"{self.name}: no client-level mixture")
 
     def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
-        """Gradients as a client-level mixture preconditions them."""
+        """Return the gradients, preconditioned if the mixture does that."""
         return gradients
 
     def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
-        """Components centred under ``shares``, their mean in the base, where a mixture's base is trained too."""
+        """Centre the components under ``shares`` and add their mean to the base; unchanged without such a mixture."""
         return tensors
 
     @property
     def other_starts(self) -> Float[Tensor, "others columns"] | None:
-        """Further models that a server may begin with, initialised differently; None: drawn as the users' own are."""
+        """Further initial models for the server, one per row; None if they are drawn like the users' own."""
         return None
 
 
 class Model(TokenRouting, ClientMixing, ABC):
-    """Everybody's model at once: ``tensors`` are stacked over rows, row i belongs to user ``users[i]``."""
+    """The models of all users; ``tensors`` are stacked over rows, and row i belongs to user ``users[i]``."""
 
     name: str
     layout: Layout
@@ -150,7 +177,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     dtype: torch.dtype
 
     batchwise: bool = False
-    """Whether in training what becomes of a sample depends on the others of its batch, as with batch norm."""
+    """Whether a sample's output in training depends on the other samples of its batch, as with batch norm."""
 
     # ---------------------------------------------------------------- sizes
 
@@ -166,52 +193,79 @@ class Model(TokenRouting, ClientMixing, ABC):
 
     @abstractmethod
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
-        """True where a user really has a parameter, on the model's device."""
+        """Return which parameters each user has, on the model's device; users with a smaller rank have fewer."""
 
     @property
     @abstractmethod
     def base_parameters(self) -> int:
-        """How many parameters the base has, or one copy of the net."""
+        """Number of parameters of the base, or of one copy of the net."""
 
     @abstractmethod
     def only(self, users: Sequence[int]) -> Model:
-        """The same model of some of its users, numbered anew in this order; layout, scales and weights stay."""
+        """Return the model of some users, renumbered in this order; layout, scales and weights are unchanged."""
 
     # ---------------------------------------------------------------- passes
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
-        """Named tensors out of rows, in the dtype that the model computes in."""
+        """Return the named tensors that rows hold, in the dtype of the model's computations."""
         return {name: t.to(self.dtype) for name, t in self.layout.views(rows).items()}
 
     def randomness(self, *key: object) -> AbstractContextManager[None]:
-        """Within, draw what is random in a pass in training from a stream of the key; by default nothing is."""
+        """Seed the random numbers of a forward pass in training with the key; by default a pass draws none."""
         return nullcontext()
 
     @abstractmethod
     def losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False, shares: Tensor | None = None
     ) -> tuple[Float[Tensor, "users batch ..."], Float[Tensor, " users"] | float]:
-        """Loss of every token or sample of a batch, and each user's penalty; ``shares`` are samples' own mixtures."""
+        """Return the loss of every token or sample, and each user's penalty.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            batch: The users' data.
+            train: Run in training mode.
+            shares: Mixture weights of each sample, in place of the users' own.
+        """
 
     def losses_of_each(self, tensors: Tree, users: Sequence[int], batch: Any) -> Float[Tensor, "users batch ..."]:
-        """The same in training, by arithmetic that does not depend on how many places of the batch have a loss."""
+        """Return the training losses, computed such that they do not depend on how many positions have a target.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            batch: The users' data.
+        """
         return self.losses(tensors, users, batch, train=True)[0]
 
     @abstractmethod
     def predict(self, tensors: Tree, users: Sequence[int], batch: Any) -> Float[Tensor, "users batch ..."]:
-        """What a score is made of: losses of text, outputs for samples."""
+        """Return the values that a score is computed from: losses of text, outputs for samples.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            batch: The users' data.
+        """
 
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """Up to ``limit`` tokens after each prompt, each the likeliest one; prompts are filled with PAD on the left."""
+        """Continue each prompt greedily.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            prompts: Token ids, padded on the left with ``PAD``.
+            limit: Largest number of new tokens.
+        """
         raise NotImplementedError(f"{self.name}: a net has nothing to say")
 
     def without(self, roles: frozenset[str]) -> Model:
-        """The model of what is left of its tensors when all entries of some roles are cut away.
+        """Return the model without all entries of some roles.
 
         Raises:
-            RecipeError: that is no model.
+            RecipeError: The remaining model cannot predict.
         """
         if found := sorted(roles & self.layout.roles):
             raise RecipeError(f"{self.name}: without {', '.join(found)} nothing is left that predicts")
@@ -220,6 +274,12 @@ class Model(TokenRouting, ClientMixing, ABC):
     # ---------------------------------------------------------------- costs
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """The model with ``fakes`` (:class:`comingle.cost.memory.Fakes`) in the place of what is frozen and
-        not a user's, and how many bytes that was."""
+        """Replace the frozen weights by fake tensors.
+
+        Args:
+            fakes: Fake tensors (:class:`comingle.cost.memory.Fakes`).
+
+        Returns:
+            The model, and the bytes of the replaced weights.
+        """
         return self, 0
