@@ -69,7 +69,7 @@ def _mlp(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def _cnn(input_shape: Shape, outputs: int) -> nn.Module:
-    """Build two 3 x 3 convolutions (32 and 64 channels), each with max-pooling, then 4 x 4 mean pooling and a linear."""
+    """Build two 3 x 3 convolutions (32 and 64 channels), each with max-pooling, then 4 x 4 mean pooling and a head."""
     channels, _, _ = require_shape(input_shape, "cnn", 3, smallest=4)
     return nn.Sequential(
         nn.Conv2d(channels, 32, 3, padding=1),
