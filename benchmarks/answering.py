@@ -81,7 +81,7 @@ def main() -> None:
     base = load_base(name, dtype=args.dtype, device="cpu")
     clients, users = stirred(clients_of(argparse.Namespace(**shape, **rest, **switches), base)), users_of(args)
     plan = RunPlan(method=make("fedavg"), training=TrainingSection(context=128))
-    feed = feeding.AnswerBatchSource(users, plan, 4, tokenizer=byte_tokenizer())
+    batch_source = feeding.AnswerBatchSource(users, plan, 4, tokenizer=byte_tokenizer())
     portions = Portions(users=1, sequences=max(1, TRAINED_AT_ONCE // (args.prompt + args.new)))
     generate, sets = partial(clients.scorer.generate, clients.models), [user.test for user in users]
 
@@ -93,7 +93,7 @@ def main() -> None:
         for way, decides in ways.items():
             feeding._slots_to_speak = decides
             started = clock.now()
-            said[way] = feed.answers(generate, sets, list(range(args.users)), portions)
+            said[way] = batch_source.answers(generate, sets, list(range(args.users)), portions)
             times[way] += [clock.now() - started] if repeat else []
     assert said["alone"] == said["together"]
     tokens = args.users * args.questions * args.new

@@ -59,8 +59,8 @@ def step(base: Base, tokens: torch.Tensor, batch: int, *, checkpointed: bool) ->
         training=TrainingSection(rounds=9, local_steps=1, batch_size=batch, context=WINDOW),
         runtime=RuntimeSection(micro_batch=batch),
     )
-    feed = TextBatchSource([user], plan, batch_size(plan, 1))
-    clients = Clients(model, plan, trainers=[user], users=[user], feed=feed)
+    batch_source = TextBatchSource([user], plan, batch_size(plan, 1))
+    clients = Clients(model, plan, trainers=[user], users=[user], batch_source=batch_source)
     with LiveBytes() as live:
         train(clients, [0], 0)
     times = []

@@ -95,8 +95,8 @@ def clients_of(args: argparse.Namespace, base: Base) -> Clients:
         training=TrainingSection(rounds=100, local_steps=1, batch_size=args.batch, context=args.ctx),
         runtime=RuntimeSection(users_per_step=args.users_per_step, micro_batch=args.micro_batch),
     )
-    feed = TextBatchSource(users, plan, batch_size(plan, len(users)))
-    return Clients(model, plan, trainers=users, users=users, feed=feed)
+    batch_source = TextBatchSource(users, plan, batch_size(plan, len(users)))
+    return Clients(model, plan, trainers=users, users=users, batch_source=batch_source)
 
 
 def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[[], None]:

@@ -66,8 +66,8 @@ def read_anew(clients: Clients) -> None:
     """Have users whose samples have been exchanged train on those that they have now."""
     model = clients.model
     like = {"device": model.device, "dtype": model.dtype, "loss": model.loss}
-    feed = SampleBatchSource(clients.trainers, clients.plan, clients.batch_size, **like)
-    clients.steps = replace(clients.steps, source=feed)
+    batch_source = SampleBatchSource(clients.trainers, clients.plan, clients.batch_size, **like)
+    clients.steps = replace(clients.steps, source=batch_source)
     clients.scorer = replace(clients.scorer, steps=clients.steps)
 
 

@@ -116,12 +116,12 @@ def temperatures(run: Run) -> dict[str, Perplexities]:
     clients.steps = replace(clients.steps, model=clients.model, method=clients.method)
     clients.scorer = Scorer(steps=clients.steps)
     clients.state.rows = torch.cat([rows, rows.new_zeros(len(rows), mixture.numbers - mixture.clusters)], 1)
-    clients.resized()
+    clients.update_masks()
     settle(clients)
     found = perplexities(clients)
     clients.method, clients.model, clients.steps, clients.scorer = before
     clients.state.rows = rows
-    clients.resized()
+    clients.update_masks()
     return {"temperatures": found}
 
 

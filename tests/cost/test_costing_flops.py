@@ -51,7 +51,7 @@ def test_flops_are_those_of_torchs_counter(family: str, mix: str, method: str, f
     shape, members = shape_of(clients), [0, 1, 2]
     tokens = len(members) * clients.batch_size * clients.plan.training.context
     for phase in clients.phases:
-        windows = clients.feed.draw(members, phase, 0, 0, 0)
+        windows = clients.batch_source.draw(members, phase, 0, 0, 0)
         found = counted(lambda w=windows, p=phase: clients.steps.gradient(clients.cohort(members, 0), w, p))
         assert shape.training(phase).total * tokens == pytest.approx(found, rel=WITHIN), phase
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_a_user_of_a_smaller_size_computes_what_it_would_alone(federate: Any) ->
         method = {"name": "comigs-1gxs", "specialists": specialists}
         alone = federate(method, users=("ann",), changes=CHANGES).clients
         for phase, own in zip(together.phases, alone.phases, strict=True):
-            windows = alone.feed.draw([0], own, 0, 0, 0)
+            windows = alone.batch_source.draw([0], own, 0, 0, 0)
             found = counted(lambda s=alone, w=windows, p=own: s.steps.gradient(s.cohort([0], 0), w, p))
             tokens = alone.batch_size * alone.plan.training.context
             assert shape_of(together, row).training(phase).total * tokens == pytest.approx(found, rel=WITHIN)

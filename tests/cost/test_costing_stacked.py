@@ -247,7 +247,7 @@ def test_a_mixtures_step_without_data_holds_what_a_real_one_does(federate: Any) 
     changes = {"runtime.compile": False}
     clients = federate("floral", users=NAMES, base="random:llama?layers=1", dtype="float32", changes=changes).clients
     users, phase = [0, 1], clients.phases[-1]
-    cohort, drawn = clients.cohort(users, 0), clients.feed.draw(users, phase, 0, 0, 0)
+    cohort, drawn = clients.cohort(users, 0), clients.batch_source.draw(users, phase, 0, 0, 0)
     with LiveBytes() as live:
         gradients = clients.steps.gradient(cohort, drawn, phase)[1]
         clients.steps.descend(phase, cohort, gradients, 0)

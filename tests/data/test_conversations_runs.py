@@ -165,7 +165,7 @@ def test_every_response_is_asked_for_after_the_true_earlier_turns(tmp_path: Path
         found = run.metrics["users"][user.name]
         assert list(found)[:4] == ["test_exact_match", "test_rouge1", "test_perplexity", "test_loss_nats"]
     assert run.metrics["measure"] == "exact_match"
-    assert clients.feed.unit == "samples"
+    assert clients.batch_source.unit == "samples"
 
 
 def test_a_model_that_has_learnt_its_labels_is_accurate(tmp_path: Path) -> None:

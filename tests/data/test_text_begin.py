@@ -92,14 +92,14 @@ def test_windows_of_text_have_no_prompt() -> None:
 
 def test_training_and_scores_use_such_windows(loaded: Loaded) -> None:
     clients = trained(loaded, "comigs-1g1s").federation.clients
-    feed = clients.feed
+    batch_source = clients.batch_source
     for stream in ("train", "valid"):
-        drawn = feed.draw([0, 1], Phase(roles=frozenset(), stream=stream), 1, 0, 0)
+        drawn = batch_source.draw([0, 1], Phase(roles=frozenset(), stream=stream), 1, 0, 0)
         assert (drawn[..., 0] == BOS).all()
         assert (drawn[..., 2:] >= 0).all()
         assert (drawn[..., 1:] != BOS).all()
-    assert all((windows[..., 0] == BOS).any() for windows in feed.held_out([0, 1]))
-    assert (feed.numbered([0], torch.tensor([[0, 1]]), 1)[..., 0] == BOS).all()
+    assert all((windows[..., 0] == BOS).any() for windows in batch_source.held_out([0, 1]))
+    assert (batch_source.numbered([0], torch.tensor([[0, 1]]), 1)[..., 0] == BOS).all()
 
 
 def test_a_context_of_tokens_is_enough(loaded: Loaded) -> None:

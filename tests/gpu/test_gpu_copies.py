@@ -65,7 +65,7 @@ def test_the_next_batch_is_there_before_it_is_asked_for(ahead: Any) -> None:
                 found = taken(ahead, [1], phase, 7, step, repeat)
                 assert found == [[1, phase.steps, 7, step, repeat]]
     # Each once, none after the last step, and all but the first of each phase early.
-    assert len(ahead.feed.asked) == len(set(ahead.feed.asked)) == 4 * 3
+    assert len(ahead.batch_source.asked) == len(set(ahead.batch_source.asked)) == 4 * 3
     assert not ahead.ready
 
 

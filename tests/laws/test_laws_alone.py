@@ -101,7 +101,7 @@ def compare_micro_batches(federate: Any, method: Any, changes: dict[str, Any], *
 def drawn(federation: InProcess, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[Any, ...], Tensor]:
     """Every batch that is drawn in two rounds, by user, phase, round, step and repeat, the same for all copies."""
     found: dict[tuple[Any, ...], Tensor] = {}
-    original = federation.clients.feed.draw
+    original = federation.clients.batch_source.draw
     times: dict[tuple[Any, ...], int] = {}
 
     def spy(trainers: Any, phase: Any, round_number: int, step: int, repeat: int) -> Tensor:
@@ -112,7 +112,7 @@ def drawn(federation: InProcess, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[
             times[key] = times.get(key, 0) + 1
         return windows
 
-    monkeypatch.setattr(federation.clients.feed, "draw", spy)
+    monkeypatch.setattr(federation.clients.batch_source, "draw", spy)
     trained_rows(federation, 2)
     assert set(times.values()) == {federation.clients.method.placement.copies}
     return found
@@ -155,7 +155,7 @@ def test_every_batch_is_fresh(federate: Any, alternating: dict[str, Any], monkey
 def test_windows_come_from_the_stream_that_the_phase_names(federate: Any, alternating: dict[str, Any]) -> None:
     federation = federate(alternating)
     for phase in federation.clients.method.client.phases:
-        windows = federation.clients.feed.draw([0, 1, 2], phase, 0, 0, 0)
+        windows = federation.clients.batch_source.draw([0, 1, 2], phase, 0, 0, 0)
         for user, batch in zip(federation.clients.trainers, windows, strict=True):
             stream = (user.valid if phase.stream == "valid" else user.train).long()
             places = stream.unfold(0, 17, 1)

@@ -33,7 +33,7 @@ def test_experts_follow_a_cosine_and_routers_a_constant_rate(federate: Any, name
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = RATE * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / STEPS)))
-        batch = federation.clients.feed.draw(EVERYONE, federation.clients.phases[0], 0, step, 0)
+        batch = federation.clients.batch_source.draw(EVERYONE, federation.clients.phases[0], 0, step, 0)
         losses, penalty = federation.clients.model.losses(tensors, EVERYONE, batch)
         optimizer.zero_grad()
         (losses.mean((1, 2)) + federation.clients.plan.training.balance_weight * penalty).sum().backward()

@@ -15,7 +15,7 @@ from comingle.methods.mixtures import Entropic
 from comingle.methods.momentum_clustering import Centres
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.training.backends.local import InProcess
-from comingle.training.evaluation import mixtures_told, own_mixtures
+from comingle.training.evaluation import merged_mixtures_event, own_mixtures
 from comingle.utils.trees import CLIENT_ROUTER
 from federations import download_all, exchange, local_round, read_anew
 
@@ -52,7 +52,7 @@ def test_a_cohort_equals_its_users_trained_one_at_a_time(federate_nets: Any, net
 @pytest.mark.sampled(9)
 def test_nobodys_data_moves_anybody_else_within_a_round(federate_nets: Any, netted: dict[str, Any]) -> None:
     federation, other = federate_nets(netted), federate_nets(netted)
-    bank = other.clients.feed.banks["train"]
+    bank = other.clients.batch_source.banks["train"]
     start, count = int(bank.starts[1]), int(bank.counts[1])
     bank.targets[start : start + count] += 3.0
     one, two = trained(federation, 1), trained(other, 1)
@@ -152,7 +152,7 @@ def test_absent_users_train_nothing(federate_nets: Any, name: str) -> None:
 
 def test_evaluations_say_what_is_mixed(federate_nets: Any, netted: dict[str, Any]) -> None:
     federation = download_all(federate_nets(netted))
-    event = mixtures_told(federation.clients, federation.server, own_mixtures(federation.clients))
+    event = merged_mixtures_event(federation.clients, federation.server, own_mixtures(federation.clients))
     models = netted["name"].startswith(("ensemble", "mfl", "fml", "fedmerge", "ifca", "fedem"))
     mixes = models or netted["name"].startswith("floral")
     assert event.get("component") == ({True: "model", False: "adaptor set"}[models] if mixes else None)

@@ -31,11 +31,11 @@ class ByHand:
 
     def steps(self, user: int) -> int:
         """Local steps of a round."""
-        return self.clients.feed.steps(user)
+        return self.clients.batch_source.steps(user)
 
     def gradient(self, own: Own, user: int, number: int, step: int) -> Own:
         """Of a batch's mean loss; running statistics in ``own`` change as they do in a forward pass."""
-        drawn = self.clients.feed.draw([user], self.clients.phases[0], number, step, 0)[0]
+        drawn = self.clients.batch_source.draw([user], self.clients.phases[0], number, step, 0)[0]
         data: Any = self.clients.trainers[user].train
         at = drawn[drawn >= 0]
         leaves = {name: own[name].clone().requires_grad_() for name in self.trained}

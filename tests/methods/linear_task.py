@@ -42,8 +42,8 @@ def batches(federation: InProcess, user: int, number: int) -> list[Tensor]:
     """Numbers of samples, step by step."""
     phase = federation.clients.phases[0]
     drawn = [
-        federation.clients.feed.draw([user], phase, number, step, 0)[0]
-        for step in range(federation.clients.feed.steps(user))
+        federation.clients.batch_source.draw([user], phase, number, step, 0)[0]
+        for step in range(federation.clients.batch_source.steps(user))
     ]
     return [at[at >= 0] for at in drawn]
 

@@ -128,7 +128,10 @@ def play_round(
     """In place on everybody's tensors."""
     for k in members:
         inputs, targets = clients.trainers[k].train.inputs.double(), clients.trainers[k].train.targets.double()
-        for at in (clients.feed.draw([k], clients.phases[0], number, i, 0)[0] for i in range(clients.feed.steps(k))):
+        for at in (
+            clients.batch_source.draw([k], clients.phases[0], number, i, 0)[0]
+            for i in range(clients.batch_source.steps(k))
+        ):
             users[k] = step(users[k], inputs[at[at >= 0]], targets[at[at >= 0]], nora=nora)
     counts = torch.tensor([len(t.train) if k in members else 0 for k, t in enumerate(clients.trainers)]).double()
     joint = torch.stack([own["theta"].softmax(0) for own in users]) * counts.unsqueeze(1)

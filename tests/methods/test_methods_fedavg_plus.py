@@ -44,8 +44,8 @@ def test_scores_are_those_of_a_tuned_copy_written_out(federate_nets: Any) -> Non
         net = torch.nn.Linear(10, 3).double()
         net.load_state_dict({name: t[k] for name, t in views.items()})
         descent = torch.optim.SGD(net.parameters(), lr=RATE)
-        for step in range(federation.clients.feed.steps(k)):
-            at = federation.clients.feed.draw([k], phase, 1, step, 0)[0]
+        for step in range(federation.clients.batch_source.steps(k)):
+            at = federation.clients.batch_source.draw([k], phase, 1, step, 0)[0]
             at = at[at >= 0]
             descent.zero_grad()
             (net(user.train.inputs[at].double()) - user.train.targets[at]).square().mean().backward()
@@ -78,13 +78,13 @@ def test_an_evaluation_leaves_nothing_behind(federate: Any, federate_nets: Any, 
 def test_tuning_draws_batches_of_its_own(federate_nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     federation = federate_nets("fedavg+", changes=LINEAR)
     drawn: list[tuple[str, int]] = []
-    original = federation.clients.feed.draw
+    original = federation.clients.batch_source.draw
 
     def spy(trainers: Any, phase: Any, number: int, step: int, repeat: int) -> torch.Tensor:
         drawn.append((phase.purpose, number))
         return original(trainers, phase, number, step, repeat)
 
-    monkeypatch.setattr(federation.clients.feed, "draw", spy)
+    monkeypatch.setattr(federation.clients.batch_source, "draw", spy)
     for done in (0, 1, None):
         tuned(federation, done)
     assert set(drawn) == {("tuning", 0), ("tuning", 1)}  # of two rounds

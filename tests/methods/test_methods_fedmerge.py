@@ -17,7 +17,7 @@ from comingle.methods.fedmerge import Proximal
 from comingle.methods.server import ServerSetup
 from comingle.models import hardware
 from comingle.training.backends.local import InProcess
-from comingle.training.evaluation import mixtures_told, own_mixtures
+from comingle.training.evaluation import merged_mixtures_event, own_mixtures
 from comingle.training.kinds import nets
 from comingle.training.rounds import run_rounds
 from comingle.utils.errors import DivergenceError, RecipeError
@@ -307,7 +307,7 @@ def broken(federate_nets: Any, users: Sequence[int], value: float, **changes: An
     federation = federate_nets(
         {"name": "fedmerge", "models": MODELS}, changes={**LINEAR, "training.rounds": 1, **changes}
     )
-    bank = federation.clients.feed.banks["train"]
+    bank = federation.clients.batch_source.banks["train"]
     for user in users:
         bank.inputs[int(bank.starts[user])] = value
     return federation
@@ -350,7 +350,7 @@ def test_what_breaks_in_the_last_step_is_seen_in_the_rows(federate_nets: Any) ->
     """The losses of such a round are all finite: a step of infinite length is its last thing."""
     changes = {"data.task.name": "linear", "training.batch_size": 64}  # one step a round
     federation = federate_nets({"name": "fedmerge", "models": MODELS}, changes=changes)
-    bank = federation.clients.feed.banks["train"]
+    bank = federation.clients.batch_source.banks["train"]
     bank.inputs[int(bank.starts[1])] = 1e15  # its loss and its gradient are numbers still
     plan = federation.clients.plan
     experts = plan.training.experts.model_copy(update={"learning_rate": 1e300})
@@ -370,7 +370,7 @@ def test_who_is_left_out_loses_the_moments_of_the_round(federate_nets: Any) -> N
     local_round(federation, EVERYONE, 0)
     for kept in (federation.clients.state.first, federation.clients.state.second):
         assert bool((kept[EVERYONE] != 0).any(1).all())
-    bank = federation.clients.feed.banks["train"]
+    bank = federation.clients.batch_source.banks["train"]
     bank.inputs[int(bank.starts[1])] = float("nan")
     assert set(local_round(federation, EVERYONE, 1).rejected) == {1}
     for kept in (federation.clients.state.first, federation.clients.state.second):
@@ -387,7 +387,7 @@ def test_a_round_without_anybody_ends_the_run(federate_nets: Any) -> None:
 
 def test_other_servers_do_not_forgive(federate_nets: Any) -> None:
     federation = federate_nets("fedavg", changes=LINEAR)
-    federation.clients.feed.banks["train"].inputs[0] = float("nan")
+    federation.clients.batch_source.banks["train"].inputs[0] = float("nan")
     with pytest.raises(DivergenceError, match=f"user '{federation.clients.trainers[0].name}'"):
         run_rounds(federation, observe=lambda event: None)
 
@@ -457,7 +457,7 @@ def test_evaluations_tell_the_merging_weights(federate_nets: Any, method: dict[s
         weights = federation.clients.method.server.merging_weights(federation.server.kept)
     if not told:
         weights[0, 0] = -0.5
-    event = mixtures_told(federation.clients, federation.server, own_mixtures(federation.clients))
+    event = merged_mixtures_event(federation.clients, federation.server, own_mixtures(federation.clients))
     found = torch.tensor(list(event["mixtures"].values()), dtype=torch.float64)
     torch.testing.assert_close(found, weights.double(), rtol=0, atol=1e-6)
     assert event["clusters"] == {"user-0": 0, "user-1": 1, "user-2": 0, "user-3": 1}

@@ -54,8 +54,8 @@ def by_hand(federation: InProcess, rounds: int) -> list[Own]:
         for k, own in enumerate(users):
             data = federation.clients.trainers[k].train
             x, y = data.inputs.double(), data.targets.double()
-            for step in range(federation.clients.feed.steps(k)):
-                at = federation.clients.feed.draw([k], phase, number, step, 0)[0]
+            for step in range(federation.clients.batch_source.steps(k)):
+                at = federation.clients.batch_source.draw([k], phase, number, step, 0)[0]
                 leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
                 loss = (output(leaves, x[at], leaves["theta"].softmax(0)) - y[at]).square().mean()
                 gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)

@@ -53,8 +53,8 @@ def by_hand(federation: InProcess, rounds: int) -> list[Own]:
     for number in range(rounds):
         for k, own in enumerate(users):
             data: Any = federation.clients.trainers[k].train
-            for step in range(federation.clients.feed.steps(k)):
-                at = federation.clients.feed.draw([k], phase, number, step, 0)[0]
+            for step in range(federation.clients.batch_source.steps(k)):
+                at = federation.clients.batch_source.draw([k], phase, number, step, 0)[0]
                 at = at[at >= 0]
                 leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
                 loss = (output(leaves, data.inputs.double()[at]) - data.targets.double()[at]).square().mean()

@@ -51,8 +51,8 @@ def linear_loss(x: Tensor, y: Tensor) -> Callable[..., Tensor]:
 def batches(federation: InProcess, k: int, number: int) -> list[tuple[Tensor, Tensor]]:
     data = federation.clients.trainers[k].train
     drawn = [
-        federation.clients.feed.draw([k], federation.clients.phases[0], number, step, 0)[0]
-        for step in range(federation.clients.feed.steps(k))
+        federation.clients.batch_source.draw([k], federation.clients.phases[0], number, step, 0)[0]
+        for step in range(federation.clients.batch_source.steps(k))
     ]
     return [(data.inputs.double()[at[at >= 0]], data.targets.double()[at[at >= 0]]) for at in drawn]
 
@@ -167,7 +167,7 @@ def test_statistics_are_those_of_the_components_mixed_by_pi(federate_nets: Any) 
     views["model.0.b"].normal_(generator=torch.Generator().manual_seed(1))
     views["router.theta"].copy_(torch.tensor([0.9, 0.1]).log().expand(4, -1))
     before = {name: views[name].clone() for name in ("model.0.a", "model.0.b", "model.0.bias")}
-    drawn = clients.feed.draw(EVERYONE, clients.phases[0], 0, 0, 0)
+    drawn = clients.batch_source.draw(EVERYONE, clients.phases[0], 0, 0, 0)
     x = clients.trainers[0].train.inputs.double()[drawn[0][drawn[0] >= 0]]
     weight, bias = views["model.0.base.weight"][0].clone(), views["model.0.base.bias"][0].clone()
     old = views["model.1.base.running_mean"][0].clone()

@@ -77,7 +77,7 @@ def test_augmented_samples_are_the_same_whoever_shares_a_pass(federate_nets: Any
         federate_nets({"name": name, "models": 2}, changes={**changes, "runtime.users_per_step": n}) for n in (1, 4)
     )
     for federation in (one, two):
-        assert federation.clients.feed.augment is not None
+        assert federation.clients.batch_source.augment is not None
         for number in range(2):
             local_round(federation, range(4), number)
             exchange(federation, range(4))

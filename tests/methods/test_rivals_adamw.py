@@ -68,7 +68,7 @@ class Person:
 
     def loss(self, number: int, step: int, added: Own, mix: str) -> Tensor:
         """The mean over its batch."""
-        windows = self.clients.feed.draw([self.number], self.clients.phases[0], number, step, 0)[0].long()
+        windows = self.clients.batch_source.draw([self.number], self.clients.phases[0], number, step, 0)[0].long()
         factors = lora(self.own)
         whole = factors | {n: t for stem in added for n, t in changed(factors, stem, added, self.scale).items()}
         model = Reference(self.clients.model.base.model, "llama", whole, Rules(scale=self.scale, mix=mix))

@@ -168,7 +168,9 @@ def step(federation: Any, own: Own, windows: Tensor, mix: str) -> Own:
 def directions(federation: Any, own: Own, user: int, number: int, mix: str) -> list[Tensor]:
     """For each MLP the mean over windows of the unit vector along the mean of what it reads."""
     clients, phase = federation.clients, Phase(roles=frozenset(), label="instances")
-    windows = torch.cat([clients.feed.draw([user], phase, number, 0, i)[0].long() for i in range(2)])[:INSTANCES]
+    windows = torch.cat([clients.batch_source.draw([user], phase, number, 0, i)[0].long() for i in range(2)])[
+        :INSTANCES
+    ]
     made, read = reference(federation, own, mix, routed=False), []
     for layer in made.model.model.layers:
         read.append([])
@@ -238,7 +240,7 @@ def test_fedamole_is_its_algorithm(tiny: Any, mix: str) -> None:
             for user in members:
                 own = hand.sent(user)
                 for at in range(clients.plan.training.local_steps):
-                    windows = clients.feed.draw([user], clients.phases[0], number, at, 0)[0].long()
+                    windows = clients.batch_source.draw([user], clients.phases[0], number, at, 0)[0].long()
                     own = step(federation, own, windows, mix)
                 told[user] = [math.sqrt(32) * d for d in directions(federation, own, user, number, mix)]
                 uploads[user] = own

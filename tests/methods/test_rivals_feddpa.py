@@ -69,8 +69,8 @@ def local_round(federation: Any, own: Own, user: int, number: int, mix: str) -> 
     clients = federation.clients
     alone, everybody = clients.phases
     for at in range(clients.plan.training.local_steps):
-        own = step(federation, own, clients.feed.draw([user], alone, number, at, 0)[0].long(), mix, 1, [0, 1])
-        own = step(federation, own, clients.feed.draw([user], everybody, number, at, 0)[0].long(), mix, 0, [0])
+        own = step(federation, own, clients.batch_source.draw([user], alone, number, at, 0)[0].long(), mix, 1, [0, 1])
+        own = step(federation, own, clients.batch_source.draw([user], everybody, number, at, 0)[0].long(), mix, 0, [0])
     return own
 
 
@@ -106,7 +106,7 @@ def test_afterwards_the_local_lora_goes_on_from_the_global_one(tiny: Any) -> Non
             for user in members:
                 own = owns[user]
                 for at in range(2):
-                    windows = clients.feed.draw([user], everybody, number, at, 0)[0].long()
+                    windows = clients.batch_source.draw([user], everybody, number, at, 0)[0].long()
                     own = step(federation, own, windows, "output", 0, [0])
                 uploads.append(own)
             for name in [name for name in owns[0] if not name.endswith(".router")]:
@@ -124,7 +124,7 @@ def test_afterwards_the_local_lora_goes_on_from_the_global_one(tiny: Any) -> Non
         for user in USERS:
             own = owns[user]
             for at in range(2):
-                windows = clients.feed.draw([user], replace(alone, label="tuning"), 2, at, 0)[0].long()
+                windows = clients.batch_source.draw([user], replace(alone, label="tuning"), 2, at, 0)[0].long()
                 own = step(federation, own, windows, "output", 1, [0, 1])
             owns[user] = own | {name: t for name, t in found[user].items() if name.endswith(".router")}
     same(found, owns)
@@ -170,7 +170,9 @@ def test_the_local_lora_has_scaling_times_the_mean_cosine_with_training_instance
     base, phase = clients.model.base.model, Phase(roles=frozenset(), label="instances")
     routers = clients.model.layout.mask(["router"])
     assert torch.equal(clients.state.rows[:, ~routers], before[:, ~routers])
-    drawn = torch.cat([clients.feed.draw(USERS, phase, clients.plan.training.rounds, 0, i) for i in range(2)], 1).long()
+    drawn = torch.cat(
+        [clients.batch_source.draw(USERS, phase, clients.plan.training.rounds, 0, i) for i in range(2)], 1
+    ).long()
     tests = torch.stack([user.test[:17].long() for user in clients.users]).unsqueeze(1)
     weights: list[float] = []
     with honest_double(), torch.no_grad():
@@ -224,7 +226,7 @@ def test_of_conversations_the_prompts_alone_are_compared(tmp_path: Path) -> None
         tensors = {n: t[user] for n, t in views.items() if not n.endswith(".router")}
         phase, prompts = Phase(roles=frozenset(), label="instances"), list[Tensor]()
         for repeat in range(2):
-            for window in clients.feed.draw([user], phase, 1, 0, repeat)[0].tolist():
+            for window in clients.batch_source.draw([user], phase, 1, 0, repeat)[0].tolist():
                 if window[0] != -1:  # not filled up
                     prompts.append(torch.tensor([-2 - token for token in takewhile(lambda t: t < 0, window)]))
         with honest_double(), torch.no_grad():

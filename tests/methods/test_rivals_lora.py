@@ -39,7 +39,7 @@ def local_round(
     clients, own = federation.clients, {name: t.clone() for name, t in start.items()}
     rules = Rules(scale=clients.model.adapters.scale, mix=mix)
     for step in range(clients.plan.training.local_steps):
-        windows = clients.feed.draw([user], clients.phases[0], number, step, 0)[0].long()
+        windows = clients.batch_source.draw([user], clients.phases[0], number, step, 0)[0].long()
         leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
         whole = leaves | {n: t for stem in added or {} for n, t in changed(leaves, stem, added, rules.scale).items()}
         loss = Reference(clients.model.base.model, "llama", whole, rules).losses(windows)[0].mean()

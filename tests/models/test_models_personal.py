@@ -34,7 +34,7 @@ GENERATING = ["floral", {"name": "floral", "temperature": 0.3}, "floral-mfl", "l
 
 
 def run_of(federation: InProcess) -> Run:
-    speaks = federation.clients.feed.unit == "tokens"
+    speaks = federation.clients.batch_source.unit == "tokens"
     data = {"users": {"somebody": "unused"}} if speaks else {"task": "unused"}
     recipe = parse_recipe({"method": federation.clients.method.name, "data": data})
     return Run(folder=None, recipe=recipe, metrics={}, federation=federation)

@@ -36,7 +36,7 @@ def stirred(federation: InProcess) -> InProcess:
     """Everything that users train is somewhere else than at its start, where half of the gradients are zero."""
     rows = federation.clients.state.rows
     rows += 0.3 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(3), dtype=rows.dtype)
-    federation.clients.resized()
+    federation.clients.update_masks()
     return federation
 
 
@@ -69,4 +69,4 @@ def sums_of(federation: InProcess, numbers: list[list[int]]) -> tuple[Tree, Tens
     part = padded([torch.tensor(one, dtype=torch.int64) for one in numbers], 1)
     leaves = noised.leaves(shared_phase(federation), layout)
     bound = float(clients.plan.privacy.first_bound)
-    return noised.clipped_sums(clients.model, clients.feed, tensors, leaves, cohort, part, bound)
+    return noised.clipped_sums(clients.model, clients.batch_source, tensors, leaves, cohort, part, bound)

@@ -283,7 +283,7 @@ def test_a_server_that_asks_twice_with_other_models_gets_other_noise_and_both_ar
     assert home is not None
     private = home.clients.steps.private
     assert private is not None
-    work = private.work(home.clients.feed, 0)
+    work = private.work(home.clients.batch_source, 0)
     assert known["epsilon"] == spent_by(privacy, work, 6)
 
 

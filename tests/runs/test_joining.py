@@ -128,8 +128,8 @@ def test_merging_weights_move_by_equation_6(trained: Callable[..., Run]) -> None
     logits = torch.zeros(5, dtype=torch.float64, requires_grad=True)
     merged = {name: torch.tensordot(logits.softmax(0), t, dims=1).unsqueeze(0) for name, t in soup.items()}
     (phase,) = joint(routed=False)
-    drawn = clients.feed.draw([0], phase, 0, 0, 0)
-    losses, _ = clients.model.losses(merged, [0], clients.feed.read("train", [0], drawn), train=True)
+    drawn = clients.batch_source.draw([0], phase, 0, 0, 0)
+    losses, _ = clients.model.losses(merged, [0], clients.batch_source.read("train", [0], drawn), train=True)
     (gradient,) = torch.autograd.grad(losses.mean(), logits)
     moved = server.kept[MERGING][0]
     torch.testing.assert_close(moved / moved.abs().max(), -gradient / gradient.abs().max())

@@ -110,15 +110,19 @@ def stir(sim: Clients) -> None:
 @pytest.mark.parametrize("name", ["fedavg", "comigs-1g1s"])
 def test_a_round_asks_every_question_once(ask: Ask, name: str) -> None:
     sim = ask(name, [make_user("ann"), make_user("bob", train=3)], **{"training.local_epochs": 2}).clients
-    feed, phase = sim.feed, Phase(roles=frozenset())
-    assert [feed.steps(i) for i in range(2)] == [6, 4]
-    assert [feed.seen(i) for i in range(2)] == [10, 6]
+    batch_source, phase = sim.batch_source, Phase(roles=frozenset())
+    assert [batch_source.steps(i) for i in range(2)] == [6, 4]
+    assert [batch_source.seen(i) for i in range(2)] == [10, 6]
     for i, user in enumerate(sim.trainers):
         own = present(user.train.windows)
-        drawn = [window for step in range(feed.steps(i)) for window in present(feed.draw([i], phase, 0, step, 0)[0])]
+        drawn = [
+            window
+            for step in range(batch_source.steps(i))
+            for window in present(batch_source.draw([i], phase, 0, step, 0)[0])
+        ]
         assert sorted(drawn) == sorted(2 * own)
-        assert [window for part in feed.sweep([i], 0) for window in present(part[0])] == own
-    firsts = {tuple(present(feed.draw([0], phase, number, 0, 0)[0])) for number in range(5)}
+        assert [window for part in batch_source.sweep([i], 0) for window in present(part[0])] == own
+    firsts = {tuple(present(batch_source.draw([0], phase, number, 0, 0)[0])) for number in range(5)}
     assert len(firsts) > 1  # every round has an order of its own
 
 
@@ -134,8 +138,8 @@ def test_training_tokens_are_those_of_all_passes_without_padding(ask: Ask) -> No
 
 
 def test_batches_are_as_wide_as_their_longest_question_unless_tokens_are_routed(ask: Ask) -> None:
-    narrow, even = (ask(method).clients.feed for method in ("fedavg", "comigs-1g1s"))
-    free = ask("comigs-1g1s", **{"training.balance_weight": 0}).clients.feed
+    narrow, even = (ask(method).clients.batch_source for method in ("fedavg", "comigs-1g1s"))
+    free = ask("comigs-1g1s", **{"training.balance_weight": 0}).clients.batch_source
     for step in range(3):
         drawn = narrow.draw([0, 1], Phase(roles=frozenset()), 0, step, 0)
         assert bool((drawn[..., -1] != PAD).any())
@@ -165,7 +169,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_answers_alone(ask: Ask, prom
     sim = ask("fedavg", [make_user(name, prompts=prompts) for name in USERS], **{"training.batch_size": 3}).clients
     stir(sim)
     phase = sim.phases[0]
-    drawn = sim.feed.draw([0, 1, 2], phase, 0, 1, 0)  # the rest of the pass: two questions
+    drawn = sim.batch_source.draw([0, 1, 2], phase, 0, 1, 0)  # the rest of the pass: two questions
     losses, gradients = gradient_of(sim, [0, 1, 2], drawn, phase)
     for row in range(3):
         leaves = {n: t[row : row + 1].clone().requires_grad_() for n, t in sim.steps.tensors(sim.state.rows).items()}
@@ -190,7 +194,7 @@ def test_test_losses_are_those_of_a_loop_over_questions(ask: Ask, method: str) -
             tensors = {n: t[row : row + 1] for n, t in sim.steps.tensors(sim.state.rows).items()}
             expected = naive(sim, list(user.test.windows), tensors, row, prompts=False)
             assert score.mean_loss == pytest.approx(float(expected), rel=1e-8)
-        one_by_one = sim.feed.score(
+        one_by_one = sim.batch_source.score(
             partial(sim.scorer.predict, sim.models), [user.test], [row], Portions(users=1, sequences=1), None
         )[0]
         assert one_by_one.mean_loss == pytest.approx(score.mean_loss, rel=1e-8)
@@ -247,14 +251,16 @@ def spoken(sim: Clients, user: int) -> list[str]:
 def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sim = ask(FLORAL if method == "floral" else method).clients
     stir(sim)
-    assert isinstance(sim.feed, AnswerBatchSource)
+    assert isinstance(sim.batch_source, AnswerBatchSource)
     sets = [user.test for user in sim.users]
     expected = [spoken(sim, user) for user in range(3)]
     generate = partial(sim.scorer.generate, sim.models)
     for speaking in (1, 5, 64):
         monkeypatch.setattr(feeding, "SPEAKING", speaking)
         for sequences in (16, 1):
-            assert sim.feed.answers(generate, sets, sim.row_of, Portions(users=2, sequences=sequences)) == expected
+            assert (
+                sim.batch_source.answers(generate, sets, sim.row_of, Portions(users=2, sequences=sequences)) == expected
+            )
     assert len({tuple(texts) for texts in expected}) == 3
     scores = sim.evaluate()
     assert [list(score.measures) for score in scores] == [["rouge1", "loss"]] * 3
@@ -263,7 +269,7 @@ def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, mo
 def test_an_answer_ends_at_the_end_of_text_or_at_the_users_limit() -> None:
     """A model that counts up from its row's number."""
     plan = RunPlan(method=make("fedavg"), training=TrainingSection(context=24))
-    feed = AnswerBatchSource([make_user("ann")], plan, 2, tokenizer=byte_tokenizer())
+    batch_source = AnswerBatchSource([make_user("ann")], plan, 2, tokenizer=byte_tokenizer())
 
     def count(rows: Sequence[int], prompts: Tensor, limit: int) -> Tensor:
         assert bool((prompts[..., -1] != PAD).all())
@@ -272,9 +278,9 @@ def test_an_answer_ends_at_the_end_of_text_or_at_the_users_limit() -> None:
 
     first = answers("ann", "test", 4, 3)
     longer = Answers(**{**vars(answers("bob", "test", 1, 9)), "limit": 9})
-    found = feed.answers(count, [first, longer], [97, 110], Portions(users=2, sequences=3))
+    found = batch_source.answers(count, [first, longer], [97, 110], Portions(users=2, sequences=3))
     assert found == [["abc"] * 4, ["nopqrstuv"]]
-    assert feed.answers(count, [first], [101], Portions(users=1, sequences=1)) == [["efghi"] * 4]
+    assert batch_source.answers(count, [first], [101], Portions(users=1, sequences=1)) == [["efghi"] * 4]
 
 
 # ---------------------------------------------------------------- whole runs

@@ -10,7 +10,7 @@ import torch
 from comingle.methods.base import ROUTERS
 from comingle.training.backends.local import InProcess
 from comingle.training.rounds import run_rounds
-from comingle.training.steps import broke_first, diverged
+from comingle.training.steps import diverged, find_suspects
 from comingle.utils.errors import DivergenceError
 
 ROUTER = "try a smaller training.router.learning_rate, or training.router.clip_norm: 1.0"
@@ -73,7 +73,7 @@ def test_what_is_larger_by_far_broke_first(
     layout, row = clients.model.layout, torch.zeros(clients.model.layout.columns)
     others = clients.method.client.trained - ROUTERS
     row[layout.mask(ROUTERS)], row[layout.mask(others)] = router, experts
-    assert broke_first(layout, row, {"experts": others, "router": ROUTERS}) == told
+    assert find_suspects(layout, row, {"experts": others, "router": ROUTERS}) == told
 
 
 def test_two_that_cannot_be_told_apart_are_both_named() -> None:

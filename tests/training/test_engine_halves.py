@@ -56,7 +56,7 @@ def test_each_half_goes_on_from_its_own_state_alone(federate: Any, method: Any) 
     sent = whole.clock.upload_bytes, whole.clock.download_bytes
     rest = federate(method, dtype="float32", changes=HALF)
     rest.clients.state = users
-    rest.clients.resized()
+    rest.clients.update_masks()
     rest.server.restore(server)
     for federation in (whole, rest):
         play(federation, 2, 4)

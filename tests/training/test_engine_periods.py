@@ -36,7 +36,7 @@ TRAINED = 12 * 3 * 2 * 16
 def passes(federation: InProcess) -> tuple[list[int], int, int]:
     """After which rounds a run evaluated; how many tokens its models were trained on, and were scored on."""
     scored, events = 0, []
-    score = federation.clients.feed.score
+    score = federation.clients.batch_source.score
 
     def counted(predict: Any, sets: Any, rows: Any, portions: Any, gates: Any) -> Any:
         nonlocal scored
@@ -44,7 +44,7 @@ def passes(federation: InProcess) -> tuple[list[int], int, int]:
         scored += sum(one.tokens for one in found)
         return found
 
-    federation.clients.feed.score = counted  # type: ignore[method-assign]
+    federation.clients.batch_source.score = counted  # type: ignore[method-assign]
     run_rounds(federation, observe=events.append)
     done = [event["round"] for event in events if event["event"] == "evaluation"]
     return done, sum(event["tokens"] for event in events if event["event"] == "round"), scored
@@ -93,7 +93,7 @@ def test_a_number_is_kept_to(federate: Any) -> None:
 
 
 def test_more_than_a_tenth_is_said_once_with_what_to_set(federate: Any, caplog: pytest.LogCaptureFixture) -> None:
-    evaluation._say.cache_clear()
+    evaluation._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="comingle"):
         for method in ("local", "fedavg"):
             was, trained, scored = passes(federate(method, changes=LONG))
@@ -127,7 +127,7 @@ CHAT = [{"prompt": "One?", "response": f"Two {n}."} for n in range(30)]
 def test_advice_names_no_key_that_other_kinds_of_data_refuse(
     caplog: pytest.LogCaptureFixture, sets: Any, options: Mapping[str, Any]
 ) -> None:
-    evaluation._say.cache_clear()
+    evaluation._warn_once.cache_clear()
     recipe = {**options["recipe"], "training": {"rounds": 1, "batch_size": 2}}
     with caplog.at_level(logging.WARNING, logger="comingle"):
         comingle.run(recipe, base=options["base"], users={"ada": sets, "ben": sets}, method="fedavg")

@@ -92,7 +92,7 @@ def test_the_loss_of_a_round_is_the_mean_over_its_steps(federate: Any) -> None:
     first = stepwise.model.losses(
         whole.model.layout.views(federate("local").clients.state.rows),
         everyone,
-        whole.feed.draw(everyone, whole.phases[0], 0, 0, 0),
+        whole.batch_source.draw(everyone, whole.phases[0], 0, 0, 0),
     )
     assert steps[0].tolist() == pytest.approx(first[0].mean((1, 2)).tolist())
 
@@ -125,7 +125,11 @@ def test_the_pooled_trainer_has_everybodys_text_and_batch(federate: Any) -> None
     clients = sim.clients
     assert [trainer.name for trainer in clients.trainers] == ["everyone"]
     assert torch.equal(clients.trainers[0].train, torch.cat([user.train for user in clients.users]))
-    assert clients.feed.draw([0], clients.phases[0], 0, 0, 0).shape == (1, 3 * clients.plan.training.batch_size, 17)
+    assert clients.batch_source.draw([0], clients.phases[0], 0, 0, 0).shape == (
+        1,
+        3 * clients.plan.training.batch_size,
+        17,
+    )
     local = federate("local")
     tokens = [followed(each)[1][1]["tokens"] for each in (sim, local)]
     assert tokens[0] == tokens[1]

@@ -33,7 +33,7 @@ def first_gradients(federate: Federate, name: str, dtype: str = "float16") -> tu
         torch.manual_seed(0)  # nobody's tensors are zero: then all of them have gradients
         clients.state.rows.add_(0.02 * torch.randn(clients.state.rows.shape))
     cohort, phase = clients.cohort(rows, 0), clients.method.client.phases[0]
-    drawn = clients.feed.draw(cohort.owners, phase, 0, 0, 0)
+    drawn = clients.batch_source.draw(cohort.owners, phase, 0, 0, 0)
     return clients.steps.gradient(cohort, drawn, phase)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from comingle.config import load_recipe
 from comingle.runs import api
-from comingle.training.events import allowed, check_trackers, scalars
+from comingle.training.events import check_trackers, mlflow_name, scalars
 from comingle.utils.errors import DivergenceError, RecipeError
 from comingle.utils.records import read_events
 
@@ -61,7 +61,7 @@ def test_mlflow_has_every_number_and_the_recipe(client: Any, recipe_file: Path, 
     (found,) = client.search_runs([experiment.experiment_id])
     assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
     for name, values in expected(events).items():
-        history = client.get_metric_history(found.info.run_id, allowed(name))
+        history = client.get_metric_history(found.info.run_id, mlflow_name(name))
         assert [(one.step, one.value) for one in history] == values
     assert [one.path for one in client.list_artifacts(found.info.run_id)] == ["recipe.yaml"]
 
@@ -144,6 +144,6 @@ def test_where_a_run_is_told_of_does_not_change_what_it_is(recipe_file: Path) ->
 
 
 def test_names_that_mlflow_does_not_take_stay_apart() -> None:
-    assert allowed("test_perplexity/ann-1.b c") == "test_perplexity/ann-1.b c"
-    assert allowed("x/b<b>ob") == "x/b_3c_b_3e_ob"
-    assert allowed("x/<") != allowed("x/>")
+    assert mlflow_name("test_perplexity/ann-1.b c") == "test_perplexity/ann-1.b c"
+    assert mlflow_name("x/b<b>ob") == "x/b_3c_b_3e_ob"
+    assert mlflow_name("x/<") != mlflow_name("x/>")

@@ -168,8 +168,8 @@ class Attacker:
 
     def _losses(self, users: Sequence[int], seen: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
         model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
-        windows, feed = windows.long(), self.clients.feed
-        begin = feed.begin if isinstance(feed, TextBatchSource) else None
+        windows, batch_source = windows.long(), self.clients.batch_source
+        begin = batch_source.begin if isinstance(batch_source, TextBatchSource) else None
         if begin is not None:  # as where training has drawn the window; no wider, for bases that read no more
             inside = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
             windows = begin_windows(windows[..., :-1], begin, at_start=inside)

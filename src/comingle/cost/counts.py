@@ -324,7 +324,7 @@ def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) 
                 forward=forward,
                 training=passes * (1 / (load.items * load.unit)),
                 round=passes,
-                unit=stage.steps.feed.unit.removesuffix("s"),
+                unit=stage.steps.batch_source.unit.removesuffix("s"),
             )
         )
     return costs
@@ -379,7 +379,7 @@ class _Counts:
     def _sweep(self, count: int) -> None:
         model, batch = (
             self.stage.steps.model,
-            self.stage.steps.feed.read("train", [0], empty_batch(self.stage, 1, count)),
+            self.stage.steps.batch_source.read("train", [0], empty_batch(self.stage, 1, count)),
         )
         model.component_losses(self._tensors(), [0], batch)
 

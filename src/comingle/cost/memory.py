@@ -46,7 +46,7 @@ from comingle.training.kinds.text import TextKind, anybody_validates, section
 from comingle.training.settings import Portions
 from comingle.training.state import GRADIENTS, MOMENTS, State
 from comingle.training.steps import Steps
-from comingle.training.storage.disk import MOST_WAITING
+from comingle.training.storage.disk import MAX_PENDING_WRITES
 from comingle.training.storage.files import Form, forms_of
 from comingle.utils.trees import Tree, restrict
 
@@ -452,8 +452,8 @@ def rehearse(
     clients = federation.clients
     fakes, device = Fakes(), clients.model.device
     model, size = clients.model.without_weights(fakes)
-    feed = clients.feed.without_data(lambda real: fakes.of(real, device))
-    steps = replace(clients.steps, model=model, source=feed)
+    batch_source = clients.batch_source.without_data(lambda real: fakes.of(real, device))
+    steps = replace(clients.steps, model=model, source=batch_source)
     return Rehearsal(
         federation=federation,
         steps=steps,
@@ -518,7 +518,7 @@ def _of_cohorts(stage: Rehearsal, portions: Portions) -> tuple[int, int]:
     at_once = min(portions.users, stage.present * copies)
     # The cohort in training, prefetched ones, those waiting to be written (models or moments, counted once), and the
     # record offsets of all users.
-    models = at_once * (user.params + (READ_AHEAD + MOST_WAITING) * user.params_record) + PLACES_BYTES * rows
+    models = at_once * (user.params + (READ_AHEAD + MAX_PENDING_WRITES) * user.params_record) + PLACES_BYTES * rows
     return models + clients.mask[:1].nbytes, at_once * (user.moments + READ_AHEAD * user.moments_record)
 
 
@@ -536,10 +536,10 @@ def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
     if alone or stage.store == MEMORY:
         return live.peak * (1 if alone else stage.present)
     user = user_bytes(clients.state, stage.store)
-    evaluated = min(clients.at_once, clients.plan.evaluation.users or stage.trainers)
+    evaluated = min(clients.users_per_message, clients.plan.evaluation.users or stage.trainers)
     read = user.params_record + user.params  # of a model to send: its record and the unpacked tensors
-    # While one record is packed, up to MOST_WAITING others wait to be written.
-    downloaded = user.params + (1 + MOST_WAITING) * user.params_record
+    # While one record is packed, up to MAX_PENDING_WRITES others wait to be written.
+    downloaded = user.params + (1 + MAX_PENDING_WRITES) * user.params_record
     return max(stage.present * (live.peak + read), evaluated * downloaded)
 
 
@@ -559,7 +559,7 @@ def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> 
         steps = stage.in_portions(portions)
         phases = sorted(stage.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
         peak = step_peak(stage, rows, phases[-1], steps) if phases else (0, 0)
-        if not phases or steps.feed.scores_more:
+        if not phases or steps.batch_source.scores_more:
             peak = max(peak, (_evaluation_peak(stage, rows, steps), 0))
         stage.known[rows, portions] = peak
     return stage.known[rows, portions]
@@ -604,7 +604,7 @@ def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples:
     own = steps.gradient(cohort, drawn, phase, names=names)[1] if names else Tree()
     tensors, sums = restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.own(layout)), Tree()
     for _ in range(TRACED_BATCHES):
-        found, _ = private.sums_over(model, steps.feed, tensors, leaves, cohort.owners, examples, bound=1.0)
+        found, _ = private.sums_over(model, steps.batch_source, tensors, leaves, cohort.owners, examples, bound=1.0)
         sums = {name: t + sums[name] if name in sums else t for name, t in found.items()}
     made = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
     return private.joined(layout, phase, own, made, range(users), users)
@@ -614,7 +614,7 @@ def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples:
 def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int:
     """Return the peak bytes of one forward pass of an evaluation, the only work of a method without training."""
     clients = stage.federation.clients
-    count = steps.feed.scored_at_once(clients.users, steps.portions)
+    count = steps.batch_source.scored_at_once(clients.users, steps.portions)
     inputs = empty_inputs(stage, len(rows), count)
     with quietly(), _telling(stage), LiveBytes() as live:
         Scorer(steps=steps).predict(clients.models, rows, inputs)
@@ -632,7 +632,7 @@ def empty_batch(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users 
     Returns:
         Windows of fake tokens, or indices that all refer to the first sample.
     """
-    return stage.steps.feed.blank(users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device))
+    return stage.steps.batch_source.blank(users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device))
 
 
 def empty_inputs(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users count _"] | Float[Tensor, "users ..."]:
@@ -643,7 +643,9 @@ def empty_inputs(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users
         users: Number of users.
         count: Sequences or samples of each user.
     """
-    return stage.steps.feed.blank_inputs(users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device))
+    return stage.steps.batch_source.blank_inputs(
+        users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device)
+    )
 
 
 def _telling(stage: Rehearsal) -> AbstractContextManager[None]:

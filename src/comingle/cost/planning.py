@@ -299,7 +299,7 @@ def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
         users = [(f"all {len(population.users)} users as one", clients.trainers[0])]
     loads, known = dict[str, Load](), dict[Load, Load]()
     for name, user in users:
-        sizes, swept = clients.feed.batch_sizes(user)
+        sizes, swept = clients.batch_source.batch_sizes(user)
         load = Load(sizes=sizes, epochs=clients.plan.training.local_epochs, sweeps=len(swept), swept=sum(swept))
         loads[name] = known.setdefault(load, load)
     return loads
@@ -439,8 +439,8 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
         tokens = among * plan.iterations * plan.training.batch_size * plan.training.context
         model = adapt_base(recipe, base, method, among, tokens)
         model = model.only(numbers) if unlike else model
-    feed = TextBatchSource(trainers, plan, batch_size(plan, len(people)))
-    return federate(Clients(model, plan, trainers=trainers, users=people, feed=feed, reads=False))
+    batch_source = TextBatchSource(trainers, plan, batch_size(plan, len(people)))
+    return federate(Clients(model, plan, trainers=trainers, users=people, batch_source=batch_source, reads=False))
 
 
 def _nobody(name: str) -> UserData:

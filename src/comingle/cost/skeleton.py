@@ -163,11 +163,11 @@ def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] |
         return federate(build_nets(recipe, population, plan))
     clusters = max(1, len({user.cluster for user in population.users}))  # fewer users could mean fewer clusters
     first = build_nets(recipe, replace(population, users=population.users[:clusters]), plan)
-    feed, users = cast(SampleBatchSource, first.feed), list(population.users[: first.portions.users])
+    batch_source, users = cast(SampleBatchSource, first.batch_source), list(population.users[: first.portions.users])
     if len(users) <= clusters:
         return federate(first)
     model = first.model.only(range(len(users)))
-    return federate(Clients(model, plan, trainers=users, users=users, feed=feed.of(users)))
+    return federate(Clients(model, plan, trainers=users, users=users, batch_source=batch_source.of(users)))
 
 
 def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:

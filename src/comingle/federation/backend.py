@@ -76,7 +76,7 @@ def skip_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[s
     why = f"round {number}: {len(users)} uploads can be used; needed: {needed} (network.min_participants)"
     why = f"{why}; the model stays as it was"
     logger.warning("%s", why, extra=AN_EVENT)
-    server.pass_over(number, server.numbers(users))
+    server.skip_round(number, server.numbers(users))
     return why
 
 
@@ -164,7 +164,7 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
         session.observe({"event": "no_sum", "round": done, "reason": str(error)})
         if work.revealing:  # users may have opened what the server has not understood
             server.mechanisms.charge([server.users.index(user) for user in work.collection.survivors])
-        server.pass_over(done)
+        server.skip_round(done)
         return []
     survivors = work.collection.survivors
     if why := skip_if_few(session, survivors, answers, done):

@@ -322,14 +322,14 @@ class Client:
         store = self._enter(task.run, public)
         self.say(what_leaves(store))
         told: dict[str, Any] = {
-            "unit": store.clients.feed.unit,
+            "unit": store.clients.batch_source.unit,
             "steps": store.clients.steps.local_steps,
             "done": store.serial,
             "back": store.revertible_tasks()[0],
             **store.public_counts,
         }
         if store.tells(self.own) in SCORES:
-            told["amounts"] = amounts(store.clients.trainers[0], store.clients.feed.unit)
+            told["amounts"] = amounts(store.clients.trainers[0], store.clients.batch_source.unit)
             if store.read.skipped_rows:
                 told["skipped_rows"] = store.read.skipped_rows
             told["works"] = amounts_of(store.clients)[1:]
@@ -414,7 +414,7 @@ class TaskRunner:
     def _hear(self) -> None:
         verdict = self._next()
         check_verdict(verdict, LOWEST, user=self.own.name, rounds=self.clients.plan.training.rounds)
-        self.clients.hear(verdict)
+        self.clients.receive_verdict(verdict)
 
     def _train(self) -> None:
         if why := self.store.note_steps(self.task.round):
@@ -426,7 +426,7 @@ class TaskRunner:
         except DivergenceError as error:
             self.told["left_out"] = str(error)
             self.clients.state = before
-            self.clients.resized()
+            self.clients.update_masks()
             return
         if self.tells in SCORES:
             self.told |= {"tokens": work.tokens, "train_seconds": work.seconds}

@@ -225,7 +225,7 @@ class ClientStore:
     def public_counts(self) -> dict[str, int]:
         """Number of examples, where each is protected: the epsilon depends on it, and accounting takes it as public."""
         private = self.clients.steps.private
-        return {} if private is None else {"examples": private.work(self.clients.feed, 0).examples}
+        return {} if private is None else {"examples": private.work(self.clients.batch_source, 0).examples}
 
     def tells(self, own: Own) -> Tells:
         """Return how much the user reports of itself: with privacy nothing, unless its own file says so."""
@@ -256,7 +256,7 @@ class ClientStore:
         clients = self.clients
         if (private := clients.steps.private) is None:
             return ""
-        work, account = private.work(clients.feed, 0), private.mechanism.account
+        work, account = private.work(clients.batch_source, 0), private.mechanism.account
         assert account is not None
         begins = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
         named = hashlib.sha256(begins.encode()).hexdigest()
@@ -279,7 +279,7 @@ class ClientStore:
             self.clients.state = self.first.copy()
         else:
             self.clients.state, _ = load_checkpoint(folder, self.clients.model.layout, self.first, {})
-        self.clients.resized()
+        self.clients.update_masks()
 
     def _answer(self, serial: int, task: bytes) -> Path:
         return self.folder / "answers" / f"{serial:06d}-{hashlib.sha256(task).hexdigest()[:16]}.bin"
@@ -352,7 +352,7 @@ def _fill(clients: Clients, of_all: Clients) -> None:
         getattr(clients.state, name).copy_(getattr(of_all.state, name))
     copied = [name for name in clients.state.kept if name != GRADIENTS]
     clients.state.kept |= {name: of_all.state.kept[name].clone() for name in copied}
-    clients.resized()
+    clients.update_masks()
 
 
 def _matrices(state: State) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from comingle.models.model import Model
 from comingle.privacy.accounting import Work
 from comingle.protocol.wire import FORMAT
 from comingle.runs.folders import BOS
-from comingle.training.kinds.base import RunData, check_recipe, kind_of, later
+from comingle.training.kinds.base import RunData, check_recipe, kind_of, lazy_user
 from comingle.training.plan import make_plan
 from comingle.training.settings import RunPlan, work_of
 from comingle.utils.errors import DataError, MessageError, RecipeError
@@ -217,7 +217,7 @@ def plan_of(public: Public, recipe: Recipe) -> RunPlan:
 def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
     """Return the data of a run whose users are all on other machines."""
     kind = kind_of(recipe)
-    users = tuple(later(kind.user, name, lambda name=name: _elsewhere(name)) for name in public.users)
+    users = tuple(lazy_user(kind.user, name, lambda name=name: _elsewhere(name)) for name in public.users)
     return replace(kind.reopened(base, users, public.settings), here=())
 
 

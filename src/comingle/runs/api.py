@@ -24,7 +24,7 @@ from comingle.runs.session import build, describe, get_ready, method_of, prepare
 from comingle.training.checkpoints import Progress
 from comingle.training.client import STORES, Clients
 from comingle.training.events import JsonMapping, Observer
-from comingle.training.kinds.base import Kind, RunData, kind_of, later
+from comingle.training.kinds.base import Kind, RunData, kind_of, lazy_user
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import DATE, POPULATION, Inputs, check_base, check_users, read_inputs, recorded_date
@@ -107,7 +107,7 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
         users = _in_files(folder, recipe, kind, read)
     else:
         users = tuple(
-            later(kind.user, name, lambda name=name: by_name()[name], cluster=of_user.cluster)
+            lazy_user(kind.user, name, lambda name=name: by_name()[name], cluster=of_user.cluster)
             for name, of_user in inputs.users.items()
         )
     return kind.reopened(base, users, inputs.settings, net=given.net)
@@ -121,7 +121,7 @@ def _in_files(folder: Path, recipe: Recipe, kind: Kind, read: Callable[[], Seque
         raise RunError(f"{folder}: a program handed its users over, who are too many to be listed; resume it to go on")
 
     def make(number: int) -> Any:
-        return later(kind.user, names[number], lambda: read()[number])
+        return lazy_user(kind.user, names[number], lambda: read()[number])
 
     return LazyPopulation(names, make, digest="")
 

@@ -33,7 +33,7 @@ from comingle.training.backends.ranks import Ranks, joined
 from comingle.training.batch_sources import AnyUser
 from comingle.training.client import Clients
 from comingle.training.events import Observer
-from comingle.training.kinds.base import RunData, later
+from comingle.training.kinds.base import RunData, lazy_user
 from comingle.training.plan import make_plan
 from comingle.training.server import start_server
 from comingle.training.settings import RunPlan, cohorts
@@ -113,7 +113,7 @@ def share_out(materials: RunData, here: range) -> RunData:
         def elsewhere() -> Any:
             raise AssertionError(f"user {user.name!r} is in another process")
 
-        return later(materials.kind.user, user.name, elsewhere, cluster=getattr(user, "cluster", None))
+        return lazy_user(materials.kind.user, user.name, elsewhere, cluster=getattr(user, "cluster", None))
 
     users = tuple(user if number in here else left(user) for number, user in enumerate(materials.users))
     common = replace(materials.common, users=users) if hasattr(materials.common, "users") else materials.common
@@ -139,7 +139,7 @@ def build_sharded(recipe: Recipe, materials: RunData, method: Method, ranks: Ran
     counts = ranks.gather(lambda: len(clients.trainers))
     federation.shards = ranks.share(lambda: counts)
     if (private := clients.steps.private) is not None:
-        parts = ranks.gather(lambda: {name: asdict(work) for name, work in private.works(clients.feed).items()})
+        parts = ranks.gather(lambda: {name: asdict(work) for name, work in private.works(clients.batch_source).items()})
         shared = ranks.share(lambda: {name: work for part in parts for name, work in part.items()})
         works = {name: Work(**work) for name, work in shared.items()}
         federation.server.mechanisms.set_works(lambda: works)
@@ -196,8 +196,8 @@ def _built(recipe: Recipe, materials: RunData, plan: RunPlan, ranks: Ranks) -> S
     here = materials.here
     assert here is not None
     clients = materials.kind.clients(recipe, materials, plan)
-    clients.everybody = names
-    clients.state.share_out(ranks.rank, ranks.size, range(here[0], here[-1] + 1), len(names))
+    clients.population_names = names
+    clients.state.shard(ranks.rank, ranks.size, range(here[0], here[-1] + 1), len(names))
     return Sharded(
         clients=clients, server=server, ranks=ranks, first=here[0], ordered=recipe.runtime.shard_sums == "ordered"
     )

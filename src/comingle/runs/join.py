@@ -32,7 +32,7 @@ from comingle.training.backends.launched import require_alone
 from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients
 from comingle.training.cohort import Models
-from comingle.training.cohort_state import Held
+from comingle.training.cohort_state import FrozenColumns
 from comingle.training.evaluation import measure_of, measured
 from comingle.training.events import JsonObject
 from comingle.training.kinds.base import RunData, section_for
@@ -236,10 +236,10 @@ def _join(run: Run, who: Newcomer, folder: Path | None, reporter: Reporter, *, g
     for method in ("pretrained", "local"):
         rows[method] = _alone(who, materials, method, rounds, reporter)
     done = _trained(federation, who, materials, folder, reporter)
-    seen = _seen(done, federation.clients) + tunes * federation.clients.feed.seen(0)
+    seen = _seen(done, federation.clients) + tunes * federation.clients.batch_source.seen(0)
     rows["joined"] = {key: value for key, value in done.metrics["users"][who.name].items() if key in rows["shared"]}
     rows["joined"] |= {"train": seen}
-    unit = federation.clients.feed.unit
+    unit = federation.clients.batch_source.unit
     ordered = {
         row: {key if key != "train" else f"train_{unit}": value for key, value in rows[row].items()}
         for row in ("pretrained", "local", "shared", "joined")
@@ -287,7 +287,7 @@ def take(federation: InProcess, run: Run, *, rounds: int) -> None:
     clients.plan = replace(clients.plan, method=server.method)
     clients.state.versions[:1] = -1  # has received nothing, not even what everybody starts with
     if holds(clients):
-        clients.steps.held = Held(columns=clients.model.layout.mask(method.received), rounds=rounds)
+        clients.steps.frozen_columns = FrozenColumns(columns=clients.model.layout.mask(method.received), rounds=rounds)
     federation.download([0])
 
 

@@ -77,7 +77,7 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
 
 def steps_before(clients: Clients) -> Callable[[int], int]:
     """How many local iterations of cohorts there are before a round; which of them have how many comes round again."""
-    plan, names = clients.plan, clients.everybody
+    plan, names = clients.plan, clients.population_names
     copies, most, each = clients.method.placement.copies, clients.portions.users, clients.steps.local_steps
     if isinstance(plan.participation, float | int) and len(names) == len(clients.trainers):
         whole = -(-sample_size(plan.participation, len(names)) * copies // most) * each

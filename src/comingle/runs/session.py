@@ -37,13 +37,13 @@ from comingle.training.evaluation import (
     users_metrics,
 )
 from comingle.training.events import (
-    MOST_SERIES,
+    MAX_SERIES,
     TRACKERS,
     Event,
     EventLog,
     Observer,
-    Summarised,
-    Tracked,
+    QuantileTracker,
+    TrackedRun,
     Tracker,
     tensorboard,
 )
@@ -77,7 +77,7 @@ def fitted(recipe: Recipe, materials: RunData) -> Recipe:
 def boards(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
     """TensorBoard, where it is installed, and what the recipe asks for, of a run of so many users."""
     for tracker in _trackers(folder, recipe):
-        yield tracker if users <= MOST_SERIES else Summarised(tracker)
+        yield tracker if users <= MAX_SERIES else QuantileTracker(tracker)
 
 
 def _trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
@@ -85,7 +85,7 @@ def _trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
         yield board
     place = folder.resolve()
     content = recipe.model_dump(mode="json")
-    told = Tracked(name=place.name, group=place.parent.name, recipe=content, text=recipe.as_yaml())
+    told = TrackedRun(name=place.name, group=place.parent.name, recipe=content, text=recipe.as_yaml())
     for name in recipe.runtime.track:
         yield TRACKERS[name](told)
 
@@ -103,10 +103,10 @@ def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Even
         progress = progress_of(
             done,
             recipe.fingerprint,
-            [] if stored else clients.everybody,
+            [] if stored else clients.population_names,
             clock=clock,
             events_bytes=log.size_bytes if log else 0,
-            population=digest_names(clients.everybody) if stored else "",
+            population=digest_names(clients.population_names) if stored else "",
             stopped=clients.stopped_after is not None,
         )
         federation.save(folder, progress, keep=recipe.checkpoints.keep)
@@ -333,7 +333,7 @@ def execute(
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
     writes = folder is not None and federation.leads
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder is not None and writes else None
-    trackers = [*boards(folder, recipe, len(clients.everybody))] if folder is not None and writes else []
+    trackers = [*boards(folder, recipe, len(clients.population_names))] if folder is not None and writes else []
     sinks = [sink for sink in (log, *trackers, *observers) if sink is not None]
     told: list[dict[str, Any]] = []
     evaluations = Evaluations(read_evaluations(folder) if folder is not None and kept else ())
@@ -348,7 +348,9 @@ def execute(
     if folder is not None and clients.skipped and federation.leads:
         lines = (f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in clients.skipped.items())
         write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
-    has = federation.merge_users(lambda: {one.name: amounts(one, clients.feed.unit) for one in clients.scored_users})
+    has = federation.merge_users(
+        lambda: {one.name: amounts(one, clients.batch_source.unit) for one in clients.scored_users}
+    )
     if (log is not None and log.size_bytes == 0) or not kept:  # a log that was lost begins anew
         observe(start_event(clients.plan, clients.model.name, has) | clients.left_out)
     try:

@@ -261,8 +261,8 @@ class Prefetcher(Batches):
     comes next is a guess, wrong if the cohort changes: then it is drawn again.
     """
 
-    def __init__(self, feed: BatchSource, device: torch.device):
-        self.feed, self.device = feed, device
+    def __init__(self, batch_source: BatchSource, device: torch.device):
+        self.batch_source, self.device = batch_source, device
         self.stream = torch.cuda.Stream(device)
         self.now: Batch | None = None
         self.ready: dict[Phase, Batch] = {}
@@ -272,7 +272,7 @@ class Prefetcher(Batches):
         place = (tuple(trainers), phase, round_number, step, repeat)
         early = self.ready.pop(phase, None)
         if early is None or early.place != place:
-            early = Batch(place=place, drawn=self.feed.draw(trainers, phase, round_number, step, repeat))
+            early = Batch(place=place, drawn=self.batch_source.draw(trainers, phase, round_number, step, repeat))
         self.now = early
         return early.drawn
 
@@ -290,7 +290,7 @@ class Prefetcher(Batches):
         place = None if self.now is None else self._following(self.now.place)
         if place is None or (place[1] in self.ready and self.ready[place[1]].place == place):
             return
-        drawn = self.feed.draw(*place)
+        drawn = self.batch_source.draw(*place)
         with torch.cuda.stream(self.stream):
             there = drawn.pin_memory().to(self.device, non_blocking=True)
         self.ready[place[1]] = Batch(place=place, drawn=drawn, there=there)
@@ -301,5 +301,5 @@ class Prefetcher(Batches):
             return None
         if repeat + 1 < phase.steps:
             return trainers, phase, number, step, repeat + 1
-        left = tuple(trainer for trainer in trainers if self.feed.steps(trainer) > step + 1)
+        left = tuple(trainer for trainer in trainers if self.batch_source.steps(trainer) > step + 1)
         return (left, phase, number, step + 1, 0) if left else None

@@ -54,10 +54,10 @@ from comingle.utils.errors import DataError
 from comingle.utils.registry import Registry
 from comingle.utils.trees import CLIENT_ROUTER, Tree, assign, restrict
 
-LISTED = 100
+MAX_LISTED_USERS = 100
 """Of so many users who were skipped events tell."""
 
-MESSAGES_AT_ONCE = 2**24
+MAX_MESSAGE_VALUES = 2**24
 """Of so many numbers messages are made at once, where all users have one."""
 
 Population = Sequence[AnyUser]
@@ -104,7 +104,7 @@ class Roster:
         self.skipped, self.skipped_rows = skipped, skipped_rows
         self.names = names_of(trainers)
         self.numbers = Numbers(self.names)
-        self.everybody = self.names  # where others have theirs elsewhere, they too
+        self.population_names = self.names  # where others have theirs elsewhere, they too
         self.rows = placement.copies * len(trainers)
         last = self.rows - len(trainers)
         self.row_of: Sequence[int] = [last] * len(users) if placement.pooled else range(last, last + len(users))
@@ -119,7 +119,7 @@ class Roster:
     @property
     def left_out(self) -> JsonObject:
         """Skipped users (of many some) and the number of skipped rows, for the start event and the metrics."""
-        shown = dict(islice(self.skipped.items(), LISTED))
+        shown = dict(islice(self.skipped.items(), MAX_LISTED_USERS))
         more = {"skipped": len(self.skipped)} if len(shown) < len(self.skipped) else {}
         rows = {"skipped_rows": self.skipped_rows} if self.skipped_rows else {}
         return ({"skipped_users": shown, **more} if shown else {}) | rows
@@ -136,12 +136,12 @@ class Roster:
     def scored(self) -> Sequence[int]:
         """The users who are evaluated, by number: all, or those who were drawn once for the whole run."""
         count = self.plan.evaluation.users
-        if count is None or count >= len(self.everybody):
+        if count is None or count >= len(self.population_names):
             return range(len(self.users))
-        chosen = drawn(self.everybody, count, self.plan.seed, "evaluation")
-        if len(self.everybody) == len(self.users):
+        chosen = drawn(self.population_names, count, self.plan.seed, "evaluation")
+        if len(self.population_names) == len(self.users):
             return chosen
-        return Numbers(names_of(self.users)).there([self.everybody[number] for number in chosen])
+        return Numbers(names_of(self.users)).there([self.population_names[number] for number in chosen])
 
     @property
     def scored_users(self) -> list[AnyUser]:
@@ -167,7 +167,7 @@ class Users(Roster):
         plan: The plan of the run.
         trainers: As of :class:`Roster`.
         users: As of :class:`Roster`.
-        feed: The trainers' batch source, or what makes it when something needs it.
+        batch_source: The trainers' batch source, or what makes it when something needs it.
         reads: Whether users' data may be read now.
         skipped: As of :class:`Roster`.
         skipped_rows: As of :class:`Roster`.
@@ -180,7 +180,7 @@ class Users(Roster):
         *,
         trainers: Population,
         users: Population,
-        feed: BatchSource | Callable[[], BatchSource],
+        batch_source: BatchSource | Callable[[], BatchSource],
         reads: bool = True,
         skipped: Mapping[str, str] = MappingProxyType({}),
         skipped_rows: int = 0,
@@ -188,7 +188,7 @@ class Users(Roster):
         super().__init__(plan, trainers=trainers, users=users, skipped=skipped, skipped_rows=skipped_rows)
         self.model, method = model, plan.method
         self.stopped_after: int | None = None  # where the privacy budget allows no more rounds
-        self.steps = Steps(model=model, plan=plan, trainers=len(trainers), source=feed)
+        self.steps = Steps(model=model, plan=plan, trainers=len(trainers), source=batch_source)
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.client.phases if model.layout.touching(phase.roles).slots]
         self.scorer = Scorer(steps=self.steps)
@@ -197,16 +197,16 @@ class Users(Roster):
         self.steps.private = private_steps(self.mechanisms, model, plan)
         self.state = self._started()
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
-        self.resized()
+        self.update_masks()
         if plan.evaluation.select == "best":
             if reads:
                 self.require_validation(any(len(user.valid) for user in self.users))
             self.state.remember(0)
 
     @property
-    def feed(self) -> BatchSource:
+    def batch_source(self) -> BatchSource:
         """The trainers' data."""
-        return self.steps.feed
+        return self.steps.batch_source
 
     @property
     def portions(self) -> Portions:
@@ -270,7 +270,7 @@ class Users(Roster):
                 "data.questions.valid or a valid split), or select: last"
             )
 
-    def resized(self) -> None:
+    def update_masks(self) -> None:
         """Take note of the users' ranks, which are part of the state."""
         if not self.state.in_memory:
             self.mask, ranks = self.model.only([0]).mask(), self.model.ranks
@@ -281,16 +281,16 @@ class Users(Roster):
         self.mask: Bool[Tensor, "rows columns"] = torch.cat(masks) if len(masks) > 1 else masks[0]
         self.padded = not bool(self.mask.all())
         if self.padded:
-            _cut(self.state, self.mask)
+            _zero_masked(self.state, self.mask)
 
     @property
     def _resizes(self) -> bool:
         return any(part.resizes for part in self.method.client.parts)
 
-    def cut(self, cohort: Cohort) -> None:
-        """Users whose ranks have changed have tensors as large as these; in memory :meth:`resized` does it for all."""
+    def apply_masks(self, cohort: Cohort) -> None:
+        """Zero the padding of users whose ranks have changed; in memory :meth:`update_masks` does so for all users."""
         if self._resizes and not self.state.in_memory:
-            _cut(cohort.part, self.masks(cohort.rows, cohort.part))
+            _zero_masked(cohort.part, self.masks(cohort.rows, cohort.part))
 
     def masks(self, rows: Sequence[int], part: State) -> Bool[Tensor, "some columns"]:
         """True where users really have a parameter; ``part`` is their state."""
@@ -299,10 +299,10 @@ class Users(Roster):
         return self.mask[list(rows)]
 
     @property
-    def at_once(self) -> int:
+    def users_per_message(self) -> int:
         """Of how many users messages are made at once, where there are more."""
         users = self.portions.users
-        return users * max(1, MESSAGES_AT_ONCE // (users * self.model.layout.columns))
+        return users * max(1, MAX_MESSAGE_VALUES // (users * self.model.layout.columns))
 
     def cohort(
         self, rows: list[int], round_number: int, *, looks_back: bool = False, state: State | None = None
@@ -316,7 +316,7 @@ class Users(Roster):
             steps=self.steps,
             scorer=self.scorer,
             trainers=self.trainers,
-            initial=self._began,
+            initial=self._initial_rows,
             layout=self.model.layout,
             rows=rows,
             owners=self.owners(rows),
@@ -327,11 +327,11 @@ class Users(Roster):
             mask=self.masks(rows, part) if self.padded else None,
         )
 
-    def _began(self, rows: Sequence[int]) -> Float[Tensor, "some columns"]:
+    def _initial_rows(self, rows: Sequence[int]) -> Float[Tensor, "some columns"]:
         return self.initial[list(rows)] if self.state.in_memory else self.begin(rows).rows
 
 
-def _cut(state: State, mask: Bool[Tensor, "some columns"]) -> None:
+def _zero_masked(state: State, mask: Bool[Tensor, "some columns"]) -> None:
     for rows in (state.rows, state.first, state.second):
         rows.mul_(mask[:, : rows.shape[1]])
 
@@ -341,7 +341,7 @@ class Clients(Users):
 
     # ---------------------------------------------------------------- messages
 
-    def behind(self, version: int, members: Sequence[int]) -> list[int]:
+    def stale(self, version: int, members: Sequence[int]) -> list[int]:
         """Whoever of these has not received what the server has had since ``version``."""
         versions = self.state.versions[list(members)].tolist()
         return [member for member, received in zip(members, versions, strict=True) if received < version]
@@ -367,7 +367,7 @@ class Clients(Users):
         cohort.part.versions.fill_(download.version)
         state.put(members, cohort.part)
 
-    def hear(self, verdict: Download) -> None:
+    def receive_verdict(self, verdict: Download) -> None:
         """Keep what everybody has, if the server says that it is the best so far."""
         if bool(verdict.tensors[LOWEST].all()):
             self.state.remember(verdict.version)
@@ -429,11 +429,13 @@ class Clients(Users):
     def validate(self) -> dict[str, float]:
         """Mean loss in nats on the validation data of all who are evaluated and have any."""
         pairs = zip(self.scored_rows, self.scored_users, strict=True)
-        held = [(row, user) for row, user in pairs if len(user.valid)]
-        if not held:
+        frozen_columns = [(row, user) for row, user in pairs if len(user.valid)]
+        if not frozen_columns:
             return {}
-        scores = self.scorer.score(self.models, [user.valid for _, user in held], [row for row, _ in held])
-        return {user.name: score.mean_loss for (_, user), score in zip(held, scores, strict=True)}
+        scores = self.scorer.score(
+            self.models, [user.valid for _, user in frozen_columns], [row for row, _ in frozen_columns]
+        )
+        return {user.name: score.mean_loss for (_, user), score in zip(frozen_columns, scores, strict=True)}
 
     @property
     def chosen_round(self) -> int:
@@ -450,14 +452,14 @@ class Clients(Users):
     def choose(self) -> None:
         """End with the models of the best round, where that is asked for."""
         if self.state.best:
-            self.state = self.state.recalled()
-            self.resized()
+            self.state = self.state.restored_best()
+            self.update_masks()
 
     def trainable_parameters(self) -> list[int]:
         """Number of parameters that each user who is evaluated really trains."""
         trained = self.model.layout.mask(self.method.client.trained).to(self.mask.device)
         copies, counts = range(self.method.placement.copies), dict[int, int]()
-        for some in cohorts(self.scored_trainers, self.at_once):
+        for some in cohorts(self.scored_trainers, self.users_per_message):
             rows = [copy * len(self.trainers) + trainer for copy in copies for trainer in some]
             masks = self.masks(rows, self.state.without_moments().take(rows))
             counts |= dict(zip(some, (masks & trained).sum(1).view(len(copies), -1).sum(0).tolist(), strict=True))
@@ -471,7 +473,7 @@ class Clients(Users):
             size = self.model.layout.count(self.method.shared)
             return [sums.sent_bytes(self.name(row), size) for row in self.scored_rows]
         sent: dict[int, int] = {}
-        for some in cohorts(self.scored_trainers, self.at_once):
+        for some in cohorts(self.scored_trainers, self.users_per_message):
             message = self.upload(some, 1, {LOSS: torch.zeros(len(some))}, counts=True)
             sent |= dict(zip(some, packed_bytes(message), strict=True))
         return [sent[owner] for owner in self.owners(self.scored_rows)]
@@ -494,7 +496,7 @@ class LocalRound:
     seconds: float
 
 
-NOBODY = LocalRound(losses={}, rejected={}, tokens=0, seconds=0.0)
+EMPTY_ROUND = LocalRound(losses={}, rejected={}, tokens=0, seconds=0.0)
 """A round in which nobody takes part."""
 
 
@@ -511,7 +513,7 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
 
 def _train(clients: Clients, members: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
     started, method = time.perf_counter(), clients.method
-    clients.steps.blamed.clear()
+    clients.steps.known_suspects.clear()
     losses: dict[int, float] = {}
     rejected: dict[int, str] = {}
     copies = range(method.placement.copies)
@@ -523,19 +525,19 @@ def _train(clients: Clients, members: Sequence[int], round_number: int, tick: Ti
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
         clients.state.prefetch(following)
         cohort.across = None if firsts is None else firsts[[place[owner] for owner in cohort.owners]]
-        steps = torch.tensor([clients.feed.steps(owner) for owner in cohort.owners])
+        steps = torch.tensor([clients.batch_source.steps(owner) for owner in cohort.owners])
         losses_of_steps = _work(clients, cohort, steps, tick)
         broken = find_broken(losses_of_steps, cohort.part.rows, round_number)
-        _leave_out(clients, cohort, broken)
+        _drop_diverged(clients, cohort, broken)
         for part in method.client.parts:
             part.end(cohort)
-        clients.cut(cohort)
+        clients.apply_masks(cohort)
         clients.state.put(rows, cohort.part)
         losses |= dict(zip(cohort.owners, (losses_of_steps.sum(0) / steps).tolist(), strict=True))
         rejected |= {cohort.owners[user]: what for user, what in broken.items()}
     if any(part.resizes for part in method.client.parts):
-        clients.resized()
-    seen = len(copies) * sum(clients.feed.seen(member) for member in members)
+        clients.update_masks()
+    seen = len(copies) * sum(clients.batch_source.seen(member) for member in members)
     losses = {user: loss for user, loss in losses.items() if user not in rejected}
     return LocalRound(losses=losses, rejected=rejected, tokens=seen, seconds=time.perf_counter() - started)
 
@@ -553,7 +555,7 @@ def _work(clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: 
     return torch.stack(history)
 
 
-def _leave_out(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> None:
+def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> None:
     """Users who are not finite end the run; where the method drops them, they have not taken part."""
     for user, what in broken.items():
         if cohort.before is None or not clients.method.client.drops_nonfinite:
@@ -609,7 +611,7 @@ def finish(clients: Clients) -> None:
     """What users do once, after the last exchange: their last copies become their models."""
     trainers, copies = len(clients.trainers), clients.method.placement.copies
     parts = clients.method.client.finishing
-    for some in cohorts(range(trainers), clients.at_once) if parts else ():
+    for some in cohorts(range(trainers), clients.users_per_message) if parts else ():
         everything = [copy * trainers + trainer for copy in range(copies) for trainer in some]
         for part in parts:
             cohort = clients.cohort(everything, clients.plan.training.rounds)

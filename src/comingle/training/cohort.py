@@ -17,7 +17,7 @@ from comingle.methods.base import Phase
 from comingle.models.routers import Powers
 from comingle.models.scoring import PAD, Gates
 from comingle.training.batch_sources import AnyScore, AnySplit, AnyUser, BatchSource
-from comingle.training.cohort_state import Members, learning_rate
+from comingle.training.cohort_state import CohortTensors, learning_rate
 from comingle.training.settings import Portions, cohorts
 from comingle.training.steps import Steps, within_memory
 from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
@@ -47,8 +47,10 @@ class Scorer:
 
     def examine(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> Sequence[AnyScore]:
         """The final score of test set i with model ``numbers[i]``, and how much each of its experts said."""
-        feed = self.steps.feed
-        score = partial(feed.examine, partial(self.predict, models), partial(self.generate, models), sets, numbers)
+        batch_source = self.steps.batch_source
+        score = partial(
+            batch_source.examine, partial(self.predict, models), partial(self.generate, models), sets, numbers
+        )
         if not self.routed:
             return score(self.steps.portions, None)
         with self.steps.model.watched() as gates:
@@ -58,7 +60,7 @@ class Scorer:
         self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int], gates: Gates | None = None
     ) -> Sequence[AnyScore]:
         """Score set i, a token stream or samples, with model ``numbers[i]``."""
-        return self.steps.feed.score(partial(self.predict, models), sets, numbers, self.steps.portions, gates)
+        return self.steps.batch_source.score(partial(self.predict, models), sets, numbers, self.steps.portions, gates)
 
     def mean_loss(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> float:
         """Mean loss in nats over sets."""
@@ -90,7 +92,7 @@ Losses = Callable[[Any], Float[Tensor, "users models batch ..."]]
 class TrainSweep:
     """Batches that stand for the training data of a cohort, to be asked about again and again."""
 
-    feed: BatchSource
+    batch_source: BatchSource
     users: Sequence[int]
     round_number: int
     portions: Portions
@@ -98,30 +100,30 @@ class TrainSweep:
 
     @cached_property
     def _batches(self) -> list[Int[Tensor, "users batch ..."]]:
-        drawn = self.feed.sweep(self.users, self.round_number)
+        drawn = self.batch_source.sweep(self.users, self.round_number)
         return [part for batch in drawn for part in batch.split(self.portions.sequences, dim=1)]
 
-    def answers(self, losses: Losses) -> list[Float[Tensor, "users models batch ..."]]:
+    def losses_by_batch(self, losses: Losses) -> list[Float[Tensor, "users models batch ..."]]:
         """Losses batch after batch, 0 where there is nothing."""
-        return [losses(self.feed.read("train", self.users, drawn.to(self.device))) for drawn in self._batches]
+        return [losses(self.batch_source.read("train", self.users, drawn.to(self.device))) for drawn in self._batches]
 
     def responsibilities(
         self, prior: Float[Tensor, "users models"], losses: Losses
     ) -> list[Float[Tensor, "models samples"]]:
         """``q_m(s) ~ prior_m exp(-loss_m(s))`` of every training sample of each user, in their order."""
-        shares = (prior.log().unsqueeze(2) - torch.cat(self.answers(losses), 2)).softmax(1)
+        shares = (prior.log().unsqueeze(2) - torch.cat(self.losses_by_batch(losses), 2)).softmax(1)
         counts = torch.cat([drawn != PAD for drawn in self._batches], 1).sum(1).tolist()
         return [of_user[:, :count] for of_user, count in zip(shares, counts, strict=True)]
 
     def means(self, losses: Losses) -> Float[Tensor, "users models"]:
         """Mean losses."""
-        total = torch.stack([batch_losses.flatten(2).sum(2) for batch_losses in self.answers(losses)]).sum(0)
-        counts = torch.stack([self.feed.counted(drawn).cpu() for drawn in self._batches]).sum(0)
+        total = torch.stack([batch_losses.flatten(2).sum(2) for batch_losses in self.losses_by_batch(losses)]).sum(0)
+        counts = torch.stack([self.batch_source.counted(drawn).cpu() for drawn in self._batches]).sum(0)
         return total / counts.to(total).unsqueeze(1)
 
 
 @dataclass(kw_only=True)
-class Cohort(Members):
+class Cohort(CohortTensors):
     """Users, with what they take steps and are scored with.
 
     ``trainers`` are all users, of whom these are some; ``initial`` gives what rows had before any training, for
@@ -222,11 +224,11 @@ class Cohort(Members):
 
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
         """Every loss in nats on each user's validation data under each component, filled up with zeros."""
-        model, feed, tensors = self.steps.model, self.steps.feed, self.steps.tensors(self.part.rows)
+        model, batch_source, tensors = self.steps.model, self.steps.batch_source, self.steps.tensors(self.part.rows)
         device, found, taken = self.part.rows.device, [], {} if powers is None else dict[str, Any](powers=powers)
-        for drawn in feed.held_out(self.owners):
+        for drawn in batch_source.held_out(self.owners):
             for part in drawn.to(device).split(self.steps.portions.sequences, dim=1):
-                batch: Any = feed.read("valid", self.owners, part)
+                batch: Any = batch_source.read("valid", self.owners, part)
                 found.append(model.component_losses(tensors, self.owners, batch, **taken).flatten(2).double())
         return torch.cat(found, 2)
 
@@ -247,9 +249,9 @@ class Cohort(Members):
 
     def _instances(self, owners: Sequence[int], count: int) -> Iterator[Int[Tensor, "users batch window"]]:
         """Batches of random training instances, ``count`` of each user; ``PAD`` alone stands for none."""
-        feed, phase, seen = self.steps.feed, Phase(roles=frozenset(), label="instances"), 0
-        for repeat in range(-(-count // feed.batch_size)):
-            drawn = feed.draw(owners, phase, self.round_number, 0, repeat).to(self.part.rows.device)
+        batch_source, phase, seen = self.steps.batch_source, Phase(roles=frozenset(), label="instances"), 0
+        for repeat in range(-(-count // batch_source.batch_size)):
+            drawn = batch_source.draw(owners, phase, self.round_number, 0, repeat).to(self.part.rows.device)
             number = seen + (drawn != PAD).any(-1).cumsum(1)
             seen = number[:, -1:]
             yield drawn.masked_fill((number > count).unsqueeze(-1), PAD)
@@ -274,7 +276,9 @@ class Cohort(Members):
             yield group, [owners[i] for i in group]
 
     def _sweep(self, owners: Sequence[int]) -> TrainSweep:
-        return TrainSweep(self.steps.feed, owners, self.round_number, self.steps.portions, self.part.rows.device)
+        return TrainSweep(
+            self.steps.batch_source, owners, self.round_number, self.steps.portions, self.part.rows.device
+        )
 
     def _losses(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:
         """What the models of these rows lose on their users' batches."""

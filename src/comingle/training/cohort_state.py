@@ -24,7 +24,7 @@ from comingle.utils.trees import STATISTICS, Layout, Tree, flatten
 
 
 @dataclass(kw_only=True)
-class Members(base.Cohort):
+class CohortTensors(base.Cohort):
     """Users whose tensors are ``part``; ``rows`` are their rows in the state of all, ``owners`` the trainers to whom
     these belong, ``names`` their names.
 
@@ -72,7 +72,7 @@ class Members(base.Cohort):
         return self.part.ranks
 
     @contextmanager
-    def some(self, at: Sequence[int]) -> Iterator[Members]:
+    def some(self, at: Sequence[int]) -> Iterator[CohortTensors]:
         """Some of these users; what is changed of them is changed here."""
         if list(at) == list(range(len(self.rows))):
             yield self
@@ -81,7 +81,7 @@ class Members(base.Cohort):
         yield sub
         self.part.put(at, sub.part)
 
-    def only(self, at: Sequence[int]) -> Members:
+    def only(self, at: Sequence[int]) -> CohortTensors:
         """Some of these users, for a look: their rows are a copy, and there is nothing to take steps with."""
         nothing = self.part.rows.new_empty(len(at), 0)
         small = {
@@ -91,7 +91,7 @@ class Members(base.Cohort):
         kept = {name: t[list(at)] for name, t in self.part.kept.items()}
         return self._of(at, replace(self.part, rows=rows, first=nothing, second=nothing, kept=kept, **small))
 
-    def _of(self, at: Sequence[int], part: State) -> Members:
+    def _of(self, at: Sequence[int], part: State) -> CohortTensors:
         return replace(
             self,
             rows=[self.rows[i] for i in at],
@@ -112,7 +112,7 @@ class Members(base.Cohort):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class FrozenColumns:
     """Columns of the first copy of a user's tensors that no step moves, for so many rounds."""
 
     columns: Bool[Tensor, " columns"]
@@ -120,26 +120,26 @@ class Held:
 
 
 @contextmanager
-def holding(
-    joins: Held | None, cohort: Members, trainers: int, beside: Bool[Tensor, " columns"] | None
+def freeze_columns(
+    newcomer: FrozenColumns | None, cohort: CohortTensors, trainers: int, beside: Bool[Tensor, " columns"] | None
 ) -> Iterator[Bool[Tensor, "users columns"] | None]:
     """What of each user does not move in a step, which is as it was before it at the end of the block.
 
-    Of the first ``trainers`` rows that is what ``joins`` holds, of all rows what stands ``beside`` the trained roles.
+    Of the first ``trainers`` rows those of ``newcomer``, of all rows those ``beside`` the trained roles.
     """
-    joins = None if joins is None or cohort.round_number >= joins.rounds else joins
-    if joins is None and beside is None:
+    newcomer = None if newcomer is None or cohort.round_number >= newcomer.rounds else newcomer
+    if newcomer is None and beside is None:
         yield None
         return
-    held = torch.zeros_like(cohort.part.rows, dtype=torch.bool)
+    frozen_columns = torch.zeros_like(cohort.part.rows, dtype=torch.bool)
     if beside is not None:
-        held |= beside.to(held.device)
-    if joins is not None:
-        firsts = torch.tensor([row < trainers for row in cohort.rows], device=held.device)
-        held |= firsts.unsqueeze(1) & joins.columns.to(held.device)
-    before = cohort.part.rows[held]
-    yield held
-    cohort.part.rows[held] = before  # which decay and running statistics would change without any gradient
+        frozen_columns |= beside.to(frozen_columns.device)
+    if newcomer is not None:
+        firsts = torch.tensor([row < trainers for row in cohort.rows], device=frozen_columns.device)
+        frozen_columns |= firsts.unsqueeze(1) & newcomer.columns.to(frozen_columns.device)
+    before = cohort.part.rows[frozen_columns]
+    yield frozen_columns
+    cohort.part.rows[frozen_columns] = before  # which decay and running statistics would change without any gradient
 
 
 Rows = Float[Tensor, "users columns"]
@@ -204,7 +204,7 @@ def update(
     rows.sub_(first / denominator * (rate / (1 - beta1**count)))
 
 
-def accumulate(cohort: Members, phase: Phase, gradients: Tree) -> None:
+def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
     """Add what other phases have left of the tensors that this one trains, and leave them what it has of theirs.
 
     A user who has nothing that a phase trains (one expert and no router) would not have taken it alone.
@@ -226,17 +226,17 @@ def accumulate(cohort: Members, phase: Phase, gradients: Tree) -> None:
 
 def take_step(
     trained: Layout,
-    cohort: Members,
+    cohort: CohortTensors,
     gradients: Tree,
     settings: OptimizerSection,
     rate: float,
     count: Int[Tensor, " users"],
-    held: Bool[Tensor, "users columns"] | None,
+    frozen_columns: Bool[Tensor, "users columns"] | None,
 ) -> None:
     """One step of one optimiser on the columns of ``trained``, in place; their ``gradients`` are used up."""
     layout, part = cohort.layout, cohort.part
     # A gradient as large as everybody's nets is not copied.
-    if settings.memoryless and cohort.mask is None and held is None:
+    if settings.memoryless and cohort.mask is None and frozen_columns is None:
         views = layout.views(part.rows)
         for slot in trained.slots:
             descend(settings, rate, views[slot.name], gradients.pop(slot.name))
@@ -245,8 +245,8 @@ def take_step(
     gradient = flatten([gradients.pop(slot.name) for slot in trained.slots], part.rows.dtype)
     if cohort.mask is not None:
         gradient *= cohort.mask[:, span]
-    if held is not None:
-        gradient.masked_fill_(held[:, span], 0.0)
+    if frozen_columns is not None:
+        gradient.masked_fill_(frozen_columns[:, span], 0.0)
     whole = (part.rows, part.first, part.second)
     found = [t[:, span] if t.shape[1] else t for t in whole]
     update(settings, rate, found[0], gradient, found[1], found[2], count)

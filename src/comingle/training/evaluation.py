@@ -50,8 +50,8 @@ def amounts_of(clients: Clients) -> list[int]:
         clients.scored_trainers,
         ("test", "valid") if clients.plan.evaluation.select == "best" else ("test",),
     )
-    scored = [clients.feed.scoring(getattr(user, split)) for user in clients.scored_users for split in splits]
-    return [len(trainers), sum(map(clients.feed.seen, trainers)), sum(scored)]
+    scored = [clients.batch_source.scoring(getattr(user, split)) for user in clients.scored_users for split in splits]
+    return [len(trainers), sum(map(clients.batch_source.seen, trainers)), sum(scored)]
 
 
 def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
@@ -74,12 +74,12 @@ def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
     if (count := others + math.ceil(plan.training.rounds / every)) > room:
         less = f"lower {plan.test_limit}" if plan.test_limit else "give less test data"
         first = " or set evaluation.first: false" if plan.evaluation.first else ""
-        _say(float(100 * count * EVALUATION_SHARE / room), less + first)
+        _warn_once(float(100 * count * EVALUATION_SHARE / room), less + first)
     return every
 
 
 @cache
-def _say(percent: float, advice: str) -> None:
+def _warn_once(percent: float, advice: str) -> None:
     """Log the share of evaluation once, however many methods of a comparison have it."""
     logger.warning("evaluation takes %.0f%% of the time of training; %s", percent, advice)
 
@@ -97,7 +97,7 @@ def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
     }
 
 
-def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, JsonMapping]) -> JsonObject:
+def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[str, JsonMapping]) -> JsonObject:
     """The same of all users of a federation, some of whom may not be here."""
     shares, names = _known(server, users), list(users)
     if shares is None or not (event := mixtures_event(names, shares, clients.method)):
@@ -199,7 +199,7 @@ def sampled(clients: Clients, users: Mapping[str, JsonMapping], measure: str) ->
 
     ``mean -+ t s sqrt((1 - n/N) / n)``: Student's t, drawn without replacement (Cochran 1977, section 2.6).
     """
-    count, population = len(users), len(clients.everybody)
+    count, population = len(users), len(clients.population_names)
     if clients.method.placement.pooled or count >= population:
         return {}
     values = [of_user[f"test_{measure}"] for of_user in users.values()]
@@ -294,7 +294,7 @@ def mean_of(users: Mapping[str, JsonMapping], measure: str) -> float:
 def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, JsonObject]:
     """What a finished run's metrics say of each user."""
     parameters, sent = clients.trainable_parameters(), clients.upload_bytes()
-    unit = clients.feed.unit
+    unit = clients.batch_source.unit
     return {
         user.name: {
             **measured(score),
@@ -320,7 +320,7 @@ def summarise(
         rounds=clients.rounds_done,
         selected=clients.chosen_round,
         measure=measure_of(scores) if scores else measure_among(users or {}),
-        unit=clients.feed.unit,
+        unit=clients.batch_source.unit,
     )
 
 

@@ -37,7 +37,7 @@ AN_EVENT = {"is_an_event": True}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracked:
+class TrackedRun:
     """What a tracker is told of a run before it begins: its name, that of the comparison around it, and its recipe."""
 
     name: str
@@ -60,7 +60,7 @@ class Tracker(Protocol):
         ...
 
 
-TRACKERS: Registry[Callable[[Tracked], Tracker]] = Registry(
+TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry(
     "comingle.trackers",
     {"wandb": "comingle.training.events:WeightsAndBiases", "mlflow": "comingle.training.events:MLflow"},
 )
@@ -79,13 +79,13 @@ def check_trackers(names: Sequence[str]) -> None:
             raise RecipeError(f"runtime.track: {name} is not installed: {extras[name]}")
 
 
-MOST_SERIES = 100
+MAX_SERIES = 100
 """Users of a run up to whom each has numbers of their own in TensorBoard, Weights & Biases and MLflow."""
 
-_SPREAD = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "largest": 1.0}
+_QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "largest": 1.0}
 
 
-class Summarised:
+class QuantileTracker:
     """A tracker of a run of more users than can be looked at one by one."""
 
     def __init__(self, tracker: Tracker):
@@ -94,10 +94,10 @@ class Summarised:
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        self._tracker(spread(event))
+        self._tracker(to_quantiles(event))
 
 
-def spread(event: Event) -> Event:
+def to_quantiles(event: Event) -> Event:
     """The event with least, 10%, 50%, 90% and largest in the place of users' names, and the mean where that is missing.
 
     >>> spread({"event": "round", "train_loss_nats": {"ann": 1.0, "bob": 3.0}})["train_loss_nats"]["mean"]
@@ -115,8 +115,8 @@ def spread(event: Event) -> Event:
 
 def _quantiles(values: Collection[float]) -> dict[str, float]:
     # As numbers that there are: what diverged is infinite, and nothing lies between that and another.
-    found = np.quantile(np.fromiter(values, float), list(_SPREAD.values()), method="nearest")
-    return dict(zip(_SPREAD, found.tolist(), strict=True))
+    found = np.quantile(np.fromiter(values, float), list(_QUANTILES.values()), method="nearest")
+    return dict(zip(_QUANTILES, found.tolist(), strict=True))
 
 
 def _experts(event: Event) -> Event:
@@ -248,7 +248,7 @@ PROJECT = "comingle"
 class WeightsAndBiases:
     """A run of Weights & Biases; needs the extra ``wandb``."""
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackedRun):
         project = os.environ.get("WANDB_PROJECT", PROJECT)
         self._run = importlib.import_module("wandb").init(
             project=project, name=run.name, group=run.group, config=run.recipe, reinit="create_new"
@@ -269,7 +269,7 @@ class WeightsAndBiases:
 class MLflow:
     """A run of MLflow, with the recipe as ``recipe.yaml``; needs the extra ``mlflow``."""
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackedRun):
         self._client = importlib.import_module("mlflow").MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         found = self._client.get_experiment_by_name(name)
@@ -283,14 +283,14 @@ class MLflow:
         """Take one event."""
         self._ended = self._ended or event["event"] == "end"
         for name, value in scalars(event).items():
-            self._client.log_metric(self._run, allowed(name), value, step=event["round"])
+            self._client.log_metric(self._run, mlflow_name(name), value, step=event["round"])
 
     def close(self) -> None:
         """Say that the run is over; one that has not ended has failed."""
         self._client.set_terminated(self._run, "FINISHED" if self._ended else "FAILED")
 
 
-def allowed(name: str) -> str:
+def mlflow_name(name: str) -> str:
     """A name that MLflow takes: other characters, as a user's name may have, become their number.
 
     >>> allowed("test_perplexity/b<b>ob")

@@ -135,11 +135,11 @@ class ServerState:
     def state(self) -> Tree:
         """Everything that it goes on from."""
         lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
-        own = {VERSION: torch.tensor(self.version), RANKS: self._told_ranks, LOWEST: lowest}
+        own = {VERSION: torch.tensor(self.version), RANKS: self._saved_ranks, LOWEST: lowest}
         return {**self.kept, **own, **self.mechanisms.state}
 
     @property
-    def _told_ranks(self) -> Int[Tensor, " _"]:
+    def _saved_ranks(self) -> Int[Tensor, " _"]:
         """Of very many users who have the same rank for good, that one."""
         alike = len(self.users) > LOTS and not any(part.resizes for part in self.method.client.parts)
         return self.ranks[:1].clone() if alike and bool((self.ranks == self.ranks[0]).all()) else self.ranks.clone()
@@ -275,7 +275,7 @@ class ServerHalf(ServerState):
         self.method.server.aggregate(self.kept, mean_as_upload(model, mean, self._roles))
         self.version = done
 
-    def pass_over(self, done: int, received: Sequence[int] = ()) -> None:
+    def skip_round(self, done: int, received: Sequence[int] = ()) -> None:
         """End round ``done`` without a sum: the model stays as it is, though uploads may have been received."""
         self.version = done
         for mechanism in self.mechanisms:

@@ -87,7 +87,7 @@ class State:
         copies = {name: t.clone() for name, t in self.tensors().items()}
         self.best = {**copies, "round": torch.tensor(done)}
 
-    def recalled(self) -> State:
+    def restored_best(self) -> State:
         """As it was in the best round."""
         return self._with({name: self.best[name].clone() for name in self.tensors()})
 
@@ -105,14 +105,14 @@ class State:
 
     # ---------------------------------------------------------------- the run folder
 
-    def share_out(self, number: int, processes: int, users: range, everybody: int) -> None:
+    def shard(self, number: int, processes: int, users: range, population: int) -> None:
         """Hold the rows of consecutive users in one of several processes.
 
         Args:
             number: the process, from 0.
             processes: how many there are.
             users: numbers of its users among all.
-            everybody: number of users of all processes.
+            population: number of users of all processes.
         """
 
     def open(self, run: Path, *, anew: bool) -> None:

@@ -29,7 +29,15 @@ from comingle.privacy.accounting import Work, check_delta
 from comingle.privacy.base import PrivacyMechanism, PrivateStep, overrides
 from comingle.privacy.noise import clipped, digest
 from comingle.training.batch_sources import Batches, BatchSource, Prefetcher
-from comingle.training.cohort_state import Held, Members, accumulate, holding, keep_statistics, learning_rate, take_step
+from comingle.training.cohort_state import (
+    CohortTensors,
+    FrozenColumns,
+    accumulate,
+    freeze_columns,
+    keep_statistics,
+    learning_rate,
+    take_step,
+)
 from comingle.training.settings import Portions, RunPlan, check_needs, work_of
 from comingle.utils.errors import DivergenceError, RecipeError, lacks_memory
 from comingle.utils.seeds import generator
@@ -69,7 +77,7 @@ def diverged(user: str, what: str, suspects: Sequence[str] = ("experts",)) -> Di
     return DivergenceError(f"user {user!r}: {what}; {advice}")
 
 
-def broke_first(
+def find_suspects(
     layout: Layout, row: Float[Tensor, " columns"], trained: Mapping[str, frozenset[str]]
 ) -> tuple[str, ...]:
     """Which optimisers, each with the roles that it trains, made a user's tensors so large that a loss broke.
@@ -157,39 +165,39 @@ class PrivateSteps:
         both = ((slot.name, zip(slot.chosen(shared), slot.chosen(roles), strict=True)) for slot in layout.slots)
         return [name for name, entries in both if any(sent and moves for sent, moves in entries)]
 
-    def alone(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
+    def local_leaves(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
         """The tensors of which a phase trains entries that are a user's own, or all that it trains."""
         slots, shared, reached = layout.touching(phase.reached).slots, self.plan.method.shared, phase.reached
         both = ((slot.name, zip(slot.chosen(shared), slot.chosen(reached), strict=True)) for slot in slots)
         return [name for name, entries in both if everything or any(moves and not sent for sent, moves in entries)]
 
-    def own(self, layout: Layout) -> frozenset[str]:
+    def local_roles(self, layout: Layout) -> frozenset[str]:
         """The roles that are trained without noise."""
         return (layout.roles & self.plan.method.client.trained) - self.plan.method.shared
 
-    def works(self, feed: BatchSource) -> dict[str, Work]:
+    def works(self, batch_source: BatchSource) -> dict[str, Work]:
         """What each of the feed's trainers does."""
-        return {trainer.name: self.work(feed, number) for number, trainer in enumerate(feed.trainers)}
+        return {trainer.name: self.work(batch_source, number) for number, trainer in enumerate(batch_source.trainers)}
 
-    def work(self, feed: BatchSource, trainer: int) -> Work:
+    def work(self, batch_source: BatchSource, trainer: int) -> Work:
         """What one of them does.
 
         Raises:
             RecipeError: it has so many examples that delta would allow one of them to be published.
         """
-        name, count = feed.trainers[trainer].name, feed.examples(trainer)
+        name, count = batch_source.trainers[trainer].name, batch_source.examples(trainer)
         if self.plan.privacy is not None:
             check_delta(self.plan.privacy, name, count)
-        return work_of(self.plan, name, examples=count, iterations=feed.steps(trainer))
+        return work_of(self.plan, name, examples=count, iterations=batch_source.steps(trainer))
 
     # ---------------------------------------------------------------- a step
 
     def step(
         self,
         model: Model,
-        feed: BatchSource,
+        batch_source: BatchSource,
         portions: Portions,
-        cohort: Members,
+        cohort: CohortTensors,
         phase: Phase,
         place: Sequence[int],
         at: Sequence[int],
@@ -203,27 +211,33 @@ class PrivateSteps:
         if not at:
             return losses, own
         some = cohort if len(at) == len(cohort.rows) else cohort.only(at)
-        found, shared = self.gradients(model, feed, portions, some, phase, place)
+        found, shared = self.gradients(model, batch_source, portions, some, phase, place)
         if plain is None:
             losses[list(at)] = found
-        return losses, self.joined(model.layout, phase, own, shared, at, len(cohort.rows))
+        return losses, self.merge(model.layout, phase, own, shared, at, len(cohort.rows))
 
     def gradients(
-        self, model: Model, feed: BatchSource, portions: Portions, cohort: Members, phase: Phase, place: Sequence[int]
+        self,
+        model: Model,
+        batch_source: BatchSource,
+        portions: Portions,
+        cohort: CohortTensors,
+        phase: Phase,
+        place: Sequence[int],
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Of each user the mean loss, estimated from its batch, and the noised gradient of what it shares.
 
         Tensors are cut to their shared entries. ``place`` says which step of the round this is.
         """
         layout, rows, number = model.layout, cohort.part.rows, cohort.round_number
-        kept = layout.roles - self.own(layout)
-        works = [self.work(feed, owner) for owner in cohort.owners]
+        kept = layout.roles - self.local_roles(layout)
+        works = [self.work(batch_source, owner) for owner in cohort.owners]
         stamps = [digest({n: t[i] for n, t in self._shared(layout, rows).items()}) for i in range(len(rows))]
         streams = [(name, number, phase.purpose, *place, s) for name, s in zip(cohort.names, stamps, strict=True)]
         tensors, leaves = restrict(model.tensors(rows), layout, kept), self.leaves(phase, layout)
 
         def sums(part: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
-            return self.clipped_sums(model, feed, tensors, leaves, cohort, part, bound)
+            return self.clipped_sums(model, batch_source, tensors, leaves, cohort, part, bound)
 
         step = PrivateStep(works=works, streams=streams, batch=portions.sequences, clipped_sums=sums)
         with model.randomness(self.mechanism.key, cohort.names[0], number, *place):  # masks of a known seed hide nobody
@@ -233,21 +247,21 @@ class PrivateSteps:
     def clipped_sums(
         self,
         model: Model,
-        feed: BatchSource,
+        batch_source: BatchSource,
         tensors: Tree,
         leaves: Sequence[str],
-        cohort: Members,
+        cohort: CohortTensors,
         part: Int[Tensor, "u n"],
         bound: float,
     ) -> tuple[Tree, Float[Tensor, " u"]]:
         """Return sums of each user's clipped gradients, float64, and of its losses over examples of these numbers."""
-        drawn = feed.numbered(cohort.owners, part, cohort.round_number).to(cohort.part.rows.device)
-        return self.sums_over(model, feed, tensors, leaves, cohort.owners, drawn, bound)
+        drawn = batch_source.numbered(cohort.owners, part, cohort.round_number).to(cohort.part.rows.device)
+        return self.sums_over(model, batch_source, tensors, leaves, cohort.owners, drawn, bound)
 
     def sums_over(
         self,
         model: Model,
-        feed: BatchSource,
+        batch_source: BatchSource,
         tensors: Tree,
         leaves: Sequence[str],
         owners: Sequence[int],
@@ -261,9 +275,9 @@ class PrivateSteps:
         for name in leaves:
             wide[name].requires_grad_()
         rows = drawn.flatten(0, 1).unsqueeze(1)
-        batch: Any = feed.read("train", who, rows)
-        losses = model.without(self.own(model.layout)).losses_of_each(wide, who, batch)
-        means = losses.flatten(1).sum(1) / feed.counted(rows).clamp(min=1)
+        batch: Any = batch_source.read("train", who, rows)
+        losses = model.without(self.local_roles(model.layout)).losses_of_each(wide, who, batch)
+        means = losses.flatten(1).sum(1) / batch_source.counted(rows).clamp(min=1)
         found = torch.autograd.grad(means.sum(), [wide[n] for n in leaves], materialize_grads=True)
         changes = clipped(dict(zip(leaves, found, strict=True)), bound)
         sums = {n: t.view(users, count, *t.shape[1:]).sum(1) for n, t in changes.items()}
@@ -272,7 +286,7 @@ class PrivateSteps:
     def _shared(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
         return restrict(layout.views(rows), layout, self.plan.method.shared)
 
-    def joined(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
+    def merge(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
         """``plain`` gradients with ``noised`` ones, cut to shared entries, in their place for users ``at``."""
         whole = Tree()
         for slot in layout.touching(phase.reached).slots:
@@ -308,7 +322,7 @@ def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: Ru
         )
     steps = PrivateSteps(mechanism=mechanism, plan=plan)
     try:
-        model.without(steps.own(model.layout))
+        model.without(steps.local_roles(model.layout))
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
     return steps
@@ -327,28 +341,29 @@ class Steps:
     """Local iterations of a round, of whoever has most; where some users are elsewhere, as somebody else says."""
     private: PrivateSteps | None = None
     """Steps on what is shared, of a privacy mechanism that makes their gradients."""
-    held: Held | None = None
+    frozen_columns: FrozenColumns | None = None
     """What does not move, of somebody who has joined a federation that is over."""
-    blamed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    known_suspects: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Optimisers that made a row leave the real numbers, in this round."""
 
     def __post_init__(self) -> None:
         check_needs(self.plan.method, self.model.name, self.model.layout)
 
     @cached_property
-    def feed(self) -> BatchSource:
+    def batch_source(self) -> BatchSource:
         """The trainers' data."""
         return self.source if isinstance(self.source, BatchSource) else self.source()
 
     @cached_property
     def batches(self) -> Batches:
         """The source of batches, or on GPUs a prefetcher of it."""
-        return self.feed if self.model.device.type != "cuda" else Prefetcher(self.feed, self.model.device)
+        source, device = self.batch_source, self.model.device
+        return source if device.type != "cuda" else Prefetcher(source, device)
 
     @cached_property
     def portions(self) -> Portions:
         """What goes through the model at once."""
-        return self.feed.portions(self.model.device, self.model.layout.columns)
+        return self.batch_source.portions(self.model.device, self.model.layout.columns)
 
     @property
     def local_steps(self) -> int:
@@ -357,9 +372,9 @@ class Steps:
 
     @cached_property
     def _steps_here(self) -> int:
-        everybody = self.feed.trainers
-        some = [everybody.largest] if isinstance(everybody, LazyPopulation) else range(self.trainers)
-        return max(self.feed.steps(i) for i in some)
+        trainers = self.batch_source.trainers
+        some = [trainers.largest] if isinstance(trainers, LazyPopulation) else range(self.trainers)
+        return max(self.batch_source.steps(i) for i in some)
 
     @property
     def iterations(self) -> int:
@@ -373,7 +388,7 @@ class Steps:
     # ---------------------------------------------------------------- iterations
 
     def iteration(
-        self, cohort: Members, phases: Sequence[Phase], step: int, active: Bool[Tensor, " users"]
+        self, cohort: CohortTensors, phases: Sequence[Phase], step: int, active: Bool[Tensor, " users"]
     ) -> Float[Tensor, " users"]:
         """One local iteration of a cohort: each phase for the active users for whom it is due.
 
@@ -395,11 +410,13 @@ class Steps:
         cohort.part.iterations += active.to(cohort.part.iterations)
         return losses
 
-    def take(self, cohort: Members, phase: Phase, step: int) -> Float[Tensor, " users"]:
+    def take(self, cohort: CohortTensors, phase: Phase, step: int) -> Float[Tensor, " users"]:
         """The optimiser steps of one phase, in place on the cohort. Returns the mean loss of each user."""
         total, number = torch.zeros(len(cohort.rows)), cohort.round_number
         for i in range(phase.steps):
-            with holding(self.held, cohort, self.trainers, self.model.layout.beside(phase.roles)) as held:
+            with freeze_columns(
+                self.frozen_columns, cohort, self.trainers, self.model.layout.beside(phase.roles)
+            ) as frozen_columns:
                 if self.private is not None and self.private.applies(phase, self.model.layout):
                     losses, gradients = self._private(self.private, cohort, phase, step, i)
                 else:
@@ -409,12 +426,12 @@ class Steps:
                 for part in self.plan.method.client.parts:
                     part.correct(cohort, gradients)
                 accumulate(cohort, phase, gradients)
-                self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0), held)
+                self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0), frozen_columns)
             total += losses
         return total / phase.steps
 
     def _plain(
-        self, cohort: Members, phase: Phase, step: int, repeat: int, names: Collection[str] | None = None
+        self, cohort: CohortTensors, phase: Phase, step: int, repeat: int, names: Collection[str] | None = None
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Losses and gradients of a fresh batch of each user."""
         number = cohort.round_number
@@ -424,22 +441,22 @@ class Steps:
             return self.gradient(cohort, drawn, phase, noise, names)
 
     def _private(
-        self, private: PrivateSteps, cohort: Members, phase: Phase, step: int, repeat: int
+        self, private: PrivateSteps, cohort: CohortTensors, phase: Phase, step: int, repeat: int
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Return the same with a privacy mechanism's gradients of what is shared and sent."""
         at = [i for i, row in enumerate(cohort.rows) if row < self.trainers]
-        names = private.alone(phase, self.model.layout, everything=len(at) < len(cohort.rows))
+        names = private.local_leaves(phase, self.model.layout, everything=len(at) < len(cohort.rows))
         plain = self._plain(cohort, phase, step, repeat, names) if names else None
-        return private.step(self.model, self.feed, self.portions, cohort, phase, (step, repeat), at, plain)
+        return private.step(self.model, self.batch_source, self.portions, cohort, phase, (step, repeat), at, plain)
 
     def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
         """Which optimisers may have made a row leave the real numbers: as its tensors were when that first showed."""
-        if row not in self.blamed:
+        if row not in self.known_suspects:
             trained: dict[str, frozenset[str]] = {}
             for name, roles in self.plan.method.client.optimizers:
                 trained[name] = trained.get(name, frozenset()) | roles
-            self.blamed[row] = broke_first(self.model.layout, values, trained)
-        return self.blamed[row]
+            self.known_suspects[row] = find_suspects(self.model.layout, values, trained)
+        return self.known_suspects[row]
 
     def _noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users *layers clusters"] | None:
         """Noise on the users' router logits, each user's from a stream of its own; None where there is none."""
@@ -454,14 +471,14 @@ class Steps:
     def descend(
         self,
         phase: Phase,
-        cohort: Members,
+        cohort: CohortTensors,
         gradients: Tree,
         iteration: int,
-        held: Bool[Tensor, "users columns"] | None = None,
+        frozen_columns: Bool[Tensor, "users columns"] | None = None,
     ) -> None:
         """One optimiser step on the columns that ``phase`` trains, in place; ``gradients`` is used up.
 
-        Gradients of what is ``held`` are zero, so that they neither count in a norm nor become moments.
+        Gradients of what is ``frozen_columns`` are zero, so that they neither count in a norm nor become moments.
         """
         part = cohort.part
         for name, roles in phase.optimizers:
@@ -470,7 +487,7 @@ class Steps:
             settings = self.plan.training.router if name == "router" else self.plan.training.experts
             count = part.router_steps if name == "router" else part.iterations + 1
             trained, rate = self.model.layout.touching(roles), learning_rate(settings, iteration, self.iterations)
-            take_step(trained, cohort, gradients, settings, rate, count, held)
+            take_step(trained, cohort, gradients, settings, rate, count, frozen_columns)
             for client_part in self.plan.method.client.parts:
                 client_part.stepped(cohort, {slot.name: cohort.tensors[slot.name] for slot in trained.slots}, rate)
 
@@ -478,7 +495,7 @@ class Steps:
 
     def gradient(
         self,
-        cohort: Members,
+        cohort: CohortTensors,
         drawn: Int[Tensor, "users batch ..."],
         phase: Phase,
         noise: Float[Tensor, "users *layers clusters"] | None = None,
@@ -491,12 +508,12 @@ class Steps:
         """
         if self.model.dtype == torch.float16:
             run = partial(self._pass, cohort, drawn, phase, noise, names)
-            return scaled(lambda scales: run(scales=scales), self.feed.counted(drawn))
+            return scaled(lambda scales: run(scales=scales), self.batch_source.counted(drawn))
         return self._pass(cohort, drawn, phase, noise, names)
 
     def _pass(
         self,
-        cohort: Members,
+        cohort: CohortTensors,
         drawn: Int[Tensor, "users batch ..."],
         phase: Phase,
         noise: Float[Tensor, "users *layers clusters"] | None,
@@ -508,7 +525,7 @@ class Steps:
         Only the tensors in question require a gradient, so nothing is computed or kept for the rest.
         """
         rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
-        whole, statistics = self.feed.counted(drawn), layout.only({STATISTICS}).slots
+        whole, statistics = self.batch_source.counted(drawn), layout.only({STATISTICS}).slots
         if self.model.batchwise and len(whole.unique()) > 1:
             return self._gradient_by_size(cohort, drawn, phase, noise)
         tensors = self.tensors(rows)
@@ -525,9 +542,9 @@ class Steps:
         # What goes straight into steps stays in the dtype that it was computed in.
         wide = drawn.shape[1] > self.portions.sequences or bool(self.plan.method.client.parts) or names is not None
         for part in self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1):
-            counted = self.feed.counted(part)
+            counted = self.batch_source.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
-            batch: Any = self.feed.read(phase.stream, owners, part)
+            batch: Any = self.batch_source.read(phase.stream, owners, part)
             sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(part)}
             # Cut anew for each pass, whose gradient frees what was kept of the cut.
             taken = restrict(tensors, layout, layout.roles - phase.without) if phase.without else tensors
@@ -556,13 +573,13 @@ class Steps:
 
     def _gradient_by_size(
         self,
-        cohort: Members,
+        cohort: CohortTensors,
         drawn: Int[Tensor, "users batch"],
         phase: Phase,
         noise: Float[Tensor, "users *layers clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """:meth:`gradient` of users with equal batches at a time: batch norm would see what fills the others."""
-        sizes, rows = self.feed.counted(drawn), cohort.part.rows
+        sizes, rows = self.batch_source.counted(drawn), cohort.part.rows
         total, trained = torch.zeros(len(rows)), self.model.layout.touching(phase.reached).slots
         gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
         for size in sizes.unique().tolist():

@@ -180,7 +180,7 @@ class Sharded(InProcess):
         parts = self.ranks.gather(lambda: amounts_of(clients))
 
         def resolve() -> int:
-            return period(clients.plan, [*map(sum, zip(*parts, strict=True))], len(clients.everybody))
+            return period(clients.plan, [*map(sum, zip(*parts, strict=True))], len(clients.population_names))
 
         return self.ranks.share(resolve)
 
@@ -301,10 +301,10 @@ class Sharded(InProcess):
         """Send stale users what the server has."""
         if not self.clients.shares:
             return
-        behind = self.clients.behind(self.server.version, members)
-        asked = self.ranks.gather(lambda: [self.clients.names[member] for member in behind])
+        stale = self.clients.stale(self.server.version, members)
+        asked = self.ranks.gather(lambda: [self.clients.names[member] for member in stale])
         common: Tree = {}
-        told, own = self.ranks.hand_out(lambda: self._answers(asked, common))
+        told, own = self.ranks.scatter(lambda: self._answers(asked, common))
         if not told["answered"]:
             return
         tensors = own | self.ranks.broadcast(common)
@@ -342,7 +342,7 @@ class Sharded(InProcess):
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
         """Upload what these users share and their training losses after round ``done`` (from 1)."""
-        self._sent = self.ranks.each(lambda: self._made(members, done, losses))
+        self._sent = self.ranks.each(lambda: self._make_upload(members, done, losses))
         sent, summed = self._sent, self.server.sums is not None
         told = self.ranks.gather(lambda: list(sent.users) if summed else sum(packed_bytes(sent)) if sent.users else 0)
         if summed and self.leads:
@@ -351,7 +351,7 @@ class Sharded(InProcess):
         elif self.leads:
             self.clock.upload_bytes += sum(told)
 
-    def _made(self, members: Sequence[int], done: int, losses: dict[int, float]) -> Upload:
+    def _make_upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> Upload:
         if not members:
             return no_uploads(done)
         said = {LOSS: torch.tensor([losses[member] for member in members])}
@@ -362,7 +362,7 @@ class Sharded(InProcess):
         assert self._sent is not None
         sent, self._sent = self._sent, None
         adds = self.server.adds and not self.ordered
-        whole = self._collected(replace(sent, tensors={}) if adds else sent)
+        whole = self._gather_uploads(replace(sent, tensors={}) if adds else sent)
         if adds and (users := self.ranks.share(lambda: [] if whole is None else list(whole.users))):
             sums = self._sums(sent, whole, users)
             why = self.ranks.share(lambda: self._step(sums, whole))
@@ -386,7 +386,7 @@ class Sharded(InProcess):
         self.server.aggregate_weighted(sums, whole)
         return ""
 
-    def _collected(self, sent: Upload) -> Upload | None:
+    def _gather_uploads(self, sent: Upload) -> Upload | None:
         """Everybody's uploads as one, at the process that leads."""
         tensors = sent.tensors | {_REPORT + n: t for n, t in sent.reports.items()} | {"ranks": sent.ranks}
         found = self.ranks.collect(tensors if sent.users else {})
@@ -402,7 +402,7 @@ class Sharded(InProcess):
         like = restrict(layout.views(self.clients.state.rows[:0]), layout, self.server.method.shared)
         own = expand(sent.tensors, self.server.uploads) if sent.users else like
         counts = self.ranks.gather(lambda: len(sent.users))
-        of_tensor, weights = self.ranks.hand_out(lambda: self._weights(list(like), whole, counts))
+        of_tensor, weights = self.ranks.scatter(lambda: self._weights(list(like), whole, counts))
         of_each = {name: weights[of_tensor[name]] for name in like}
         own = {name: own[name] for name in like}
         return reduced(own, of_each, len(users), largest=self.ranks.largest, total=self.ranks.total)
@@ -421,7 +421,7 @@ class Sharded(InProcess):
         """Report validation losses after round ``done`` and return their mean; remember all models if it is lowest."""
         parts = self.ranks.gather(lambda: losses)
         mean, lowest = self.ranks.share(lambda: self._judged(parts, done))
-        self.clients.hear(verdict(list(losses) or [self.clients.names[0]], done, lowest=lowest))
+        self.clients.receive_verdict(verdict(list(losses) or [self.clients.names[0]], done, lowest=lowest))
         return mean
 
     def _judged(self, parts: Sequence[dict[str, float]], done: int) -> tuple[float, bool]:

@@ -41,13 +41,13 @@ from comingle.training.checkpoints import (
     prune_checkpoints,
     save_checkpoint,
 )
-from comingle.training.client import NOBODY, Clients, LocalRound, finetuned, finish, settle, train
+from comingle.training.client import EMPTY_ROUND, Clients, LocalRound, finetuned, finish, settle, train
 from comingle.training.evaluation import (
     amounts_of,
     check_finite,
     evaluation_event,
     measure_among,
-    mixtures_told,
+    merged_mixtures_event,
     period,
     sampled,
     users_report,
@@ -114,7 +114,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return clients.plan, clients.rounds_done
 
     def _resolve_eval_interval(self) -> int:
-        return period(self.clients.plan, amounts_of(self.clients), len(self.clients.everybody))
+        return period(self.clients.plan, amounts_of(self.clients), len(self.clients.population_names))
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
         """Return the participants of a round, or None and end the run where the privacy budget allows no more."""
@@ -142,7 +142,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
     def _train(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
         if not participants:
-            return NOBODY
+            return EMPTY_ROUND
 
         def step(advance: int) -> None:
             self.observe({"event": "step", "advance": advance, "round": plan.done})
@@ -186,7 +186,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         measure = measure_among(report["users"])
         event = evaluation_event(report["users"], measure, done=done, iterations=done * clients.steps.local_steps)
         event |= sampled(clients, report["users"], measure) | mean_loss | report["routing"]
-        return scores, event | mixtures_told(clients, server, report["mixtures"])
+        return scores, event | merged_mixtures_event(clients, server, report["mixtures"])
 
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
         """Return test scores and, where the best round is selected, validation losses."""
@@ -254,13 +254,13 @@ class InProcess(Backend[Sequence[AnyScore]]):
         apart = progress.population or not clients.state.in_memory
         clients.stopped_after = progress.round if progress.stopped else None
         kept = self._load(newest, progress)
-        clients.resized()
-        self._restore_server(kept, clients.everybody if apart else progress.trainers)
+        clients.update_masks()
+        self._restore_server(kept, clients.population_names if apart else progress.trainers)
         return progress
 
     def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
         newest, progress = newest_checkpoint(folder, fingerprint)
-        names = self.clients.everybody
+        names = self.clients.population_names
         if progress.population or not self.clients.state.in_memory:
             _check_population(newest, progress, names, in_memory=self.clients.state.in_memory)
         else:
@@ -274,7 +274,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self._load_users(checkpoint, progress)
             return self._load_server(checkpoint, progress)
         state, kept = load_checkpoint(checkpoint, clients.model.layout, clients.state, self.server.state)
-        clients.state = reorder(state, progress.trainers, clients.everybody)
+        clients.state = reorder(state, progress.trainers, clients.population_names)
         return kept
 
     def _load_users(self, checkpoint: Path, progress: Progress) -> None:
@@ -286,15 +286,15 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return load_server(checkpoint, progress, self.server.state, self.clients.state.rows.device)
 
     def _restore_server(self, kept: Tree, trainers: Sequence[str]) -> None:
-        self.server.restore(reorder_kept(kept, trainers, self.clients.everybody, self.server.by_user))
+        self.server.restore(reorder_kept(kept, trainers, self.clients.population_names, self.server.by_user))
 
     # ---------------------------------------------------------------- messages
 
     def download(self, members: Sequence[int]) -> None:
         """Send stale users what the server has."""
-        behind = self.clients.behind(self.server.version, members) if self.clients.shares else []
-        names = self.server.answers([self.clients.names[member] for member in behind])
-        for some in cohorts(names, self.clients.at_once):
+        stale = self.clients.stale(self.server.version, members) if self.clients.shares else []
+        names = self.server.answers([self.clients.names[member] for member in stale])
+        for some in cohorts(names, self.clients.users_per_message):
             self._answer(some)
 
     def _answer(self, names: Sequence[str]) -> None:
@@ -345,7 +345,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
                 total = sent.tensors[VECTOR].long().sum(0)
         except NoSumError as error:
             logger.warning("%s", error)
-            self.server.pass_over(sent.round)
+            self.server.skip_round(sent.round)
             return str(error)
         self.server.aggregate_sum(total, sent.users, sent.round)
         return ""
@@ -364,7 +364,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self.clock.upload_bytes += sum(packed_bytes(message))
         verdict = self.server.judge(_uploaded(message.split()) if self.serialise else message)
         self.clock.download_bytes += sum(packed_bytes(verdict))
-        self.clients.hear(_downloaded(verdict.split()) if self.serialise else verdict)
+        self.clients.receive_verdict(_downloaded(verdict.split()) if self.serialise else verdict)
         return fmean(losses.values())
 
 
@@ -377,7 +377,7 @@ def federate(clients: Clients) -> InProcess:
     names = clients.names
     server = start_server(clients.model, names, clients.plan)
     if (private := clients.steps.private) is not None:
-        server.mechanisms.set_works(lambda: private.works(clients.feed))
+        server.mechanisms.set_works(lambda: private.works(clients.batch_source))
     return InProcess(clients=clients, server=server)
 
 

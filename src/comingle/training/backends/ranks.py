@@ -32,7 +32,7 @@ from comingle.utils.trees import Tree
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=6)
+PROCESS_TIMEOUT = timedelta(hours=6)
 """So long one process waits for another that is still there; one that has ended is noticed at once."""
 
 _SHOWN = 200
@@ -97,7 +97,7 @@ class Ranks:
         content = _packed(own) if self.leads else b""
         length = self._numbers(len(content))[0]
         tensor = _tensor(content) if self.leads else torch.empty(length, dtype=torch.uint8)
-        with _told():
+        with _peer_errors():
             dist.broadcast(tensor, 0)
         return own if self.leads else json.loads(bytes(tensor.numpy()))  # type: ignore[return-value]
 
@@ -110,7 +110,7 @@ class Ranks:
             return
         first = failed[0]
         tensor = _tensor(said) if self.rank == first else torch.empty(lengths[first], dtype=torch.uint8)
-        with _told():
+        with _peer_errors():
             dist.broadcast(tensor, first)
         if failure is not None and not isinstance(failure, ComingleError):
             raise failure  # a fault of ours, which needs its traceback
@@ -128,13 +128,13 @@ class Ranks:
         self._give(tree, 0)
         return []
 
-    def hand_out(self, work: Callable[[], Sequence[tuple[object, Tree]]]) -> tuple[Any, Tree]:
+    def scatter(self, work: Callable[[], Sequence[tuple[object, Tree]]]) -> tuple[Any, Tree]:
         """The words and tensors that the process that leads has made for this one."""
         made: list[tuple[Any, Tree]] = []
         self.each(lambda: made.extend(work()) if self.leads else None)
         contents = [_packed([said, _described(tree)]) for said, tree in made]
         lengths = torch.tensor([len(content) for content in contents] or [0] * self.size)
-        with _told():
+        with _peer_errors():
             dist.broadcast(lengths, 0)
         if not self.leads:
             said, described = json.loads(self._receive(0, int(lengths[self.rank])))
@@ -149,34 +149,34 @@ class Ranks:
         described = self.share(lambda: _described(tree))
         whole = {name: t.contiguous() for name, t in tree.items()} if self.leads else _blank(described)
         for t in whole.values():
-            with _told():
+            with _peer_errors():
                 dist.broadcast(_bytes_of(t), 0)
         return whole
 
     def _give(self, tree: Tree, rank: int) -> None:
         for t in tree.values():
             if t.numel():
-                with _told():
+                with _peer_errors():
                     dist.send(_bytes_of(t.contiguous()), rank)
 
     def _take(self, described: list[Any], rank: int) -> Tree:
         tree = _blank(described)
         for t in tree.values():
             if t.numel():
-                with _told():
+                with _peer_errors():
                     dist.recv(_bytes_of(t), rank)
         return tree
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest of each value over all processes, everywhere."""
-        with _told():
+        with _peer_errors():
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of each value over all processes, at the one that leads; whole numbers, so in any order."""
         assert values.dtype == torch.int64
-        with _told():
+        with _peer_errors():
             dist.reduce(values, 0, dist.ReduceOp.SUM)
         return values
 
@@ -185,17 +185,17 @@ class Ranks:
     def _numbers(self, own: int) -> list[int]:
         mine = torch.tensor([own])
         theirs = [torch.zeros_like(mine) for _ in range(self.size)]
-        with _told():
+        with _peer_errors():
             dist.all_gather(theirs, mine)
         return [int(t) for t in theirs]
 
     def _send(self, content: bytes, rank: int = 0) -> None:
-        with _told():
+        with _peer_errors():
             dist.send(_tensor(content), rank)
 
     def _receive(self, rank: int, length: int) -> bytes:
         tensor = torch.empty(length, dtype=torch.uint8)
-        with _told():
+        with _peer_errors():
             dist.recv(tensor, rank)
         return bytes(tensor.numpy())
 
@@ -209,14 +209,14 @@ def joined(place: Place) -> Iterator[Ranks]:
     """
     if PARENT in os.environ:
         threading.Thread(target=_end_with, args=(int(os.environ[PARENT]),), daemon=True).start()
-    with _told():
+    with _peer_errors():
         store = _meet(f"file://{place.meeting}" if place.meeting else "env://", place.rank, place.size)
         # A launcher's second attempt, or a program's second run, may find the addresses of the first in the same store.
         number = next(_JOINED)
         kept = PrefixStore(f"comingle/runs/{number}", _of_launcher(store))
         store = PrefixStore(f"comingle/{place.restarts}/{number}", store)
         backend = _BOTH if torch.cuda.is_available() and dist.is_nccl_available() else _GLOO
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=PATIENCE)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=PROCESS_TIMEOUT)
     try:
         ranks = Ranks(place, kept)
         ranks.meet()
@@ -246,7 +246,7 @@ def _end_with(pipe: int) -> None:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

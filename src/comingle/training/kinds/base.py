@@ -288,7 +288,7 @@ def kind_of(recipe: Recipe) -> Kind:
     return load_object(recipe.data.implementation)
 
 
-def always_there(plan: RunPlan) -> RunPlan:
+def with_full_participation(plan: RunPlan) -> RunPlan:
     """Return a plan in which the one trainer of pooled data takes part in every round."""
     return replace(plan, participation=EVERYBODY) if plan.method.placement.pooled else plan
 
@@ -304,7 +304,7 @@ def users_and_trainers(kind: Kind, materials: RunData, method: Method) -> tuple[
     if not method.placement.pooled:
         return users, users
     if materials.unread:
-        return users, [later(kind.user, "everyone", lambda: kind.pooled(users))]
+        return users, [lazy_user(kind.user, "everyone", lambda: kind.pooled(users))]
     return users, [kind.pooled(users)]
 
 
@@ -313,7 +313,7 @@ def count_trainers(materials: RunData, method: Method) -> int:
     return 1 if method.placement.pooled else len(materials.users)
 
 
-class _Later:
+class _LazyUser:
     """Fields that nobody has filled in are read, all at once."""
 
     _read: Callable[[], Any]
@@ -326,9 +326,9 @@ class _Later:
         return vars(self)[name]
 
 
-def later(kind: type, name: str, read: Callable[[], Any], *, cluster: int | None = None) -> Any:
+def lazy_user(kind: type, name: str, read: Callable[[], Any], *, cluster: int | None = None) -> Any:
     """A user of some type of whom the name, and the true cluster if any, is known without reading."""
-    user = object.__new__(type(f"Later{kind.__name__}", (_Later, kind), {}))
+    user = object.__new__(type(f"Later{kind.__name__}", (_LazyUser, kind), {}))
     vars(user).update(name=name, _read=read, cluster=cluster)
     return user
 

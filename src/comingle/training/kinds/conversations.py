@@ -41,11 +41,11 @@ from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import (
     DataRequest,
     RunData,
-    always_there,
     count_trainers,
     language_model,
     model_here,
     users_and_trainers,
+    with_full_participation,
 )
 from comingle.training.kinds.text import LanguageKind, anybody_validates
 from comingle.training.settings import Portions, RunPlan, portions
@@ -272,7 +272,7 @@ class AnswersKind(LanguageKind):
 
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
         """Batches are as wide as their longest conversation, or all equally wide where tokens' routes are balanced."""
-        plan = always_there(plan)
+        plan = with_full_participation(plan)
         assert materials.base is not None
         if not materials.unread:
             self.check_enough(materials.present, plan.method)
@@ -286,7 +286,7 @@ class AnswersKind(LanguageKind):
             plan,
             trainers=trainers,
             users=users,
-            feed=AnswerBatchSource(trainers, plan, size, tokenizer=tokenizer_of(materials.base), even=even),
+            batch_source=AnswerBatchSource(trainers, plan, size, tokenizer=tokenizer_of(materials.base), even=even),
             reads=materials.reads,
             skipped=materials.skipped,
             skipped_rows=materials.skipped_rows,

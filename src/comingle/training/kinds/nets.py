@@ -29,7 +29,7 @@ from comingle.models.scoring import PAD, Gates, Loss, SampleScore
 from comingle.models.stacked import StackedModel, gated_pair, stack
 from comingle.training.batch_sources import AnySplit, AnyUser, PassBatchSource, Predict
 from comingle.training.client import Clients, batch_size
-from comingle.training.kinds.base import ADAPTOR_SETS, NETS, always_there, later
+from comingle.training.kinds.base import ADAPTOR_SETS, NETS, lazy_user, with_full_participation
 from comingle.training.settings import Portions, RunPlan
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import derive, generator
@@ -158,13 +158,13 @@ class SampleBatchSource(PassBatchSource):
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleBatchSource:
         """Augmentation is left out too: it is done before a pass, and small beside it."""
-        feed = copy.copy(self)
-        feed.banks = {
+        batch_source = copy.copy(self)
+        batch_source.banks = {
             name: replace(bank, inputs=fake(bank.inputs), targets=fake(bank.targets))
             for name, bank in self.banks.items()
         }
-        feed.augment = None
-        return feed
+        batch_source.augment = None
+        return batch_source
 
     def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int64[Tensor, "users count"]:
         """The first sample again and again."""
@@ -227,22 +227,22 @@ def net_maker(recipe: Recipe, population: Population) -> Callable[[int], nn.Modu
             return make_net(name, shape, outputs, seed=seed)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(derive("net", "own", seed))
-            return _made(own, name, shape, outputs)
+            return _build(own, name, shape, outputs)
 
     return make
 
 
-def _made(own: MakeNet, name: str, shape: Sequence[int], outputs: int) -> nn.Module:
+def _build(own: MakeNet, name: str, shape: Sequence[int], outputs: int) -> nn.Module:
     if isinstance(own, nn.Module):
         kind = type(own).__name__
         raise RecipeError(f"net: got a {kind} that is made already; give what makes one, as lambda: {kind}(...)")
-    made = own() if _takes(own) else own(tuple(shape), outputs)
+    made = own() if _accepts(own) else own(tuple(shape), outputs)
     if not isinstance(made, nn.Module):
         raise RecipeError(f"net {name!r}: its function returned {type(made).__name__}; allowed: an nn.Module")
     return made
 
 
-def _takes(own: MakeNet, *arguments: Any) -> bool:
+def _accepts(own: MakeNet, *arguments: Any) -> bool:
     try:
         inspect.signature(own).bind(*arguments)
     except TypeError:
@@ -259,7 +259,7 @@ def check_net(net: nn.Module, name: str, population: Population) -> bool:
         RecipeError: they cannot, or other outputs.
     """
     _check_parts(net, name)
-    net = _tried(lambda: copy.deepcopy(net), f"net {name!r}: cannot be copied").train()
+    net = _try(lambda: copy.deepcopy(net), f"net {name!r}: cannot be copied").train()
     tensors = {key: p.detach() for key, p in net.named_parameters()}
     buffers = {key: b.detach() for key, b in net.named_buffers() if b.is_floating_point()}
     tensors |= buffers
@@ -272,10 +272,10 @@ def check_net(net: nn.Module, name: str, population: Population) -> bool:
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         shape = population.input_shape
         copies = _copies(tensors, ())
-        alone = _tried(lambda: call(copies, inputs[0]), f"net {name!r}: cannot take inputs of {shape}")
+        alone = _try(lambda: call(copies, inputs[0]), f"net {name!r}: cannot take inputs of {shape}")
         _check_outputs(alone, name, population)
         together = f"net {name!r}: users' copies cannot run together under torch.vmap"
-        _tried(lambda: vmap(call, randomness="different")(_copies(tensors, (_TRIED,)), inputs), together)
+        _try(lambda: vmap(call, randomness="different")(_copies(tensors, (_TRIED,)), inputs), together)
     return any(copies[key]._version or not torch.equal(copies[key], buffers[key]) for key in buffers)
 
 
@@ -304,7 +304,7 @@ def _copies(tensors: dict[str, Tensor], users: tuple[int, ...]) -> dict[str, Ten
     return {key: t.expand(*users, *t.shape).clone() for key, t in tensors.items()}
 
 
-def _tried(run: Callable[[], T], what: str) -> T:
+def _try(run: Callable[[], T], what: str) -> T:
     try:
         return run()
     except Exception as error:  # the net is a stranger's, and may raise anything
@@ -343,25 +343,25 @@ def build_nets(
             optimal routing, or batches that batch norm cannot take.
         DataError: users whose samples cannot share a net.
     """
-    plan = always_there(plan)
+    plan = with_full_participation(plan)
     method = plan.method
-    everybody, numbers = population, range(len(population.users)) if here is None else here
+    whole, numbers = population, range(len(population.users)) if here is None else here
     if here is not None:
         population = replace(population, users=part_of(population.users, here))
     users = listed(population.users)
     if not unread:
         _check_users(population)
-    model = net_model(recipe, everybody, method)
+    model = net_model(recipe, whole, method)
     model = model if here is None else model.only(numbers)
-    pooled = later(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
+    pooled = lazy_user(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
     trainers = [pooled or pool_samples(users)] if method.placement.pooled else users
     size = batch_size(plan, len(users))
     least = _least_batch(model, plan, size)
     augment = None if method.placement.pooled else population.augmentation
     more = {"loss": population.measure, "augment": augment, "least": least}
-    feed = partial(SampleBatchSource, trainers, plan, size, **more, device=model.device, dtype=model.dtype)
-    source = feed if unread else feed()
-    return Clients(model, plan, trainers=trainers, users=users, feed=source, reads=reads and not unread)
+    batch_source = partial(SampleBatchSource, trainers, plan, size, **more, device=model.device, dtype=model.dtype)
+    source = batch_source if unread else batch_source()
+    return Clients(model, plan, trainers=trainers, users=users, batch_source=source, reads=reads and not unread)
 
 
 def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:

@@ -28,12 +28,12 @@ from comingle.training.kinds.base import (
     DataRequest,
     Kind,
     RunData,
-    always_there,
     check_on_language,
     count_trainers,
     language_model,
     model_here,
     users_and_trainers,
+    with_full_participation,
 )
 from comingle.training.settings import Portions, RunPlan, portions
 from comingle.utils.errors import DataError, RecipeError
@@ -196,7 +196,7 @@ class TextKind(LanguageKind):
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
         """Every stream that will be used must be long enough."""
         assert materials.base is not None
-        plan, begin = always_there(plan), materials.base.begin
+        plan, begin = with_full_participation(plan), materials.base.begin
         if not materials.unread:
             needed = {"needs_validation": plan.method.client.needs_validation, "begins": begin is not None}
             check(materials.present, context=plan.training.context, **needed)
@@ -208,7 +208,7 @@ class TextKind(LanguageKind):
             plan,
             trainers=trainers,
             users=users,
-            feed=TextBatchSource(trainers, plan, batch_size(plan, len(users)), begin=begin),
+            batch_source=TextBatchSource(trainers, plan, batch_size(plan, len(users)), begin=begin),
             reads=materials.reads,
             skipped=materials.skipped,
             skipped_rows=materials.skipped_rows,

@@ -39,10 +39,11 @@ from comingle.training.storage.files import (
     Shard,
     StoreThread,
     Table,
-    aligned,
+    align,
     batched,
-    blank,
     check_store,
+    copy_fields,
+    disk_errors,
     forms_of,
     parts_of,
     places_of,
@@ -50,7 +51,6 @@ from comingle.training.storage.files import (
     read_table,
     remove_files,
     require_files,
-    told,
     within,
     write_table,
 )
@@ -64,7 +64,7 @@ _AT_ONCE = 256
 FILE = 2**40
 """Places are numbered by file: that of the run first, then others that are read or end with this process."""
 
-MOST_WAITING = 2
+MAX_PENDING_WRITES = 2
 """Number of cohorts that may wait to be written."""
 
 
@@ -81,26 +81,26 @@ class OnDisk(State):
         names: Sequence[str] = (),
     ):
         sample = begin([0])
-        self._nobody = sample.filled({name: t[:0] for name, t in sample.tensors().items()}, {})
-        blank(self, self._nobody)
+        self._empty = sample.filled({name: t[:0] for name, t in sample.tensors().items()}, {})
+        copy_fields(self, self._empty)
         self._begin, self.count, self._names = begin, count, names
         self._device = sample.rows.device
         self._forms = forms_of(sample, moments)
         self._groups = [name for name, form in self._forms.items() if form.bytes]
-        self._now = Table.of_nobody(self._groups, np.full(count, int(sample.versions[0]), dtype=np.int32))
+        self._now = Table.without_records(self._groups, np.full(count, int(sample.versions[0]), dtype=np.int32))
         self._files: dict[str, list[RecordFile | None]] = {name: [None] for name in self._groups}
         self._into: dict[str, int] = {}
         self._worker = StoreThread()
         self._next: tuple[list[int], Mapping[str, Future[np.ndarray]]] | None = None
         self._run: Path | None = None
         self._best: Table | None = None
-        self._shard = Shard(part=Part(), ids=np.arange(count, dtype=np.int32), everybody=count)
+        self._shard = Shard(part=Part(), ids=np.arange(count, dtype=np.int32), total_rows=count)
 
     # ---------------------------------------------------------------- what State does
 
     def take(self, users: Sequence[int]) -> State:
         """Copies of these users' tensors."""
-        return aligned(self._taken(list(users), self._groups), users)
+        return align(self._taken(list(users), self._groups), users)
 
     def put(self, users: Sequence[int], part: State) -> None:
         """Write them back, soon."""
@@ -167,7 +167,7 @@ class OnDisk(State):
                 t[there], t[missing] = found[name], started[name].to(t.device)
             found = whole
         found |= self._moments(rows, reading.get("moments"))
-        return self._nobody.filled({name: t.to(self._device) for name, t in found.items()}, {})
+        return self._empty.filled({name: t.to(self._device) for name, t in found.items()}, {})
 
     def _moments(self, rows: list[int], reading: Future[np.ndarray] | None) -> dict[str, Tensor]:
         like = {"first": self.first, "second": self.second}
@@ -182,7 +182,7 @@ class OnDisk(State):
 
     def _got(self, reading: Future[np.ndarray]) -> np.ndarray:
         try:
-            with told(self._run):
+            with disk_errors(self._run):
                 return reading.result()
         except RunError:
             self._written(0)  # what was not written cannot be read: that is said first
@@ -215,18 +215,18 @@ class OnDisk(State):
         table[rows] = number * FILE + np.array(places, dtype=np.int64)
         records = self._forms[group].pack(self._shard.ids[rows].tolist(), tensors)
         self._worker.write(file, places, records)
-        self._written(MOST_WAITING)
+        self._written(MAX_PENDING_WRITES)
 
     def _written(self, most: int) -> None:
         """Return when at most so many cohorts wait to be written."""
-        with told(self._run):
+        with disk_errors(self._run):
             self._worker.wait(most)
 
     def _writable(self, group: str) -> tuple[int, RecordFile]:
         """Where to write: the run's own file, or one that ends with this process."""
         files = self._files[group]
         if group not in self._into:
-            with told(self._run):
+            with disk_errors(self._run):
                 handle, name = tempfile.mkstemp(prefix="comingle-", suffix=".rows")
             with open(handle, "rb"):
                 files.append(RecordFile(Path(name), self._forms[group].bytes, writes=True, lives=False))
@@ -250,7 +250,7 @@ class OnDisk(State):
                 elif file is not None:
                     file.snapshot()
 
-    def recalled(self) -> State:
+    def restored_best(self) -> State:
         """As it was in the best round."""
         other = self.copy()
         assert self._best is not None
@@ -263,18 +263,18 @@ class OnDisk(State):
 
     # ---------------------------------------------------------------- the run folder
 
-    def share_out(self, number: int, processes: int, users: range, everybody: int) -> None:
+    def shard(self, number: int, processes: int, users: range, population: int) -> None:
         """Be the rows of some of all users, who follow one another, in one of several processes."""
-        copies = np.arange(self.count // len(users), dtype=np.int64) * everybody
+        copies = np.arange(self.count // len(users), dtype=np.int64) * population
         ids = (copies[:, None] + np.array(users, dtype=np.int64)).flatten().astype(np.int32)
-        self._shard = Shard(part=Part(number, processes), ids=ids, everybody=len(copies) * everybody)
+        self._shard = Shard(part=Part(number, processes), ids=ids, total_rows=len(copies) * population)
 
     def open(self, run: Path, *, anew: bool) -> None:
         """Write to ``store/`` in the run's folder from now on; of several processes, the first one first."""
         folder, self._run, leads = run / FOLDER, run, self._shard.part.number == 0
         if not anew:
             require_files(run, list_checkpoints(run)[-1], self._groups)
-        with told(run):
+        with disk_errors(run):
             if anew and leads:
                 folder.mkdir(exist_ok=True)
                 for path in folder.glob("*.bin"):
@@ -291,8 +291,8 @@ class OnDisk(State):
     @property
     def _about(self) -> dict[str, Any]:
         return {
-            "rows": self._shard.everybody,
-            **{name: [f.told for f in self._forms[name].fields] for name in self._groups},
+            "rows": self._shard.total_rows,
+            **{name: [f.description for f in self._forms[name].fields] for name in self._groups},
         }
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
@@ -323,7 +323,7 @@ class OnDisk(State):
         """
         run = checkpoint.parent.parent
         check_store(run, checkpoint, self._about, self._groups)
-        best, rounds = Table.of_nobody(self._groups, self._now.versions), set[int]()
+        best, rounds = Table.without_records(self._groups, self._now.versions), set[int]()
         for part in parts_of(checkpoint):
             verify(checkpoint, part.table(checkpoint).name)
             found = read_table(part.table(checkpoint))
@@ -398,12 +398,12 @@ class _WithoutMoments(State):
     in_memory = False
 
     def __init__(self, store: OnDisk):
-        blank(self, replace(store._nobody, first=store.first[:, :0], second=store.second[:, :0]))
+        copy_fields(self, replace(store._empty, first=store.first[:, :0], second=store.second[:, :0]))
         self._store = store
 
     def take(self, users: Sequence[int]) -> State:
         """Copies of these users' tensors."""
-        return aligned(self._store._taken(list(users), ["params"]), users)
+        return align(self._store._taken(list(users), ["params"]), users)
 
     def put(self, users: Sequence[int], part: State) -> None:
         """Write them back."""

@@ -59,7 +59,7 @@ class Field:
         return int(np.prod(self.shape, dtype=np.int64)) * self.kept.itemsize
 
     @property
-    def told(self) -> list[object]:
+    def description(self) -> list[object]:
         """As JSON has it."""
         return [self.name, list(self.shape), str(self.kept).removeprefix("torch.")]
 
@@ -118,13 +118,13 @@ def check(record: np.ndarray, row: int, known: int, path: object) -> None:
     Raises:
         RunError: it is not.
     """
-    told, owner = record[:HEAD].view(np.int64).tolist()
-    if told != zlib.crc32(record[8:].data):
+    crc, owner = record[:HEAD].view(np.int64).tolist()
+    if crc != zlib.crc32(record[8:].data):
         raise RunError(
             f"{path}: damaged, the record of row {row} is not what was written; restore the file from a copy, or begin "
             "anew with another --out"
         )
-    if owner != row or known not in (told, UNKNOWN):
+    if owner != row or known not in (crc, UNKNOWN):
         raise RunError(
             f"{path}: the record of row {row} is of another round or run than the checkpoint; restore the store that "
             "belongs to it, or begin anew with another --out"
@@ -145,12 +145,12 @@ _LINE = 64
 """Bytes that processors read at once, to which new tensors are aligned."""
 
 
-def blank(state: State, nobody: State) -> None:
+def copy_fields(state: State, nobody: State) -> None:
     """Give a state that is elsewhere the fields of one of nobody, which say of what shape and dtype it is."""
     vars(state).update({one.name: getattr(nobody, one.name) for one in fields(State)})
 
 
-def aligned(part: State, users: Sequence[int]) -> State:
+def align(part: State, users: Sequence[int]) -> State:
     """The same where each tensor begins as it would in memory, among everybody's.
 
     There the rows of consecutive users are a view of all, and the last bit of a product may depend on whether its
@@ -159,10 +159,10 @@ def aligned(part: State, users: Sequence[int]) -> State:
     first = users[0]
     if list(users) != list(range(first, first + len(users))):
         return part
-    return part.filled({name: _begun(t, first) for name, t in part.tensors().items()}, {})
+    return part.filled({name: _shifted(t, first) for name, t in part.tensors().items()}, {})
 
 
-def _begun(t: Tensor, row: int) -> Tensor:
+def _shifted(t: Tensor, row: int) -> Tensor:
     shift = row * t[0].numel() * t.element_size() % _LINE // t.element_size()
     if not shift or t.device.type != "cpu":
         return t
@@ -216,7 +216,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 @contextmanager
-def told(run: Path | None) -> Iterator[None]:
+def disk_errors(run: Path | None) -> Iterator[None]:
     """Within, the disk may take no more.
 
     Raises:
@@ -268,7 +268,7 @@ def remove_files(run: Path, checkpoints: Sequence[Path]) -> None:
             path.unlink()
 
 
-LOOKED_AT = 1024
+MAX_CHECKED_HEADS = 1024
 """Up to so many records are looked at when a checkpoint is loaded; the others when they are read."""
 
 
@@ -333,7 +333,7 @@ class RecordFile:
         """
         self._sums = _grown(self._sums, int(places.max(initial=-1)) + 1)
         self._sums[places] = sums
-        some = slice(None, None, max(1, math.ceil(len(places) / LOOKED_AT)))
+        some = slice(None, None, max(1, math.ceil(len(places) / MAX_CHECKED_HEADS)))
         for at, row, known in zip(places[some].tolist(), rows[some].tolist(), sums[some].tolist(), strict=True):
             head = os.pread(self._handle, 8, at * self.size_bytes)
             if known not in (int.from_bytes(head, sys.byteorder), UNKNOWN):
@@ -411,12 +411,12 @@ class Shard:
     Args:
         part: Names the files of the process.
         ids: The number of each row among those of all processes.
-        everybody: Number of rows of all processes.
+        total_rows: Number of rows of all processes.
     """
 
     part: Part
     ids: Int[np.ndarray, " rows"]
-    everybody: int
+    total_rows: int
 
 
 def _grown(array: np.ndarray, size: int) -> np.ndarray:
@@ -449,7 +449,7 @@ class Table:
         )
 
     @classmethod
-    def of_nobody(cls, groups: Iterable[str], versions: Int[np.ndarray, " rows"]) -> Table:
+    def without_records(cls, groups: Iterable[str], versions: Int[np.ndarray, " rows"]) -> Table:
         """Where nobody has a record."""
         return cls(places={n: np.full(len(versions), -1, dtype=np.int64) for n in groups}, versions=versions.copy())
 
