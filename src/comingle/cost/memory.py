@@ -600,14 +600,17 @@ def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples:
     private, model, users = steps.private, steps.model, len(cohort.rows)
     assert private is not None
     layout, leaves, copied = model.layout, private.leaves(phase, model.layout), max(cohort.rows) >= steps.trainers
-    names = private.alone(phase, layout, everything=copied)
+    names = private.local_leaves(phase, layout, everything=copied)
     own = steps.gradient(cohort, drawn, phase, names=names)[1] if names else Tree()
-    tensors, sums = restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.own(layout)), Tree()
+    tensors, sums = (
+        restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.local_roles(layout)),
+        Tree(),
+    )
     for _ in range(TRACED_BATCHES):
         found, _ = private.sums_over(model, steps.batch_source, tensors, leaves, cohort.owners, examples, bound=1.0)
         sums = {name: t + sums[name] if name in sums else t for name, t in found.items()}
     made = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
-    return private.joined(layout, phase, own, made, range(users), users)
+    return private.merge(layout, phase, own, made, range(users), users)
 
 
 @torch.no_grad()
