@@ -36,7 +36,7 @@ Split = Literal["train", "valid", "test"]
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked, as the model reads it, and the answer that is wanted."""
+    """Prompt as the model reads it, and the expected answer."""
 
     prompt: str
     answer: str
@@ -44,12 +44,18 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Conversations of one user, one a row of ``windows``, filled with ``PAD``.
+    """Conversations of one user, one per row of ``windows``, padded with ``PAD``.
 
-    Tokens that carry no loss, which is on responses, are hidden (:func:`comingle.models.scoring.hide`). Response i,
-    ``references[i]`` as text, is in row ``owners[i]``, after ``prompt_tokens[i]`` tokens. ``limit`` is how many tokens
-    the longest response of the user has, its end included; ``ends`` are the tokens that end one. ``measures`` is what
-    is reported of it, first that by which models are compared: see :mod:`comingle.data.conversations.scoring`.
+    Tokens without loss are hidden (:func:`comingle.models.scoring.hide`); the loss is on responses.
+
+    Args:
+        windows: Tokens of n conversations.
+        owners: Row of each of the m responses.
+        prompt_tokens: Number of tokens before each response in its row.
+        references: Text of each response.
+        limit: Number of tokens of the user's longest response, including its end token.
+        measures: Measures to report (:mod:`comingle.data.conversations.scoring`); the first one compares models.
+        ends: Tokens that end a response.
     """
 
     windows: Int64[Tensor, "n window"]
@@ -65,21 +71,21 @@ class Answers:
 
     @property
     def contents(self) -> tuple[object, ...]:
-        """What a digest is taken of."""
+        """Content that a digest covers."""
         return self.windows, self.owners, self.prompt_tokens, [self.references, self.limit, self.measures, self.ends]
 
     def prompt(self, number: int) -> Int64[Tensor, " tokens"]:
-        """The tokens before response ``number``: the earlier turns, as they are."""
+        """Return the tokens before response ``number``, including earlier turns; shape ``(tokens,)``."""
         return self.tokens(int(self.owners[number]))[: int(self.prompt_tokens[number])]
 
     def tokens(self, number: int) -> Int64[Tensor, " tokens"]:
-        """All tokens of conversation ``number``."""
+        """Return all tokens of conversation ``number``, without padding and hiding; shape ``(tokens,)``."""
         row = self.windows[number]
         row = row[row != PAD]
         return torch.where(row < 0, hide(row), row)
 
     def only(self, kept: Bool[Tensor, " n"]) -> Answers:
-        """Return the conversations that are kept, with their responses."""
+        """Return the conversations with True in ``kept``, with their responses."""
         responses = kept[self.owners]
         return replace(
             self,
@@ -92,7 +98,15 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class UserAnswers:
-    """The conversations of one user; valid may be empty. ``cluster`` is the true one, where the recipe names it."""
+    """Conversations of one user.
+
+    Args:
+        name: Name of the user.
+        train: Conversations to train on.
+        valid: Conversations to validate on; may be empty.
+        test: Conversations to test on.
+        cluster: True cluster of the user, if the recipe names it.
+    """
 
     name: str
     train: Answers
@@ -101,18 +115,18 @@ class UserAnswers:
     cluster: int | None = None
 
     def split(self, split: Split) -> Answers:
-        """One of the three."""
+        """Return the conversations of a split."""
         return {"train": self.train, "valid": self.valid, "test": self.test}[split]
 
 
 def encode(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    """The questions as tokens: a begin-of-text token where texts of the base have one, prompt, answer, end of text.
+    """Tokenise questions: begin-of-text token (if the base model uses one), prompt, answer, end-of-text token.
 
-    Prompt and answer are tokenised apart, so that the border between them is where generation starts. A special token
-    that is spelt out in them is tokenised as the text it is.
+    Prompt and answer are tokenised separately, so that the border between them is where generation starts. Special
+    tokens that are spelt out in them are tokenised as plain text.
 
     Raises:
-        DataError: the tokenizer has no end-of-text token, so that an answer would not end.
+        DataError: The tokenizer has no end-of-text token, so that an answer would not end.
     """
     end: Any = tokenizer.eos_token_id
     if end is None:
@@ -141,7 +155,7 @@ def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[li
         add_special_tokens=False,
         split_special_tokens=True,
         return_attention_mask=False,
-        verbose=False,  # what is too long is left out by those who know the limit
+        verbose=False,  # no warning about long texts: they are cut or skipped later
     )
     return encoded["input_ids"]
 
@@ -149,7 +163,15 @@ def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[li
 def as_answers(
     encoded: Sequence[Encoded], *, limit: int, measures: Sequence[str], ends: Sequence[int], prompts: bool = False
 ) -> Answers:
-    """Return the conversations as windows; with ``prompts`` the loss is on all of their tokens but masked responses."""
+    """Return conversations as padded windows with the loss on responses.
+
+    Args:
+        encoded: Conversations as tokens.
+        limit: Number of tokens of the user's longest response.
+        measures: Measures to report.
+        ends: Tokens that end a response.
+        prompts: Put the loss on all tokens instead, except on masked responses.
+    """
     width = max((len(one) for one in encoded), default=2)
     windows = torch.full((len(encoded), width), PAD, dtype=torch.int64)
     for row, one in zip(windows, encoded, strict=True):
@@ -172,10 +194,10 @@ def as_answers(
 
 
 def check_answers(user: UserAnswers, *, needs_validation: bool) -> None:
-    """Whether there are questions of every kind that will be asked.
+    """Check that a user has the questions that the method needs.
 
     Raises:
-        DataError: there are none to validate with, which the method needs.
+        DataError: The method needs validation questions, and there are none.
     """
     if needs_validation and not len(user.valid):
         raise DataError(
@@ -185,7 +207,7 @@ def check_answers(user: UserAnswers, *, needs_validation: bool) -> None:
 
 
 def pool_answers(users: Sequence[UserAnswers]) -> UserAnswers:
-    """One user named "everyone" that has the conversations of all: the centralized baseline."""
+    """Return a user "everyone" with the conversations of all users, for the centralized baseline."""
     train, valid, test = (_join([user.split(split) for user in users]) for split in ("train", "valid", "test"))
     return UserAnswers(name="everyone", train=train, valid=valid, test=test)
 
@@ -204,7 +226,7 @@ def _join(parts: Sequence[Answers]) -> Answers:
 
 
 def widen(parts: Sequence[Int64[Tensor, "_ _"]]) -> list[Int64[Tensor, "_ window"]]:
-    """Windows of several users, filled with ``PAD`` to the width of the widest."""
+    """Pad windows of several users with ``PAD`` to the width of the widest."""
     width = max(part.shape[1] for part in parts)
     return [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=PAD) for part in parts]
 
@@ -213,14 +235,21 @@ logger = logging.getLogger("comingle")
 
 
 class Encoder:
-    """Users' conversations as windows, one user after another."""
+    """Encoder of users' conversations as windows; counts those that are too long over all users.
+
+    Args:
+        data: The recipe's section.
+        template: Chat template of the base model.
+        context: Largest number of tokens of a conversation.
+        bad: Collects conversations that the template rejects.
+    """
 
     def __init__(self, data: ConversationsSection, template: ChatTemplate, context: int, bad: BadRows):
         self.data, self.context, self.template, self.bad = data, context, template, bad
         self.counts, self.ends = Counter[str](), self.template.ends()
 
     def encode(self, user: UserConversations) -> UserAnswers:
-        """Encode a user's conversations; those that the base's template refuses are bad rows."""
+        """Encode a user's conversations; those that the chat template rejects are bad rows."""
         data = self.data
         parts = {
             split: [
@@ -259,21 +288,24 @@ class Encoder:
 
     @property
     def told(self) -> str:
-        """How many were too long; empty where none was."""
+        """Numbers of conversations that were too long, as a line; empty if there are none."""
         cut, out = self.counts["cut"], self.counts["left out"]
         longer = f"{cut + out} of {self.counts['all']} conversations are longer than {self.context} tokens"
         return f"{longer} (training.context): {cut} cut at whole turns, {out} left out" if cut + out else ""
 
     @property
     def notes(self) -> list[str]:
-        """Warnings about all users: conversations that were too long, and tool calls that the template leaves out."""
+        """Warnings over all users: conversations that are too long, and tool calls that the template does not write."""
         calls = self.counts["calls"]
         lost = f"{calls} responses call tools, which the base's chat template does not write; they carry no loss"
         return [*filter(None, [self.told, lost if calls else ""])]
 
 
 def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> Encoded | None:
-    """The conversation, or its first turns, in at most ``context`` tokens; None where that leaves no response."""
+    """Cut a conversation after its last whole response within ``context`` tokens; None if no response fits.
+
+    Without ``cuts``, a conversation that is too long is dropped as a whole.
+    """
     counts["all"] += 1
     if len(encoded) <= context:
         return encoded
@@ -287,51 +319,57 @@ def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> En
 
 
 def find_small(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
-    """Who lacks conversations that will be used, and which."""
+    """Return the users that lack conversations in a split that will be used, and which splits these are."""
     wanted = ("train", "valid", "test") if needs_validation else ("train", "test")
     small = {user.name: [split for split in wanted if not len(getattr(user, split))] for user in users}
     return {name: f"no conversations in {' and '.join(splits)}" for name, splits in small.items() if splits}
 
 
 def check_small(users: Sequence[object], *, needs_validation: bool) -> None:
-    """Whether everybody has the conversations that will be used; all who have not are named at once.
+    """Check that every user has the conversations that will be used; one error lists all users that lack some.
 
     Raises:
-        DataError: some have not.
+        DataError: Users lack conversations.
     """
     if small := find_small(users, needs_validation=needs_validation):
         raise too_few(list_small(small), len(small), len(users))
 
 
 def too_few(told: str, small: int, users: int) -> DataError:
-    """What is said where so many of all users lack conversations, of some of whom it is ``told``."""
+    """Return the error for users with too few conversations.
+
+    Args:
+        told: The first of these users, with the splits that are empty.
+        small: Number of these users.
+        users: Number of all users.
+    """
     skip = ", or leave such users out with data.on_small_user: skip" if small < users else ""
     count = f"{small} of {users} users have too few conversations: " if small > 1 else "user "
     return DataError(f"{count}{told}; give more of them, other fractions, or a longer training.context{skip}")
 
 
 class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
-    """Reads users with messages, written in the chat template of a base."""
+    """Reader of users with conversations, encoded with the chat template of a base model."""
 
     too_little, documents = "too few conversations", "conversations"
     data: ConversationsSection
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The encoder of all users; rows that the template refuses are bad rows too."""
+        """Encoder of all users, which reports conversations that the template rejects as bad rows."""
         return Encoder(self.data, ChatTemplate(self.tokenizer, self.base.date), self.context, self.bad)
 
     def key(self) -> list[object]:
-        """Return also the template, and the date in it."""
+        """Return the base class's key, extended by the chat template and the date in it."""
         template = str(getattr(self.base.tokenizer, "chat_template", None))
         return [*super().key(), template, *([] if self.base.date is None else [self.base.date.isoformat()])]
 
     def read(self, rows: Rows) -> Generator[UserConversations, None, None]:
-        """Yield users' messages."""
+        """Yield the messages of each user."""
         return iterate_users(self.data, self.seed, rows, self.bad, self.repeated, self.given)
 
     def encode(self, read: UserConversations) -> UserAnswers:
-        """Return windows, none longer than the context."""
+        """Return the conversations as windows, none longer than the context."""
         return self.encoder.encode(read)
 
     def shortage(self, user: UserAnswers | UserConversations) -> str | None:
@@ -339,22 +377,22 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         return find_small([user], needs_validation=self.validates).get(user.name)
 
     def refuse(self, small: FirstUsers) -> DataError:
-        """Return the error that names the first of them."""
+        """Return the error that lists the first small users."""
         return too_few(small.listed, small.count, self.users)
 
     def settle(self) -> None:
-        """Refuse or report rows that the template refuses."""
+        """Report conversations that the template rejects."""
         self.bad.settle()
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return also warnings about conversations that were too long."""
+        """Return the base class's summary, with warnings about conversations that are too long."""
         about, lines = super().summary()
         return about, [*self.encoder.notes, *lines]
 
     def text(self, read: UserConversations) -> UserText:
-        """Join the messages of each conversation, to find what is there twice.
+        """Join the messages of each conversation, for the search for overlaps between splits.
 
-        System messages are left out: a user's conversations often share one.
+        System messages are excluded, since a user's conversations often share one.
         """
         parts = {
             split: tuple(
@@ -367,14 +405,14 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
 
 
 class _UnencodedReader(ConversationReader):
-    """Counts conversations without a tokenizer, so that none is too long."""
+    """Reader that counts conversations without a tokenizer, so that none is too long."""
 
     def encode(self, read: UserConversations) -> Any:
-        """Return the user as it was read."""
+        """Return the user without encoding it."""
         return read
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return warnings about users who are left out."""
+        """Return warnings about skipped users."""
         return {}, self.left_out_lines
 
 
@@ -383,12 +421,17 @@ def _no_base() -> Base:
 
 
 def count_here(recipe: Recipe, data: ConversationsSection, validates: bool) -> tuple[dict[str, int], set[str]]:
-    """Return how many conversations each user trains on, and who would be left out, who is not among them.
+    """Return the number of train conversations of each user, and the users that a run would skip.
 
-    Where the base's tokenizer is not here, none counts as too long.
+    If the base model's tokenizer is not on this machine, no conversation counts as too long.
+
+    Args:
+        recipe: The recipe.
+        data: Its section ``data``.
+        validates: The method needs validation data.
 
     Raises:
-        DataError: they cannot be read, or a run would refuse them.
+        DataError: Conversations cannot be read, or a run would refuse them.
     """
     tokenizer, context, small = tokenizer_here(recipe.base), recipe.training.context, set[str]()
     made = _UnencodedReader if tokenizer is None else ConversationReader

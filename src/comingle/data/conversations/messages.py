@@ -1,4 +1,4 @@
-"""What a row says: messages, in one of three spellings."""
+"""Conversations of rows: parse messages, ShareGPT records, or pairs of prompt and response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from comingle.utils.errors import did_you_mean
 
 
 class MessageRecord(TypedDict, total=False):
-    """A message of a conversation, with the keys that :data:`comingle.models.chat_templates.Message` names."""
+    """Message of a conversation, with the keys of :data:`comingle.models.chat_templates.Message`."""
 
     role: Required[str]
     content: Required[str]
@@ -28,12 +28,13 @@ class MessageRecord(TypedDict, total=False):
 
 
 Messages = tuple[MessageRecord, ...]
-"""A conversation."""
+"""Conversation: its messages in order."""
 
 Remark = Callable[[str], None]
-"""Called with what a row has, as "an empty message of the user"."""
+"""Function that receives a property of a row, such as "an empty message of the user"."""
 
 SHAREGPT = "conversations"
+"""Column of ShareGPT data sets."""
 _OTHER_ROLES = {
     "developer": "system",
     "human": "user",
@@ -49,7 +50,13 @@ _KEYS = {*_ROLE, *_CONTENT, *_LEARN, *_THOUGHTS, "tool_calls", "tool_call_id", "
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row has its messages."""
+    """Columns of a row that hold the conversation.
+
+    Args:
+        messages: Column with a list of messages.
+        prompt: Columns whose texts are joined to a prompt.
+        response: Column with the response.
+    """
 
     messages: str = "messages"
     prompt: tuple[str, ...] = ("prompt",)
@@ -57,7 +64,7 @@ class Columns:
 
     @classmethod
     def read(cls, section: Mapping[str, object]) -> Columns:
-        """By the keys of a section that has not been checked yet: what cannot be a name counts as not given."""
+        """Return the columns that a section names, before the section is validated; invalid values count as missing."""
         prompt = section.get("prompt")
         listed = [prompt] if isinstance(prompt, str) else prompt
         names = isinstance(listed, list | tuple) and listed and all(isinstance(name, str) for name in listed)
@@ -70,17 +77,17 @@ class Columns:
 
     @property
     def named(self) -> bool:
-        """Whether prompt or response have names of their own, which are then read and not the messages."""
+        """Whether the section sets prompt or response, so that messages are not read."""
         return (self.prompt, self.response) != (("prompt",), "response")
 
     @property
     def told(self) -> str:
-        """As messages to people have it."""
+        """Description of the columns for messages."""
         two = f"{', '.join(map(repr, self.prompt))} and {self.response!r}"
         return two if self.named else f"{self.messages!r}, or {two}, or {SHAREGPT!r} as ShareGPT has them"
 
     def has(self, names: Sequence[str]) -> bool:
-        """Whether rows with columns of these names have messages."""
+        """Return whether rows with these columns hold a conversation."""
         columns = (*self.prompt, self.response)
         two = all(name in names or name.partition(".")[0] in names for name in columns)
         return two or (not self.named and (self.messages in names or SHAREGPT in names))
@@ -89,16 +96,16 @@ class Columns:
 def messages_of(
     row: Mapping[str, object], columns: Columns, *, read: Collection[str] = (), remark: Remark = lambda text: None
 ) -> Messages:
-    """Return the conversation of a row: messages, or ShareGPT's spelling of them, or a prompt with its response.
+    """Return the conversation of a row: messages, ShareGPT's form of them, or a prompt with its response.
 
     Args:
-        row: values by column; ``system``, ``history`` and ``tools`` beside the messages are part of the conversation.
-        columns: where the messages are.
-        read: columns that have been read for something else, as the user's name.
-        remark: called with each fact of the row that its owner should know of, but that does not make it unusable.
+        row: Values by column. The columns ``system``, ``history`` and ``tools`` are part of the conversation too.
+        columns: Columns that hold the messages.
+        read: Columns that are read for other purposes, such as the user's name.
+        remark: Called with each property of the row that users should know about but that does not make it unusable.
 
     Raises:
-        ValueError: what is wrong with the row.
+        ValueError: The row is not a conversation; says why.
     """
     if not columns.named and row.get(columns.messages) is not None:
         used, messages = (columns.messages,), _messages(row[columns.messages], columns.messages, remark)
@@ -138,7 +145,7 @@ def _pair(row: Mapping[str, object], columns: Columns) -> list[MessageRecord]:
 
 
 def _history(value: object, remark: Remark) -> list[MessageRecord]:
-    """Earlier turns: pairs of a question and its response, or messages."""
+    """Return earlier turns, which are pairs of question and response, or messages."""
     if not _is_value(value):
         return []
     if isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
@@ -153,7 +160,7 @@ def _history(value: object, remark: Remark) -> list[MessageRecord]:
 
 
 def _with_system(messages: list[MessageRecord], value: object, column: str) -> list[MessageRecord]:
-    """The messages after the system message of a column of its own."""
+    """Prepend a system message from another column; raise a ``ValueError`` if there is a different one already."""
     if not _is_value(value):
         return messages
     text = _text(value, column)
@@ -165,7 +172,7 @@ def _with_system(messages: list[MessageRecord], value: object, column: str) -> l
 
 
 def _tools(value: object) -> list[object]:
-    """The tools of a conversation, a list or its JSON; each has a name."""
+    """Return the tools of a conversation from a list or its JSON; each must have a name."""
     if not _is_value(value):
         return []
     tools = _from_json(value)
@@ -227,7 +234,7 @@ def _message(one: Mapping[str, object], where: str, remark: Remark) -> MessageRe
 
 
 def _learns(one: Mapping[str, object], role: str, where: str) -> bool:
-    """False if a key of a response leaves it out of the loss."""
+    """Return False if a key of a response excludes it from the loss."""
     given = {key: one[key] for key in _LEARN if one.get(key) is not None}
     for key, value in given.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
@@ -241,9 +248,9 @@ def _learns(one: Mapping[str, object], role: str, where: str) -> bool:
 
 
 def _calls(value: object, role: str, where: str) -> tuple[list[dict[str, object]], bool]:
-    """Return the tool calls that name a function, and whether there are others.
+    """Return the tool calls that name a function, and whether there are calls without a name.
 
-    Arguments are a mapping if they are one in JSON. No template can write a call without a name.
+    Parses arguments that are a JSON object. Calls without a name are dropped, since no template can write them.
     """
     if not _is_value(value):
         return [], False
@@ -274,14 +281,14 @@ def _text(value: object, what: str) -> str:
 
 
 def _is_part(part: object) -> bool:
-    """True of ``{"type": "text", "text": ...}``, whose other keys have no value."""
+    """Return whether a value is ``{"type": "text", "text": ...}``, with no other keys that have a value."""
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         return False
     return not any(_is_value(value) for key, value in part.items() if key not in ("type", "text"))
 
 
 def _check(messages: Sequence[MessageRecord], remark: Remark) -> None:
-    """Check that there is a response to learn, after a message, and that each response has something in it."""
+    """Check that there is a response to train on after the first message, and that no such response is empty."""
     responses = [message for message in messages if message["role"] == ASSISTANT]
     if not responses:
         raise ValueError("no response in it; allowed: at least one message of the assistant")

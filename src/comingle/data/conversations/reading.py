@@ -1,4 +1,4 @@
-"""Users' conversations from a recipe or a program: read, checked and split."""
+"""Readers of users' conversations from a recipe or a program: read, checked and split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from comingle.utils.names import name_problem
 from comingle.utils.seeds import derive
 
 Record = tuple[str, str, Row]
-"""The split that a row is in, its place, as ``chats.jsonl: line 3``, and the row."""
+"""Split of a row, its place such as ``chats.jsonl: line 3``, and the row."""
 
 
 T = TypeVar("T")
@@ -37,15 +37,15 @@ T = TypeVar("T")
 def read_records(
     source: str | Sequence[str], *, config: str | None = None, bad: BadRows | None = None
 ) -> Iterator[Record]:
-    """Yield the rows of a file, of several, of a folder of them, or of a data set of the hub.
+    """Yield the rows of files, folders, or a data set of the hub.
 
     Args:
-        source: files, folders or names.
-        config: the configuration of a data set of the hub.
-        bad: collects rows that cannot be read; without it they are refused when reading ends.
+        source: Files, folders or hub names.
+        config: Configuration of a data set of the hub.
+        bad: Collects rows that cannot be read; None to raise an error for them when reading ends.
 
     Raises:
-        DataError: a source that is missing, unknown or unreadable.
+        DataError: A source is missing, unknown or unreadable.
     """
     collected = bad or BadRows()
     for table in read_tables(source, name=config):
@@ -56,12 +56,12 @@ def read_records(
 
 
 Placed = tuple[str, Messages]
-"""A conversation, and where it stands."""
+"""Place of a conversation in its source, and the conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserConversations:
-    """The conversations of one user, split by split."""
+    """Conversations of one user by split."""
 
     name: str
     train: tuple[Placed, ...] = ()
@@ -70,15 +70,17 @@ class UserConversations:
 
 
 def read_users(data: ConversationsSection, seed: int, bad: BadRows | None = None) -> list[UserConversations]:
-    """Read and split the conversations of all users; one without any is refused, or returned without any.
+    """Read and split the conversations of all users.
+
+    Users without any are refused, or returned without any if ``data.on_small_user`` is ``skip``.
 
     Args:
         data: The recipe's section.
         seed: Seed of the splits.
-        bad: Collects rows that cannot be used; None for a collection of its own.
+        bad: Collects bad rows; None for a new collection.
 
     Raises:
-        DataError: A source is missing or unreadable, a row is no conversation, or users without any are refused.
+        DataError: A source is missing or unreadable, or bad rows or users without conversations are refused.
     """
     return list(iterate_users(data, seed, ListedRows(), bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)))
 
@@ -94,16 +96,16 @@ def iterate_users(
     """Read and split the conversations of one user after another.
 
     Args:
-        data: the recipe's section.
-        seed: seed of the splits.
-        rows: groups the rows of a data set.
-        bad: collects rows that cannot be used.
-        repeated: drops conversations that a user has twice, where the section asks for it.
-        given: the users' rows where a program hands them over: a list, a ``Dataset``, a mapping of these by split, or a
-            path.
+        data: The recipe's section.
+        seed: Seed of the splits.
+        rows: Groups the rows of a data set by user.
+        bad: Collects bad rows.
+        repeated: Drops duplicate conversations of a user if the section enables this.
+        given: Rows of the users if a program passes them: a list, a ``Dataset``, a path, or a mapping from splits to
+            lists or ``Dataset`` objects.
 
     Raises:
-        DataError: a source is missing or unreadable, a row is no conversation, or users without any are refused.
+        DataError: A source is missing or unreadable, or bad rows or users without conversations are refused.
     """
     if given is not None:
         readers: Iterable[tuple[str, Reader]] = given_readers(data, given, bad, repeated).items()
@@ -130,10 +132,16 @@ def iterate_users(
 def given_readers(
     data: ConversationsSection, given: Mapping[str, object], bad: BadRows, repeated: Repeated
 ) -> dict[str, Reader]:
-    """Return what reads the conversations of each user that a program hands over.
+    """Return a reader for the conversations of each user that a program passes.
+
+    Args:
+        data: The recipe's section.
+        given: Rows by user.
+        bad: Collects bad rows.
+        repeated: Drops duplicate conversations.
 
     Raises:
-        DataError: a name cannot be one.
+        DataError: A name is not a valid user name.
     """
     if problem := name_problem(given):
         raise DataError(f"users: {problem}")
@@ -153,7 +161,13 @@ def given_readers(
 
 
 def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
-    """Yield the rows that a program holds: a list of mappings, or a ``Dataset``."""
+    """Yield the rows of a list of mappings or a ``Dataset``.
+
+    Args:
+        rows: The list or ``Dataset``.
+        split: Split of the rows.
+        bad: Collects rows that are not mappings.
+    """
     if hasattr(rows, "column_names"):
         yield from ((split, place, row) for place, row in table_of(rows, "", split).read(bad, None))
         return
@@ -165,14 +179,20 @@ def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
 
 
 Reader = Callable[[str, int], UserConversations]
-"""Reads and splits the conversations of one user, given the name and the seed."""
+"""Function that reads and splits the conversations of one user, given the name and the seed."""
 
 
 # -------------------------------------------------------------------- one user
 
 
 def file_readers(data: ConversationsSection, bad: BadRows, repeated: Repeated) -> dict[str, Reader]:
-    """Return a reader for each user who is named in the recipe, and warn of users who have the same file."""
+    """Return a reader for each user in the recipe; warn of users that share a file.
+
+    Args:
+        data: The recipe's section.
+        bad: Collects bad rows.
+        repeated: Drops duplicate conversations.
+    """
     users = data.users or {}
     warn_same_files({name: (source.path, source.train) for name, source in users.items()})
     return {name: partial(read_files, data, bad, repeated, source) for name, source in users.items()}
@@ -181,7 +201,16 @@ def file_readers(data: ConversationsSection, bad: BadRows, repeated: Repeated) -
 def read_files(
     data: ConversationsSection, bad: BadRows, repeated: Repeated, source: UserFiles, name: str, seed: int
 ) -> UserConversations:
-    """Read the conversations of a user who is named in the recipe."""
+    """Read and split the conversations of a user in the recipe.
+
+    Args:
+        data: The recipe's section.
+        bad: Collects bad rows.
+        repeated: Drops duplicate conversations.
+        source: Files of the user.
+        name: Name of the user.
+        seed: Seed of the splits.
+    """
     given = source.path is None
     paths = {"train": source.train or source.path, "valid": source.valid, "test": source.test}
     most = data.most_of(name)
@@ -209,19 +238,19 @@ def parted(
     *,
     split: SplitSection | None = None,
 ) -> UserConversations:
-    """Part a user's rows into splits: those given, or by fractions of the conversations, shuffled by (seed, name).
+    """Split a user's rows: as given, or by fractions of the conversations, shuffled by (seed, name).
 
     Args:
-        data: the recipe's section.
-        bad: collects the rows that are no conversation.
-        repeated: drops conversations that the user has twice, where the section asks for it.
-        parts: the rows by the splits that they are in.
-        name: the user.
-        seed: of the shuffle.
-        split: how the rows are parted, if not as the section has it.
+        data: The recipe's section.
+        bad: Collects rows that are not conversations.
+        repeated: Drops duplicate conversations if the section enables this.
+        parts: Rows by the splits that they are in.
+        name: Name of the user.
+        seed: Seed of the shuffle.
+        split: Fractions and names of splits; by default those of the section.
 
     Raises:
-        NoTextError: no conversations, or none of a split that was asked for.
+        NoTextError: There are no conversations, or a requested split is missing.
     """
     split = split or data.split
     most, held_out = data.most_of(name), (split.test_name, split.valid_name or "")
@@ -244,7 +273,7 @@ def parted(
 
 
 def _conversations(data: ConversationsSection, bad: BadRows, name: str, records: Iterable[Record]) -> list[Placed]:
-    """The conversations of rows; a row's problem is a ``ValueError``, which ``bad`` collects with the row's place."""
+    """Return the conversations of rows; ``bad`` collects each ``ValueError`` with the row's place."""
     found: list[Placed] = []
     read = [] if data.dataset is None else [column for column in (data.dataset.user, data.dataset.split) if column]
     for _, where, row in records:
@@ -276,7 +305,23 @@ def _check_labels(messages: Messages, labels: Sequence[str]) -> None:
 def cut(
     conversations: Sequence[Placed], valid: float, test: float, seed: int, name: str
 ) -> tuple[tuple[Placed, ...], tuple[Placed, ...], tuple[Placed, ...]]:
-    """Train, valid and test by fractions of the conversations; a fraction above 0 is at least one of three or more."""
+    """Split conversations by fractions of their number, shuffled by (seed, name).
+
+    Of three or more conversations, a split with a fraction above 0 gets at least one.
+
+    Args:
+        conversations: Conversations of the user.
+        valid: Fraction of the validation split.
+        test: Fraction of the test split.
+        seed: Seed of the shuffle.
+        name: Name of the user.
+
+    Returns:
+        The train, valid and test splits.
+
+    Raises:
+        DataError: The fractions leave nothing to train on.
+    """
     if valid + test >= 1:
         raise DataError(f"user {name!r}: split fractions valid={valid}, test={test}: their sum must be below 1")
     shuffled = list(conversations)
@@ -291,16 +336,16 @@ def _share(count: int, fraction: float) -> int:
     return max(least, round(count * fraction))
 
 
-# -------------------------------------------------------------------- rows of all
+# -------------------------------------------------------------------- data sets
 
 
 def _dataset_readers(
     data: ConversationsSection, rows: Rows, bad: BadRows, repeated: Repeated
 ) -> Iterator[tuple[str, Reader]]:
-    """Yield what reads each user of a data set, when all of its rows have been grouped.
+    """Yield a reader for each user of a data set, after grouping all of its rows.
 
     Raises:
-        DataError: no row names a user, or a user who is wanted has none.
+        DataError: No row names a user, or a selected user has no rows.
     """
     assert data.dataset is not None
     rows.fill(
@@ -313,15 +358,15 @@ def _dataset_readers(
 
 
 def _no_text(value: object) -> dict[str, str]:
-    """Return what stands for a date, for bytes and the like, in a column that is not read: neither message nor text."""
+    """Return a JSON placeholder for a value such as a date or bytes, which is neither a message nor text."""
     return {"": type(value).__name__}
 
 
 def owned_records(data: ConversationsSection, bad: BadRows) -> Iterator[tuple[str, Record]]:
-    """Yield the rows of a data set that have a user, as many of each as are kept, with the user.
+    """Yield the rows of a data set that have a user, with the user, up to the limit per user and split.
 
     Raises:
-        DataError: a file in which no row has one.
+        DataError: No row of a file names a user.
     """
     source, counts = data.dataset, Counter[tuple[str, str]]()
     assert source is not None
@@ -345,7 +390,7 @@ def owned_records(data: ConversationsSection, bad: BadRows) -> Iterator[tuple[st
 
 
 def _owner(row: Row, source: ConversationRows, own_split: str) -> tuple[str, str] | None:
-    """The user and the split of a row; None where one of them has no value."""
+    """Return the user and the split of a row; None if either has no value."""
     owner, split = field_of(row, source.user), own_split if source.split is None else field_of(row, source.split)
     if owner is None or split is None:
         return None
@@ -353,10 +398,10 @@ def _owner(row: Row, source: ConversationRows, own_split: str) -> tuple[str, str
 
 
 def wanted_users(source: ConversationRows, groups: Mapping[str, T]) -> Mapping[str, T]:
-    """Of all users of a data set those who are wanted.
+    """Return the selected users of a data set.
 
     Raises:
-        DataError: a name is none, or somebody who is wanted has no rows.
+        DataError: A name is invalid, or a selected user has no rows.
     """
     if problem := name_problem(groups):
         raise DataError(f"{_where(source)}: column {source.user!r}: {problem}")
@@ -368,7 +413,7 @@ def _where(source: ConversationRows) -> str:
 
 
 def has_messages(data: object, columns: Columns) -> bool:
-    """Whether this is what a program may hand over as one user's conversations."""
+    """Return whether an object may be one user's conversations, judged by its type and first row."""
     if isinstance(data, Mapping):
         return bool(data) and all(has_messages(part, columns) for part in data.values())
     if hasattr(data, "column_names"):

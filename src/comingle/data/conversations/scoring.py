@@ -1,14 +1,16 @@
-"""Scores of conversations: response loss and ROUGE-1.
+"""Scores of conversations: response loss, ROUGE-1 and exact match.
 
-The package rouge-score keeps ASCII letters and digits alone, so that an answer in Greek or Hindi would be empty. Here
-words are runs of letters, marks and digits of any script; where a script puts no spaces between words, each character
-is one. On ASCII text both agree.
+Measures:
 
-perplexity        exp of the mean loss of a token of the responses
-loss, loss_nats   that mean, in nats
-rouge1            of a response that the model gives by itself, by the words above
-exact_match       whether it says the words of the reference
-accuracy          the same, of references that are one of a few labels
+- ``loss``, ``loss_nats``: mean loss per response token, in nats.
+- ``perplexity``: exp of that mean.
+- ``rouge1``: ROUGE-1 of the generated response.
+- ``exact_match``: whether the generated response has the same words as the reference.
+- ``accuracy``: the same, if all references are one of a few labels.
+
+The package rouge-score keeps only ASCII letters and digits, so a Greek or Hindi response would be empty. Here a word is
+a run of letters, marks and digits of any script. In scripts without spaces between words, each character is a word. On
+ASCII text both definitions agree.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from functools import lru_cache
 from comingle.models.scoring import Score, perplexity_of
 
 _UNSPACED = ("CJK ", "HIRAGANA ", "KATAKANA ", "THAI ", "LAO ", "KHMER ", "MYANMAR ")
-"""How the Unicode names of characters begin whose scripts have no spaces between words."""
+"""First words of the Unicode names of characters whose scripts have no spaces between words."""
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text: compatibility forms as one (NFKC), letters lower-case, marks with the letter they are on."""
+    """Return the words of a text, normalised by NFKC, in lower case, with marks attached to their letters."""
     words: list[str] = []
-    within = False  # whether the next letter or digit goes on with the last word
+    within = False  # whether the next letter or digit continues the last word
     for character in unicodedata.normalize("NFKC", text).lower():
         kind = unicodedata.category(character)[0]
         if kind == "M":
@@ -54,10 +56,10 @@ def _is_unspaced(character: str) -> bool:
 
 
 def rouge1(answer: str, reference: str) -> float:
-    """ROUGE-1's F-measure ``2 P R / (P + R)``, in [0, 1]; 0 where nothing is shared.
+    """Return the F-measure of ROUGE-1, ``2 P R / (P + R)``, in [0, 1]; 0 if no words are shared.
 
-    P and R are the shares of the words of the answer and of the reference that the other has too, each word as often
-    as it occurs in both.
+    P and R are the fractions of the words of the answer and of the reference that occur in both, counted with
+    multiplicity.
     """
     answered, wanted = Counter(split_words(answer)), Counter(split_words(reference))
     shared = (answered & wanted).total()
@@ -65,7 +67,7 @@ def rouge1(answer: str, reference: str) -> float:
 
 
 def same_words(answer: str, reference: str) -> bool:
-    """Whether an answer is the reference, but for case, spaces and punctuation."""
+    """Return whether an answer equals the reference, ignoring case, spaces and punctuation."""
     return split_words(answer) == split_words(reference)
 
 
@@ -74,16 +76,20 @@ JUDGES: Mapping[str, Callable[[str, str], float]] = {
     "exact_match": same_words,
     "rouge1": rouge1,
 }
-"""How good a response is beside its reference, in [0, 1], by the name of the measure."""
+"""Functions that score a response against its reference in [0, 1], by name of the measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerScore:
-    """Sum of losses in nats over the ``tokens`` of the responses of ``samples`` conversations.
+    """Score of the responses of one user.
 
-    ``judged`` are means over the responses that the model gave by itself, by the names of :data:`JUDGES`; empty where
-    it was not asked. ``names`` is what is reported, as far as it is known. ``expert_scores`` as in
-    :class:`comingle.models.scoring.Score`.
+    Args:
+        loss_nats: Sum of the losses of response tokens, in nats.
+        tokens: Number of response tokens.
+        samples: Number of conversations.
+        names: Measures to report, as far as they are available.
+        judged: Means over the generated responses, by the names of :data:`JUDGES`; empty if none were generated.
+        expert_scores: As in :class:`comingle.models.scoring.Score`.
     """
 
     loss_nats: float
@@ -95,19 +101,25 @@ class AnswerScore:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss of a token of the responses, in nats; NaN without conversations."""
+        """Mean loss per response token, in nats; NaN without conversations."""
         return self.loss_nats / self.tokens if self.tokens else math.nan
 
     @property
     def measures(self) -> dict[str, float]:
-        """What is reported; the first is what models are compared by."""
+        """Values to report, by name; the first one compares models."""
         loss = self.mean_loss
         by_name = {**self.judged, "perplexity": perplexity_of(loss), "loss": loss, "loss_nats": loss}
         return {name: by_name[name] for name in self.names if name in by_name}
 
 
 def score_answers(score: Score, samples: int, names: Sequence[str]) -> AnswerScore:
-    """The score of ``samples`` conversations from the losses of their responses alone."""
+    """Return the score of ``samples`` conversations from their response losses alone.
+
+    Args:
+        score: Losses of the response tokens.
+        samples: Number of conversations.
+        names: Measures to report.
+    """
     return AnswerScore(
         loss_nats=score.loss_nats,
         tokens=score.tokens,
@@ -118,7 +130,13 @@ def score_answers(score: Score, samples: int, names: Sequence[str]) -> AnswerSco
 
 
 def judge(score: AnswerScore, given: Sequence[str], wanted: Sequence[str]) -> AnswerScore:
-    """The score with how good the responses are that were ``given`` instead of those ``wanted``."""
+    """Return the score extended by the measures of generated responses.
+
+    Args:
+        score: Score from the losses.
+        given: Generated responses; if empty, the score is returned unchanged.
+        wanted: References, in the same order.
+    """
     if not given:
         return score
     pairs = list(zip(given, wanted, strict=True))

@@ -1,4 +1,4 @@
-"""The section ``data`` of users who have conversations."""
+"""Section ``data`` of recipes whose users have conversations."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from comingle.data.text.section import DocumentsSection, UserFiles, UsersRows
 from comingle.utils.errors import did_you_mean, list_names
 
 Measure = Literal["rouge1", "exact_match", "accuracy"]
+"""Names of measures that need generated responses."""
 
 
 class ConversationRows(UsersRows):
-    """Rows that hold conversations; the first ``max_conversations`` of each user and split are kept."""
+    """Rows that hold conversations; ``max_conversations`` keeps the first of each user and split."""
 
     max_conversations: Count | None = None
 
 
 class UserChats(UserFiles):
-    """One user's conversations; ``max_conversations`` comes before ``data.max_conversations``."""
+    """Conversations of one user; ``max_conversations`` overrides ``data.max_conversations``."""
 
     max_conversations: Count | None = None
 
 
 class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
-    """Users with conversations of their own, or rows of a data set."""
+    """Users with conversations, in files or in rows of a data set."""
 
     kind: Literal["conversations"] = "conversations"
     messages: str = "messages"
@@ -87,7 +88,7 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
         return self
 
     def most_of(self, name: str) -> int | None:
-        """Return how many first conversations of each split are kept of a user; None: all."""
+        """Return how many first conversations of each split of a user are kept; None for all."""
         limit = self.max_conversations
         general = limit.get(name) if isinstance(limit, Mapping) else limit
         own = self.users[name].max_conversations if self.users and name in self.users else None
@@ -97,10 +98,10 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """What is reported of test sets; models are compared by the first."""
+        """Measures that are reported of test sets; the first one compares models."""
         return (*self.scores, "perplexity", "loss_nats")
 
     @property
     def columns(self) -> Columns:
-        """Where the messages are in a row."""
+        """Columns of a row that hold messages."""
         return Columns.read({"messages": self.messages, "prompt": self.prompt, "response": self.response})

@@ -1,4 +1,4 @@
-"""A folder of images with one subfolder a class, whole or in splits."""
+"""Folders of images with one subfolder per class, with or without splits."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from comingle.data.samples.samples import SPLITS
 from comingle.utils.errors import DataError, list_names
 
 SUFFIXES = (".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Suffixes of image files."""
 
 _SPLIT_NAMES = {
     "train": ("train", "training", "trn"),
@@ -29,13 +30,18 @@ _SPLIT_NAMES = {
 _SPLIT_OF = {name: split for split, names in _SPLIT_NAMES.items() for name in names}
 
 _SYSTEM_FOLDERS = {"__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found"}
-"""Made by archives, file systems and network drives; some hold thumbnails. Hidden folders are left out too."""
+"""Folders that archives, file systems and network drives create; some hold thumbnails. Hidden ones are skipped too."""
 _SYSTEM_FILES = {"thumbs.db", "ehthumbs.db", "desktop.ini"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How images are read: scaled to (height, width) where that is given, in grey or in colours."""
+    """Conversion of images on reading.
+
+    Args:
+        size: Height and width to scale to; None to keep the size.
+        grey: Convert to greyscale instead of RGB.
+    """
 
     size: tuple[int, int] | None
     grey: bool
@@ -43,9 +49,13 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """Images ``(n, h, w, c)`` and the name of the class of each; classes without images count too.
+    """Images of a folder.
 
-    ``unread`` counts files that are not images by their suffix, or lie beside the classes' folders.
+    Args:
+        pixels: Pixel values.
+        labels: Class of each image.
+        classes: Names of all classes, including those without images.
+        unread: Number of files that are not images or not in a class's folder, by suffix.
     """
 
     pixels: UInt8[Tensor, "n h w c"]
@@ -58,18 +68,18 @@ class Pictures:
 
 
 def split_named(name: str) -> str | None:
-    """The split that a folder's name stands for, in any case: ``Training``, ``val``, ``test_set``; None for others."""
+    """Return the split that a folder's name denotes, such as ``Training``, ``val`` or ``test_set``; else None."""
     plain = re.sub(r"[^a-z]", "", name.casefold())
     return _SPLIT_OF.get(re.sub("(set|data|images)$", "", plain))
 
 
 def find_splits(folder: Path, key: str) -> dict[str, Path]:
-    """Return the subfolder of each split, if there are a train and a held-out split; else ``{"train": folder}``.
+    """Return the subfolder of each split if there are a train and a held-out split; else ``{"train": folder}``.
 
     Without a test split, the validation split is used as the test split.
 
     Raises:
-        DataError: two subfolders have names of the same split.
+        DataError: Two subfolders denote the same split.
     """
     found: dict[str, Path] = {}
     for path in class_folders(folder):
@@ -91,18 +101,18 @@ def _one_by_one(key: str) -> str:
 
 
 def class_folders(folder: Path) -> list[Path]:
-    """List the subfolders, one for each class, without hidden ones and those of the system."""
+    """List the subfolders, one per class, without hidden and system folders."""
     return sorted(path for path in visible(folder) if path.is_dir())
 
 
 def visible(folder: Path) -> list[Path]:
-    """List a folder's content, but for hidden names and those of the system."""
+    """List the entries of a folder, without hidden and system ones."""
     names = _SYSTEM_FOLDERS | _SYSTEM_FILES
     return [path for path in folder.iterdir() if not path.name.startswith(".") and path.name.casefold() not in names]
 
 
 def _files_below(folder: Path, seen: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield files at any depth, links to folders followed once."""
+    """Yield files at any depth; follow links to folders, but no cycles."""
     real = os.path.realpath(folder)
     if real in seen:
         return
@@ -118,18 +128,16 @@ def _is_image(path: Path) -> bool:
 
 
 def read_folder(folder: Path, look: Look, key: str) -> Pictures:
-    """Read all images of a folder, class after class, each by the name of its subfolder.
+    """Read all images of a folder, class by class; the class is the name of the subfolder.
 
     Args:
-        folder: it.
-        look: size and colours.
-        key: of the recipe, which names it.
-
-    Returns:
-        Pixels, labels and classes.
+        folder: The folder.
+        look: Size and colours.
+        key: Recipe key that names the folder, for error messages.
 
     Raises:
-        DataError: no subfolders or no images in it, images one level deeper, one that cannot be read, several sizes.
+        DataError: There are no subfolders or no images, images are one level deeper, an image cannot be read, or sizes
+            differ.
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; it should hold a subfolder of images for each class")
@@ -152,7 +160,7 @@ def read_folder(folder: Path, look: Look, key: str) -> Pictures:
 
 
 def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
-    """Refuse folders that hold the classes' folders: splits or albums would be learnt as classes."""
+    """Check that the subfolders hold images directly; splits or albums would be taken for classes."""
     holding = [path for path, files in images.items() if files]
     deeper = [path for path in holding if not any(file.parent == path for file in images[path])]
     if deeper != holding and not any(split_named(path.name) for path in deeper):
@@ -191,7 +199,7 @@ def _read_all(files: Sequence[Path], look: Look) -> UInt8[Tensor, "n h w c"]:
 
 
 def _read_one(path: Path, look: Look) -> np.ndarray:
-    """``(h, w, 1)`` or ``(h, w, 3)``, upright."""
+    """Return an image as ``(h, w, 1)`` or ``(h, w, 3)``, rotated as its EXIF data says."""
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
@@ -204,25 +212,25 @@ def _read_one(path: Path, look: Look) -> np.ndarray:
             pixels = np.array(upright)
     except DataError:
         raise
-    except Exception as error:  # Pillow's readers raise what they come across
+    except Exception as error:  # Pillow's readers raise unrelated exceptions
         raise DataError(f"{path}: not a readable image: {describe(error)}") from error
     return pixels[:, :, None] if look.grey else pixels
 
 
 _BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
-"""Tags of TIFF."""
+"""TIFF tags "bits per sample" and "photometric interpretation", and the latter's value WhiteIsZero."""
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
 def _in_8_bits(image: Any, file: Any) -> Any:
-    """Scale images of 16 bits, which Pillow would cut off at 255; lay transparent ones over white.
+    """Scale 16-bit images to 8 bits, which Pillow would clip at 255; blend transparent images with white.
 
     Args:
-        image: upright.
-        file: as it was opened, with its format and tags.
+        image: Upright image.
+        file: Image as opened, with its format and tags.
 
     Raises:
-        DataError: the range of the pixels is not known.
+        DataError: The range of pixel values is unknown.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Users' samples from a recipe or a program: npz files and folders of images."""
+"""Readers of users' samples from a recipe or a program: npz files and folders of images."""
 
 from __future__ import annotations
 
@@ -47,43 +47,57 @@ from comingle.utils.records import expand_home
 from comingle.utils.seeds import generator
 
 Augment = Callable[[Sequence[int], Tensor, torch.Generator], Tensor]
-"""Changes train inputs ``(users, batch, ...)`` of the given users at random."""
+"""Function that randomly transforms train inputs ``(users, batch, ...)`` of the given users."""
 
 MakeNet = Callable[..., nn.Module]
-"""A net of no arguments, or of the shape of one input and the number of outputs."""
+"""Function that creates a net, without arguments or from the shape of one input and the number of outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Population:
-    """Everybody; ``classes`` is the number of the net's outputs: classes, or dimensions of a regression's target."""
+    """Users with samples, and the task that they share.
+
+    Args:
+        users: The users.
+        loss: Loss, or its name.
+        classes: Number of outputs of the net: classes, or dimensions of a regression's targets.
+        input_shape: Shape of one input.
+        net: Net to train if the recipe names none: a registered name, or a function that creates it.
+        labels: Names of the classes, if they have names.
+    """
 
     users: Sequence[UserSamples]
     loss: str | Loss
     classes: int
     input_shape: tuple[int, ...]
     net: str | MakeNet
-    """Trained where the recipe names none: of the registry, or what a program makes."""
     labels: tuple[str, ...] = ()
-    """Names of the classes, where they have some."""
 
     @property
     def measure(self) -> Loss:
-        """The loss itself."""
+        """Loss as an object."""
         return self.loss if isinstance(self.loss, Loss) else find_loss(self.loss, classes=False)
 
     @property
     def augmentation(self) -> Augment | None:
-        """What changes train inputs at random."""
+        """Random transformation of train inputs; None for no augmentation."""
         return None
 
 
 def part(name: str, splits: Mapping[str, Samples], *, valid: float, test: float, seed: int) -> UserSamples:
-    """A user of these splits; ``test`` and ``valid`` are shares that are held out of "train" for those that lack.
+    """Return a user with three splits; hold out missing test and valid splits from train.
 
-    Which samples are held out follows from the seed and the user's name.
+    The seed and the user's name determine which samples are held out.
+
+    Args:
+        name: Name of the user.
+        splits: Samples by split; "train" is required.
+        valid: Fraction of all samples for a missing validation split.
+        test: Fraction of all samples for a missing test split.
+        seed: Seed of the shuffle.
 
     Raises:
-        DataError: so few samples that none can be spared.
+        DataError: There are too few samples to hold any out.
     """
     train = splits["train"]
     if not len(train):
@@ -93,7 +107,7 @@ def part(name: str, splits: Mapping[str, Samples], *, valid: float, test: float,
     train = take(train, torch.randperm(len(train), generator=generator("samples", name, seed)))
     parts = dict(splits)
     if "test" not in splits:
-        valid /= 1 - test  # it is a share of all
+        valid /= 1 - test  # a fraction of all samples, not of those that remain
         train, parts["test"] = _held_out(name, train, "test", test)
     if "valid" not in splits:
         train, parts["valid"] = _held_out(name, train, "valid", valid) if valid else (train, train.first(0))
@@ -109,7 +123,7 @@ def _held_out(name: str, samples: Samples, split: str, share: float) -> tuple[Sa
 
 
 def _labels(samples: Samples) -> Int64[Tensor, " n"]:
-    """Classes; a regression has none to keep."""
+    """Return the class of each sample; zeros for a regression."""
     targets = samples.targets
     if not targets.is_floating_point() and bool((targets >= 0).all()):
         return targets.long()
@@ -117,10 +131,11 @@ def _labels(samples: Samples) -> Int64[Tensor, " n"]:
 
 
 TAKEN = f"{samples.TAKEN}, or {{train, valid, test}} of these"
+"""Allowed data of a user, for error messages."""
 
 
 def takes(data: object) -> bool:
-    """Whether this may be a user's samples."""
+    """Return whether an object may be a user's samples, judged by its type."""
     if isinstance(data, Mapping):
         return bool(data) and set(data) <= set(SPLITS) and all(_is_one(one) for one in data.values())
     return isinstance(data, UserSamples) or _is_one(data)
@@ -131,10 +146,17 @@ def _is_one(data: object) -> bool:
 
 
 def read_given(name: str, data: object, *, valid: float, test: float, seed: int) -> UserSamples:
-    """A user's samples, parted where they have no splits.
+    """Return a user's samples that a program passes, split by fractions if they have no splits.
+
+    Args:
+        name: Name of the user.
+        data: Samples, or a mapping from splits to samples.
+        valid: Fraction for a missing validation split.
+        test: Fraction for a missing test split.
+        seed: Seed of the shuffle.
 
     Raises:
-        DataError: they are none, or too few.
+        DataError: The data has another type, or too few samples.
     """
     where = f"user {name!r}"
     if not takes(data):
@@ -154,35 +176,41 @@ _SUFFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
 
 
 def look_of(section: SamplesSection) -> Look:
-    """How a recipe's images are read."""
+    """Return the size and colours to which a recipe's images are converted."""
     size = section.image_size
     return Look(size=(size, size) if isinstance(size, int) else size, grey=section.grayscale)
 
 
 @dataclass(kw_only=True)
 class Remarks:
-    """Choices made while folders of images are read, each said once for all users."""
+    """Notes on folders of images, each logged once for all users."""
 
     renamed: dict[str, str] = field(default_factory=dict)
-    """Users whose validation split is their test split, with its folder's name."""
+    """Users whose validation split is used as test split, with its folder's name."""
     unread: dict[str, Counter[str]] = field(default_factory=dict)
-    """Users with files that are not read, which are counted by their suffix."""
+    """Numbers of files that are not read, by user and suffix."""
 
     def add_splits(self, user: str, folder: Path, splits: Mapping[str, Path]) -> None:
-        """Note which split is tested on, and what lies beside the splits in a user's folder."""
+        """Record a validation split that is used as test split, and files of a user's folder outside of splits.
+
+        Args:
+            user: Name of the user.
+            folder: Folder of the user.
+            splits: Subfolder of each split.
+        """
         if "test" in splits:
             if split_named(splits["test"].name) != "test":
                 self.renamed[user] = splits["test"].name
             self.add_unread(user, Counter(path.name for path in visible(folder) if path not in splits.values()))
 
     def add_unread(self, user: str, unread: Counter[str]) -> None:
-        """Count a user's files that are not read."""
+        """Add to the numbers of a user's files that are not read."""
         if unread:
             self.unread[user] = self.unread.get(user, Counter()) + unread
 
     @property
     def lines(self) -> list[str]:
-        """One line for each kind of remark."""
+        """One line per kind of note."""
         lines = []
         if self.renamed:
             folder = next(iter(self.renamed.values()))
@@ -198,8 +226,14 @@ class Remarks:
 def read_source(user: str, source: SampleSource, look: Look, remarks: Remarks) -> dict[str, Samples | Pictures]:
     """Read one user's samples by split.
 
+    Args:
+        user: Name of the user.
+        source: The user's entry in the recipe.
+        look: Size and colours of images.
+        remarks: Collects notes for the log.
+
     Raises:
-        DataError: a source is missing or unreadable.
+        DataError: A source is missing or unreadable.
     """
     where, key = f"user {user!r}", f"data.users.{user}"
     parts: dict[str, Samples | Pictures] = {}
@@ -232,10 +266,13 @@ def _is_file(path: Path, where: str) -> bool:
 
 
 def read_npz(path: Path, where: str) -> dict[str, Samples]:
-    """``inputs`` and ``targets``, or ``x`` and ``y``; or for splits ``x_train``, ``y_train``, ``x_test`` and so on.
+    """Return the samples of an npz file by split.
+
+    Its arrays are ``inputs`` and ``targets``, or ``x`` and ``y``, all of split "train"; or ``x_train``, ``y_train``,
+    ``x_test`` and so on.
 
     Raises:
-        DataError: no npz file, or arrays that are missing or do not fit each other.
+        DataError: The file is not an npz file, or its arrays are missing or do not fit each other.
     """
     arrays = read_arrays(path)
     for x, y in _NAMES:
@@ -256,12 +293,17 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
 
 
 def shared_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
-    """The classes ``named``, or else those of all users together, none where nobody has any; and who lacks some.
+    """Return the classes of all users, and a note on users that lack some.
 
-    Of each user a number alone is kept.
+    The classes are those in ``named``, or else all that occur, sorted; none if there are none. Each user's classes are
+    kept as a bit mask to save memory.
+
+    Args:
+        own: Classes of each user, by name.
+        named: Classes in the recipe; empty if it names none.
 
     Raises:
-        DataError: somebody has one that is not among those named.
+        DataError: A user has a class that is not in ``named``.
     """
     bits, masks = {label: 1 << place for place, label in enumerate(named)}, dict[str, int]()
     for name, has in own:
@@ -282,10 +324,16 @@ def shared_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str,
 def numbered(
     section: SamplesSection, name: str, splits: Mapping[str, Samples | Pictures], labels: Sequence[str]
 ) -> dict[str, Samples]:
-    """A user's samples, with the numbers of their classes among ``labels``, which there are for images alone.
+    """Return a user's samples with images as tensors and classes as numbers.
+
+    Args:
+        section: The recipe's section.
+        name: Name of the user.
+        splits: Samples or images by split.
+        labels: Names of the classes in the order of their numbers; empty for samples that are not images.
 
     Raises:
-        DataError: there are images and arrays, or settings for images where there are none.
+        DataError: Some users have images and others arrays, or image settings are given without images.
     """
     if labels and any(isinstance(one, Samples) for one in splits.values()):
         raise DataError(f"user {name!r}: an .npz file, but others have folders of images; give all the same")
@@ -303,14 +351,14 @@ def _samples(one: Samples | Pictures, labels: Sequence[str]) -> Samples:
 
 
 class SamplesReader(StreamingReader[UserSamples, UserSamples]):
-    """Reads users' samples; whether targets are classes or numbers follows from those of the first user.
+    """Reader of users' samples; the first user's targets determine whether targets are classes or real numbers.
 
     Args:
-        data: the recipe's section.
-        seed: seed of the splits.
-        given: the samples of each user, where a program hands them over.
-        net: the net in place of the usual one.
-        loss: the loss in place of the recipe's.
+        data: The recipe's section.
+        seed: Seed of the splits.
+        given: Samples by user, if a program passes them.
+        net: Function that creates the net, instead of the default net.
+        loss: Loss instead of the recipe's.
     """
 
     def __init__(
@@ -332,16 +380,16 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         self.labels, self._lacking, self._remarks = tuple[str, ...](), "", Remarks()
         self._first: UserSamples | None = None
         self._unchanged: UserSamples | None = None
-        """The first user as it was read, before class numbers become real numbers."""
+        """First user as it was read, before class numbers become real numbers."""
         self._whole, self._most = False, 0
         self._seen, self._unseen = set[int](), FirstUsers()
 
     def sources(self) -> list[str]:
-        """Return files and folders."""
+        """Return the files and folders of all users."""
         return [path for source in (self.section.users or {}).values() for path in _paths(source)]
 
     def read(self, rows: Rows) -> Generator[UserSamples, None, None]:
-        """Yield users' samples in splits; classes are those of all users' folders."""
+        """Yield users' samples in splits; classes are collected from the folders of all users first."""
         if self.given is not None:
             yield from (read_given(name, held, **self._shares) for name, held in self.given.items())
             return
@@ -353,10 +401,10 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             yield part(name, numbered(self.section, name, found, self.labels), **self._shares)
 
     def encode(self, read: UserSamples) -> UserSamples:
-        """Return the user, with real numbers for targets where the loss takes no classes.
+        """Return the user, with targets as real numbers if the loss does not take classes.
 
         Raises:
-            DataError: targets are real numbers, but those of the first user were classes.
+            DataError: The targets are real numbers, but those of the first user were classes.
         """
         user = read
         if self._first is None:
@@ -375,14 +423,14 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
     def _count_classes(self, user: UserSamples) -> None:
         parts = (one.targets for one in (user.train, user.valid, user.test) if len(one))
         self._most = max(self._most, *(int(targets.max()) + 1 for targets in parts))
-        if len(self._seen) < 2:  # of which one alone would be refused
+        if len(self._seen) < 2:  # two suffice: the check is for data with a single class
             self._seen.update(user.train.targets.unique()[:2].tolist())
         if labels := unseen_labels(user):
             self._unseen.add(user.name, labels)
 
     @property
     def loss(self) -> Loss:
-        """The loss that was chosen, or the usual one of such targets."""
+        """Loss of the program or recipe, or the default for the kind of targets."""
         if self._whole not in self._losses:
             usual = CROSS_ENTROPY if self._whole else MSE
             self._losses[self._whole] = usual if self._loss is None else find_loss(self._loss, classes=self._whole)
@@ -390,19 +438,19 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
 
     @property
     def _limit(self) -> int | None:
-        """The number of classes; a very large number where it is not known before all samples have been read."""
+        """Number of classes; a very large number if it is unknown until all samples have been read."""
         return (len(self.labels) or self.section.outputs or 2**62) if self.loss.classes else None
 
     def inspect(self, read: UserSamples, user: UserSamples) -> None:
-        """Refuse samples that do not fit those of the first user."""
+        """Check that samples fit those of the first user."""
         assert self._first is not None
         check([user] if user is self._first else [self._first, user], classes=self._limit)
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return shapes, outputs and classes, and warnings about classes that users lack or do not train on.
+        """Return shape, outputs and classes, and warnings about classes that users lack or do not train on.
 
         Raises:
-            DataError: no users, or all samples are of one class.
+            DataError: There are no users, or all samples have the same class.
         """
         if self._first is None:
             raise DataError("no users; at least one is needed")
@@ -418,7 +466,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         return {"shape": list(train.inputs.shape[1:]), **about}, lines
 
     def common(self, users: Sequence[UserSamples], about: Mapping[str, Any]) -> Population:
-        """Return the task that users share."""
+        """Return the task that the users share."""
         shape, self._whole = tuple(about["shape"]), about["whole"]
         return Population(
             users=users,
@@ -439,31 +487,31 @@ def _paths(source: SampleSource) -> list[str]:
 
 
 def _classes_in(user: str, source: SampleSource) -> set[str]:
-    """Return the classes by the names of folders alone; none where a folder is missing, as reading it says so."""
+    """Return a user's classes from folder names; ignore missing folders, which reading them reports."""
     folders = [folder for path in _paths(source) if (folder := expand_home(path)).is_dir()]
-    if source.path is not None:  # else these are splits themselves
+    if source.path is not None:  # otherwise each folder is a split
         folders = [split for folder in folders for split in find_splits(folder, f"data.users.{user}").values()]
     return {one.name for folder in folders for one in class_folders(folder)}
 
 
 def usual_net(shape: Sequence[int]) -> str:
-    """Which net is trained on inputs of a shape where nobody names one."""
+    """Return the name of the default net for inputs of a shape."""
     return "cnn" if len(shape) == 3 and min(shape[1:]) >= 4 else "mlp"
 
 
 def check_classes(seen: Collection[int], outputs: int, given: int | None, labels: Sequence[str]) -> list[str]:
-    """Refuse one class alone, as when the given folder is one level too high: any net would be right always.
+    """Check that there is more than one class; return a warning if the train samples have a single one.
 
-    Returns the warning where train samples are of one class of several.
+    A single class often means that the given folder is one level too high, and any net would always be right.
 
     Args:
-        seen: classes of train samples; where they are fewer than there are, this is said.
-        outputs: classes that there are.
-        given: their number, where the recipe has it, as one user of a federation may have one class of many.
-        labels: their names, if they have some.
+        seen: Classes of train samples, or two of them.
+        outputs: Number of classes.
+        given: Number of classes in the recipe; set in federations in which a user may have one class of many.
+        labels: Names of the classes, if they have names.
 
     Raises:
-        DataError: there is one.
+        DataError: There is only one class.
     """
     name = f" ({labels[min(seen)]})" if labels else ""
     if outputs == 1 and not any(seen):
@@ -477,7 +525,7 @@ def check_classes(seen: Collection[int], outputs: int, given: int | None, labels
 
 
 def as_real(user: UserSamples) -> UserSamples:
-    """Whole targets as real numbers, for a regression."""
+    """Return the user with targets as real numbers of shape ``(n, 1)``, for a regression."""
 
     def real(samples: Samples) -> Samples:
         return Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))

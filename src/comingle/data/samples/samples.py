@@ -1,14 +1,15 @@
-"""A user's samples: arrays of inputs and targets, and splits of them.
+"""Samples of a user: arrays of inputs and targets, their splits, and checks of them.
 
-The counterpart of :mod:`comingle.data.text.streams` for tasks that are not language: FLoRAL's regressions and images.
+The counterpart of :mod:`comingle.data.text.streams` for tasks other than language, such as FLoRAL's regressions and
+images.
 
-A label that is only in a user's test or validation samples would ask for what the user cannot have learnt. So samples
-are held out label by label, about the same share of each, and never the last one of a label: rare labels stay in
-training, as if they had been refilled from what was to be held out. (FedMerge's public code holds out at random.)
+A label that occurs only in a user's test or validation samples cannot be learnt. Samples are therefore held out label
+by label, about the same fraction of each, and the last sample of a label always stays in train. (FedMerge's public code
+holds out samples at random.)
 
-Where test samples are not held out of a user's own but dealt (FLoRAL's tasks), or come from elsewhere, a label may be
-missing from training all the same. There it is part of the setting, as the others of a federation can teach what a user
-has no sample of, so it is said and not refused.
+If test samples are assigned by the task instead (as in FLoRAL) or come from elsewhere, a label may be missing in train
+all the same. Then it is part of the setting, since other users can teach the model this label: there is a warning, not
+an error.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ from comingle.utils.errors import DataError
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+"""Names of the splits, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Inputs with their targets: class numbers, or vectors to regress on.
+    """Inputs with targets: class numbers, or vectors for a regression.
 
     Raises:
-        DataError: the numbers of inputs and targets differ.
+        DataError: The numbers of inputs and targets differ.
     """
 
     inputs: Float[Tensor, " n *shape"]
-    targets: Int[Tensor, " m"] | Float[Tensor, "m d"]  # m is n, but saying so is for people: see below
+    targets: Int[Tensor, " m"] | Float[Tensor, "m d"]  # m equals n; checked in __post_init__ for a readable error
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
@@ -56,17 +58,25 @@ class Samples:
 
     @property
     def contents(self) -> tuple[Tensor, Tensor]:
-        """What a digest is taken of."""
+        """Content that a digest covers."""
         return self.inputs, self.targets
 
     def first(self, count: int) -> Samples:
-        """The first ``count`` samples, or all where there are fewer."""
+        """Return the first ``count`` samples, or all if there are fewer."""
         return Samples(inputs=self.inputs[:count], targets=self.targets[:count])
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserSamples:
-    """The samples of one user; valid may be empty. ``cluster`` is the true one, where it is known."""
+    """Samples of one user.
+
+    Args:
+        name: Name of the user.
+        train: Samples to train on.
+        valid: Samples to validate on; may be empty.
+        test: Samples to test on.
+        cluster: True cluster of the user, if it is known.
+    """
 
     name: str
     train: Samples
@@ -75,15 +85,15 @@ class UserSamples:
     cluster: int | None = None
 
     def split(self, split: Split) -> Samples:
-        """One of the three."""
+        """Return the samples of a split."""
         return {"train": self.train, "valid": self.valid, "test": self.test}[split]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleBank:
-    """One split of all users, one user after another: user i has ``counts[i]`` samples from ``starts[i]`` on.
+    """Samples of one split of all users, concatenated: user i has ``counts[i]`` samples from ``starts[i]`` on.
 
-    ``inputs`` and ``targets`` live on the device that trains, ``starts`` and ``counts`` on the CPU.
+    ``inputs`` and ``targets`` are on the training device, ``starts`` and ``counts`` on the CPU.
     """
 
     inputs: Float[Tensor, " total *shape"]
@@ -94,16 +104,23 @@ class SampleBank:
     def take(
         self, users: Sequence[int], indices: Int[Tensor, "users batch"]
     ) -> tuple[Float[Tensor, "users batch *shape"], Tensor, Bool[Tensor, "users batch"]]:
-        """Samples ``indices[s]`` of user ``users[s]`` in one gather: inputs, targets ``(users, batch, ...)``, presence.
+        """Gather samples ``indices[s]`` of user ``users[s]`` for each s.
 
-        Where the index is ``PAD``, the sample is not present: it repeats some sample and must carry no loss.
+        Samples with the index ``PAD`` are absent: they repeat another sample and must not contribute to the loss.
+
+        Args:
+            users: Numbers of the users.
+            indices: Indices within each user's samples, or ``PAD``.
+
+        Returns:
+            Inputs and targets of shape ``(users, batch, ...)``, and which samples are present.
         """
         indices = indices.cpu().long()
         chosen = torch.tensor(users, dtype=torch.int64)
         starts, counts = self.starts[chosen, None], self.counts[chosen, None]
-        # A larger index would read the samples of somebody else.
+        # A larger index would read another user's samples.
         assert bool(((indices >= PAD) & (indices < counts)).all()), "an index beyond the user's samples"
-        # The start of a last user without samples lies behind the end.
+        # If the last user has no samples, its start is past the end.
         at = (starts + indices.clamp(min=0)).clamp(max=len(self.inputs) - 1).to(self.inputs.device)
         return _gather(self.inputs, at), _gather(self.targets, at), (indices != PAD).to(self.inputs.device)
 
@@ -113,9 +130,17 @@ def _gather(values: Tensor, at: Int64[Tensor, "users batch"]) -> Tensor:
 
 
 def epoch(count: int, batch_size: int, generator: torch.Generator) -> Int64[Tensor, "steps batch"]:
-    """One shuffled pass over ``count`` samples in batches; the end of the last is filled with ``PAD``.
+    """Return the indices of one shuffled pass over ``count`` samples; the last batch is padded with ``PAD``.
 
-    The batches of a ``DataLoader`` with ``shuffle`` and without ``drop_last``, as indices.
+    The batches are those of a ``DataLoader`` with ``shuffle`` and without ``drop_last``.
+
+    Args:
+        count: Number of samples.
+        batch_size: Samples per batch.
+        generator: Generator of the shuffle.
+
+    Returns:
+        Indices of shape ``(steps, batch_size)``.
     """
     steps = -(-count // batch_size)
     rows = torch.full((steps * batch_size,), PAD, dtype=torch.int64)
@@ -124,7 +149,7 @@ def epoch(count: int, batch_size: int, generator: torch.Generator) -> Int64[Tens
 
 
 def join(parts: Sequence[Samples]) -> Samples:
-    """The samples of all parts, one part after another."""
+    """Concatenate samples."""
     return Samples(
         inputs=torch.cat([part.inputs for part in parts]), targets=torch.cat([part.targets for part in parts])
     )
@@ -133,7 +158,13 @@ def join(parts: Sequence[Samples]) -> Samples:
 def bank_of(
     parts: Sequence[Samples], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> SampleBank:
-    """Everybody's samples as a bank; ``dtype`` is that of inputs and real targets. See :func:`check` for shapes."""
+    """Return the samples of all users as a bank; :func:`check` checks that their shapes agree.
+
+    Args:
+        parts: Samples of each user.
+        device: Device of inputs and targets.
+        dtype: Dtype of inputs and real targets; None to keep theirs.
+    """
     joined, counts = join(parts), torch.tensor([len(part) for part in parts])
     return SampleBank(
         inputs=joined.inputs.to(device, dtype),
@@ -144,11 +175,15 @@ def bank_of(
 
 
 def check(users: Sequence[UserSamples], *, classes: int | None = None) -> None:
-    """Whether the users can share a task; ``classes`` is how many there are, None for a regression.
+    """Check that users can share a task.
+
+    Args:
+        users: The users.
+        classes: Number of classes; None for a regression.
 
     Raises:
-        DataError: no users, two of one name, a user without train or test samples, of another shape or kind of target
-            than the first user, with inputs that are not finite, or with a target out of range.
+        DataError: There are no users, two have the same name, or a user has no train or test samples. Or samples differ
+            from the first user's in shape or kind of target, inputs are not finite, or a target is out of range.
     """
     if not users:
         raise DataError("no users; a task needs at least one")
@@ -189,35 +224,41 @@ def _check_targets(targets: Tensor, classes: int | None, where: str) -> None:
 
 
 def pool_samples(users: Sequence[UserSamples]) -> UserSamples:
-    """One user named "everyone" that holds the samples of all: the centralized baseline."""
+    """Return a user "everyone" with the samples of all users, for the centralized baseline."""
 
     train, valid, test = (join([user.split(split) for user in users]) for split in SPLITS)
     return UserSamples(name="everyone", train=train, valid=valid, test=test)
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an npz file; nothing in it is executed.
+    """Return all arrays of an npz file; pickled objects are not loaded.
 
     Raises:
-        DataError: no such file, no npz file, or a damaged one.
+        DataError: The file does not exist, is not an npz file, or is damaged.
     """
-    if not is_zipfile(path):  # numpy would take it for a pickle, or for a single array
+    if not is_zipfile(path):  # np.load would read another file as a pickle or as a single array
         problem = "not a readable npz file: no complete zip archive" if path.is_file() else "no such file"
         raise DataError(f"{path}: {problem}")
     try:
-        with path.open("rb") as raw, np.load(raw) as file:  # numpy leaves open what turns out to be damaged
+        with path.open("rb") as raw, np.load(raw) as file:  # np.load(path) would not close a damaged file
             return {key: file[key] for key in file.files}
-    except Exception as error:  # numpy, zipfile, zlib and tokenize each have errors of their own
+    except Exception as error:  # numpy, zipfile, zlib and tokenize raise unrelated exceptions
         raise DataError(f"{path}: not a readable npz file: {describe(error)}") from error
 
 
 def as_samples(inputs: object, targets: object, where: str) -> Samples:
-    """Make samples of arrays or tensors: images in [0, 1] with channels first, whole targets as class numbers.
+    """Return samples from arrays or tensors: images in [0, 1] with channels first, integer targets as class numbers.
 
-    Inputs of truth values or of 8 or 16 bits without a sign are images where they have three or four axes.
+    Inputs of type bool, uint8 or uint16 with three or four axes are images.
+
+    Args:
+        inputs: Inputs; the first axis counts samples.
+        targets: Targets; the first axis counts samples.
+        where: Place for error messages.
 
     Raises:
-        DataError: no numbers, other whole numbers of three or four axes, or not one target for each input.
+        DataError: Values are not numbers, inputs of three or four axes have another integer type, or the numbers of
+            inputs and targets differ.
     """
     x, y = _tensor(inputs, f"{where}: inputs"), _tensor(targets, f"{where}: targets")
     if not x.dim():
@@ -244,10 +285,11 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
 
 
 _LARGEST = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
+"""Pixel value of white by dtype."""
 
 
 def as_images(pixels: Tensor) -> Tensor:
-    """Pixels ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as ``(n, c, h, w)`` with values from 0 to 1."""
+    """Return pixels ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as ``(n, c, h, w)`` in [0, 1]."""
     if pixels.dim() == 3:
         pixels = pixels.unsqueeze(1)
     elif (last := pixels.shape[-1]) in (1, 3, 4) and pixels.shape[1] not in {1, 3, last}:
@@ -271,10 +313,10 @@ def _tensor(values: object, where: str) -> Tensor:
 
 
 def read_samples(data: Any, where: str) -> Samples:
-    """Read one set of samples that a program hands over: a data set of PyTorch, or a pair of arrays or tensors.
+    """Return samples from a PyTorch data set, or from a pair of arrays or tensors.
 
     Raises:
-        DataError: it is none of these, or its inputs and targets do not fit each other.
+        DataError: The data has another type, or its inputs and targets do not fit each other.
     """
     if isinstance(data, Samples):
         return data
@@ -291,15 +333,16 @@ def read_samples(data: Any, where: str) -> Samples:
 
 
 def is_pair(data: object) -> bool:
-    """Return whether this may be inputs and targets."""
+    """Return whether an object may be a pair of inputs and targets."""
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(d, Tensor | np.ndarray) for d in data)
 
 
 TAKEN = "a torch Dataset of (input, target), a pair of arrays or tensors"
+"""Allowed data, for error messages."""
 
 
 def _items(data: Any, where: str) -> Samples:
-    """Every item of a data set, in order."""
+    """Return the items of a map-style data set, in order."""
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise DataError(f"{where}: a data set without a length; allowed: map-style ones, with __len__ and __getitem__")
     inputs, targets = [], []
@@ -316,7 +359,7 @@ def _items(data: Any, where: str) -> Samples:
 
 
 def _array(value: object, where: str) -> Tensor:
-    """A number, array, tensor or picture."""
+    """Return a number, array, tensor or picture as a tensor."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     array = np.asarray(value)
@@ -343,10 +386,18 @@ _NAMED = 3
 
 
 def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, " kept"], Int64[Tensor, " held_out"]]:
-    """Places of the samples that are kept and of those held out, each in the given order.
+    """Select samples to hold out, about the same fraction of each label.
 
-    Of a label with ``n_y`` samples the first ``floor(share n_y)`` are held out, and one more of those labels that lose
-    most by rounding, until ``round(share n)`` are held out, at least one; but never the last of a label.
+    Of a label with ``n_y`` samples, ``floor(share n_y)`` are held out. One more is held out of the labels that lose
+    most by rounding, until ``round(share n)`` samples, but at least one, are held out. The last sample of a label is
+    never held out. Within a label, the first samples are held out.
+
+    Args:
+        labels: Label of each sample.
+        share: Fraction to hold out.
+
+    Returns:
+        Indices of the samples that are kept, and of those that are held out, each in ascending order.
     """
     if share <= 0 or not len(labels):
         return torch.arange(len(labels)), torch.arange(0)
@@ -362,7 +413,7 @@ def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, "
 
 
 def _rank_in_label(labels: Int64[Tensor, " n"], counts: Int64[Tensor, " classes"]) -> Int64[Tensor, " n"]:
-    """How many samples of the same label come before each."""
+    """Return the number of earlier samples with the same label, for each sample."""
     order = labels.argsort(stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[order]]
@@ -370,24 +421,30 @@ def _rank_in_label(labels: Int64[Tensor, " n"], counts: Int64[Tensor, " classes"
 
 
 def take(samples: Samples, places: Int64[Tensor, " m"]) -> Samples:
-    """The samples at these places."""
+    """Return the samples at these indices."""
     return Samples(inputs=samples.inputs[places], targets=samples.targets[places])
 
 
 def warn_unseen(users: Sequence[UserSamples]) -> None:
-    """Say in one line who is validated or tested on labels without a sample to train on, and on which."""
+    """Warn of users with labels in valid or test that their train samples lack."""
     unseen = {user.name: labels for user in users if (labels := unseen_labels(user))}
     if unseen:
         logger.warning("%s", told_unseen(unseen, len(unseen), len(users)))
 
 
 def unseen_labels(user: UserSamples) -> list[int]:
-    """Labels that a user is validated or tested on and does not train on."""
+    """Return the labels in a user's valid and test samples that its train samples lack."""
     return sorted({*find_unseen(user, user.valid), *find_unseen(user, user.test)})
 
 
 def told_unseen(unseen: Mapping[str, Sequence[int]], count: int, users: int) -> str:
-    """The same in words, of ``count`` of all users, of whom these are the first."""
+    """Return the warning about users with labels that their train samples lack.
+
+    Args:
+        unseen: Missing labels of the first of these users, by name.
+        count: Number of these users.
+        users: Number of all users.
+    """
     named = [f"{name!r} on {list_labels(labels)}" for name, labels in islice(unseen.items(), _NAMED)]
     more = f"; and {count - _NAMED} more users" if count > _NAMED else ""
     told = f"{count} of {users} users are validated or tested on labels that their train samples lack"
@@ -395,10 +452,10 @@ def told_unseen(unseen: Mapping[str, Sequence[int]], count: int, users: int) -> 
 
 
 def find_unseen(user: UserSamples, samples: Samples) -> list[int]:
-    """Labels of these samples that the user does not train on."""
+    """Return the labels of ``samples`` that the user's train samples lack."""
     return samples.targets[~torch.isin(samples.targets, user.train.targets)].unique().tolist()
 
 
 def list_labels(labels: Sequence[int]) -> str:
-    """Labels in one line, the first five of them."""
+    """Return the first five labels as one line."""
     return ", ".join(map(str, labels[:_LISTED])) + (" ..." if len(labels) > _LISTED else "")

@@ -1,4 +1,4 @@
-"""Test loss and accuracy of every user in one exact pass: every sample is counted once."""
+"""Exact test loss and accuracy of every user in one pass over its samples."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from comingle.data.samples.samples import SampleBank
 from comingle.models.scoring import PAD, Loss, SampleScore
 
 Forward = Callable[[Sequence[int], Float[Tensor, "slots batch *shape"]], Float[Tensor, "slots batch outputs"]]
-"""Outputs for inputs; slot s uses the model of user ``rows[s]``. A user may hold several slots."""
+"""Function from inputs to outputs; slot s uses the model of user ``rows[s]``. A user may have several slots."""
 
 
 @torch.no_grad()
 def score_samples(
     forward: Forward, bank: SampleBank, rows: Sequence[int], *, loss: Loss, batch: int, slots: int | None = None
 ) -> list[SampleScore]:
-    """Score the users ``rows`` of the bank, each with the model of the same number.
+    """Return the scores of the users ``rows`` of the bank, each with the model of the same number.
 
-    Each user's samples are cut into jobs of at most ``batch``; ``slots`` jobs (as many as users, unless given) of about
-    equal size share a pass, whosever they are, so users with long and short tests waste little on each other.
+    Each user's samples are cut into jobs of at most ``batch`` samples. Jobs of similar size share a forward pass, also
+    if they belong to different users, so that little computation is spent on padding.
 
     Args:
-        forward: the models, in evaluation mode.
-        bank: everybody's test samples.
-        rows: the users wanted; the scores come in this order.
-        loss: of outputs and targets.
-        batch: samples in a slot, at most.
-        slots: jobs in a pass, at most.
+        forward: Models, in evaluation mode.
+        bank: Test samples of all users.
+        rows: Users to score; the scores have this order.
+        loss: Loss of outputs and targets.
+        batch: Largest number of samples in a slot.
+        slots: Largest number of jobs in a forward pass; the number of users by default.
     """
     jobs = [job for place, row in enumerate(rows) for job in _jobs(place, row, int(bank.counts[row]), batch)]
-    jobs.sort(key=lambda job: -job.count)  # equal sizes together; the order is deterministic
+    jobs.sort(key=lambda job: -job.count)  # stable, hence deterministic
     losses = torch.zeros(len(rows), dtype=torch.float64)
     hits = torch.zeros_like(losses)
     width = slots or max(1, len(rows))
@@ -67,7 +67,7 @@ def _jobs(place: int, row: int, count: int, batch: int) -> Iterator[_Job]:
 def _score(
     forward: Forward, bank: SampleBank, group: Sequence[_Job], loss: Loss
 ) -> tuple[Float64[Tensor, " slots"], Float64[Tensor, " slots"]]:
-    """Sums of losses and of right answers of each job, on the CPU."""
+    """Return the sum of losses and the number of correct predictions of each job, on the CPU."""
     owners = [job.row for job in group]
     inputs, targets, present = bank.take(owners, _indices(group))
     outputs = forward(owners, inputs)
@@ -78,12 +78,12 @@ def _score(
 
 
 def _sum(values: Float64[Tensor, "slots batch"], present: Bool[Tensor, "slots batch"]) -> Float64[Tensor, " slots"]:
-    """Over the samples that are present; whatever a padded one gave, NaN too, does not count."""
+    """Return sums over the samples that are present; values of padding, even NaN, are ignored."""
     return values.masked_fill(~present, 0).sum(1).cpu()
 
 
 def _indices(group: Sequence[_Job]) -> Int64[Tensor, "slots batch"]:
-    """Consecutive samples of each job, filled with ``PAD`` to the longest, which comes first."""
+    """Return the indices of each job's samples, padded with ``PAD`` to the longest job, which is the first."""
     steps = torch.arange(group[0].count)
     first = torch.tensor([job.first for job in group])[:, None]
     count = torch.tensor([job.count for job in group])[:, None]

@@ -1,4 +1,4 @@
-"""The section ``data`` of users with samples: inputs with targets."""
+"""Section ``data`` of recipes whose users have samples: inputs with targets."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ UNREAD: Mapping[str, str] = {
     "runtime.gradient_checkpointing": "nets have no layers of a base to compute once more",
     "runtime.gpu": "kernels and graphs are for LoRAs on a language model",
 }
-"""Settings that no nets read."""
+"""Settings that runs with nets do not read, with the reason."""
 
 NO_WINDOWS = "samples have no windows to be too short for"
+"""Reason why ``on_small_user`` is not read."""
 
 
 class SampleSource(Section):
-    """One user's samples: one source that is split, or the splits one by one."""
+    """Samples of one user: one source to be split, or one source per split."""
 
     path: Source | None = None
     train: Source | None = None
@@ -55,14 +56,14 @@ class SampleSource(Section):
 
 
 class FractionsSection(Section):
-    """Which parts of samples are held out, where they have no splits of their own."""
+    """Fractions of samples that are held out for splits that are not given."""
 
     valid: Fraction = 0.1
     test: Annotated[float, Field(gt=0, lt=1)] = 0.1
 
 
 class SamplesSection(OwnUsersSection):
-    """Users with a folder of images in one subfolder a class, or an ``.npz`` file; or whom a program hands over."""
+    """Users with samples: a folder of images with one subfolder per class, an ``.npz`` file, or data from a program."""
 
     kind: Literal["samples"] = "samples"
     users: dict[str, SampleSource] | None = None
@@ -112,21 +113,21 @@ class SamplesSection(OwnUsersSection):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes, where the recipe has them."""
+        """Names of the classes, if the recipe has them."""
         return self.classes if isinstance(self.classes, tuple) else ()
 
     @property
     def outputs(self) -> int | None:
-        """How many classes there are at least, where the recipe says so."""
+        """Number of classes, if the recipe has it."""
         return len(self.classes) if isinstance(self.classes, tuple) else self.classes
 
     @property
     def names(self) -> list[str]:
-        """Those who are named one by one."""
+        """Names of the users in the recipe."""
         return list(self.users or {})
 
     def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Return the key ``users`` with anchored paths."""
+        """Return the key ``users`` after applying ``anchor`` to its paths."""
         content = self.model_dump(mode="json", exclude_unset=True, include={"users"})
         for entry in (content.get("users") or {}).values():
             entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}

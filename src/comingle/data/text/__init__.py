@@ -1,1 +1,1 @@
-"""Text: users with streams of tokens."""
+"""Text: users with token streams."""

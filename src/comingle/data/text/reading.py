@@ -1,4 +1,4 @@
-"""Users' text from a recipe or a program: read, split, limited and tokenised."""
+"""Readers of users' text from a recipe or a program: read, split, cut to limits and tokenise."""
 
 from __future__ import annotations
 
@@ -44,27 +44,32 @@ from comingle.utils.records import expand_home
 def tokenise_user(data: TextSection, text: UserText, tokenizer: PreTrainedTokenizerBase) -> UserData:
     """Return a user's text as token streams, cut to the recipe's limits.
 
-    With ``train_on_valid`` the validation text is part of the training text too.
+    With ``train_on_valid``, the validation stream is appended to the train stream.
+
+    Args:
+        data: The recipe's section.
+        text: Documents of the user.
+        tokenizer: Tokenizer of the base model.
     """
     user = pack(text, tokenizer, **limits_of(data, text.name))
     return with_validation(user) if data.train_on_valid else user
 
 
 def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:
-    """For each user how many tokens of each split are kept, by the keys of the recipe; None keeps all.
+    """Return the token limits of each user by recipe key; None is no limit.
 
     Raises:
-        RecipeError: a limit is for somebody who is not a user.
+        RecipeError: A limit names an unknown user.
     """
     check_limits(data, names)
     return {name: limits_of(data, name) for name in names}
 
 
 def check_limits(data: TextSection, names: Collection[str]) -> None:
-    """Whether all limits are for users.
+    """Check that all limits are for existing users.
 
     Raises:
-        RecipeError: one is not.
+        RecipeError: A limit names an unknown user.
     """
     for key in LIMITS:
         given = getattr(data, key)
@@ -75,10 +80,11 @@ def check_limits(data: TextSection, names: Collection[str]) -> None:
 
 
 LIMITS = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
+"""Recipe keys of the token limits of train, valid and test."""
 
 
 def limits_of(data: TextSection, name: str) -> dict[str, int | None]:
-    """How many tokens of each split are kept of a user; the user's own limit comes before that of all."""
+    """Return the token limits of a user by recipe key; the user's own limit overrides the general one."""
     given = {key: getattr(data, key) for key in LIMITS}
     limits = {key: limit.get(name) if isinstance(limit, Mapping) else limit for key, limit in given.items()}
     own = data.users[name].max_train_tokens if data.users is not None and name in data.users else None
@@ -86,12 +92,14 @@ def limits_of(data: TextSection, name: str) -> dict[str, int | None]:
 
 
 def read_users(data: TextSection, seed: int, bad: BadRows | None = None) -> list[UserText]:
-    """Read and split the documents of all users; one without documents is refused, or returned without any.
+    """Read and split the documents of all users.
+
+    Users without documents are refused, or returned without any if ``data.on_small_user`` is ``skip``.
 
     Args:
         data: The recipe's section.
         seed: Seed of the splits.
-        bad: Collects rows that cannot be used; None for a collection of its own.
+        bad: Collects bad rows; None for a new collection.
 
     Raises:
         DataError: A source is missing or unreadable, or users without text are refused.
@@ -110,16 +118,15 @@ def iterate_users(
     """Read and split the documents of one user after another.
 
     Args:
-        data: the recipe's section.
-        seed: seed of the splits.
-        rows: groups the rows of a data set.
-        bad: collects rows that cannot be used.
-        repeated: drops documents that a user has twice, where the section asks for it.
-        given: the users' data where a program hands it over: documents, a table or a path, or a mapping of these by
-            split.
+        data: The recipe's section.
+        seed: Seed of the splits.
+        rows: Groups the rows of a data set by user.
+        bad: Collects bad rows.
+        repeated: Drops duplicate documents of a user if the section enables this.
+        given: Data of the users if a program passes it: documents, a table, a path, or a mapping from splits to these.
 
     Raises:
-        DataError: a source is missing or unreadable, data is not text, or users without text or rows are refused.
+        DataError: A source is missing or unreadable, data is not text, or users without text or bad rows are refused.
     """
     if given is not None:
         readers: Iterable[tuple[str, Reader]] = given_readers(data, given, seed, bad, repeated).items()
@@ -137,10 +144,10 @@ def iterate_users(
 
 
 Reader = Callable[[], UserText]
-"""Reads and splits the text of one user."""
+"""Function that reads and splits the text of one user."""
 
 ReadUpTo = Callable[[int | None], list[str]]
-"""Reads documents, up to about so many bytes."""
+"""Function that reads documents, up to about this many bytes."""
 
 
 def _dataset_readers(
@@ -154,7 +161,7 @@ def _dataset_readers(
 
 
 def options_of(source: DatasetSource) -> dict[str, Any]:
-    """How its rows are read, besides from where."""
+    """Return the section's arguments for :func:`comingle.data.sources.iterate_documents` besides the source."""
     return {
         "user": source.user,
         "text": source.text,
@@ -166,7 +173,14 @@ def options_of(source: DatasetSource) -> dict[str, Any]:
 
 
 def user_readers(data: TextSection, seed: int, bad: BadRows, repeated: Repeated) -> dict[str, Reader]:
-    """For each user named in the recipe what reads its text."""
+    """Return a reader for each user in the recipe; warn of users that share a file.
+
+    Args:
+        data: The recipe's section.
+        seed: Seed of the splits.
+        bad: Collects bad rows.
+        repeated: Drops duplicate documents.
+    """
     users = data.users or {}
     limits = token_limits(data, list(users))
     warn_same_files({name: (source.path, source.train) for name, source in users.items()})
@@ -185,7 +199,7 @@ def _read_user(
     bad: BadRows,
     repeated: Repeated,
 ) -> UserText:
-    """A user's documents in splits; ``kept`` are the user's limits, beyond which nothing need be read."""
+    """Read and split a user's documents; ``kept`` has the token limits, which bound how much is read."""
 
     def reading(path: str) -> ReadUpTo:
         return lambda most: read_documents(path, column=source.column, most=most, bad=bad)
@@ -199,7 +213,16 @@ def _read_user(
 def split_whole(
     name: str, read: ReadUpTo, split: SplitSection, seed: int, kept: Mapping[str, int | None], repeated: Repeated
 ) -> UserText:
-    """One source as train, valid and test by fractions."""
+    """Split one source into train, valid and test by fractions.
+
+    Args:
+        name: Name of the user.
+        read: Reads the documents.
+        split: The recipe's section with the fractions.
+        seed: Seed of the shuffle.
+        kept: Token limits of the user by recipe key, which bound how much is read.
+        repeated: Drops duplicate documents.
+    """
     train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
     rest = 1 - split.valid - split.test
     most = most_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
@@ -215,7 +238,16 @@ def split_parts(
     kept: Mapping[str, int | None],
     repeated: Repeated,
 ) -> UserText:
-    """A source for each split; where valid has none it is cut from train."""
+    """Read a source for each split; without one for valid, cut valid from train by the recipe's fraction.
+
+    Args:
+        name: Name of the user.
+        reads: Functions that read the documents, by split.
+        split: The recipe's section with the fractions.
+        seed: Seed of the shuffle.
+        kept: Token limits of the user by recipe key, which bound how much is read.
+        repeated: Drops duplicate documents.
+    """
     train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
     carved = split.valid if "valid" not in reads else 0.0
     most = {
@@ -232,7 +264,15 @@ def split_parts(
 def split_group(
     name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int, repeated: Repeated
 ) -> UserText:
-    """Part a user's rows of a data set into train, valid and test."""
+    """Split a user's rows of a data set into train, valid and test, by the data set's splits or by fractions.
+
+    Args:
+        name: Name of the user.
+        splits: Documents by the data set's splits.
+        split: The recipe's section with fractions and names of splits.
+        seed: Seed of the shuffle.
+        repeated: Drops duplicate documents.
+    """
     splits = repeated.drop(name, splits, str, held_out=(split.test_name, split.valid_name or ""))
     if not split.given:
         documents = [d for documents in splits.values() for d in documents]
@@ -249,13 +289,14 @@ def split_group(
 
 
 HANDED = "a list of texts, a file or folder, a datasets.Dataset with a column text, or {train, valid, test} of these"
+"""Allowed data of a user, for error messages."""
 
 _SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
-"""What splits may be called; ``validation`` is what data sets of the hub have."""
+"""Splits by allowed key; data sets of the hub use ``validation``."""
 
 
 def takes(data: object) -> bool:
-    """Whether it is one user's text, as far as the first document tells."""
+    """Return whether an object may be one user's text, judged by its type and first document."""
     if isinstance(data, Mapping):
         return bool(data) and set(data) <= set(_SPLITS) and all(map(_is_source, data.values()))
     return _is_source(data)
@@ -268,7 +309,7 @@ def _is_source(data: object) -> bool:
 
 
 def _column(data: object) -> str | None:
-    """The column of a table that holds its documents: ``text``, or the only one that there is."""
+    """Return the column of a table that holds documents: ``text``, or the only column if it holds strings."""
     columns = getattr(data, "column_names", None)
     if not isinstance(columns, list):
         return None
@@ -281,7 +322,15 @@ def _column(data: object) -> str | None:
 def given_readers(
     data: TextSection, given: Mapping[str, object], seed: int, bad: BadRows, repeated: Repeated
 ) -> dict[str, Reader]:
-    """Return what reads the text of each user that a program hands over."""
+    """Return a reader for the text of each user that a program passes.
+
+    Args:
+        data: The recipe's section.
+        given: Data by user.
+        seed: Seed of the splits.
+        bad: Collects bad rows.
+        repeated: Drops duplicate documents.
+    """
     limits = token_limits(data, list(given))
     readers: dict[str, Reader] = {}
     for name, source in given.items():
@@ -295,7 +344,7 @@ def given_readers(
 
 
 def _documents(bad: BadRows, name: str, source: object, most: int | None) -> list[str]:
-    """Documents that are not blank, up to about ``most`` bytes of text."""
+    """Return the documents of a user that are not blank, up to about ``most`` bytes of text."""
     if isinstance(source, str | os.PathLike):
         return _from_path(bad, name, os.fspath(source), most)
     where, documents, left = f"user {name!r}", [], most
@@ -333,7 +382,16 @@ def _each(bad: BadRows, source: Any, where: str) -> Iterator[str]:
 
 
 class LanguageReader(StreamingReader[Read, User]):
-    """Reads users whose data is encoded in the tokens of a base, which is loaded when it is needed."""
+    """Reader of users whose data is encoded with the tokenizer of a base model, which is loaded on first use.
+
+    Args:
+        data: The recipe's section.
+        seed: Seed of the splits.
+        load_base: Loads the base model.
+        context: Tokens per window, excluding the last target.
+        validates: The method needs validation data.
+        skips: Skip users with too little data.
+    """
 
     def __init__(
         self,
@@ -350,33 +408,36 @@ class LanguageReader(StreamingReader[Read, User]):
 
     @cached_property
     def base(self) -> Base:  # type: ignore[override] (loaded once)
-        """The base, loaded at the first use."""
+        """Base model, loaded on first access."""
         return self.load_base()
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the base.
+        """Tokenizer of the base model.
 
         Raises:
-            DataError: it has none.
+            DataError: The base model has none.
         """
         return tokenizer_of(self.base)
 
     def key(self) -> list[object]:
-        """Return the tokenizer, the context, whether validation data is needed, and rows if tokens may lack one."""
+        """Return the tokenizer's digest, the context and ``validates``.
+
+        If the base model has fewer embedding rows than the tokenizer has tokens, their number is part of the key.
+        """
         rows = [self.base.rows] if self.base.rows < len(tokenizer_of(self.base)) else []  # type: ignore[arg-type]
         return [digest_tokenizer(self.base.tokenizer), self.context, self.validates, *rows]
 
     def inspect(self, read: Read, user: User) -> None:
-        """Refuse tokens that the base has no rows for."""
+        """Check that the base model has an embedding row for each token of the user."""
         require_rows(self.base, user)
 
 
 def require_rows(base: Base, user: Named) -> None:
-    """Check that the base has a row for each token of a user.
+    """Check that the base model has an embedding row for each token of a user.
 
     Raises:
-        DataError: it lacks some.
+        DataError: Rows are missing.
     """
     parts = [getattr(user, split) for split in SPLITS]
     begin = [] if base.begin is None else [base.begin]
@@ -385,7 +446,16 @@ def require_rows(base: Base, user: Named) -> None:
 
 
 class DocumentsReader(LanguageReader[Read, User]):
-    """Reads users with documents of their own: in files, in rows of a data set, or handed over by a program."""
+    """Reader of users with documents: in files, in rows of a data set, or passed by a program.
+
+    Args:
+        data: The recipe's section.
+        seed: Seed of the splits.
+        load_base: Loads the base model.
+        context: Tokens per window, excluding the last target.
+        validates: The method needs validation data.
+        given: Data by user, if a program passes it.
+    """
 
     documents = "documents"
     """Plural noun for what users have."""
@@ -414,7 +484,7 @@ class DocumentsReader(LanguageReader[Read, User]):
         return _sources(self.data)
 
     def inspect(self, read: Read, user: User) -> None:
-        """Refuse tokens without rows; note held-out documents that are trained on too, before they are forgotten."""
+        """Check the tokens of a user, and count held-out documents that are also in its training data."""
         super().inspect(read, user)
         text = self.text(read)
         assert text is not None
@@ -425,24 +495,30 @@ class DocumentsReader(LanguageReader[Read, User]):
             )
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the number of rows that were left out, and warnings about users left out and about overlaps."""
+        """Return the number of skipped rows, and warnings about skipped users and overlaps."""
         about = {"skipped_rows": self.bad.skipped} if self.bad.skipped else {}
         overlaps = f"{self.overlaps.count} users have held-out {self.documents} {REPEATED}: {self.overlaps.listed}"
         return about, [*self.left_out_lines, *([overlaps] if self.overlaps.count else [])]
 
 
 class TextReader(DocumentsReader[UserText, UserData]):
-    """Reads users with streams of tokens."""
+    """Reader of users with text, encoded as token streams."""
 
     too_little = "too little text"
     data: TextSection
 
     def key(self) -> list[object]:
-        """Return also whether windows begin with a token that no stream holds, so that shorter streams are enough."""
+        """Return the base class's key, extended if windows begin with a token that is not in the streams.
+
+        Shorter streams then suffice.
+        """
         return [*super().key(), *(["begins"] if self.base.begin is not None else [])]
 
     def read(self, rows: Rows) -> Generator[UserText, None, None]:
-        """Yield users' documents; with ``data.held_out: mixture`` users are left out before the others are mixed."""
+        """Yield the documents of each user.
+
+        With ``data.held_out: mixture``, users with too little text are skipped before the others are mixed.
+        """
         own = iterate_users(self.data, self.seed, rows, self.bad, self.repeated, self.given)
         if self.data.held_out != "mixture":
             yield from own
@@ -459,7 +535,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
             mixture.remove()
 
     def encode(self, read: UserText) -> UserData:
-        """Return the three streams of tokens, cut to the recipe's limits."""
+        """Return the three token streams, cut to the recipe's limits."""
         return tokenise_user(self.data, read, self.tokenizer)
 
     def shortage(self, user: UserData) -> Shortage | None:
@@ -468,33 +544,43 @@ class TextReader(DocumentsReader[UserText, UserData]):
         return find_shortage(user, context=self.context, needs_validation=self.validates, begins=begins)
 
     def refuse(self, small: FirstUsers) -> DataError:
-        """Return the error that names the first of them."""
+        """Return the error that lists the first small users."""
         return too_short(small.first, small.count, self.users)
 
     def check(self, user: UserData) -> None:
-        """Refuse a user without validation text where that is trained on."""
+        """Check that a user has validation text if ``data.train_on_valid`` is set."""
         if self.data.train_on_valid and not len(user.valid):
             raise DataError(
                 f"data.train_on_valid: {user.name!r} has no validation text; give a valid split or fraction"
             )
 
     def text(self, read: UserText) -> UserText:
-        """Return the documents as they were read."""
+        """Return the documents unchanged."""
         return read
 
 
 # -------------------------------------------------------------------- checks without a run
 
 ABSENT_NOTE = "Some of the users' text is not here, so nobody's text is checked: a run may refuse it."
+"""Note of a check that could not read any text."""
 
 
 def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set[str], str]:
-    """Whether users named in the recipe have the text that a run needs, where it is here: who would be left out, and
-    a note where nothing could be checked. Text of demo users, of the hub and of data sets is not looked at.
+    """Check that users in the recipe have enough text for a run, as far as their files are on this machine.
+
+    Skips the check if a source is a demo user, a hub name or a data set, or if a file is missing.
+
+    Args:
+        recipe: The recipe.
+        data: Its section ``data``.
+        validates: The method needs validation data.
+
+    Returns:
+        The users that a run would skip, and a note if the check was skipped because files are missing.
 
     Raises:
-        DataError: text that a run would refuse.
-        RecipeError: a limit for somebody who is no user.
+        DataError: A run would refuse the text.
+        RecipeError: A limit names an unknown user.
     """
     here, note = found_here(data)
     if not here:
@@ -504,7 +590,10 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
 
 
 def found_here(data: TextSection) -> tuple[bool, str]:
-    """Whether text is looked at, which is here and of users named one by one; else maybe a note."""
+    """Return whether all users' files are on this machine, and a note if some are missing.
+
+    False without a note if a source is a demo user or a hub name, or if the recipe does not list users.
+    """
     sources = _sources(data)
     if not sources or any(is_named(source) for source in sources):
         return False, ""
@@ -515,7 +604,7 @@ def found_here(data: TextSection) -> tuple[bool, str]:
 def _check_lengths(
     recipe: Recipe, data: TextSection, texts: list[UserText], tokenizer: PreTrainedTokenizerBase, validates: bool
 ) -> set[str]:
-    """A window's length of every stream is enough to know whether it is too short."""
+    """Return the users with too little text; tokenise only one window per stream, which suffices for this."""
     context = recipe.training.context
     skip = data.on_small_user == "skip"
     if data.held_out == "mixture" and not skip:
@@ -541,7 +630,7 @@ def _sources(data: DocumentsSection) -> list[str]:
 
 
 def tokenizer_here(base: str) -> PreTrainedTokenizerBase | None:
-    """The base's tokenizer where that takes neither weights nor the hub."""
+    """Return the tokenizer of a base model if it is on this machine; None if it would have to be downloaded."""
     if base.startswith(PREFIX):
         return byte_tokenizer()
     folder = expand_home(base)

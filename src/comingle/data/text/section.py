@@ -1,4 +1,4 @@
-"""The section ``data`` of users who have text."""
+"""Section ``data`` of recipes whose users have text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from comingle.utils.names import name_problem
 
 
 class UserFiles(Section):
-    """One user's data: one source to be split, or the splits one by one."""
+    """Data of one user: one source to be split, or one source per split."""
 
     path: Source | None = None
     train: Source | None = None
@@ -40,9 +40,9 @@ class UserFiles(Section):
 
 
 class UserSource(UserFiles):
-    """One user's text. ``column`` is for files with rows.
+    """Text of one user.
 
-    ``max_train_tokens`` is this user's own and comes before ``data.max_train_tokens``.
+    ``column`` applies to files of rows. ``max_train_tokens`` overrides ``data.max_train_tokens`` for this user.
     """
 
     column: str = "text"
@@ -81,9 +81,9 @@ Rows = TypeVar("Rows", bound=UsersRows)
 
 
 class DocumentsSection(OwnUsersSection, Generic[Files, Rows]):
-    """Base class of the sections of text and conversations: where they are, and how they are split.
+    """Base class of the sections of text and conversations.
 
-    ``Files`` is what is written of one user, ``Rows`` of a data set.
+    ``Files`` is the type of a user's entry, ``Rows`` that of the data set.
     """
 
     users: dict[str, Files] | None = None
@@ -94,14 +94,14 @@ class DocumentsSection(OwnUsersSection, Generic[Files, Rows]):
     deduplicate: bool = False
 
     sources: ClassVar[str]
-    """Keys of which exactly one says where the users' data is, in words."""
+    """Names of the keys of which exactly one must be given, for messages."""
     example: ClassVar[str]
-    """A user's file, for messages."""
+    """File of a user, as an example in messages."""
 
     @field_validator("users", mode="before")
     @classmethod
     def _wrap_plain_paths(cls, users: object) -> object:
-        """Accept a plain path as a source."""
+        """Convert a plain path to a mapping with the key ``path``."""
         if not isinstance(users, Mapping):
             return users
         if problem := name_problem(str(name) for name in users):
@@ -120,11 +120,11 @@ class DocumentsSection(OwnUsersSection, Generic[Files, Rows]):
 
     @property
     def names(self) -> list[str]:
-        """Names of users in the recipe."""
+        """Names of the users in the recipe; empty with a data set."""
         return list(self.users or {})
 
     def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Return the keys ``users`` and ``dataset`` with anchored paths."""
+        """Return the keys ``users`` and ``dataset`` after applying ``anchor`` to their paths."""
         content = self.model_dump(mode="json", exclude_unset=True, include={"users", "dataset"})
         for entry in [*(content.get("users") or {}).values(), *filter(None, [content.get("dataset")])]:
             entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}
@@ -132,7 +132,7 @@ class DocumentsSection(OwnUsersSection, Generic[Files, Rows]):
 
 
 class TextSection(DocumentsSection[UserSource, DatasetSource]):
-    """Users with text of their own, or rows of a data set."""
+    """Users with text, in files or in rows of a data set."""
 
     kind: Literal["text"] = "text"
     held_out: Literal["own", "mixture"] = "own"
@@ -164,5 +164,5 @@ class TextSection(DocumentsSection[UserSource, DatasetSource]):
 
     @property
     def in_distribution(self) -> bool:
-        """Whether users are tested on text like their own, not on a mixture of all users' text."""
+        """Whether users are tested on their own text, not on a mixture of all users' text."""
         return self.held_out == "own"

@@ -1,4 +1,4 @@
-"""A user's text as three streams of tokens."""
+"""Text of a user as three token streams."""
 
 from __future__ import annotations
 
@@ -16,18 +16,26 @@ from comingle.data.splits import UserText
 from comingle.data.streaming import list_small
 from comingle.utils.errors import DataError
 
-# Fast tokenizers work on the documents of a batch in parallel; a stream that is limited stops after a batch.
+# Fast tokenizers process a batch of documents in parallel. Tokenising up to a token limit stops after a batch.
 _BATCH_DOCUMENTS = 256
 
 
 def tokenise(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int | None = None
 ) -> Int32[Tensor, " tokens"]:
-    """One stream of tokens, every document followed by the tokenizer's end-of-sequence token.
+    """Return the documents as one token stream, each followed by the tokenizer's end-of-sequence token.
 
-    A tokenizer without one marks documents by its begin-of-sequence token, in the same place; without either they
-    touch. No other special token is added, and a special token spelt out in a document is tokenised as the text it is:
-    only a real border is a border. ``max_tokens`` keeps the head of the stream.
+    A tokenizer without one uses its begin-of-sequence token in the same place; without either, documents are
+    concatenated directly. No other special tokens are added. Special tokens that are spelt out in a document are
+    tokenised as plain text, so that only real borders have border tokens.
+
+    Args:
+        documents: Documents in order.
+        tokenizer: Tokenizer of the base model.
+        max_tokens: Number of first tokens to keep; None for all.
+
+    Returns:
+        Tokens of shape ``(tokens,)``.
     """
     parts: list[Tensor] = [torch.empty(0, dtype=torch.int32)]
     kept = 0
@@ -40,7 +48,7 @@ def tokenise(
 
 
 def _encode(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Int32[Tensor, " tokens"]]:
-    """The tokens of a batch of documents at a time, borders included."""
+    """Yield the tokens of 256 documents at a time, including border tokens."""
     border: Any = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
     suffix = [] if border is None else [border]
     for start in range(0, len(documents), _BATCH_DOCUMENTS):
@@ -57,7 +65,15 @@ def _encode(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Ite
 
 @dataclass(frozen=True, kw_only=True)
 class UserData:
-    """The token streams of one user; valid may be empty. ``cluster`` is the true one, where the recipe names it."""
+    """Token streams of one user.
+
+    Args:
+        name: Name of the user.
+        train: Tokens to train on.
+        valid: Tokens to validate on; may be empty.
+        test: Tokens to test on.
+        cluster: True cluster of the user, if the recipe names it.
+    """
 
     name: str
     train: Int32[Tensor, " train_tokens"]
@@ -68,7 +84,12 @@ class UserData:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """What a user has too little of; what for, and what to do about it."""
+    """Description of too little data of a user.
+
+    Args:
+        what: Split and number of tokens.
+        advice: Purpose of the data and what to do, as the end of a sentence.
+    """
 
     what: str
     advice: str
@@ -82,7 +103,15 @@ def pack(
     max_valid_tokens: int | None = None,
     max_test_tokens: int | None = None,
 ) -> UserData:
-    """Tokenise a user once; a limit keeps the first tokens of a split."""
+    """Tokenise the three splits of a user.
+
+    Args:
+        user: Documents of the user.
+        tokenizer: Tokenizer of the base model.
+        max_train_tokens: Number of first train tokens to keep; None for all.
+        max_valid_tokens: Number of first valid tokens to keep; None for all.
+        max_test_tokens: Number of first test tokens to keep; None for all.
+    """
     return UserData(
         name=user.name,
         train=tokenise(user.train, tokenizer, max_tokens=max_train_tokens),
@@ -92,15 +121,21 @@ def pack(
 
 
 def with_validation(user: UserData) -> UserData:
-    """A user who trains on its validation text too."""
+    """Return the user with its validation stream appended to the train stream."""
     return replace(user, train=torch.cat([user.train, user.valid]))
 
 
 def check(users: Sequence[UserData], *, context: int, needs_validation: bool, begins: bool = False) -> None:
-    """Whether every stream that will be used is long enough; all users for whom one is not are named at once.
+    """Check that every stream that will be used is long enough; one error lists all users with a shorter one.
+
+    Args:
+        users: The users.
+        context: Tokens per window, excluding the last target.
+        needs_validation: The method needs validation data.
+        begins: Every window begins with a token that is not in the stream.
 
     Raises:
-        DataError: some have no text, or one of their streams is too short (:func:`find_shortage`).
+        DataError: Users have no text, or a stream that is too short (:func:`find_shortage`).
     """
     shortages = {
         user.name: shortage
@@ -112,7 +147,13 @@ def check(users: Sequence[UserData], *, context: int, needs_validation: bool, be
 
 
 def too_short(shortages: Mapping[str, Shortage], count: int, users: int) -> DataError:
-    """What is said of ``count`` of all users, of whom these are the first."""
+    """Return the error for users with too little text.
+
+    Args:
+        shortages: Shortages of the first of them, by name.
+        count: Number of users with too little text.
+        users: Number of all users.
+    """
     skip = "; or leave such users out with data.on_small_user: skip" if count < users else ""
     if count == 1:
         ((name, shortage),) = shortages.items()
@@ -124,11 +165,16 @@ def too_short(shortages: Mapping[str, Shortage], count: int, users: int) -> Data
 
 
 def find_shortage(user: UserData, *, context: int, needs_validation: bool, begins: bool = False) -> Shortage | None:
-    """Return the first stream of a user that is too short, or None.
+    """Return the first stream of a user that is too short; None if all are long enough.
 
-    Train, and valid where the method needs it, must hold one window of ``context + 1`` tokens (the last token is only
-    a target); test must hold two tokens, one input and one target. One less is enough where every window ``begins``
-    with a token that is not in the stream.
+    Train, and valid if the method needs it, must have one window of ``context + 1`` tokens (the last token is only a
+    target). Test must have two tokens, one input and one target. With ``begins``, one token less suffices.
+
+    Args:
+        user: The user.
+        context: Tokens per window, excluding the last target.
+        needs_validation: The method needs validation data.
+        begins: Every window begins with a token that is not in the stream.
     """
     if not (len(user.train) or len(user.valid) or len(user.test)):
         return Shortage(what="no text in train, valid or test", advice="; give it text or remove the user")
@@ -146,7 +192,7 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool, begin
 
 
 def pool(users: Sequence[UserData]) -> UserData:
-    """One user named "everyone" that holds the streams of all, one after another: the centralized baseline."""
+    """Return a user "everyone" with the concatenated streams of all users, for the centralized baseline."""
     return UserData(
         name="everyone",
         train=torch.cat([user.train for user in users]),
