@@ -1,1 +1,1 @@
-"""Tables and pictures of runs; reads run folders, never imports torch."""
+"""Tables and figures of runs. Reads run folders and never imports torch."""

@@ -1,8 +1,8 @@
-"""What short runs allow to be said: who should train alone, who gains from whom, by which method, for how many bytes.
+"""Advice from short runs: users that should train alone, groups that gain from each other, and the method to take.
 
-Everything is a change against ``local`` of the same seed, with an interval of its mean over seeds (Student's t). All
-intervals of users hold together with 95%, as do those of the means over users: who looks at many must not find one by
-chance. Where an interval holds 0, nothing is said of its sign.
+All values are changes against ``local`` with the same seed, with an interval of the mean over seeds (Student's t).
+Intervals are simultaneous: all intervals of users together hold with 95%, and so do those of the means over users. If
+an interval contains 0, no advice follows from it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,27 @@ GAINED, HARMED, LEVEL = "gained", "harmed", "level"
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Gains against ``local``: of each user by ``methods``, of the mean over users (``means``), and in smaller groups.
+    """Gains against ``local``.
 
-    ``groups`` has, by the names of those who trained together, each one's gain; ``upload_bytes`` are of a user in a
-    round, and so are ``download_bytes``. ``against_best`` says how far each method's mean is from that of the best.
+    Args:
+        measure: The measure that methods are compared by.
+        seeds: Seeds of the runs.
+        rounds: Planned rounds of the runs.
+        methods: Gains of each user by method.
+        means: Gains of the mean over users by method.
+        against_best: Gains of each method's mean against that of the best method.
+        groups: Gains of each user in smaller groups, by the names of the users that trained together.
+        upload_bytes: Bytes that one user sends in a round, by method.
+        download_bytes: Bytes that one user receives in a round, by method.
     """
 
     measure: str
     seeds: tuple[int, ...]
     rounds: int
     stopped: Mapping[str, int]
-    """After how many rounds a method's privacy budget was spent, where that was before the end."""
+    """Rounds after which a method's privacy budget was spent, for methods that stopped early."""
     grouped_by: str
-    """With which method the groups trained."""
+    """Method with which the smaller groups trained."""
     methods: Mapping[str, Mapping[str, Gain]]
     means: Mapping[str, Gain]
     against_best: Mapping[str, Gain]
@@ -49,15 +57,18 @@ class Advice:
 
     @property
     def intervals(self) -> int:
-        """How many intervals there are of users' gains."""
+        """Number of intervals of users' gains."""
         return sum(map(len, self.methods.values())) + sum(map(len, self.groups.values()))
 
     def __str__(self) -> str:
         return paragraph(self)
 
     def records(self) -> list[dict[str, Any]]:
-        """One record for each user of each method (``together`` is None: everybody) and of each smaller group:
-        ``change`` in the mean over seeds, its interval from ``low`` to ``high`` (None with one seed), ``verdict``."""
+        """Return one record for each user of each method and of each smaller group, for a data frame.
+
+        Each has ``method``, ``together`` (names of the group; None for all users), ``user``, ``change`` (mean over
+        seeds), the ends ``low`` and ``high`` of its interval (None with one seed), and ``verdict``.
+        """
         trained = [(name, None, gains) for name, gains in self.methods.items()]
         trained += [(self.grouped_by, names, gains) for names, gains in self.groups.items()]
         return [
@@ -75,9 +86,13 @@ def _numbers(gain: Gain) -> dict[str, Any]:
 def advise_on(
     local: Runs, methods: Mapping[str, Runs], groups: Mapping[tuple[str, ...], Runs], grouped_by: str
 ) -> Advice:
-    """The advice of runs of ``methods`` with everybody, and of smaller ``groups`` with one method.
+    """Return the advice that follows from runs.
 
-    All have the seeds of ``local``, which has everybody; there is at least one method.
+    Args:
+        local: Runs of ``local`` with all users.
+        methods: Runs of at least one other method with all users and the seeds of ``local``.
+        groups: Runs of one method with fewer users and the same seeds, by the names of the users.
+        grouped_by: That method.
     """
     first = next(iter(local.values()))
     measure = measure_of(dict(first))
@@ -112,7 +127,7 @@ def _bytes(runs: Runs, way: str) -> float:
 
 
 def _gains(runs: Runs, local: Runs, users: Sequence[str], measure: str, asked: int) -> dict[str, Gain]:
-    """Each of some users' change, seed by seed; nobody whose number is not finite."""
+    """Return the change of each user, seed by seed; users with a result that is not finite are left out."""
     key, found = f"test_{measure}", {}
     for user in users:
         pairs = [(runs[seed]["users"][user][key], local[seed]["users"][user][key]) for seed in local]
@@ -122,7 +137,7 @@ def _gains(runs: Runs, local: Runs, users: Sequence[str], measure: str, asked: i
 
 
 def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, asked: int) -> Gain:
-    """The users' mean change, seed by seed: each user counts alike, however hard its text is."""
+    """Return the mean change over users, seed by seed. Relative changes give each user the same weight."""
     key, by_seed = f"test_{measure}", []
     for seed, other in others.items():
         users = other["users"]
@@ -144,12 +159,14 @@ def _best(means: Mapping[str, Gain], measure: str) -> str:
     return min(means, key=lambda name: sign * means[name].change.mean)
 
 
-# -------------------------------------------------------------------- what is chosen
+# -------------------------------------------------------------------- choice of a method
 
 
 def method_to_take(advice: Advice) -> str | None:
-    """Of methods that are shown to gain in the mean over users, and not to be worse than the best, the one that sends
-    least; None where none is shown to gain."""
+    """Return the method that sends least among those that gain and are not shown to be worse than the best.
+
+    A method gains if the interval of its mean over users does. None if no method does.
+    """
     best = next(name for name in advice.means if name not in advice.against_best)
     level = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
     shown = [name for name in (best, *level) if advice.means[name].verdict == GAINED]
@@ -157,12 +174,12 @@ def method_to_take(advice: Advice) -> str | None:
 
 
 def alone(advice: Advice) -> list[str]:
-    """Users whom each method is shown to harm."""
+    """Return the users that every method is shown to harm."""
     return _users(advice, lambda verdicts: verdicts == {HARMED})
 
 
 def undecided(advice: Advice) -> list[str]:
-    """Users of whom no method is shown to gain them anything, and not all are shown to harm them."""
+    """Return the users for which no method is shown to gain, without those that every method harms."""
     return _users(advice, lambda verdicts: GAINED not in verdicts and verdicts != {HARMED})
 
 
@@ -173,7 +190,7 @@ def _users(advice: Advice, wanted: Callable[[set[str]], bool]) -> list[str]:
 
 
 def partners(advice: Advice, user: str) -> dict[str, list[str]]:
-    """With whom a user trained in a pair, by verdict."""
+    """Return the partners of a user in groups of two, by verdict on the user's gain."""
     by_verdict: dict[str, list[str]] = {GAINED: [], LEVEL: [], HARMED: []}
     for names, gains in advice.groups.items():
         if len(names) == 2 and user in gains:
@@ -182,11 +199,11 @@ def partners(advice: Advice, user: str) -> dict[str, list[str]]:
     return by_verdict
 
 
-# -------------------------------------------------------------------- told
+# -------------------------------------------------------------------- text and tables
 
 
 def paragraph(advice: Advice) -> str:
-    """What the runs show, in a few sentences; nothing that an interval leaves open."""
+    """Return the advice in a few sentences, without anything that an interval leaves open."""
     said = [_method_told(advice)]
     if len(advice.seeds) < 2:
         said = ["With one seed there are no intervals, so nothing is shown; give at least two seeds."]
@@ -251,14 +268,14 @@ def _reach(gain: Gain) -> str:
 
 
 def cell(gain: Gain | None) -> str:
-    """A gain in a table: its mean, its interval, and what that allows to be said."""
+    """Return the text of a gain in a table: mean, interval and verdict."""
     if gain is None:
         return "not finite"
     return f"{gain.change.mean:+.1f}{_reach(gain)} {gain.verdict}"
 
 
 def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: the methods with everybody, then the smaller groups; a column for each user."""
+    """Return the header and the rows of the table: methods with all users, then smaller groups; one column per user."""
     users = list(dict.fromkeys(user for gains in advice.methods.values() for user in gains))
     up, down = (sizes(list(sent.values())) for sent in (advice.upload_bytes, advice.download_bytes))
     rows = [
@@ -272,7 +289,7 @@ def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
 
 
 def render_advice(advice: Advice) -> Table:
-    """The table for the terminal."""
+    """Return the table for the terminal."""
     unit = "per cent of perplexity" if advice.measure == "perplexity" else f"in test {advice.measure}"
     title = f"change against local, {unit} ({MEASURES[advice.measure]} is better)"
     title += "; intervals hold together with 95%" if len(advice.seeds) > 1 else ""

@@ -1,4 +1,4 @@
-"""Results of an audit, and the page about them."""
+"""Results of an audit, and their page."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ VIEWS = {"server": "the server, from uploads", "users": "other users, from what 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What guesses by one view prove of epsilon.
+    """Lower bound on epsilon that the guesses of one attacker prove.
 
-    Of ``coins`` in all, ``guesses`` were guessed and ``correct`` of these right. ``provable`` is what all right would
-    have proven. ``upper`` is what the account promises this view, of a user whose data is replaced; None: nothing.
+    Args:
+        view: Who attacks, a key of :data:`VIEWS`.
+        coins: Number of coins, that is of canaries that were inserted or not.
+        guesses: Number of coins that the attacker guessed.
+        correct: Number of correct guesses.
+        epsilon: The bound that they prove.
+        provable: The bound if all guesses were correct.
+        upper: Epsilon of the privacy accounting against this attacker, for a user whose data is replaced; None without
+            any.
     """
 
     view: str
@@ -37,16 +44,21 @@ class Proof:
 
     @property
     def contradicts(self) -> bool:
-        """Whether the account cannot be right."""
+        """Whether the proven bound exceeds the accounted epsilon."""
         return self.upper is not None and self.epsilon > self.upper
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """How well ``members`` windows (or conversations) of a user are told from ``others`` by the final shared model.
+    """Membership inference from the final shared model for one user.
 
-    ``auc`` is of losses against the base's, ``auc_of_loss`` without these; ``found`` the share of members found where
-    one in a hundred others is taken for one, None where others are fewer than 100.
+    Args:
+        user: The user.
+        members: Number of training windows or conversations.
+        others: Number of held-out ones.
+        auc: AUC of the difference of the loss to that of the base model.
+        auc_of_loss: AUC of the loss alone.
+        found: Share of members found at 1% false positives; None with fewer than 100 held-out ones.
     """
 
     user: str
@@ -59,10 +71,16 @@ class Membership:
 
 @dataclass(frozen=True, kw_only=True)
 class Shadowed:
-    """How well ``members`` windows (or conversations) of a user are told from ``others``, with runs for reference.
+    """Membership inference with reference models for one user.
 
-    ``view`` is who looks. ``auc`` is of likelihood ratios, ``auc_of_scores`` without the other runs; ``found`` as of
-    :class:`Membership`.
+    Args:
+        view: Who attacks, a key of :data:`VIEWS`.
+        user: The user.
+        members: Number of training windows or conversations.
+        others: Number of held-out ones.
+        auc: AUC of likelihood ratios.
+        auc_of_scores: AUC without the reference models.
+        found: Share of members found at 1% false positives; None with fewer than 100 held-out ones.
     """
 
     view: str
@@ -76,7 +94,10 @@ class Shadowed:
 
 @dataclass(frozen=True, kw_only=True)
 class Inversion:
-    """How far from an input of each user one upload leads, ``|guess - x| / |x|``; ``guesses`` are of the mean input."""
+    """Reconstruction of an input of each user from one upload.
+
+    ``errors`` are ``|guess - x| / |x|``; ``guesses`` are the same for the mean input as the guess.
+    """
 
     what: str
     errors: Sequence[float]
@@ -85,10 +106,13 @@ class Inversion:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Which tokens one upload of each user's gives away.
+    """Recovery of tokens from one upload of each user.
 
-    ``tokens`` is how many different ones it was made of, ``recovered`` the share of these among as many guesses, and
-    ``guesses`` the share among as many of the tokens that are most common in everybody's test text.
+    Args:
+        what: Kind of the attacked upload.
+        tokens: Number of different tokens in the batches of each user's upload.
+        recovered: Share of them among as many guesses.
+        guesses: The same share if the guesses are the most common tokens of all users' test text.
     """
 
     what: str
@@ -109,10 +133,23 @@ class AuditedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(AuditedRun):
-    """Results of all attacks on one run, whose users have data of one ``kind``.
+    """Results of all attacks on one run.
 
-    ``inserted`` and ``absent`` are exposures of canaries that were put in or not, in bits, of at most ``most``.
-    ``shadowed`` is of ``shadows`` runs.
+    Args:
+        trials: Number of runs with canaries.
+        rounds: Their number of rounds.
+        delta: Delta of the privacy accounting.
+        confidence: Confidence of the proofs.
+        proofs: Bounds on epsilon.
+        members: Membership inference from the final shared model, by user.
+        inserted: Exposures of inserted canaries, in bits.
+        absent: Exposures of canaries that were not inserted, in bits.
+        most: The largest possible exposure, in bits.
+        inversions: Reconstructions of inputs.
+        shadows: Number of runs that trained reference models.
+        shadowed: Membership inference with reference models.
+        recoveries: Recoveries of tokens.
+        kind: The users' kind of data.
     """
 
     trials: int
@@ -137,7 +174,7 @@ class Audit(AuditedRun):
 
     @property
     def windows(self) -> str:
-        """The plural of that of which membership is told."""
+        """The unit of membership inference, in the plural."""
         return "conversations" if self.kind == "conversations" else "windows"
 
     def as_dict(self) -> dict[str, object]:
@@ -146,15 +183,15 @@ class Audit(AuditedRun):
 
 
 def exposure(rank: int, references: int) -> float:
-    """``log2(candidates) - log2(rank)`` in bits (Carlini et al. 2019, arXiv:1802.08232, Definition 5)."""
+    """Return ``log2(candidates) - log2(rank)`` in bits (Carlini et al. 2019, arXiv:1802.08232, Definition 5)."""
     return math.log2(references + 1) - math.log2(rank)
 
 
-# -------------------------------------------------------------------- the verdict
+# -------------------------------------------------------------------- verdict
 
 
 def verdict(audit: Audit) -> list[str]:
-    """In plain words, what is shown and what is not."""
+    """Return sentences on what the audit shows and what it does not show."""
     if audit.inversions:
         return [
             *map(_inversion_told, audit.inversions),
@@ -214,7 +251,7 @@ def _membership_told(audit: Audit) -> str:
 
 
 def _shadowed_told(audit: Audit, view: str) -> str:
-    """What reference models add."""
+    """Return the sentence on attacks with reference models."""
     whose = {"server": "a user's uploads", "users": "what others are sent"}[view]
     values = [one.auc for one in audit.shadowed if one.view == view]
     reach = interval(values)
@@ -228,7 +265,7 @@ def _shadowed_told(audit: Audit, view: str) -> str:
 
 
 def _recovery_told(recovery: Recovery) -> str:
-    """More than common tokens are, where the interval of the difference says so."""
+    """Return the sentence on tokens: they are read if the interval of the difference to common tokens is above 0."""
     pairs = zip(recovery.recovered, recovery.guesses, strict=True)
     reach = interval([found - guess for found, guess in pairs])
     told = (
@@ -255,7 +292,7 @@ def _exposure_told(audit: Audit) -> str:
 
 
 _BACK = 0.1
-"""Below such an error an input counts as read off."""
+"""Largest relative error at which an input counts as reconstructed."""
 
 
 def _inversion_told(inversion: Inversion) -> str:
@@ -268,7 +305,7 @@ def _inversion_told(inversion: Inversion) -> str:
 
 
 def mean_told(values: Sequence[float], digits: int = 1) -> str:
-    """A mean and its interval."""
+    """Return a mean and its interval as text."""
     if not values:
         return "unknown"
     reach = interval(values)
@@ -276,12 +313,12 @@ def mean_told(values: Sequence[float], digits: int = 1) -> str:
 
 
 def reach_told(reach: tuple[float, float], digits: int = 2) -> str:
-    """An interval."""
+    """Return an interval as text."""
     return f"{reach[0]:.{digits}f} to {reach[1]:.{digits}f}"
 
 
 def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: what each view proves."""
+    """Return the header and the rows of the table of proofs."""
     head = ["who looks", "guesses right", "epsilon at least", "provable so", "account says at most"]
     rows = [
         [
@@ -297,7 +334,7 @@ def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: how well each user's training windows are told from others."""
+    """Return the header and the rows of the table of membership inference from the final shared model."""
     head = ["user", "members", "others", "AUC", "AUC of loss alone", "found at 1% false alarms"]
     rows = [
         [
@@ -317,7 +354,7 @@ def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: how near inputs come back out of an upload."""
+    """Return the header and the rows of the table of reconstructed inputs."""
     rows = [
         [one.what, str(len(one.errors)), mean_told(one.errors, 3), mean_told(one.guesses, 3)]
         for one in audit.inversions
@@ -326,7 +363,7 @@ def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: how well windows are told apart with reference models."""
+    """Return the header and the rows of the table of membership inference with reference models."""
     head = ["user", "who looks", "members", "others", "AUC", "AUC without references", "found at 1% false alarms"]
     rows = []
     for view in VIEWS:
@@ -342,7 +379,7 @@ def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def recovery_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: how many of a batch's tokens an upload gives away."""
+    """Return the header and the rows of the table of recovered tokens."""
     rows = [
         [
             one.what,
@@ -357,7 +394,7 @@ def recovery_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """The tables by title."""
+    """Return the header and the rows of each table by its title."""
     if audit.inversions:
         return {"inputs out of one upload; 95%": inversion_rows(audit)}
     runs = f"{plural(audit.trials, 'run')}, {plural(audit.rounds, 'round')}"
@@ -379,7 +416,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def render_audit(audit: Audit) -> list[Table]:
-    """The tables for the terminal."""
+    """Return the tables for the terminal."""
     tables = []
     for title, (head, rows) in _sections(audit).items():
         table = Table(title=title, title_justify="left", box=None)
@@ -392,7 +429,7 @@ def render_audit(audit: Audit) -> list[Table]:
 
 
 def markdown(audit: Audit) -> str:
-    """The page."""
+    """Return the page as Markdown."""
     lines = [f"# What leaks: {printable(audit.run)}", "", f"{audit.method}, {audit.users} users.", ""]
     lines += [line for said in verdict(audit) for line in (f"- {said}",)]
     for head, rows in _sections(audit).values():
@@ -408,10 +445,10 @@ FILES = ("audit.json", "audit.md")
 
 
 def check_targets(folder: Path, *, force: bool) -> None:
-    """Whether the page can be written to a folder.
+    """Check that the page can be written to a folder.
 
     Raises:
-        RunError: it is a file, or one of the page's files is there already, and ``force`` does not replace it.
+        RunError: The folder is a file, or it has one of the page's files and ``force`` is false.
     """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")
@@ -421,7 +458,7 @@ def check_targets(folder: Path, *, force: bool) -> None:
 
 
 def write_audit(folder: Path, audit: Audit) -> None:
-    """The page, for people and for programs."""
+    """Write the page as Markdown and the results as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "audit.json", audit.as_dict())
     write_text(folder / "audit.md", markdown(audit))

@@ -1,7 +1,7 @@
-"""Canvases and colours of figures.
+"""Colours, styles and layout of figures.
 
-Methods take Okabe and Ito's colours, with a line style and a marker that say the same once more. Generalists are
-orange and specialists blue, as in the paper; further ones get hues of their own.
+Methods have the colours of Okabe and Ito, and line styles and markers that identify them without colour. Generalists
+are orange and specialists blue, as in the CoMiGS paper; further experts have other hues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LineStyle = Literal["-", "--", "-.", ":"]
 
 @dataclass(frozen=True)
 class Colour:
-    """The same role on a light and on a dark background."""
+    """The same colour on a light and on a dark background."""
 
     light: str
     dark: str
@@ -52,7 +52,7 @@ _METHODS = (
 _LINES: tuple[LineStyle, ...] = ("-", "--", "-.", ":")
 _MARKERS = "osD^vPX*<>hd"
 
-# What a token's background is, and what a heat map is filled with; on light and on dark.
+# Backgrounds of tokens and fills of heat maps, for light and dark pages.
 _EXPERTS = {
     "generalist": (Colour("#f0892b", "#9a4904"), Colour("#d9b52c", "#806410")),
     "specialist": (
@@ -67,7 +67,7 @@ _EXPERTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a method is drawn."""
+    """Colour, line style and marker of a method."""
 
     colour: Colour
     line: LineStyle
@@ -75,7 +75,7 @@ class Style:
 
 
 def styles(methods: Sequence[str]) -> list[Style]:
-    """A style for each method; pretrained, local and fedavg look the same in every report."""
+    """Return a style for each method; pretrained, local and fedavg look the same in every report."""
     free = [number for number in range(len(_METHODS)) if number not in _FIXED.values()]
     chosen: list[Style] = []
     others = 0
@@ -85,44 +85,44 @@ def styles(methods: Sequence[str]) -> list[Style]:
             number, line = free[others % len(free)], _LINES[others // len(free) % len(_LINES)]
             others += 1
         marker = _MARKERS[number % len(_MARKERS)]
-        if method == "pretrained":  # a level, not a curve
+        if method == "pretrained":  # a horizontal line, not a curve
             line, marker = ":", ""
         chosen.append(Style(colour=_METHODS[number], line=line, marker=marker))
     return chosen
 
 
 def expert_kind(name: str) -> tuple[str, int]:
-    """The role of an expert and its number from 0: ``("specialist", 1)`` for "specialist 2"."""
+    """Return the role of an expert and its number from 0: ``("specialist", 1)`` for "specialist 2"."""
     role, _, number = name.partition(" ")
     return role, int(number) - 1 if number else 0
 
 
 def expert_colour(name: str) -> Colour:
-    """The background of a token whose top expert this is."""
+    """Return the background colour of tokens whose top expert this is."""
     role, number = expert_kind(name)
     return _EXPERTS[role][number % len(_EXPERTS[role])]
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
-    """``#rrggbb`` as three numbers."""
+    """Convert ``#rrggbb`` to three numbers from 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 def expert_css() -> list[tuple[str, Colour]]:
-    """The tokens' colours by the short name of their expert: g1, g2, s1 ..."""
+    """Return the class name (g1, g2, s1 ...) and the background colour of each expert."""
     return [(f"{role[0]}{n + 1}", one) for role, kinds in _EXPERTS.items() for n, one in enumerate(kinds)]
 
 
 def expert_class(name: str) -> str:
-    """The short name of an expert in :func:`expert_css`."""
+    """Return the class name of an expert in :func:`expert_css`."""
     role, number = expert_kind(name)
     return f"{role[0]}{number % len(_EXPERTS[role]) + 1}"
 
 
 SETTINGS: dict[Any, Any] = {
-    "svg.hashsalt": "comingle",  # the same figure gives the same file
-    "text.parse_math": False,  # a dollar sign in a name or in a text is a dollar sign
-    "svg.fonttype": "none",  # text stays text: searchable, and in the page's font
+    "svg.hashsalt": "comingle",  # reproducible ids
+    "text.parse_math": False,  # names and texts may contain dollar signs
+    "svg.fonttype": "none",  # text elements instead of paths: searchable, and in the page's font
     "font.size": 9,
     "axes.titlesize": 9.5,
     "axes.titleweight": "bold",
@@ -146,7 +146,14 @@ SETTINGS: dict[Any, Any] = {
 
 
 def draw(rows: int, columns: int, size: tuple[float, float], paint: Callable[[Figure, list[Axes]], None]) -> Figure:
-    """A figure of ``rows`` x ``columns`` axes of ``size`` inches each, filled by ``paint``."""
+    """Draw a figure with a grid of axes.
+
+    Args:
+        rows: Number of rows.
+        columns: Number of columns.
+        size: Width and height of each of the axes, in inches.
+        paint: Called with the figure and its axes, row by row.
+    """
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
         FigureCanvasAgg(figure)
@@ -156,18 +163,26 @@ def draw(rows: int, columns: int, size: tuple[float, float], paint: Callable[[Fi
 
 
 SMALLEST = 10
-"""Pixels: no letter of a figure in the page is smaller. A figure that would need smaller ones scrolls in its frame."""
+"""Smallest font size on the page, in pixels. Figures that would need smaller letters scroll in their frame."""
 
 Key = tuple[Line2D | Patch, str]
-"""A mark of a legend and what it means."""
+"""A mark of a legend and its label."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panels:
-    """A figure made of panels alike, with its legend and the numbers in it (a header and rows).
+    """A figure of equal panels, with its legend and its data.
 
-    A file has them in one picture. The page has each by itself, and puts as many side by side as there is room for.
-    ``paint`` has None where a place stays empty. ``size`` of a panel is in inches.
+    A file has all panels in one picture. The page has one picture per panel, side by side as far as they fit.
+
+    Args:
+        paint: Functions that fill the panels; None leaves a place empty.
+        columns: Number of columns in a file.
+        size: Width and height of a panel, in inches.
+        sheet: A header and rows with the numbers of the figure.
+        keys: The legend.
+        below: Label of the x axis.
+        left: Label of the y axis.
     """
 
     paint: Sequence[Callable[[Axes], None] | None]
@@ -179,7 +194,7 @@ class Panels:
     left: str = ""
 
     def figure(self) -> Figure:
-        """All panels in one picture; only the outer ones have labels."""
+        """Return all panels in one picture; only the outer ones have labels."""
 
         def paint(figure: Figure, axes: list[Axes]) -> None:
             for number, (axis, one) in enumerate(zip(axes, self.paint, strict=False)):
@@ -197,7 +212,7 @@ class Panels:
         return draw(-(-len(self.paint) // self.columns), self.columns, self.size, paint)
 
     def parts(self) -> list[Figure]:
-        """Each panel as a picture with labels of its own."""
+        """Return one picture with labels for each panel."""
         return [draw(1, 1, self.size, lambda _, axes, one=one: self._part(axes[0], one)) for one in self.paint if one]
 
     def _part(self, axis: Axes, paint: Callable[[Axes], None]) -> None:
@@ -207,7 +222,7 @@ class Panels:
 
 
 def draw_key(mark: Line2D | Patch) -> Figure:
-    """The mark of a legend alone, as a small picture."""
+    """Return the mark of a legend as a small picture."""
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(0.4, 0.16))
         FigureCanvasAgg(figure)
@@ -222,13 +237,22 @@ def draw_key(mark: Line2D | Patch) -> Figure:
 
 
 def short(name: str, most: int = 26) -> str:
-    """A name that fits into a panel: the middle of a long one is left out."""
+    """Shorten a name to ``most`` characters by cutting its middle."""
     half = (most - 1) // 2
     return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write ``name.png`` and ``name.svg``, on white."""
+    """Write ``name.png`` and ``name.svg`` on white.
+
+    Args:
+        figure: The figure.
+        folder: An existing folder.
+        name: Name of the files without suffix.
+
+    Returns:
+        The paths of both files.
+    """
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     with mpl.rc_context(SETTINGS):
         figure.savefig(paths[0], dpi=160, facecolor=PAPER.light)
@@ -237,9 +261,15 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> str:
-    """A figure as inline SVG: ids begin with ``prefix``, colours named in ``variables`` follow the page's theme.
+    """Return a figure as inline SVG.
 
-    It is never so narrow that a letter has less than ``SMALLEST`` pixels. Without a ``label`` it is decoration.
+    It is wide enough that all letters have at least :data:`SMALLEST` pixels.
+
+    Args:
+        figure: The figure.
+        prefix: Prefix of all ids.
+        label: Text for screen readers; without it the figure is decoration.
+        variables: CSS variables by colour, so that colours follow the page's theme.
     """
     with mpl.rc_context(SETTINGS):
         file = io.StringIO()
@@ -259,15 +289,28 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
 
 
 def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str], **options: Any) -> None:
-    """A legend over all axes, in as many columns as the figure is wide."""
+    """Add a legend above all axes, with as many columns as fit.
+
+    Args:
+        figure: The figure.
+        handles: Marks of the legend.
+        labels: Their labels.
+        options: Further options of matplotlib's legend.
+    """
     widest = 5.6 * max(map(len, labels)) + 44  # points; a mark comes before each label, a gap behind it
     columns = max(1, min(len(labels), 5, int(72 * figure.get_figwidth() // widest)))
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, **options)
 
 
 def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each point's label beside it, on the first of four sides where it covers no other label and no point."""
-    figure.draw_without_rendering()  # the axes have their place only then
+    """Label each point on the first of four sides where the label covers no other label and no point.
+
+    Args:
+        figure: The figure.
+        axis: Its axes with the points.
+        points: Position and label of each point, in data coordinates.
+    """
+    figure.draw_without_rendering()  # computes the layout
     scale = 72 / figure.dpi
     at = [(float(x) * scale, float(y) * scale) for x, y in (axis.transData.transform(p[:2]) for p in points)]
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at]

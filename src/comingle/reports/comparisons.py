@@ -1,14 +1,14 @@
 """Comparisons of methods over seeds, with intervals and p-values.
 
-Every statistic that tables, pages and advice print is made here. Which interval, and why no bootstrap:
-decision 14 (docs/decisions/0014-two-way-intervals.md).
+All statistics of tables, pages and advice are computed here. Decision 14 (docs/decisions/0014-two-way-intervals.md)
+says why these intervals, and why no bootstrap.
 
 Differences are paired by user and seed: log ratios of perplexities and losses, whose mean is the ratio of geometric
-means, and plain differences of accuracies and ROUGE-1. A method is *better* or *worse* where the interval of its mean
-difference (:func:`comingle.reports.comparisons.two_way`), at the level that Holm's procedure gives it among all
-methods, leaves out 0; else it is *level*, which is no proof that there is no difference.
+means, and plain differences of accuracies and ROUGE-1. A method is *better* or *worse* if the interval of its mean
+difference (:func:`comingle.reports.comparisons.two_way`), at the level of Holm's procedure over all methods, does not
+contain 0. Else it is *level*, which does not prove that there is no difference.
 
-A baseline may be several methods, and then is the better of them, for each user with each seed.
+A baseline may consist of several methods. It is then the best of them, for each user and seed.
 """
 
 from __future__ import annotations
@@ -45,50 +45,56 @@ from comingle.utils.records import GEOMETRIC, geometric, measure_of, read_metric
 from comingle.utils.terminal import words
 
 ERROR = 0.05
-"""How often a family of intervals, or of tests, may be wrong: 5 in 100."""
+"""Error rate of a family of intervals or of tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean, its standard error, and the degrees of freedom that Student's t has for it."""
+    """A mean, its standard error, and its degrees of freedom in Student's t distribution."""
 
     mean: float
     error: float
     freedom: float
 
     def interval(self, share: float = 1.0) -> tuple[float, float]:
-        """``mean -+ t error``, of confidence ``1 - 0.05 share``."""
+        """Return ``mean -+ t error`` with confidence ``1 - 0.05 share``."""
         reach = self.error * float(stdtrit(self.freedom, 1 - share * ERROR / 2)) if self.error else 0.0
         return self.mean - reach, self.mean + reach
 
     @property
     def p_value(self) -> float:
-        """Two-sided, of the hypothesis that the mean is 0: the share of ERROR at which the interval reaches 0."""
+        """Two-sided p-value for a mean of 0, that is the share of ERROR at which an end of the interval is 0."""
         if not self.error:
             return 1.0 if self.mean == 0 else 0.0
         return float(2 * stdtr(self.freedom, -abs(self.mean) / self.error))
 
 
 def one_way(values: Sequence[float]) -> Estimate:
-    """The mean of at least two independent values, ``s / sqrt(n)``, ``n - 1``."""
+    """Return the mean of at least two independent values.
+
+    The error is ``s / sqrt(n)``, with ``n - 1`` degrees of freedom.
+    """
     error = statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(mean=statistics.fmean(values), error=error, freedom=len(values) - 1)
 
 
 def interval(values: Sequence[float], *, together: int = 1) -> tuple[float, float] | None:
-    """The 95% confidence interval of the mean, ``mean -+ t s / sqrt(n)``; None for a single value.
+    """Return the 95% confidence interval of the mean, ``mean -+ t s / sqrt(n)``; None for a single value.
 
-    Of intervals that hold ``together``, so many, with 95%, each is wider (Bonferroni).
+    ``together`` is the number of intervals that hold simultaneously with 95% (Bonferroni); more make each one wider.
     """
     return None if len(values) < 2 else one_way(values).interval(1 / together)
 
 
 def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
-    """The mean over users and seeds, both drawn: ``value = mean + user + seed + rest``, from at least two seeds.
+    """Return the mean over users and seeds, both of which are random: ``value = mean + user + seed + rest``.
 
     With the mean squares of users, seeds and rest, ``variance = (users + seeds - rest) / (U S)``, with Satterthwaite's
-    degrees of freedom (Biometrics Bulletin 2, 1946). Never less than users alone or seeds alone would give: where the
-    rest is all there is, so that subtracting it may leave nothing, the interval is too wide and never too narrow.
+    degrees of freedom (Biometrics Bulletin 2, 1946). The variance is at least that of users alone and of seeds alone.
+    So if there is little variance between users and seeds, the interval is too wide rather than too narrow.
+
+    Args:
+        values: One value per user and seed, for at least two seeds.
     """
     num_users, num_seeds = values.shape
     if num_users == 1:
@@ -104,8 +110,10 @@ def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values (Scandinavian Journal of Statistics 6, 1979): those of at most 0.05 are rejected, and
-    with 95% no true hypothesis is among them."""
+    """Return Holm's adjusted p-values (Scandinavian Journal of Statistics 6, 1979).
+
+    Hypotheses with an adjusted p-value of at most 0.05 are rejected; with 95% none of them is true.
+    """
     adjusted, floor = [1.0] * len(p_values), 0.0
     for rank, number in enumerate(np.argsort(p_values, kind="stable")):
         floor = max(floor, (len(p_values) - rank) * p_values[number])
@@ -114,9 +122,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def holm_shares(p_values: Sequence[float]) -> list[float]:
-    """The share of ERROR at which Holm's procedure tests each: the interval of that share leaves out 0 exactly where
-    the hypothesis is rejected. The smallest p-value has ``1 / n``, the next ``1 / (n - 1)``, until one is not rejected;
-    that one's share is for all that are left."""
+    """Return the share of ERROR at which Holm's procedure tests each hypothesis.
+
+    An interval with that share does not contain 0 exactly if the hypothesis is rejected. The smallest p-value has the
+    share ``1 / n``, the next ``1 / (n - 1)``, and so on until one is not rejected. All others have the same share as
+    that one.
+    """
     rejected = sum(adjusted <= ERROR for adjusted in holm(p_values))
     shares = [1.0] * len(p_values)
     for rank, number in enumerate(np.argsort(p_values, kind="stable")):
@@ -125,16 +136,17 @@ def holm_shares(p_values: Sequence[float]) -> list[float]:
 
 
 def signed_rank(differences: Sequence[float]) -> float:
-    """The exact two-sided p-value of Wilcoxon's signed-rank test (Biometrics Bulletin 1, 1945), one value a user.
+    """Return the exact two-sided p-value of Wilcoxon's signed-rank test, with one value per user.
 
-    Differences of 0 are left out, equal ones share their ranks; counts all signs, so nothing is approximated.
+    Zeros are left out and ties share the mean of their ranks. The distribution counts all signs, without approximation.
+    Source: Biometrics Bulletin 1, 1945.
     """
     known = np.array([value for value in differences if value])
     if not len(known):
         return 1.0
     _, place, counts = np.unique(np.abs(known), return_inverse=True, return_counts=True)
-    ranks = (2 * np.cumsum(counts) - counts + 1)[place]  # twice the rank, so that shared ones are whole
-    chances = np.ones(1)  # of each sum of the ranks with a positive sign
+    ranks = (2 * np.cumsum(counts) - counts + 1)[place]  # twice the rank, which is an integer for ties too
+    chances = np.ones(1)  # probability of each sum of the ranks with a positive sign
     for rank in ranks:
         chances = (np.pad(chances, (0, rank)) + np.pad(chances, (rank, 0))) / 2
     found = int(ranks[known > 0].sum())
@@ -142,12 +154,12 @@ def signed_rank(differences: Sequence[float]) -> float:
 
 
 def smallest_signed_rank(users: int) -> float:
-    """Less than this :func:`signed_rank` cannot be, ``2 / 2^users``: 0.125 of 4 users."""
+    """Return the smallest possible :func:`signed_rank`, ``2 / 2^users``: 0.125 for 4 users."""
     return min(1.0, 2.0 ** (1 - users))
 
 
 Results = Mapping[str, Mapping[int, Mapping[str, float | None]]]
-"""Each user's result of each method with each seed; None where it is not finite."""
+"""Results by method, seed and user; None if a result is not finite."""
 
 BASELINE = "local"
 BETTER, LEVEL, WORSE = "better", "level", "worse"
@@ -157,14 +169,24 @@ STYLES = {BETTER: "green", WORSE: "red"}
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One method against the baseline.
+    """Result of one method against the baseline.
 
-    ``change`` and its interval from ``low`` to ``high`` are in the unit of :func:`comingle.reports.formatting.change`:
-    per cent of perplexities, points of shares, powers of ten of losses; the interval has ``confidence``, 0.95 or more.
-    All are None where ``verdict`` is :data:`NOT_FINITE` or :data:`ONE_SEED`. ``p_value`` is Wilcoxon's over users,
-    adjusted by Holm; None where so few users could not give 0.05. ``ahead`` of ``pairs`` results, one for each user and
-    seed, are better than the baseline's, and ``worst`` is the change of the one that is furthest behind, None where one
-    is not finite.
+    ``change`` and its interval are in the unit of :func:`comingle.reports.formatting.change`: per cent of perplexities,
+    points of shares, powers of ten of losses. They and ``confidence`` are None if ``verdict`` is :data:`NOT_FINITE` or
+    :data:`ONE_SEED`.
+
+    Args:
+        method: The method.
+        seeds: Its seeds.
+        verdict: :data:`BETTER`, :data:`LEVEL`, :data:`WORSE`, :data:`NOT_FINITE` or :data:`ONE_SEED`.
+        change: Mean change.
+        low: Lower end of its interval.
+        high: Upper end of its interval.
+        confidence: Confidence of the interval, at least 0.95.
+        p_value: Wilcoxon's p-value over users, adjusted by Holm; None if there are too few users for a value of 0.05.
+        ahead: Number of results, one per user and seed, that are better than the baseline's.
+        pairs: Number of all results.
+        worst: Change of the worst result; None if a result is not finite.
     """
 
     method: str
@@ -192,7 +214,7 @@ class AgainstRecord(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Against:
-    """All methods of a comparison against ``baseline``, as :func:`spoken`."""
+    """All methods of a comparison against ``baseline``, which is named as by :func:`spoken`."""
 
     baseline: str
     measure: str
@@ -201,7 +223,7 @@ class Against:
 
     @property
     def judged(self) -> int:
-        """How many methods there is an interval for: over so many Holm's procedure goes."""
+        """Number of methods with an interval, over which Holm's procedure adjusts."""
         return sum(one.change is not None for one in self.verdicts)
 
     def as_dict(self) -> AgainstRecord:
@@ -218,17 +240,17 @@ class Against:
 
     @classmethod
     def read(cls, content: AgainstRecord) -> Against:
-        """What :meth:`as_dict` has made, out of a file."""
+        """Return the object that :meth:`as_dict` converted."""
         verdicts = tuple(Verdict(**{**one, "seeds": tuple(one["seeds"])}) for one in content["methods"])
         baseline, measure, users = content["baseline"], content["measure"], content["users"]
         return cls(baseline=baseline, measure=measure, users=users, verdicts=verdicts)
 
 
 def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
-    """What the others are held against: ``wanted`` (several with commas between), else ``local``, else the first.
+    """Return the baseline: ``wanted`` (several methods separated by commas), else ``local``, else the first method.
 
     Raises:
-        RecipeError: it is not among the methods.
+        RecipeError: It is not among the methods.
     """
     if wanted is None:
         return BASELINE if BASELINE in methods else methods[0]
@@ -240,12 +262,12 @@ def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
 
 
 def members(baseline: str) -> list[str]:
-    """The methods that a baseline is the better of, each once."""
+    """Return the methods of a baseline, each once."""
     return list(dict.fromkeys(name.strip() for name in baseline.split(",")))
 
 
 def spoken(names: Sequence[str]) -> str:
-    """A baseline in words."""
+    """Return a baseline as text."""
     *others, last = names
     if not others:
         return last
@@ -253,7 +275,16 @@ def spoken(names: Sequence[str]) -> str:
 
 
 def hold(results: Results, measure: str, baseline: str) -> Against | None:
-    """Every other method against ``baseline``; None where there is no other, or fewer than two seeds of any."""
+    """Compare every other method with ``baseline``.
+
+    Args:
+        results: Results by method, seed and user.
+        measure: Their measure.
+        baseline: One or several methods, separated by commas.
+
+    Returns:
+        The verdicts; None if there is no other method or none with two seeds.
+    """
     theirs = _best([results[name] for name in members(baseline)], measure)
     pairs = {name: _differences(of, theirs, measure) for name, of in results.items() if name != baseline}
     if not any(len(found) > 1 for found in pairs.values()):
@@ -281,7 +312,7 @@ def hold(results: Results, measure: str, baseline: str) -> Against | None:
 
 
 def _best(of: Sequence[Mapping[int, Mapping[str, float | None]]], measure: str) -> dict[int, dict[str, float | None]]:
-    """Each user's best result with each seed that all of them have; None where one of them is not finite."""
+    """Return each user's best result for each seed of all methods; None if a method's result is not finite."""
     pick = best_of(measure)
 
     def pick_of(seed: int, user: str) -> float | None:
@@ -293,7 +324,7 @@ def _best(of: Sequence[Mapping[int, Mapping[str, float | None]]], measure: str) 
 
 
 def _counted(pairs: Mapping[int, Sequence[float | None]], measure: str) -> dict[str, Any]:
-    """How many of the differences are for the better, and the worst of them."""
+    """Return the number of differences for the better, the number of all, and the worst change."""
     found = [value for values in pairs.values() for value in values]
     known = [value for value in found if value is not None]
     ahead = sum(value != 0 and not is_worse(value, measure) for value in known)
@@ -304,7 +335,7 @@ def _counted(pairs: Mapping[int, Sequence[float | None]], measure: str) -> dict[
 def _differences(
     of: Mapping[int, Mapping[str, float | None]], baseline: Mapping[int, Mapping[str, float | None]], measure: str
 ) -> dict[int, list[float | None]]:
-    """Each seed that both have, with each user's difference."""
+    """Return each user's difference, for each seed that both have."""
     return {
         seed: [additive_difference(of[seed].get(user), value, measure) for user, value in users.items()]
         for seed, users in baseline.items()
@@ -313,7 +344,7 @@ def _differences(
 
 
 def _whole(found: Mapping[int, Sequence[float | None]]) -> np.ndarray | None:
-    """Users x seeds; None with fewer than two seeds, or where a difference is missing."""
+    """Return an array of users x seeds; None with fewer than two seeds or if a difference is missing."""
     if len(found) < 2 or any(value is None for values in found.values() for value in values):
         return None
     return np.array(list(found.values()), dtype=float).T
@@ -337,11 +368,11 @@ def _verdict(
     )
 
 
-# -------------------------------------------------------------------- told
+# -------------------------------------------------------------------- text and tables
 
 
 def heading(against: Against) -> str:
-    """What the table is of."""
+    """Return the heading of the table: baseline, measure, users and seeds."""
     mean = "geometric mean of test" if against.measure in ("perplexity", "loss") else "mean test"
     seeds = sorted({seed for one in against.verdicts for seed in one.seeds})
     over = f"{against.users} user{'s' if against.users != 1 else ''} and seeds {', '.join(map(str, seeds))}"
@@ -349,7 +380,7 @@ def heading(against: Against) -> str:
 
 
 def rows_of(against: Against) -> tuple[list[str], list[list[str]]]:
-    """Head and rows as text."""
+    """Return the header and the rows of the table as text."""
     return ["method", "change", "interval", "verdict", "p over users", "ahead", "worst"], [
         [
             one.method,
@@ -371,7 +402,7 @@ def _p_text(value: float | None) -> str:
 
 
 def notes(against: Against) -> list[str]:
-    """How to read the table, and what cannot be said."""
+    """Return sentences on how to read the table, and on what it cannot show."""
     number = against.judged
     many = (
         f" Over {number} methods Holm widens them, so that all verdicts hold together with 95%." if number > 1 else ""
@@ -395,15 +426,15 @@ def notes(against: Against) -> list[str]:
 
 
 def markdown(against: Against) -> list[str]:
-    """Lines of a Markdown table with its notes."""
+    """Return the lines of a Markdown table with its notes."""
     head, rows = rows_of(against)
     lines = [f"Table: {heading(against)}", "", markdown_line(head), "|" + "---|" * len(head)]
     return [*lines, *map(markdown_line, rows), "", *notes(against)]
 
 
 def render(against: Against) -> Iterator[Table | Text]:
-    """The table for the terminal, between its heading and its notes."""
-    yield words(heading(against), "italic")  # as a title it would be no wider than the table
+    """Yield the heading, the table and the notes for the terminal."""
+    yield words(heading(against), "italic")  # a title would be wrapped at the width of the table
     head, rows = rows_of(against)
     shown = Table(box=None)
     for name in head:
@@ -415,7 +446,7 @@ def render(against: Against) -> Iterator[Table | Text]:
 
 
 CellSpread = dict[str, float | None]
-"""``mean`` and ``std`` over seeds, each None where it is not finite."""
+"""``mean`` and ``std`` over seeds, each None if it is not finite."""
 
 
 class _MethodRow(TypedDict):
@@ -430,7 +461,10 @@ class _MethodRow(TypedDict):
 
 
 class MethodRow(_MethodRow, total=False):
-    """A method in a table of methods. Its means have further keys, which hold the measure and the unit of its data."""
+    """A method's row in a comparison.
+
+    Means and rates have further keys that contain the measure and the unit of the data.
+    """
 
     planned_rounds: int
     sample: Mapping[str, Any]
@@ -443,13 +477,13 @@ class _ComparisonTable(TypedDict):
 
 
 class ComparisonTable(_ComparisonTable, total=False):
-    """A comparison as ``table.json`` has it; ``against`` is absent from older tables."""
+    """A comparison as in ``table.json``; older tables have no ``against``."""
 
     against: AgainstRecord | None
 
 
 def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """Mean and standard deviation (0 for a single value); None where a value is not finite."""
+    """Return mean and standard deviation (0 for a single value); None if a value is not finite."""
     known = [v for v in values if v is not None]
     if len(known) < len(values):
         return None, None
@@ -457,23 +491,23 @@ def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]
 
 
 def folder_name(label: str) -> str:
-    """Return the name of a method's run folders in a comparison, without ``-seedN``: all systems can have it."""
+    """Return the name of a method's run folders without ``-seedN``, with characters that all file systems allow."""
     return re.sub(r"[^\w=.,+-]+", "-", label)
 
 
 def compare_runs(
     folders: Sequence[Path], baseline: str | None = None, labels: Mapping[Path, str] = MappingProxyType({})
 ) -> ComparisonTable:
-    """Mean and deviation over seeds, for each method in the order given, and each against a baseline.
+    """Return mean and deviation over seeds for each method, in the given order, and comparisons with a baseline.
 
     Args:
-        folders: run folders.
-        baseline: a method, or several with commas between, of which the best counts.
-        labels: names of runs that are not called by their method's name, as one of several with its settings.
+        folders: Run folders.
+        baseline: A method, or several separated by commas, of which the best result counts.
+        labels: Names of runs that are not called by their method's name, for example with other settings.
 
     Raises:
-        RunError: a run is missing or has not finished, or runs are of other users.
-        RecipeError: the baseline is not among the methods.
+        RunError: A run is missing or has not finished, or runs have different users.
+        RecipeError: The baseline is not among the methods.
     """
     read = [(folder, read_metrics(folder)) for folder in folders]
     return compare_metrics([(labels.get(folder, metrics["method"]), metrics) for folder, metrics in read], baseline)
@@ -483,8 +517,8 @@ def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str |
     """Return the table of :func:`compare_runs` for metrics in memory, each with its method's name.
 
     Raises:
-        RunError: runs are of other users.
-        RecipeError: the baseline is not among the methods.
+        RunError: Runs have different users.
+        RecipeError: The baseline is not among the methods.
     """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for name, metrics in named:
@@ -494,10 +528,10 @@ def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str |
 
 
 def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
-    """Whether runs, by what they are called, are of the same users, so that means and differences are.
+    """Check that runs have the same users; each is given with its name.
 
     Raises:
-        RunError: they are not.
+        RunError: They have not.
     """
     first, theirs = runs[0]
     for name, users in runs[1:]:
@@ -509,17 +543,18 @@ def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
 
 
 def users_of(runs: Iterable[Mapping[str, Any]]) -> list[tuple[str, Collection[str]]]:
-    """For :func:`require_same_users`, out of metrics."""
+    """Return the argument of :func:`require_same_users` for metrics."""
     return [(f"{run['method']}, seed {run['seed']}", run["users"]) for run in runs]
 
 
 def hold_against(table: ComparisonTable, baseline: str | None) -> ComparisonTable:
-    """A comparison with its methods held against a baseline, by default ``local`` or the first; with one seed, or one
-    method, against none.
+    """Return a comparison with verdicts against a baseline, by default ``local`` or else the first method.
+
+    With one seed or one method there are no verdicts.
 
     Raises:
-        RunError: an older table, which does not have the results of each seed.
-        RecipeError: the baseline is not among the methods.
+        RunError: The table has no results of single seeds, as older tables.
+        RecipeError: The baseline is not among the methods.
     """
     rows = table["methods"]
     if any("results" not in row for row in rows):
@@ -536,7 +571,7 @@ def hold_against(table: ComparisonTable, baseline: str | None) -> ComparisonTabl
 
 
 def against_of(table: ComparisonTable) -> Against | None:
-    """What a table says of its baseline; older ones, and those of one seed, have none."""
+    """Return a table's verdicts; None for tables of one seed and for older tables."""
     found = table.get("against")
     return Against.read(found) if found else None
 
@@ -563,7 +598,7 @@ def _row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:
         **({"privacy": _most_revealing(runs)} if any(run.get("privacy") for run in runs) else {}),
         **({"warnings": warned} if (warned := _warnings(runs)) else {}),
     }
-    return cast(MethodRow, row)  # two of its keys depend on measure and unit
+    return cast(MethodRow, row)  # names of two keys depend on measure and unit
 
 
 def _most_revealing(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, object]:
@@ -577,16 +612,16 @@ def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _geometric_row(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[str, CellSpread]:
-    """Each seed's geometric mean over users, for perplexities: mean and deviation over seeds."""
+    """Return mean and deviation over seeds of the geometric mean over users, for perplexities only."""
     means = [mean for run in runs for mean in geometric(run["users"], measure).values()]
     return {GEOMETRIC: dict(zip(("mean", "std"), _spread(means), strict=True))} if means else {}
 
 
 def read_comparison(folder: Path) -> ComparisonTable:
-    """The table of a comparison.
+    """Read the table of a comparison.
 
     Raises:
-        RunError: not the folder of a comparison.
+        RunError: The folder has no readable ``table.json``.
     """
     try:
         return json.loads((folder / "table.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Plans of ``comingle cost`` as tables. MB are 10^6 bytes, GB 10^9."""
+"""Tables of ``comingle cost``. MB are 10^6 bytes, GB 10^9."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comingle.utils.terminal import printable, words
 
 
 class FlopsRecord(TypedDict):
-    """FLOPs of a pass: in all, and how much more than the base alone, as a share of it."""
+    """Total FLOPs of a pass, and the overhead over the base as a fraction."""
 
     total: float
     overhead: float
@@ -22,7 +22,7 @@ class FlopsRecord(TypedDict):
 
 
 class UserCostRecord(TypedDict):
-    """Costs of users who cost the same. FLOPs have further keys, which hold the plan's unit."""
+    """Costs of users with equal costs. FLOPs have further keys that contain the plan's unit."""
 
     names: Sequence[str]
     experts: int
@@ -34,7 +34,7 @@ class UserCostRecord(TypedDict):
 
 
 class PrivacyRecord(TypedDict):
-    """Forecast of the privacy that a run spends."""
+    """Forecast of the privacy budget that a run spends."""
 
     mechanism: str
     epsilon: float
@@ -60,7 +60,7 @@ class _MethodCost(TypedDict):
 
 
 class MethodCostRecord(_MethodCost, total=False):
-    """Costs of one method, as :meth:`comingle.cost.records.MethodCost.as_dict` writes them."""
+    """Costs of one method, as :meth:`comingle.cost.records.MethodCost.as_dict` returns them."""
 
     privacy: PrivacyRecord
 
@@ -79,7 +79,7 @@ class DifferenceRecord(TypedDict):
 
 
 class PlanRecord(TypedDict):
-    """A plan as JSON, as :meth:`comingle.cost.records.Plan.as_dict` writes it."""
+    """A plan as JSON, as :meth:`comingle.cost.records.Plan.as_dict` returns it."""
 
     base: str
     base_parameters: int
@@ -98,7 +98,7 @@ class PlanRecord(TypedDict):
 
 
 class TimeRow(TypedDict):
-    """Seconds of a round for a population of one size, and of its parts."""
+    """Seconds of a round for a population of one size, in all and by part."""
 
     users: int
     present: int
@@ -114,7 +114,7 @@ class TimeRow(TypedDict):
 
 
 class TimePartsRecord(TypedDict):
-    """What was measured of one method on this machine."""
+    """Measurements of one method on this machine."""
 
     user_seconds: float
     handling_seconds: float
@@ -134,7 +134,7 @@ class MethodTimeRecord(TypedDict):
 
 
 class TimesRecord(TypedDict):
-    """Times as JSON, as :func:`comingle.cost.machines.plan_times` writes them."""
+    """Times as JSON, as :func:`comingle.cost.machines.plan_times` returns them."""
 
     machines: int
     processes: int
@@ -148,7 +148,7 @@ class TimesRecord(TypedDict):
 
 
 def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
-    """What is counted, then parameters and bytes, compute, memory, and the paper's figures beside them."""
+    """Yield the tables of a plan: parameters and bytes, compute, memory, privacy, and the paper's figures."""
     yield _head(plan)
     for table in (_parameters(plan), _compute(plan), _memory(plan)):
         yield table
@@ -162,7 +162,10 @@ def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
 
 
 def verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
-    """One line for each method: whether it fits this machine, and what to try where it does not."""
+    """Yield one line for each method, and whether it fits into the memory of this machine.
+
+    The line of a method that does not fit contains advice.
+    """
     free = plan["free_bytes"]
     for method in plan["methods"]:
         needs = f"needs {_gigabytes(method['machine']['total_bytes'])}, {_gigabytes(free)} free on {plan['device']}"
@@ -175,7 +178,7 @@ def verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
 
 
 def _privacy(plan: PlanRecord) -> Iterator[str]:
-    """How much a run reveals of a user, and with how much noise."""
+    """Yield the privacy budget that each method spends, and its noise."""
     yield f"Privacy: what the run reveals of the {_hidden(plan)} most is revealed"
     for method in plan["methods"]:
         if not (found := method.get("privacy")):
@@ -190,7 +193,7 @@ def _privacy(plan: PlanRecord) -> Iterator[str]:
 
 
 def _hidden(plan: PlanRecord) -> str:
-    """What privacy hides: a user, or one of its examples."""
+    """Return the unit of privacy: a user or an example."""
     mechanisms = {method["privacy"]["mechanism"] for method in plan["methods"] if "privacy" in method}
     return "example of which" if mechanisms and all(map(protects_examples, mechanisms)) else "user of whom"
 
@@ -225,7 +228,7 @@ def _columns(table: Table, *names: str, left: int = 2) -> Table:
 
 
 def _rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
-    """Each method with each of its kinds of users."""
+    """Yield each method's users, one row for each group with equal costs."""
     for method in plan["methods"]:
         for i, user in enumerate(method["users"]):
             everybody = len(method["users"]) == 1 and len(user["names"]) > 1
@@ -273,7 +276,7 @@ def _compute(plan: PlanRecord) -> Table:
 
 
 def _overheads(user: UserCostRecord, spent: FlopsRecord, naive: bool) -> list[str]:
-    """Over the base, and where anybody has experts, of the naive way."""
+    """Return the overhead over the base, and that of the naive implementation if any user has experts."""
     shown = [_share(spent["overhead"])]
     return [*shown, _share(spent["naive_overhead"]) if user["experts"] else "–"] if naive else shown
 
@@ -307,7 +310,7 @@ def _memory(plan: PlanRecord) -> Table:
 
 
 def _kept(plan: PlanRecord) -> Iterator[str]:
-    """What is not in memory: messages at another time, and users on disk."""
+    """Yield the bytes of users on disk."""
     for method in plan["methods"]:
         if method["store_bytes"]:
             yield f"{method['method']}: users on disk take {megabytes(method['store_bytes'])} there at most\n"
@@ -367,7 +370,7 @@ _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")
 
 
 def render_times(times: TimesRecord) -> Iterator[Table | str]:
-    """Each method's rounds for populations of several sizes, and what was measured."""
+    """Yield the tables of each method's rounds and its measurements."""
     yield _times_head(times)
     for method in times["methods"]:
         yield _times_table(method, priced=times["price"] is not None)
@@ -416,7 +419,7 @@ def _notes(times: TimesRecord) -> Iterator[str]:
 
 
 def seconds(value: float) -> str:
-    """With a unit that a person reads."""
+    """Return a duration with the largest unit that fits."""
     for size, unit in _UNITS:
         if value >= size:
             return f"{value / size:,.3g} {unit}"

@@ -1,7 +1,7 @@
 """Figures of runs: learning curves, bytes, heat maps, gains and mixtures.
 
-Source: FLoRAL, section 3.2 (one softmax vector for each user over C adaptor sets) and section 6 (users k in cluster
-k mod C). Adaptor sets have no names of their own, so they are put into the order of the clusters that use them most.
+Source of the mixtures: FLoRAL, section 3.2 (one softmax vector per user over C adaptor sets) and section 6 (user k is
+in cluster k mod C). Adaptor sets have no names, so they are sorted by the clusters that use them most.
 """
 
 from __future__ import annotations
@@ -54,20 +54,25 @@ from comingle.reports.runs import (
 from comingle.utils.records import MEASURES, read_events
 
 MAX_PANELS = 24
-"""How many users have a panel; more are a population, of which the best and the worst have one."""
+"""Largest number of users that get a panel each. For more users figures show the best and the worst."""
 
 
 def is_population(users: Sequence[str]) -> bool:
-    """Whether there are too many users to show each of them."""
+    """Return whether there are too many users to show each of them."""
     return len(users) > MAX_PANELS
 
 
 def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None) -> dict[str, str]:
-    """Up to ``most`` users, and how their panels or rows are called.
+    """Return up to ``most`` users with the titles of their panels or rows.
 
-    All of them where there are no more; else the better half and then the worse half of ``most``, by their mean change
-    against ``baseline`` (default: the first there is) over the other trained entries, or by their mean test results
-    where there is no baseline. A user without a finite number is among the worst.
+    If there are more users, the best and the worst ones are chosen, half of each. They are sorted by their mean change
+    against the baseline over the other trained entries, or by their mean test result without a baseline. Users without
+    a finite number are among the worst.
+
+    Args:
+        entries: Entries with the same users.
+        most: Largest number of users.
+        baseline: The baseline; None for the first of :func:`comingle.reports.runs.baselines`.
     """
     users = list(entries[0].first.users)
     if len(users) <= most:
@@ -99,21 +104,24 @@ MOST_TICKS = 5
 
 
 def scores_figure(entry: Entry) -> Figure:
-    """How much each expert says in each layer over training, for every user."""
+    """Return a figure of each expert's mean score in each layer over training, for every user."""
     return scores_panels(entry).figure()
 
 
 def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
-    """A panel for each user and expert: layers (up, the first below) x rounds; solid is 1, blank is 0.
+    """Return one heat map per user and expert: layers (first at the bottom) x rounds; solid is 1, blank is 0.
 
-    Users stand below each other, or two in a row. Of a population there are the best and the worst, as ``entries``
-    (default: this one alone) tell them.
+    Each user has a row, or half a row. For many users the best and the worst are shown.
+
+    Args:
+        entry: The entry whose scores are shown.
+        entries: Entries by which users are ranked; empty for ``entry`` alone.
     """
     width = max(len(expert_curves(entry, user)) for user in entry.first.users)
     most = max(2, MAX_PANELS // width)
     shown = extremes(entries or [entry], most)
     users = {user: by_layer for user in shown if (by_layer := expert_curves(entry, user))}
-    if not users:  # none of these tells, over a network
+    if not users:  # in a federation users can keep their results private
         shown = {user: user for user in list(entry.first.evaluations[-1].scores)[:most]}
         users = {user: expert_curves(entry, user) for user in shown}
     rounds = {evaluation.iterations: evaluation.round for run in entry.runs for evaluation in run.evaluations}
@@ -161,23 +169,28 @@ def _heatmap_sheet(users: dict[str, list[ExpertCurves]], rounds: dict[int, int])
 
 
 MAX_BARS = 60
-"""How many bars a figure has; the tables have all users."""
+"""Largest number of bars in a figure; tables have all users."""
 PALE = 0.4
-"""How strong the bar of a level result is."""
+"""Opacity of the bars of level results."""
 
 Rows = Sequence[tuple[Entry, Sequence[Gain]]]
 
 
 def users_figure(entries: Sequence[Entry], baseline: Entry) -> Figure | None:
-    """Per user and entry a bar: the change of the test result against ``baseline``; None where nothing compares."""
+    """Return a bar chart of each user's change against ``baseline``; None if nothing can be compared."""
     panels = users_panels(entries, baseline)
     return None if panels is None else panels.figure()
 
 
 def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) -> Panels | None:
-    """One panel with a bar for each user and entry, ``width`` inches wide.
+    """Return one panel with a bar for each user and entry; None if nothing can be compared.
 
-    None where nothing can be compared. Of too many users the best and the worst have bars; the numbers are of all.
+    With too many users only the best and the worst have bars. The sheet has all users.
+
+    Args:
+        entries: Entries with the same users.
+        baseline: The entry that others are compared with.
+        width: Width of the panel, in inches.
     """
     rows = compared(entries, baseline)
     if not rows:
@@ -196,7 +209,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
 
 
 def bars_room(rows: Sequence[object]) -> int:
-    """How many users have a bar, where there are so many entries."""
+    """Return the largest number of users that have bars."""
     return max(1, MAX_BARS // len(rows))
 
 
@@ -206,7 +219,7 @@ def _looks(entries: Sequence[Entry]) -> dict[str, Style]:
 
 
 def _gain_sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
-    """Every user, entry by entry, best first."""
+    """Return a sheet with every user's gain, entry by entry, best first."""
     unit = baseline.first.unit
     head = ["method", "against", "user", f"train_{unit}", "change", "std_over_seeds", "low_95", "high_95", "verdict"]
     sheet: list[list[object]] = [[*head]]
@@ -239,7 +252,7 @@ def _bars(
     have = [(i, by_user[user]) for i, user in enumerate(users) if user in by_user]
     places = [i + offset for i, _ in have]
     ends = [_end(g, g.change.mean) for _, g in have]
-    # Hatched where it is worse, which is seen without colour and without looking for the zero; pale where it is level.
+    # Bars of harmed users are hatched, which is visible without colour. Bars of level results are pale.
     for place, end, (_, gain) in zip(places, ends, have, strict=True):
         start = _from(gain.measure)
         (bar,) = axis.barh(
@@ -254,7 +267,7 @@ def _bars(
 
 
 def _from(measure: str) -> float:
-    """Where no change is: losses are shown as multiples."""
+    """Return the value that stands for no change. Changes of losses are shown as factors."""
     return 1.0 if measure == "loss" else 0.0
 
 
@@ -263,7 +276,7 @@ def _end(gain: Gain, change: float) -> float:
 
 
 def _multiples(axis: Axis, low: float, high: float) -> None:
-    """Ticks of a logarithmic axis as factors."""
+    """Format the ticks of a logarithmic axis as factors."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"×{value:,.12g}"))
     crowded = high > 30 * low
     axis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(_multiple))
@@ -278,7 +291,7 @@ def _multiple(value: float, _: object) -> str:
 
 
 def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | None:
-    """How the changes of all users are distributed, and for each entry the change against a user's amount of data."""
+    """Return the distribution of all users' changes, and each entry's changes against the users' amounts of data."""
     rows = compared(entries, baseline)
     if not rows:
         return None
@@ -305,7 +318,7 @@ def _legend_line(style: Style) -> Line2D:
 
 
 def _distribution(axis: Axes, *, rows: Rows, looks: dict[str, Style], measure: str, baseline: str) -> None:
-    """The share of users (up) whose change is at most so much (across)."""
+    """Draw the cumulative distribution of changes: share of users (up) with at most a given change (across)."""
     for entry, gains_of_entry in rows:
         ends = np.sort([_end(gain, gain.change.mean) for gain in gains_of_entry])
         style = looks[entry.label]
@@ -321,7 +334,7 @@ def _distribution(axis: Axes, *, rows: Rows, looks: dict[str, Style], measure: s
 
 
 def _against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], style: Style, baseline: Entry) -> None:
-    """A point for each user."""
+    """Draw a point for each user: amount of data (across) and change (up)."""
     first = baseline.first
     have = [gain for gain in gains if first.amounts.get(gain.user, 0) > 0]
     across, up = [first.amounts[gain.user] for gain in have], [_end(gain, gain.change.mean) for gain in have]
@@ -340,19 +353,27 @@ def _against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], style: Sty
 
 MAX_SNAPSHOTS = 6
 _MOST_NAMES = 40
-_SOLID = "#2b7bc4"  # about equally far from white paper and from dark
+_SOLID = "#2b7bc4"  # similar contrast on light and dark pages
 _SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixtures:
-    """The mixtures of a run at each evaluation, ready to be drawn.
+    """Mixtures of one run at each evaluation.
 
-    ``values`` is (evaluation, user, adaptor set), each row a point of the simplex. Users are sorted by their true
-    cluster, where that is known, and adaptor sets so that set c is the one that cluster c uses, after the last round;
-    ``order`` says which of the run's sets each of them is. ``entropy`` of the routers, mean over users, is in nats;
-    ``component`` says what is mixed, as far as events do; ``mismatch`` is the mean distance of the learned aggregation
-    weights from the true ones (FLoRAL, section 4).
+    Args:
+        method: The method.
+        seed: The seed.
+        rounds: Rounds of the evaluations.
+        users: Users, sorted by true cluster if it is known.
+        clusters: True cluster of each user; None if unknown.
+        order: Which of the run's adaptor sets each column is. Set c is the one that cluster c uses after the last
+            round.
+        values: Weights, of shape (evaluation, user, adaptor set); each row sums to 1.
+        component: Name of what is mixed.
+        entropy: Mean entropy of the routers over users, in nats, by evaluation.
+        mismatch: Mean distance of the learned aggregation weights from the true ones (FLoRAL, section 4), by
+            evaluation.
     """
 
     method: str
@@ -368,26 +389,26 @@ class Mixtures:
 
     @property
     def learned(self) -> bool:
-        """Whether anybody ever mixed; with optimal routing all have one set from the start."""
+        """Whether any user mixes several sets. With optimal routing each user has one set from the start."""
         return bool((self.values.max(-1) < 1).any())
 
     @cached_property
     def recovery(self) -> tuple[float, ...] | None:
-        """At each evaluation the adjusted Rand index of every user's heaviest set against the true clusters."""
+        """Adjusted Rand index of users' heaviest sets against true clusters, by evaluation; None without clusters."""
         if self.clusters is None:
             return None
         return tuple(adjusted_rand_index(self.clusters, at.argmax(1).tolist()) for at in self.values)
 
 
 def read_mixtures(folder: Path) -> Mixtures | None:
-    """The mixtures in a run's events; None where its users mix nothing at the level of the client."""
+    """Read the mixtures from a run's events; None if its users have no client-level mixtures."""
     events = list(read_events(folder))
     start = next((event for event in events if event["event"] == "start"), None)
     evaluations = [event for event in events if event["event"] == "evaluation" and "mixtures" in event]
     if start is None or not evaluations:
         return None
     truth: dict[str, int] | None = evaluations[-1].get("clusters")
-    # Over a network there may be users who were away at an evaluation, or do not tell.
+    # In a federation users can miss an evaluation or keep their results private.
     names = [user for user in evaluations[-1]["mixtures"] if all(user in event["mixtures"] for event in evaluations)]
     if not names:
         return None
@@ -410,15 +431,15 @@ def read_mixtures(folder: Path) -> Mixtures | None:
 
 
 def _told(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
-    """What every evaluation says under a key."""
+    """Return the values of a key in all events; None if an event does not have it."""
     return tuple(event[key] for event in events) if all(key in event for event in events) else None
 
 
 def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple[int, ...]:
-    """The adaptor sets in the order of the true clusters that use them, one for each as far as there are enough.
+    """Return the adaptor sets in the order of the true clusters that use them.
 
-    That assignment has the largest total weight (a linear sum assignment); sets without a cluster come after it, those
-    that are used most first.
+    The assignment of sets to clusters maximises the total weight (linear sum assignment). Sets without a cluster
+    follow, the most used first.
     """
     sets = range(mixture.shape[1])
     taken: list[int] = []
@@ -432,10 +453,10 @@ def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple
 
 
 def adjusted_rand_index(one: Sequence[Hashable], other: Sequence[Hashable]) -> float:
-    """How alike two partitions of the same things are: 1 for the same up to names, about 0 for unrelated ones.
+    """Return the similarity of two partitions of the same items: 1 for equal ones, about 0 for unrelated ones.
 
-    ``(n - e) / (m - e)``: n pairs that both keep together, e as many as by chance, m the mean of the pairs that either
-    keeps together (Hubert and Arabie, 1985). Partitions for which that is 0 / 0 are the same.
+    ``(n - e) / (m - e)``: n pairs are together in both partitions, e is the number expected by chance, and m is the
+    mean number of pairs together in either partition (Hubert and Arabie, 1985). 0 / 0 counts as 1.
     """
     together = _pairs(Counter(zip(one, other, strict=True)))
     first, second = _pairs(Counter(one)), _pairs(Counter(other))
@@ -448,13 +469,13 @@ def _pairs(sizes: Counter[object]) -> int:
     return sum(comb(size, 2) for size in sizes.values())
 
 
-# -------------------------------------------------------------------- the picture
+# -------------------------------------------------------------------- mixtures
 
 
 def mixtures_figure(mixtures: Mixtures) -> Figure:
-    """Users (down) x adaptor sets (across) at up to ``MAX_PANELS`` evaluations.
+    """Return heat maps of users (down) x adaptor sets (across) at up to :data:`MAX_SNAPSHOTS` evaluations.
 
-    A weight of 1 is solid and one of 0 lets the background through, so that the picture suits light and dark pages.
+    Weight 1 is solid and weight 0 is transparent, so that the figure suits light and dark pages.
     """
     panels = _spread_out(len(mixtures.rounds))
 
@@ -463,7 +484,7 @@ def mixtures_figure(mixtures: Mixtures) -> Figure:
             axis.imshow(mixtures.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
             axis.set_title(_title(mixtures, at))
             axis.set_xticks(range(len(mixtures.order)), [str(name) for name in mixtures.order])
-            if len(mixtures.order) > 10:  # numbers of two digits run into each other unless they stand upright
+            if len(mixtures.order) > 10:  # labels of two digits would overlap horizontally
                 axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(mixtures.order)))
             axis.set_xlabel(mixtures.component)
             axis.grid(visible=False)
@@ -471,15 +492,15 @@ def mixtures_figure(mixtures: Mixtures) -> Figure:
         figure.suptitle(f"{mixtures.method}, seed {mixtures.seed}: each user's mixture", x=0.01, ha="left")
         bar = figure.colorbar(axes[-1].images[0], ax=axes, label="weight", shrink=0.8)
         assert bar.solids is not None
-        bar.solids.set_rasterized(True)  # as hundreds of translucent strips it would show their seams
+        bar.solids.set_rasterized(True)  # seams show between hundreds of translucent vector strips
 
-    # Room for names, for the colours beside the panels, and for the title above a single one.
+    # Includes space for user names, the colour bar, and the title above a single panel.
     width = min(14.0, max(4.4, 1.7 + len(panels) * (0.6 + 0.22 * len(mixtures.order))))
     return draw(1, len(panels), (width / len(panels), 3.4), paint)
 
 
 def _spread_out(count: int) -> list[int]:
-    """The first and the last evaluation, and some between them at equal distances."""
+    """Return the first evaluation, the last, and some between them at equal distances."""
     wanted = min(count, MAX_SNAPSHOTS)
     return [round(number * (count - 1) / max(1, wanted - 1)) for number in range(wanted)]
 
@@ -490,7 +511,7 @@ def _title(mixtures: Mixtures, at: int) -> str:
 
 
 def _mark_clusters(axis: Axes, mixtures: Mixtures, *, labels: bool) -> None:
-    """Lines between the true clusters, and their names in the middle of their users."""
+    """Draw lines between the true clusters and label them at their centres."""
     names = mixtures.users if mixtures.clusters is None else [f"cluster {cluster}" for cluster in mixtures.clusters]
     starts = [i for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
     if mixtures.clusters is not None:
@@ -510,16 +531,26 @@ __all__ = ["bytes_figure", "curves_figure", "draw", "save", "scores_figure", "us
 
 
 def curves_figure(entries: Sequence[Entry], *, start: bool = True, measure: str = "") -> Figure:
-    """Test results against local iterations, as :func:`curves_panels` has them."""
+    """Return a figure of test results against local iterations, as :func:`curves_panels`.
+
+    Args:
+        entries: Entries with the same users.
+        start: Include the first evaluation of trained runs.
+        measure: The measure; empty for the one that methods are compared by.
+    """
     return curves_panels(entries, start=start, measure=measure).figure()
 
 
 def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str = "") -> Panels:
-    """Test results against local iterations: the mean over users, then each user; bands are deviations over seeds.
+    """Return panels of test results against local iterations: the mean over users, then each user.
 
-    They are perplexities, or whatever models are compared by, unless ``measure`` says otherwise; of perplexities there
-    is the geometric mean too. ``start=False`` leaves out the first evaluation of trained runs, so that late differences
-    can be seen. Of a population there are the best and the worst users.
+    Bands are standard deviations over seeds. Perplexities have a panel for the geometric mean too. For many users the
+    best and the worst are shown.
+
+    Args:
+        entries: Entries with the same users.
+        start: Include the first evaluation of trained runs; without it late differences are visible.
+        measure: The measure; empty for the one that methods are compared by.
     """
     measure = measure or entries[0].first.measure
     users = extremes(entries, MAX_PANELS)
@@ -544,7 +575,7 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
 
 
 def method_keys(entries: Sequence[Entry]) -> list[Key]:
-    """The lines of entries, and their names."""
+    """Return the legend of entries."""
     looks = styles([entry.method for entry in entries])
     lines = [Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in looks]
     return [(line, entry.label) for line, entry in zip(lines, entries, strict=True)]
@@ -586,14 +617,21 @@ def _curves_panel(
 
 
 def _is_wide(values: Sequence[float], measure: str, start: bool) -> bool:
-    """Whether small differences need a logarithmic axis: those of losses do even without the start."""
+    """Return whether small differences need a logarithmic axis; for losses also without the first evaluation."""
     if not values or MEASURES[measure] == "higher":
         return False
     return (start or measure == "loss") and 0 < 4 * min(values) < max(values)
 
 
 def logarithmic(axis: Axes, values: Sequence[float], measure: str, room: float = 1.6) -> None:
-    """Limits a factor below the lowest and above the highest value: bands must not set the scale."""
+    """Set a logarithmic y axis with limits that depend on the values, not on their bands.
+
+    Args:
+        axis: The axes.
+        values: The values.
+        measure: Their measure.
+        room: Factor between the extreme values and the limits.
+    """
     axis.set_yscale("log")
     axis.set_ylim(min(values) / room, max(values) * room)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
@@ -607,7 +645,10 @@ def _without_start(curve: Curve) -> Curve:
 
 
 def _line(axis: Axes, curve: Curve, style: Style, wide: bool) -> None:
-    """A curve with a band of one deviation; on a logarithmic axis, where it may not reach zero, as far down as up."""
+    """Draw a curve with a band of one standard deviation.
+
+    On a logarithmic axis the band reaches as many decades down as up, as it could reach 0 otherwise.
+    """
     means = [value.mean for value in curve.values]
     colour = style.colour.light
     marker = style.marker if len(means) <= 12 else ""
@@ -622,12 +663,12 @@ def _line(axis: Axes, curve: Curve, style: Style, wide: bool) -> None:
 
 
 def bytes_figure(entries: Sequence[Entry]) -> Figure:
-    """Mean test results at the end against everything that all users uploaded: left is cheap."""
+    """Return a figure of mean test results at the end against the bytes that all users uploaded."""
     return bytes_panels(entries).figure()
 
 
 def bytes_panels(entries: Sequence[Entry]) -> Panels:
-    """A panel for the mean over users; of perplexities another for the geometric mean."""
+    """Return a panel for the mean over users, and for perplexities another one for the geometric mean."""
     measure = entries[0].first.measure
     means = ["mean", "geometric mean"] if measure == "perplexity" else ["mean"]
     sheet: list[list[object]] = [["of", "method", "upload_bytes_in_total", "mean_over_seeds", "std_over_seeds"]]

@@ -1,6 +1,7 @@
 """Formats of measures and tables, for the terminal and HTML.
 
-Accuracies are kept in [0, 1] and told in per cent. What is better is in :data:`comingle.utils.records.MEASURES`.
+Accuracies are stored in [0, 1] and shown in per cent. Whether lower or higher is better is in
+:data:`comingle.utils.records.MEASURES`.
 """
 
 from __future__ import annotations
@@ -21,43 +22,46 @@ from comingle.utils.records import MEASURES, SHARES
 from comingle.utils.terminal import printable
 
 MOST_ROWS = 24
-"""A run's table has a row for each of so many users; of more it shows the best, the worst, and how all are spread."""
+"""Largest number of users that get a row each. For more users a table shows the best, the worst and quantiles."""
 
 FEW = 5
-"""So many of the best users, and of the worst."""
+"""Number of best users, and of worst users, in a shortened table."""
 
 QUANTILES = {"10% of users": 0.1, "25%": 0.25, "median": 0.5, "75%": 0.75, "90%": 0.9}
-"""Where between the best user, 0, and the worst, 1, a distribution is looked at."""
+"""Quantiles in a shortened table, from the best user (0) to the worst (1)."""
 
 TOLERANCE = 0.1
-"""Budgets that differ by no more than this share are called equal."""
+"""Largest relative difference between parameter budgets that count as equal."""
 
 
 def best_first(scores: Mapping[str, float | None], measure: str) -> list[str]:
-    """Users by their score; who has none that is finite comes last."""
+    """Sort users by score, best first; users without a finite score come last."""
     sign = 1 if MEASURES[measure] == "lower" else -1
     finite = {name: math.inf if score is None else sign * score for name, score in scores.items()}
     return sorted(scores, key=finite.__getitem__)
 
 
 def at_share(ordered: Sequence[str], share: float) -> str:
-    """The user so far from the best, 0, to the worst, 1: the nearest, so that a score is always somebody's."""
+    """Return the user at a quantile, from the best (0) to the worst (1), rounded to the nearest user."""
     return ordered[math.floor(share * (len(ordered) - 1) + 0.5)]
 
 
 def typical_budget(counts: Sequence[int]) -> int | None:
-    """The median number of trained parameters of methods that train at all: of two, the lower."""
+    """Return the lower median of the positive numbers of trained parameters; None without any."""
     trained = [count for count in counts if count]
     return statistics.median_low(trained) if trained else None
 
 
 def is_unequal(count: int, typical: int | None) -> bool:
-    """Whether a method trains more than :data:`TOLERANCE` more or fewer parameters; nothing at all is no budget."""
+    """Return whether a method's number of parameters differs from the median by more than :data:`TOLERANCE`.
+
+    A method that trains nothing is never unequal.
+    """
     return bool(count) and typical is not None and abs(count - typical) > TOLERANCE * typical
 
 
 def budget_note(counts: Sequence[int]) -> str:
-    """A line about those that are marked; empty where none is."""
+    """Return the note on methods marked as unequal; empty without any."""
     typical = typical_budget(counts)
     if not any(is_unequal(count, typical) for count in counts):
         return ""
@@ -65,47 +69,52 @@ def budget_note(counts: Sequence[int]) -> str:
 
 
 def rule(measure: str) -> str:
-    """What a reader must know of a measure's numbers: their unit, if they have one, and which way is better."""
+    """Return the unit of a measure, if it has one, and its better direction, as text."""
     better = f"{MEASURES[measure]} is better"
     unit = {**dict.fromkeys(SHARES, "per cent, "), "rouge1": "from 0 to 1, "}
     return unit.get(measure, "") + better
 
 
 def axis_label(measure: str) -> str:
-    """A measure with its unit beside an axis."""
+    """Return the axis label of a measure with its unit."""
     return f"test {measure}, %" if measure in SHARES else f"test {measure}"
 
 
 def tick(value: float, measure: str) -> str:
-    """A measure at the tick of an axis."""
+    """Return the tick label of a value."""
     value = 100 * value if measure in SHARES else value
     return f"{value:,.2f}".rstrip("0").removesuffix(".") if value >= 10 else f"{value:g}"
 
 
 def sparse(value: float, measure: str) -> str:
-    """Between powers of ten only 2 and 5 are written."""
+    """Return the tick label of 2 and 5 times powers of ten, and an empty label for others."""
     leading = round(value / 10 ** math.floor(math.log10(value)))
     return tick(value, measure) if leading in (2, 5) else ""
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """Bytes in a unit, and its name, for numbers up to ``largest``: whole bytes while they are few, else megabytes."""
+    """Return the unit of a column of byte counts as divisor and name: bytes below 10,000, else megabytes."""
     return (1.0, "B") if largest < 10_000 else (1e6, "MB")
 
 
 # -------------------------------------------------------------------- one user against a baseline
 
 _POINTS = {**dict.fromkeys(SHARES, "percentage points"), "rouge1": "points of 0.01"}
-"""What shares differ by, which have values from 0 to 1."""
+"""Units of differences of measures with values from 0 to 1."""
 _LARGEST = 700.0
-"""A logarithm beyond which a float has no exponential: the end of an interval may lie anywhere."""
+"""Largest logarithm whose exponential is a finite float; ends of intervals can be beyond it."""
 
 
 def change(value: float, baseline: float, measure: str) -> float | None:
-    """How far a result is from a baseline's; None where that cannot be said.
+    """Return the change of a result against a baseline; None if it is undefined.
 
-    Accuracies and ROUGE-1 differ by points, perplexities by per cent of the baseline. Losses of regressions span many
-    orders of magnitude, so that nearly all would be 100% better: they differ by ``log10(value / baseline)``.
+    Accuracies and ROUGE-1 differ by percentage points, perplexities by per cent of the baseline. Losses of regressions
+    span many orders of magnitude, so they differ by ``log10(value / baseline)``.
+
+    Args:
+        value: The result.
+        baseline: The baseline's result.
+        measure: The measure of both.
     """
     if measure in _POINTS:
         return 100 * (value - baseline)
@@ -115,10 +124,15 @@ def change(value: float, baseline: float, measure: str) -> float | None:
 
 
 def additive_difference(value: float | None, baseline: float | None, measure: str) -> float | None:
-    """Return a result's distance from a baseline on a scale that can be averaged; None where it is not finite.
+    """Return a difference to a baseline on a scale that can be averaged; None if it is not finite.
 
-    The log ratio of perplexities and losses, the difference of accuracies and ROUGE-1. :func:`as_change` converts a
-    mean of such distances to the unit of :func:`change`.
+    This is the log ratio of perplexities and losses, and the difference of accuracies and ROUGE-1. :func:`as_change`
+    converts a mean of such differences to the unit of :func:`change`.
+
+    Args:
+        value: The result.
+        baseline: The baseline's result.
+        measure: The measure of both.
     """
     if value is None or baseline is None or not math.isfinite(value - baseline):
         return None
@@ -135,17 +149,17 @@ def as_change(mean: float, measure: str) -> float:
 
 
 def is_worse(difference: float, measure: str) -> bool:
-    """Whether such a change is harm."""
+    """Return whether a change is for the worse."""
     return difference < 0 if MEASURES[measure] == "higher" else difference > 0
 
 
 def best_of(measure: str) -> Callable[..., Any]:
-    """What finds the best of several results or changes: ``min`` or ``max``."""
+    """Return the function that picks the best of several results or changes: ``min`` or ``max``."""
     return min if MEASURES[measure] == "lower" else max
 
 
 def worst_of(measure: str) -> Callable[..., Any]:
-    """What finds the worst of them."""
+    """Return the function that picks the worst of several results or changes: ``min`` or ``max``."""
     return max if MEASURES[measure] == "lower" else min
 
 
@@ -160,7 +174,7 @@ def negligible_change_text(measure: str) -> str:
 
 
 def factor_text(factor: float) -> str:
-    """A factor with three digits, or with as many as show that it is not 1.
+    """Return a factor with three significant digits, or with enough digits to show that it is not 1.
 
     >>> factor_text(0.0625), factor_text(1.00072), factor_text(1.0)
     ('×0.0625', '×1.00072', '×1')
@@ -172,14 +186,14 @@ def factor_text(factor: float) -> str:
 
 
 def change_text(difference: float, measure: str) -> str:
-    """A change as people read it."""
+    """Return a change as text, with its unit."""
     if measure == "loss":
         return factor_text(10**difference)
     return f"{difference:+.1f}\u00a0points" if measure in _POINTS else f"{difference:+.1f}%"
 
 
 def reach_text(reach: tuple[float, float], measure: str) -> str:
-    """An interval of changes as people read it, with a digit more where it is narrow."""
+    """Return an interval of changes as text, with one more digit if it is narrow."""
     if measure == "loss":
         return " to ".join(factor_text(10 ** min(end, _LARGEST / math.log(10))) for end in reach)
     digits = 1 if reach[1] - reach[0] >= 1 else 2
@@ -187,7 +201,13 @@ def reach_text(reach: tuple[float, float], measure: str) -> str:
 
 
 def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
-    """A change beside an axis, and, unless it must be short, which end of it is which."""
+    """Return the axis label of changes against a baseline.
+
+    Args:
+        measure: The measure.
+        baseline: Name of the baseline.
+        short: Leave out which direction is better.
+    """
     sides = ("better", "worse") if MEASURES[measure] == "lower" else ("worse", "better")
     ends = f"(left: {sides[0]}, right: {sides[1]})"
     if short:
@@ -197,27 +217,27 @@ def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
     return f"change of test {measure} against {baseline}, {_POINTS.get(measure, '%')} {ends}"
 
 
-# What would end a cell, become HTML, or set letters differently; an underscore within a word does not.
+# Characters that end a cell, start HTML, or change the font; underscores within words do not.
 _MARKDOWN = re.compile(r"[\\`*\[\]<>|]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def markdown_line(cells: Sequence[str]) -> str:
-    """A row of a Markdown table that shows its cells as they are.
+    r"""Return a row of a Markdown table with special characters escaped.
 
     >>> markdown_line(["a|b", "_x_"])
-    '| a\\\\|b | \\\\_x\\\\_ |'
+    '| a\\|b | \\_x\\_ |'
     """
     return "| " + " | ".join(_MARKDOWN.sub(r"\\\g<0>", cell) for cell in cells) + " |"
 
 
 class Table(table.Table):
-    """Rich's, but that what stands above and below few columns is not broken at their width."""
+    """A table of rich whose title and caption may be wider than its columns."""
 
     title: TextType | None
     caption: TextType | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
-        """Title, table, caption."""
+        """Yield title, table and caption."""
         title, caption = self.title, self.caption
         self.title = self.caption = None
         try:

@@ -1,4 +1,4 @@
-"""The HTML report of runs, one self-contained page, with its token view (CoMiGS, Figures 3 and 14 to 19)."""
+"""HTML report of runs as a self-contained page, with a token view (CoMiGS, Figures 3 and 14 to 19)."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ from comingle.utils.inputs import Inputs, read_inputs
 from comingle.utils.records import number, read_metrics, sample_told
 
 COLUMNS = 56
-"""Characters of a line in the drawn token view."""
+"""Characters per line in the token view."""
 ADVANCE = 0.602
-"""Width of a letter of DejaVu Sans Mono, in font sizes."""
+"""Width of a letter of DejaVu Sans Mono, as a fraction of the font size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text in tokens; ``owner`` is the user whose test set it is from, or None."""
+    """A text in tokens; ``owner`` is the user whose test set contains it, or None."""
 
     name: str
     owner: str | None
@@ -88,9 +88,15 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenView:
-    """Texts x users under one run: ``gates[text][user]`` is ``(layers, tokens, experts of the user)``.
+    """Gates of texts under the models of users of one run.
 
-    ``experts[user]`` names the experts, ``in_distribution`` says whether a user's test text is like what it trains on.
+    Args:
+        label: Name of the run.
+        users: The users.
+        experts: Names of each user's experts.
+        texts: The texts.
+        gates: ``gates[text][user]`` has the shape (layers, tokens, experts of the user).
+        in_distribution: Whether a user's test text is distributed as its training text.
     """
 
     label: str
@@ -107,12 +113,12 @@ class TokenView:
 
 
 def pack_gates(gates: np.ndarray) -> str:
-    """Gates in thousandths as little-endian 16-bit numbers in base64."""
+    """Return gates in thousandths as little-endian 16-bit integers in base64."""
     return base64.b64encode(np.rint(gates.astype(np.float64) * 1000).astype("<u2").tobytes()).decode("ascii")
 
 
 def as_data(views: Sequence[TokenView]) -> list[dict[str, object]]:
-    """The views for the page's script."""
+    """Return the views as JSON for the page's script."""
     return [
         {
             "label": view.label,
@@ -129,12 +135,12 @@ def as_data(views: Sequence[TokenView]) -> list[dict[str, object]]:
     ]
 
 
-# -------------------------------------------------------------------- drawn
+# -------------------------------------------------------------------- token view
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cell:
-    """A text in one user's model, seen at one layer: ``gates`` are ``(tokens, experts)``."""
+    """A text under one user's model at one layer; ``gates`` has the shape (tokens, experts)."""
 
     title: str
     tokens: Sequence[str]
@@ -143,7 +149,7 @@ class _Cell:
 
 
 def tokens_figure(view: TokenView, layer: int) -> Figure:
-    """Texts (rows) x users' models (columns), every token on the colour of its top expert in ``layer``."""
+    """Return a figure of texts (rows) x users' models (columns) with each token on the colour of its top expert."""
     rows = [
         [
             _cell_of(view, row, column, layer, f"text: {text.name}, model: {user}{_remark(view, text, user)}")
@@ -155,7 +161,7 @@ def tokens_figure(view: TokenView, layer: int) -> Figure:
 
 
 def own_texts_figure(view: TokenView, layers: Sequence[int]) -> Figure:
-    """Layers (rows) x users (columns), in each cell the user's own text in its own model (CoMiGS, Figure 3)."""
+    """Return a figure of layers (rows) x users (columns): each user's text under its own model (CoMiGS, Figure 3)."""
     owners = [text.owner for text in view.texts]
     own = [(column, owners.index(user), user) for column, user in enumerate(view.users) if user in owners]
     rows = [[_cell_of(view, row, column, at, f"{user}, layer {at}") for column, row, user in own] for at in layers]
@@ -172,7 +178,7 @@ def _cell_of(view: TokenView, row: int, column: int, layer: int, title: str) -> 
 
 
 def _grid(view: TokenView, rows: Sequence[Sequence[_Cell]], title: str) -> Figure:
-    """Cells of as many lines as the longest text has, below the names of the experts."""
+    """Return a figure of equal cells with as many lines as the longest text needs, and a legend of the experts."""
     cells = [cell for row in rows for cell in row]
     lines = max(_place(cell.tokens)[-1][1] + 1 if cell.tokens else 1 for cell in cells)
 
@@ -189,7 +195,7 @@ def _grid(view: TokenView, rows: Sequence[Sequence[_Cell]], title: str) -> Figur
 
 
 def _fit(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Make the letters as wide as the place that :func:`_place` gave them."""
+    """Set the font size so that letters have the width that :func:`_place` assumes."""
     figure.draw_without_rendering()
     points = axes[0].get_window_extent().width / figure.dpi * 72
     for axis in axes:
@@ -211,12 +217,12 @@ def _paint(axis: Axes, cell: _Cell, lines: int) -> None:
 
 
 def visible(token: str) -> str:
-    """A token on one line: a line break is a sign."""
+    """Return a token on one line, with a sign for line breaks and for other characters that cannot be printed."""
     return "".join("⏎" if c == "\n" else c if c.isprintable() else "·" for c in token)
 
 
 def _place(tokens: Sequence[str]) -> list[tuple[int, int]]:
-    """Column and line of every token."""
+    """Return column and line of every token."""
     places, column, line = [], 0, 0
     for token in tokens:
         width = len(visible(token))
@@ -228,12 +234,12 @@ def _place(tokens: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _tested(key: str) -> bool:
-    """Whether a key decides on what is tested; how much is trained on does not."""
+    """Return whether a recipe key affects the test data; the amount of training data does not."""
     return key.startswith("data.") and "max_train" not in key and key != "data.task.fraction"
 
 
 def notices(entries: Sequence[Entry]) -> list[str]:
-    """What a reader must know before comparing these entries: other bases, other test text, unfinished runs."""
+    """Return what limits a comparison of these entries: other bases, other test data, unfinished runs."""
     lines = unlike(entries)
     for run in (run for entry in entries for run in entry.runs):
         if run.metrics is None:
@@ -245,7 +251,7 @@ def notices(entries: Sequence[Entry]) -> list[str]:
 
 
 def unlike(entries: Sequence[Entry]) -> list[str]:
-    """Why numbers of these entries should not be compared: other bases, other test text, data that has changed."""
+    """Return why numbers of these entries should not be compared: other bases, other test data, changed files."""
     runs = [run for entry in entries for run in entry.runs]
     lines = []
     bases = sorted({run.base for run in runs})
@@ -263,7 +269,10 @@ def unlike(entries: Sequence[Entry]) -> list[str]:
 
 
 def _changed(runs: Sequence[RunRecord]) -> list[str]:
-    """Where recipes are the same and what was read is not, by its digests; of folders that do not tell, nothing."""
+    """Return the runs whose recipes are equal but whose input files differ, by their digests.
+
+    Runs without digests are left out.
+    """
     lines: list[str] = []
     first: dict[str, tuple[RunRecord, Inputs]] = {}
     for run in runs:
@@ -286,25 +295,26 @@ Sheet = Sequence[Sequence[object]]
 
 
 def csv_text(sheet: Sheet) -> str:
-    """Comma-separated values; None is an empty cell, and numbers have all their digits."""
+    """Return comma-separated values; None is an empty cell, and numbers have all their digits."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(sheet)
     return file.getvalue()
 
 
 def data_uri(sheet: Sheet) -> str:
-    """A link that holds the whole file."""
+    """Return a data URI with the sheet as a CSV file."""
     return "data:text/csv;charset=utf-8;base64," + base64.b64encode(csv_text(sheet).encode()).decode("ascii")
 
 
 def user_records(runs: Sequence[Path]) -> list[dict[str, object]]:
-    """One record for each user of each finished run: the run's folder, method, seed, base and rounds, the user, and
-    everything that was measured of it.
+    """Return one record for each user of each finished run.
+
+    Each has the run's folder, method, seed, base and rounds, the user, and everything that was measured of it.
 
     Raises:
-        RunError: none of the runs has finished.
+        RunError: None of the runs has finished.
     """
-    finished = [run for run in runs if (run / "metrics.json").exists()] or list(runs[:1])  # refused where it is read
+    finished = [run for run in runs if (run / "metrics.json").exists()] or list(runs[:1])  # read_metrics raises
     return [
         {
             "run": run.name,
@@ -319,13 +329,13 @@ def user_records(runs: Sequence[Path]) -> list[dict[str, object]]:
 
 
 def sheet_of(records: Sequence[Mapping[str, object]]) -> list[list[object]]:
-    """A column for every key that a record has; what others lack is None."""
+    """Return a sheet with a column for every key of the records; missing values are None."""
     head = list(dict.fromkeys(key for record in records for key in record))
     return [[*head], *([record.get(key) for key in head] for record in records)]
 
 
 def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
-    """Each user's weight of each component at each evaluation."""
+    """Return each user's weight of each component at each evaluation."""
     rows: list[list[object]] = [["seed", "round", "user", "true_cluster", "component", "weight"]]
     clusters = mixtures.clusters or (None,) * len(mixtures.users)
     for round_number, values in zip(mixtures.rounds, mixtures.values, strict=True):
@@ -336,7 +346,7 @@ def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
 
 
 def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
-    """Each token of each text under each user's model, and what the router of ``layer`` says to each expert."""
+    """Return each token of each text under each user's model, with the gate of each expert in ``layer``."""
     rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
     for text, row in zip(view.texts, view.gates, strict=True):
         for user, experts, gates in zip(view.users, view.experts, row, strict=True):
@@ -347,22 +357,36 @@ def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
 
 
 _ROOM = 1.2
-"""CSS pixels for each point of a panel's width, before another one is put beside it."""
+"""CSS pixels per point of a panel's width that are needed before another panel is put next to it."""
 
 
 class Drawn:
-    """Turns figures into markup whose colours follow the page's theme."""
+    """Converts figures to markup whose colours follow the page's theme."""
 
     def __init__(self, variables: dict[str, str]):
         self._variables, self._count = variables, 0
 
     def wide(self, figure: Figure, label: str, name: str, sheet: Sheet) -> Markup:
-        """One picture that keeps its shape: where it does not fit, it scrolls in its frame."""
+        """Return one figure with fixed proportions, which scrolls in its frame if it is too wide.
+
+        Args:
+            figure: The figure.
+            label: Text for screen readers.
+            name: Name of the CSV file.
+            sheet: Content of the CSV file.
+        """
         frame = Markup('<div class="frame" tabindex="0" role="region" aria-label="{}">{}</div>')
         return _plot([frame.format(label, self._svg(figure, label))], name, sheet)
 
     def panels(self, panels: Panels, label: str, name: str, *, phone: Panels | None = None) -> Markup:
-        """Panels side by side as far as there is room; ``phone`` takes their place on a narrow screen."""
+        """Return panels side by side as far as they fit.
+
+        Args:
+            panels: The panels.
+            label: Text for screen readers.
+            name: Name of the CSV file.
+            phone: Panels that replace them on narrow screens.
+        """
         inner = [self._keys(panels.keys), self._grid(panels, label, "" if phone is None else "desk")]
         if phone is not None:
             inner.append(self._grid(phone, label, "phone"))
@@ -392,11 +416,11 @@ def _plot(inner: Sequence[Markup], name: str, sheet: Sheet) -> Markup:
 
 
 WIDE = 8
-"""The table of results has a column for each of so many users; of more it shows the worst and the best."""
+"""Largest number of users with a column each in the table of results; else it has the worst and the best user."""
 NAMED = 12
-"""How many names stand in a cell."""
+"""Largest number of names in a cell."""
 LISTED_SEEDS = 8
-"""The largest number of seeds that the heading lists."""
+"""Largest number of seeds that the heading lists."""
 _CLASSES = {"gained": "gain", "harmed": "harm", BETTER: "gain", WORSE: "harm"}
 
 
@@ -406,7 +430,13 @@ def render_page(
     *,
     baseline: str | None = None,
 ) -> str:
-    """The page, with verdicts against a baseline. Text of users and names are escaped wherever they stand."""
+    """Return the page. Text of users and names are escaped everywhere.
+
+    Args:
+        entries: Entries with the same users.
+        views: Token views.
+        baseline: The baseline of verdicts; None for ``local`` or else the first entry.
+    """
     palette = _palette(entries)
     drawn = Drawn({colour.light: f"var(--c{colour.light[1:]})" for colour in palette})
     environment = Environment(
@@ -463,7 +493,7 @@ def _heading(entries: Sequence[Entry]) -> str:
 
 
 def _palette(entries: Sequence[Entry]) -> list[Colour]:
-    """Every colour that the figures of these entries use, each once."""
+    """Return every colour in the figures of these entries once."""
     colours = [INK, MUTED, LINE, PAPER, *(style.colour for style in styles([entry.method for entry in entries]))]
     for entry in entries:
         experts = {name for names in entry.first.evaluations[-1].experts.values() for name in names}
@@ -482,7 +512,7 @@ def _told(value: Spread | None, measure: str) -> str:
 
 
 def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, object]:
-    """Entries x users and their mean; of many users the worst and the best, and all of them in a table beside it."""
+    """Return a table of entries x users and means; for many users the worst and the best, and a second table of all."""
     measure = entries[0].first.measure
     by_user = {user: [final(entry, user) for entry in entries] for user in users}
     whole = [(user, [_told(v, measure) for v in spreads]) for user, spreads in by_user.items()]
@@ -503,7 +533,7 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, object
 
 
 def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[str]]:
-    """Each entry's user with the worst or the best mean over seeds."""
+    """Return each entry's user with the worst or the best mean over seeds."""
     pick = worst_of(measure) if worst else best_of(measure)
     cells = []
     for values in zip(*by_user.values(), strict=True):
@@ -514,7 +544,7 @@ def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bo
 
 
 def _against(found: Against | None) -> dict[str, object] | None:
-    """The table of verdicts."""
+    """Return the table of verdicts."""
     if found is None:
         return None
     head, rows = rows_of(found)
@@ -522,7 +552,7 @@ def _against(found: Against | None) -> dict[str, object] | None:
 
 
 def _curves(entries: Sequence[Entry], drawn: Drawn) -> Iterator[tuple[str, Markup]]:
-    """What is shown and its figure: of accuracies the losses too."""
+    """Yield titles and figures of learning curves, for accuracies also of losses."""
     names = measured(entries)
     for name in names:
         of = f"{name} " if len(names) > 1 else ""
@@ -560,13 +590,13 @@ def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str,
 
 
 def _told_of(kind: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
-    """Whether a verdict has a column: "level" always, others where there are several seeds, or a single one."""
+    """Return whether a verdict has a column: "level" always, others with several seeds or with a single one."""
     single = {gain.interval is None for _, gains_of_entry in pairs for gain in gains_of_entry}
     return kind == "level" or ("one seed" in kind) in single
 
 
 def _names(told: list[str], *, last: bool) -> Markup:
-    """The names of users, best first; of many the count, and the first, or those from the ``last`` on."""
+    """Return users' names, best first; of many the count, and the first names, or from the end if ``last``."""
     most = told[: -NAMED - 1 : -1] if last else told[:NAMED]
     shown = told if len(told) <= NAMED else most
     spans = [Markup('<span class="name">{}</span>').format(name + ",") for name in shown[:-1]]
@@ -577,11 +607,11 @@ def _names(told: list[str], *, last: bool) -> Markup:
     return Markup("{} users: {} and {} more").format(len(told), names, len(told) - NAMED)
 
 
-# -------------------------------------------------------------------- who mixes what
+# -------------------------------------------------------------------- mixtures and scores
 
 
 def _learned(entry: Entry) -> list[Mixtures]:
-    """The mixtures of an entry's runs, where its users have learnt any."""
+    """Return the mixtures of an entry's runs that have learned ones."""
     by_run = [read_mixtures(run.folder) for run in entry.runs]
     return [one for one in by_run if one is not None and one.learned]
 
@@ -626,7 +656,7 @@ def _scores(
 
 
 def _score_rows(entry: Entry) -> list[tuple[str, str, list[str]]]:
-    """For the table beside the picture: each user's experts with their last score in every layer."""
+    """Return the table of the figure: each user's experts with their last score in every layer."""
     return [
         (user, expert.name, [f"{curve.values[-1].mean:.2f}" for curve in expert.layers])
         for user in entry.first.users

@@ -29,18 +29,22 @@ from comingle.utils.records import MEASURES, geometric_mean, measure_of, read_ev
 
 logger = logging.getLogger(__name__)
 
-# What decides neither on the result nor on its name.
+# Recipe keys that affect neither the result nor the label of an entry.
 _ASIDE = ("seed", "runtime", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One evaluation: what was measured of each user (None if not finite), and what its routers said.
+    """Results of one evaluation.
 
-    ``valid_loss`` is the validation loss, where the run selects its best round by it.
-    ``measure`` is what models are compared by, ``users[user][measure]`` each user's; some have others too, as accuracy
-    and loss. ``scores[user][layer][expert]`` is a mean gate, ``experts[user]`` names the experts; both empty without
-    routers.
+    Args:
+        round: The round.
+        iterations: Local steps of each user so far.
+        measure: The measure that models are compared by.
+        users: ``users[user][measure]``, None if not finite. Users can have other measures too, as accuracy and loss.
+        experts: Names of each user's experts; empty without routers.
+        scores: Mean gates ``scores[user][layer][expert]``; empty without routers.
+        valid_loss: Validation loss, if the run selects its best round by it.
     """
 
     round: int
@@ -52,7 +56,13 @@ class Evaluation:
     valid_loss: float | None = None
 
     def value(self, user: str | None = None, measure: str = "", *, geometric: bool = False) -> float | None:
-        """What was measured of a user, or the mean over users; None where it is not known or not finite."""
+        """Return a user's result, or the mean over users; None if it is unknown or not finite.
+
+        Args:
+            user: The user; None for the mean over all.
+            measure: The measure; empty for the one that models are compared by.
+            geometric: Return the geometric mean.
+        """
         names = self.users if user is None else [user]
         values = [self.users.get(name, {}).get(measure or self.measure) for name in names]
         if geometric:
@@ -63,7 +73,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run folder tells. ``metrics`` is None for a run that has not finished."""
+    """Content of a run folder; ``metrics`` is None for a run that has not finished."""
 
     folder: Path
     method: str
@@ -76,17 +86,17 @@ class RunRecord:
     rounds: tuple[dict[str, Any], ...]
     metrics: dict[str, Any] | None
     unit: str = "tokens"
-    """What the users' data is counted in: tokens or samples."""
+    """Unit of the users' data: "tokens" or "samples"."""
     amounts: dict[str, int] = field(default_factory=dict)
-    """How much each user trains on, in that unit; empty where the run does not tell."""
+    """Each user's amount of training data in that unit; empty if the run does not record it."""
     spent: dict[str, Any] = field(default_factory=dict)
-    """What its exchanges have revealed so far: ``epsilon`` of the user of whom most, and ``delta``; else empty."""
+    """Privacy budget spent so far: largest ``epsilon`` of all users, and ``delta``; empty without privacy."""
     judged: tuple[dict[str, Any], ...] = ()
-    """Of each round with a rule of ``aggregation``, whose uploads counted."""
+    """One event per round with an aggregation rule, with the weight of each upload."""
 
     @property
     def task(self) -> str:
-        """What the users do, in words, where that is not language."""
+        """The task's name and settings; empty for language."""
         task_setting: dict[str, Any] | None = (self.recipe.get("data") or {}).get("task")
         if not task_setting:
             return ""
@@ -109,23 +119,23 @@ class RunRecord:
 
     @property
     def chosen(self) -> Evaluation:
-        """The evaluation of the models with which it ended: the last, or that with the lowest validation loss."""
+        """The evaluation of the run's final models: the last, or the one with the lowest validation loss."""
         known = [evaluation for evaluation in self.evaluations if evaluation.valid_loss is not None]
         return min(known, key=lambda evaluation: evaluation.valid_loss or 0.0, default=self.evaluations[-1])
 
     @property
     def measure(self) -> str:
-        """What its models are compared by."""
+        """The measure that models are compared by."""
         return self.evaluations[-1].measure
 
     @property
     def routed(self) -> bool:
-        """Whether its last evaluation tells what routers said, of somebody."""
+        """Whether the last evaluation has scores of routers."""
         return bool(self.evaluations[-1].scores)
 
     @cached_property
     def key(self) -> tuple[tuple[str, object], ...]:
-        """Everything that tells it from another run, but for the seed."""
+        """Everything that distinguishes the run from others, except for the seed."""
         kept = {key: value for key, value in self.recipe.items() if key not in _ASIDE}
         asked = kept.pop("evaluation", None) or {}
         evaluation = {"model": asked.get("model"), "select": asked.get("select", "last")}
@@ -141,7 +151,7 @@ def brief_list(names: Sequence[str], last: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Runs that differ only in their seed, under a name of their own."""
+    """Runs that differ only in their seeds, with a common label."""
 
     label: str
     runs: tuple[RunRecord, ...]
@@ -158,7 +168,7 @@ class Entry:
 
     @property
     def trained(self) -> bool:
-        """Whether there was anything to train."""
+        """Whether the method trains."""
         return self.first.planned_rounds > 0
 
 
@@ -166,10 +176,10 @@ class Entry:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Run folders: those given, and those inside folders of comparisons, each once.
+    """Return the given run folders and those inside folders of comparisons, each once.
 
     Raises:
-        RunError: a path is neither.
+        RunError: A path is neither.
     """
     by_path: dict[Path, Path] = {}
     for path in paths:
@@ -184,7 +194,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def _inside(path: Path) -> list[Path]:
-    """The runs of a comparison, in the order of its table where there is one."""
+    """Return the runs of a comparison, in the order of its table if there is one."""
     folders = sorted(file.parent for file in path.glob("*/events.jsonl"))
     try:
         order = [row["method"] for row in yaml.safe_load((path / "table.json").read_text(encoding="utf-8"))["methods"]]
@@ -195,10 +205,10 @@ def _inside(path: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """A run, finished or not.
+    """Read a run, finished or not.
 
     Raises:
-        RunError: it has not got as far as an evaluation, or its recipe cannot be read.
+        RunError: It has no evaluation yet, or its recipe cannot be read.
     """
     events = list(read_events(folder))
     start = next((event for event in events if event["event"] == "start"), None)
@@ -226,7 +236,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _unit(users: Mapping[str, Mapping[str, object]]) -> str:
-    """What the start of a run counts its users' data in."""
+    """Return the unit of the users' data in a start event."""
     counted = next(iter(users.values()), {})
     return "samples" if "train_samples" in counted else "tokens"
 
@@ -248,7 +258,7 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
 def _evaluation(event: dict[str, Any], local_steps: int) -> Evaluation:
     return Evaluation(
         round=event["round"],
-        iterations=event.get("iterations", event["round"] * local_steps),  # older runs do not tell
+        iterations=event.get("iterations", event["round"] * local_steps),  # missing in older runs
         measure=measure_of(event),
         users={name: _measures(user) for name, user in event["users"].items()},
         experts=event.get("experts", {}),
@@ -265,10 +275,10 @@ def _measures(user: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def read_entries(paths: Sequence[Path]) -> list[Entry]:
-    """All runs in and below ``paths``, seeds of the same recipe together.
+    """Read all runs in and below ``paths`` and group those that differ only in their seeds.
 
     Raises:
-        RunError: nothing to read, or the runs are not of the same users or not measured alike.
+        RunError: There are no runs, or they have different users or measures.
     """
     runs = [read_run(folder) for folder in find_runs(paths)]
     for run in runs[1:]:
@@ -288,7 +298,7 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
 
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
-    """The method's name; where several entries share it, with the settings in which they differ."""
+    """Return each method's name; if several entries have the same method, with the settings in which they differ."""
     labels = []
     for run in runs:
         among = [other for other in runs if other.method == run.method]
@@ -304,7 +314,10 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _told(run: RunRecord, *, whole: bool) -> dict[str, object]:
-    """Everything that tells a run from others; not the ``whole`` of its privacy where others have none."""
+    """Return everything that distinguishes a run from others.
+
+    Unless ``whole``, that is if others have no privacy, only the mechanism of its privacy is kept.
+    """
     if whole:
         return dict(run.key)
     kept = {key: value for key, value in run.key if not key.startswith("privacy")}
@@ -325,7 +338,7 @@ def _short(value: object) -> str:
 
 
 BASELINES = ("local", "fedavg")
-"""What each user's result is held against: alone, and with everything averaged."""
+"""Methods that each user's results are compared with: training alone, and averaging everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +351,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A quantity at each evaluation, against local iterations."""
+    """A quantity at each evaluation, against local steps."""
 
     iterations: tuple[int, ...]
     values: tuple[Spread, ...]
@@ -354,7 +367,7 @@ class ExpertCurves:
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """How far a user's last test result under one entry is from that under a baseline.
+    """Change of a user's final test result against a baseline.
 
     ``change`` is in the unit of :func:`comingle.reports.formatting.change`: percentage points of accuracies, per cent
     of perplexities, powers of ten of losses. ``interval`` is the 95% confidence interval of its mean over seeds
@@ -368,9 +381,10 @@ class Gain:
 
     @property
     def verdict(self) -> str:
-        """One of :func:`verdicts`: "gained" and "harmed" need several seeds, and an interval without 0.
+        """One of :func:`verdicts`.
 
-        A single seed is "lower (one seed)" or "higher (one seed)", or "level" below :func:`measures.level`.
+        "gained" and "harmed" need several seeds and an interval without 0. A single seed is "lower (one seed)" or
+        "higher (one seed)", or "level" below :func:`comingle.reports.formatting.negligible_change`.
         """
         if self.interval is None:
             side = "lower" if self.change.mean < 0 else "higher"
@@ -381,19 +395,19 @@ class Gain:
 
     @property
     def text(self) -> str:
-        """The change in words."""
+        """The change as text."""
         return change_text(self.change.mean, self.measure)
 
 
 def verdicts(measure: str) -> tuple[str, ...]:
-    """All verdicts, from the best to the worst."""
+    """Return all verdicts from the best to the worst."""
     one = ("lower (one seed)", "higher (one seed)")
     good, bad = one if MEASURES[measure] == "lower" else one[::-1]
     return ("gained", good, "level", bad, "harmed")
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation of at least one value."""
+    """Return the mean and the sample standard deviation of at least one value."""
     return Spread(mean=statistics.fmean(values), std=statistics.stdev(values) if len(values) > 1 else None)
 
 
@@ -401,15 +415,19 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def learning_curve(entry: Entry, user: str | None = None, measure: str = "", *, geometric: bool = False) -> Curve:
-    """What was measured of a user, or the mean over users, by default what models are compared by.
+    """Return the results of a user, or the mean over users, at each evaluation; those that are not finite are left out.
 
-    Evaluations without a finite value are left out.
+    Args:
+        entry: The entry.
+        user: The user; None for the mean over all.
+        measure: The measure; empty for the one that models are compared by.
+        geometric: Return the geometric mean.
     """
     return _curve(entry, lambda evaluation: evaluation.value(user, measure, geometric=geometric))
 
 
 def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
-    """How much each of a user's experts says in each layer (CoMiGS, Figures 4 and 10); empty without routers."""
+    """Return the score of each of a user's experts in each layer (CoMiGS, Figures 4 and 10); empty without routers."""
     last = entry.first.evaluations[-1]
     names, layers = last.experts.get(user, []), len(last.scores.get(user, []))
 
@@ -437,7 +455,10 @@ def _curve(entry: Entry, value: Any) -> Curve:
 
 
 def measured(entries: Sequence[Entry]) -> list[str]:
-    """What was measured of every user at the end: what models are compared by, then what else all runs have."""
+    """Return the measures of the final evaluations.
+
+    The first is the one that models are compared by; others are those that all runs have.
+    """
     ends = [run.chosen for entry in entries for run in entry.runs]
     others = [name for name in MEASURES if all(name in user for end in ends for user in end.users.values())]
     return list(dict.fromkeys([ends[0].measure, *others]))
@@ -447,14 +468,23 @@ def measured(entries: Sequence[Entry]) -> list[str]:
 
 
 def final(entry: Entry, user: str | None = None, *, geometric: bool = False) -> Spread | None:
-    """The test result of a user, or the mean over users, at the end; None where a seed's is not finite."""
+    """Return the final test result of a user, or the mean over users; None if a seed's result is not finite.
+
+    Args:
+        entry: The entry.
+        user: The user; None for the mean over all.
+        geometric: Return the geometric mean.
+    """
     values = [run.chosen.value(user, geometric=geometric) for run in entry.runs]
     known = [value for value in values if value is not None]
     return spread(known) if len(known) == len(values) else None
 
 
 def gains(entry: Entry, baseline: Entry) -> list[Gain]:
-    """Each user's difference from a baseline, paired by seed, best first; users without finite numbers are left out."""
+    """Return each user's change against a baseline, paired by seed, best first.
+
+    Users without a finite result are left out.
+    """
     pairs = [(run, other) for run in entry.runs for other in baseline.runs if run.seed == other.seed]
     measure = entry.first.measure
     by_user = []
@@ -468,23 +498,25 @@ def gains(entry: Entry, baseline: Entry) -> list[Gain]:
 
 
 def baselines(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries of ``local`` and ``fedavg``, as far as there are any."""
+    """Return the entries of ``local`` and ``fedavg``, if there are any."""
     by_method = [[entry for entry in entries if entry.method == name] for name in BASELINES]
     return [entry for of_method in by_method for entry in of_method]
 
 
 def compared(entries: Sequence[Entry], baseline: Entry) -> list[tuple[Entry, list[Gain]]]:
-    """What each other trained entry does to each user, against ``baseline``."""
+    """Return the gains of each other trained entry's users against ``baseline``."""
     others = [entry for entry in entries if entry is not baseline and entry.trained]
     return [(entry, gains_of_entry) for entry in others if (gains_of_entry := gains(entry, baseline))]
 
 
 def held(entries: Sequence[Entry], wanted: str | None = None) -> Against | None:
-    """Every other entry against a baseline: the entry with the ``wanted`` label or method, else ``local``, else the
-    first; None with one entry or one seed.
+    """Compare every other entry with a baseline.
+
+    The baseline is the entry with the label or method ``wanted``, else ``local``, else the first entry. With one entry
+    or one seed the result is None.
 
     Raises:
-        RecipeError: none of the entries is ``wanted``.
+        RecipeError: No entry has this label or method.
     """
     labels = [entry.label for entry in entries]
     by_method = {entry.method: entry.label for entry in reversed(entries)}
@@ -497,14 +529,14 @@ def held(entries: Sequence[Entry], wanted: str | None = None) -> Against | None:
     return hold(results, entries[0].first.measure, baseline_of(labels, name))
 
 
-# -------------------------------------------------------------------- what it cost
+# -------------------------------------------------------------------- costs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What an entry sent, held and took. Totals are over all users and rounds, means over seeds.
+    """Measured costs of an entry: totals over all users and rounds, means over seeds.
 
-    Bytes per user and round, and everything measured, are None where no run has finished.
+    Bytes per user and round, and measured values, are None if no run has finished.
     """
 
     label: str
@@ -515,14 +547,14 @@ class Cost:
     download_bytes_per_user_round: float | None
     trainable_parameters: int | None
     per_second: Spread | None
-    """Tokens or samples of local work."""
+    """Tokens or samples per second of local work."""
     wall_seconds: Spread | None
     peak_memory_bytes: float | None
     place: str
 
 
 def cost(entry: Entry) -> Cost:
-    """The ledger's line of an entry."""
+    """Return the costs of an entry."""
     finished = [run.metrics for run in entry.runs if run.metrics is not None]
 
     def mean(key: str) -> Spread | None:
@@ -548,7 +580,7 @@ def cost(entry: Entry) -> Cost:
 
 
 def bound(entry: Entry) -> str:
-    """What an entry's exchanges have revealed of the user of whom most, in the run in which it was most."""
+    """Return the epsilon of an entry as text: the largest of all users and runs."""
     if all(run.spent for run in entry.runs):
         return f"{max(run.spent['epsilon'] for run in entry.runs):.3g}"
     sent = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)

@@ -50,16 +50,16 @@ from comingle.utils.records import (
 from comingle.utils.terminal import printable, words
 
 MOST_USERS = 8
-"""The largest number of users that get a column each."""
+"""Largest number of users that get a column each."""
 
 
 def megabytes(count: float | int) -> str:
-    """Bytes as megabytes."""
+    """Return bytes as megabytes."""
     return f"{count / 1e6:,.2f} MB"
 
 
 def sizes(counts: Sequence[float | None]) -> list[str]:
-    """Bytes of a column, all in the unit of the largest; a dash where nothing is known."""
+    """Return the byte counts of a column as text in the unit of the largest; unknown ones are a dash."""
     unit, name = byte_unit(max((count for count in counts if count is not None), default=0))
     digits = 0 if name == "B" else 2
     return ["–" if count is None else f"{count / unit:,.{digits}f} {name}" for count in counts]
@@ -71,7 +71,7 @@ def seconds_text(value: float) -> str:
 
 
 def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
-    """The users of a run, and their mean; of many, unless ``everybody`` is asked for, the best and the worst."""
+    """Return a table of a run's users and their mean; of many users, unless ``everybody``, the best and the worst."""
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     title = f"{metrics['method']}, seed {metrics['seed']}: test {measure} ({rule(measure)})"
     table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
@@ -80,7 +80,7 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
     table.add_column(
         measure, justify="right", footer="\n".join(_told(mean, metrics, measure) for mean in means.values())
     )
-    for name in (f"test {unit}", "trainable", "one upload"):  # in comparisons rounds without one count, too
+    for name in (f"test {unit}", "trainable", "one upload"):  # comparisons average over rounds without uploads too
         table.add_column(name, justify="right")
     if everybody or len(metrics["users"]) <= MOST_ROWS:
         _add_users(table, metrics, list(metrics["users"]))
@@ -105,7 +105,7 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
 
 
 def _told(mean: float | None, record: Mapping[str, object], measure: str) -> str:
-    """A mean over users, of whom there may be none who tells."""
+    """Return a mean over users as text, also if no user shares its results."""
     return number(mean, measure) if record["users"] else "not told"
 
 
@@ -119,7 +119,7 @@ def _circumstances(metrics: dict[str, Any], unit: str) -> str:
 
 
 def _add_users(table: Table, metrics: dict[str, Any], names: Sequence[str]) -> None:
-    """A row for each of some users."""
+    """Add a row for each of the given users."""
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     users = [metrics["users"][name] for name in names]
     sent = sizes([user["upload_bytes_per_round"] for user in users])
@@ -134,7 +134,7 @@ def _add_users(table: Table, metrics: dict[str, Any], names: Sequence[str]) -> N
 
 
 def _add_crowd(table: Table, metrics: dict[str, Any], measure: str) -> None:
-    """The best users, how everybody's results are spread, and the worst users."""
+    """Add the best users, quantiles of all results, and the worst users."""
     scores = {name: user[f"test_{measure}"] for name, user in metrics["users"].items()}
     ordered = best_first(scores, measure)
     table.add_row(words(f"best {FEW} of {len(ordered)} (--all shows everybody)", "dim"))
@@ -147,7 +147,7 @@ def _add_crowd(table: Table, metrics: dict[str, Any], measure: str) -> None:
 
 
 def render_curve(events: list[dict[str, Any]]) -> Table:
-    """Mean and per-user result at each evaluation."""
+    """Return a table of the mean and of each user's result at each evaluation."""
     evaluations = [e for e in events if e["event"] == "evaluation"]
     measure = measure_of(evaluations[0]) if evaluations else "perplexity"
     whole = ["mean", *(_geometric(evaluations[0]["users"], measure) if evaluations else {})]
@@ -163,7 +163,7 @@ def render_curve(events: list[dict[str, Any]]) -> Table:
 
 
 def _geometric(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
-    """The geometric mean over users under the name that it has in tables; for perplexities alone."""
+    """Return the geometric mean over users by its name in tables; empty for measures other than perplexity."""
     return dict(zip(["geometric mean"], geometric(users, measure).values(), strict=False))
 
 
@@ -178,7 +178,7 @@ WIDTH, HEIGHT = 480, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 12, 28
 
 Curve = list[tuple[int, float | None]]
-"""A round and the measure after it, in the order of rounds; None where the measure is not finite."""
+"""Rounds and the measure after each, in order; None if the measure is not finite."""
 
 
 def curve_svg(events: Sequence[dict[str, Any]]) -> str:
@@ -188,7 +188,7 @@ def curve_svg(events: Sequence[dict[str, Any]]) -> str:
     user's name as tooltip, escaped.
 
     Args:
-        events: a run's events; only evaluations are read.
+        events: A run's events, of which only evaluations are read.
 
     Returns:
         An ``<svg>`` element; an empty string if no evaluation has a finite mean.
@@ -264,12 +264,19 @@ def _text(x: float, y: float, anchor: str, text: str) -> str:
 
 
 MOST = 12
-"""The page names so many users of each entry: those who counted least."""
+"""Largest number of users of each entry that the page lists, those with the smallest weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """Of one user over the rounds and seeds of an entry: uploads judged, left out, and the mean of what counted."""
+    """Weights of one user's uploads over the rounds and seeds of an entry.
+
+    Args:
+        user: The user.
+        uploads: Number of uploads with a weight.
+        left_out: Number of uploads with weight 0.
+        mean: Mean weight.
+    """
 
     user: str
     uploads: int
@@ -278,7 +285,7 @@ class Counted:
 
 
 def counted(entry: Entry) -> list[Counted]:
-    """Every user whose uploads a rule has judged, those first who counted least."""
+    """Return every user with uploads weighted by an aggregation rule, smallest mean weights first."""
     shares: dict[str, list[float]] = {}
     for run in entry.runs:
         for event in run.judged:
@@ -292,7 +299,7 @@ def counted(entry: Entry) -> list[Counted]:
 
 
 def judged_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
-    """For the page: of each entry with a rule the users who counted least, and how many more there are."""
+    """Return for the page, for each entry with an aggregation rule, the users with the smallest weights."""
     tables = []
     for entry in entries:
         if users := counted(entry):
@@ -311,7 +318,13 @@ _ROWS = {
 
 
 def render_joined(name: str, measure: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A newcomer's test results, with the training data that each took."""
+    """Return a table of a new user's test results, with the training data that each model took.
+
+    Args:
+        name: The user's name.
+        measure: The measure.
+        rows: Results by model.
+    """
     unit = next(key for key in rows["joined"] if key.startswith("train_"))
     title = f"{printable(name)}: test {measure} ({rule(measure)})"
     table = Table("model", title=title, title_justify="left", box=None)
@@ -328,11 +341,11 @@ _STYLES = {"here": "green", "away": "red", "expected": "dim"}
 
 
 def render_participants(folder: Path, *, everybody: bool = False) -> rich_table.Table:
-    """Who is in, in which round, last seen when, bytes, and what users tell of losses and scores; those first who fail.
+    """Return a table of the clients of a federation, failing ones first.
 
-    Where the recipe has them also epsilon, and how much of the last upload of each counted.
-
-    Before anything is known, and while the file cannot be read, the table is empty.
+    It has the round, the time since the last message, bytes, and the losses and scores that users share. Depending on
+    the recipe it also has epsilon, and the weight of each user's last upload. It is empty while its file is missing or
+    cannot be read.
     """
     content = _read(folder)
     users: Mapping[str, Mapping[str, Any]] = content.get("users", {})
@@ -405,7 +418,7 @@ def _ago(seconds: float) -> str:
 
 
 def ledger(costs: Sequence[Cost]) -> list[list[str]]:
-    """The ledger, a row for each entry; a column of bytes has one unit."""
+    """Return a row of costs for each entry; all byte counts of a column have one unit."""
 
     def bytes_of(key: str) -> list[str]:
         return sizes([getattr(one, key) for one in costs])
@@ -440,7 +453,14 @@ _COSTS = ("trainable", "upload / round", "seconds")
 def write_comparison(
     folder: Path, runs: Sequence[Path], baseline: str | None = None, labels: Mapping[Path, str] = MappingProxyType({})
 ) -> ComparisonTable:
-    """Write ``table.md`` and ``table.json`` to ``folder`` and return the table; as :func:`compare_runs`."""
+    """Write ``table.md`` and ``table.json`` to ``folder`` and return the table.
+
+    Args:
+        folder: Folder of the comparison.
+        runs: Run folders.
+        baseline: As :func:`compare_runs`.
+        labels: As :func:`compare_runs`.
+    """
     table = compare_runs(runs, baseline, labels)
     write_json(folder / "table.json", table)
     write_text(folder / "table.md", markdown(table))
@@ -470,7 +490,7 @@ def cost_columns(table: ComparisonTable) -> list[tuple[str, list[str]]]:
 
 
 def _cells(table: ComparisonTable) -> tuple[list[str], list[list[str]]]:
-    """Header and rows as text: method, users, mean, parameters, upload, time."""
+    """Return header and rows as text: method, users, means, parameters, upload, time."""
     several = any(len(row["seeds"]) > 1 for row in table["methods"])
     measure = measure_of(table["methods"][0])
 
@@ -489,7 +509,7 @@ _SPREAD = {"best": 0.0, "median": 0.5, "worst": 1.0}
 
 
 def _spread_users(users: dict[str, dict[str, float | None]], measure: str) -> list[str]:
-    """The best user of a method, the median one and the worst."""
+    """Return the best, the median and the worst user of a method."""
     ordered = best_first({name: user["mean"] for name, user in users.items()}, measure)
     return [at_share(ordered, share) for share in _SPREAD.values()]
 
@@ -509,7 +529,7 @@ def note_of(table: ComparisonTable) -> str:
 
 
 def _stopped(rows: Sequence[MethodRow]) -> Iterator[str]:
-    """Which methods' runs ended before the others', as their privacy budget was spent."""
+    """Yield notes on methods whose runs ended early because their privacy budget was spent."""
     for row in rows:
         if planned := row.get("planned_rounds"):
             last = " and ".join(map(str, sorted(set(row["rounds"]))))
@@ -517,7 +537,7 @@ def _stopped(rows: Sequence[MethodRow]) -> Iterator[str]:
 
 
 def _sample_note(rows: Sequence[MethodRow]) -> str:
-    """Of how many users means are, where not of all, and how far each method's may be from theirs."""
+    """Return a note on means over a sample of the users, with each method's interval; empty without samples."""
     told = [(row["method"], sample_told(row).split(", ", 1)) for row in rows if "sample" in row]
     if not told:
         return ""
@@ -526,7 +546,7 @@ def _sample_note(rows: Sequence[MethodRow]) -> str:
 
 
 def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
-    """Return what a comparison's cells are: measure, direction, and seeds; ``spread`` names cells of several seeds."""
+    """Return the title of a comparison: measure, direction and seeds; ``spread`` names cells of several seeds."""
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
     over = f"{spread} over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     first = table["methods"][0]
@@ -536,7 +556,7 @@ def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
 
 
 def markdown(table: ComparisonTable) -> str:
-    """A comparison as Markdown tables."""
+    """Return a comparison as Markdown tables."""
     head, rows = _cells(table)
     lines = [f"Table: {title_of(table)}", "", markdown_line(head), "|" + "---|" * len(head)]
     lines += [markdown_line(row) for row in rows]
@@ -546,8 +566,10 @@ def markdown(table: ComparisonTable) -> str:
 
 
 def tables_of(table: ComparisonTable, *, everybody: bool = False) -> Iterator[Table | Text]:
-    """A comparison for the terminal, with its note, each method against the baseline, and if asked for a table of
-    ``everybody`` who has no column."""
+    """Yield a comparison for the terminal: table, note, and verdicts against the baseline.
+
+    With ``everybody`` a last table has a row for each user, if users have no columns.
+    """
     yield from render_comparison(table)
     if note := note_of(table):
         yield words(note, "dim")
@@ -566,7 +588,10 @@ def tables_of(table: ComparisonTable, *, everybody: bool = False) -> Iterator[Ta
 
 
 def render_comparison(table: ComparisonTable) -> Iterator[Table]:
-    """A comparison for the terminal; beside deviations there is no room for costs, which are then a second table."""
+    """Yield the table of a comparison for the terminal.
+
+    With several seeds costs are in a second table, as deviations take up the width.
+    """
     head, rows = _cells(table)
     several = any(len(row["seeds"]) > 1 for row in table["methods"])
     costs = len(head) - (len(_COSTS) if several else 0)
@@ -596,7 +621,7 @@ _CHARACTERS = {
     "|": r"\textbar{}",
     "`": r"\textasciigrave{}",
     "'": r"\textquotesingle{}",
-    "[": "{[}",  # at the start of a row an option of the row before
+    "[": "{[}",  # at the start of a row LaTeX reads it as an option of the previous row's \\
     "*": "{*}",
     "†": r"\textdagger{}",
     "–": r"\textendash{}",
@@ -605,7 +630,7 @@ _CHARACTERS = {
 }
 _SPECIAL = re.compile("|".join(map(re.escape, _CHARACTERS)))
 _HYPHENS = re.compile("-(?=-)")
-"""Hyphens that would become a dash with the next one."""
+"""Hyphens before another hyphen, which LaTeX would join to a dash."""
 
 
 def escape_latex(text: object) -> str:
@@ -620,14 +645,13 @@ def escape_latex(text: object) -> str:
 def latex(table: ComparisonTable, *, everybody: bool = False) -> str:
     """Return a comparison as a ``table`` environment for the package booktabs.
 
-    A row is a method, a column a user, a mean over users or a cost; with several seeds costs are a tabular of their own
-    below. Cells are means over seeds, with the standard
-    deviation where a method has several seeds. The best mean of a column is bold, as are those that are printed alike;
-    nothing is bold if there is one method.
+    A row is a method, a column a user, a mean over users or a cost. With several seeds costs are a tabular of their own
+    below. Cells are means over seeds, with the standard deviation for methods with several seeds. The best mean of a
+    column is bold, as are those that look equal. With one method nothing is bold.
 
     Args:
-        table: the table of :func:`comingle.reports.comparisons.compare_metrics`.
-        everybody: of more users than have a column, add a table with a row for each; the best of a row is bold.
+        table: The table of :func:`comingle.reports.comparisons.compare_metrics`.
+        everybody: If users have no columns, add a table with a row for each user, whose best mean is bold.
     """
     rows, measure = table["methods"], measure_of(table["methods"][0])
     methods = [escape_latex(row["method"]) for row in rows]
@@ -650,7 +674,7 @@ def latex(table: ComparisonTable, *, everybody: bool = False) -> str:
 
 
 def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: str) -> list[str]:
-    """Return the cells of methods that are compared with each other."""
+    """Return the cells of a column, or of a row of users' results, with the best in bold."""
     finite = [mean for value in values if (mean := value["mean"]) is not None and math.isfinite(mean)]
     best = number(best_of(measure)(finite), measure) if finite and len(values) > 1 else None
     cells = []
