@@ -1,4 +1,4 @@
-"""Baselines: local training, one model on all text, and the base model as it is."""
+"""Baselines: local training, one model for all data, and the unchanged base model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from comingle.methods.server import Server
 
 
 def local() -> Method:
-    """Every user fine-tunes alone.
+    """Fine-tune each user's model alone.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: nothing.  Local: attention, 2 averaged LoRA experts per MLP.  Frozen: the base.
@@ -23,11 +23,11 @@ def local() -> Method:
 
 
 def centralized() -> Method:
-    """One model trained on everybody's text: an unrealistic upper bound, since the text would have to leave its owners.
+    """Train one model on the data of all users: an upper bound, unrealistic because the data would have to be pooled.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2 and App. B.1.
-    Shared: nothing (there is one trainer).  Local: attention, 2 averaged LoRA experts per MLP.  Frozen: the base.
-    Client: joint steps on the concatenated training text; the batch is multiplied by the number of users.
+    Shared: nothing (there is a single client).  Local: attention, 2 averaged LoRA experts per MLP.  Frozen: the base.
+    Client: joint steps on the concatenated training text; the batch size is multiplied by the number of users.
     Server: none.
     Differs from the paper: none known.
     """
@@ -40,7 +40,7 @@ def centralized() -> Method:
 
 
 def pretrained() -> Method:
-    """The pretrained base, unchanged: what everybody has before any training.
+    """Use the pretrained base model unchanged: what all users have before any training.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, lower bound.
     Shared: nothing.  Local: nothing.  Frozen: everything.

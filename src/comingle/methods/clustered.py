@@ -19,16 +19,17 @@ from comingle.utils.trees import ADAPTOR, STATISTICS, Tree
 
 
 def ifca(*, models: Models = 5) -> Method:
-    """IFCA: every user takes the one of k models with the lowest loss on its training data, and trains it.
+    """IFCA: each user picks the one of k models with the lowest loss on its training data, and trains it.
 
     Source: Ghosh et al. 2020, "An Efficient Framework for Clustered Federated Learning", arXiv:2006.04088, Algorithm 1
     with model averaging.
     Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: nothing.
     Frozen: a language model's base.
-    Client: downloads all models, picks one by the loss on all of its training data, joint steps on it, uploads it with
-    its number.  Server: each model becomes the weighted mean of those who took it; nobody's model stays as it is.
-    Differs from the paper: means are weighted by training samples where ``training.weighting`` says so.  Among equally
-    good models a user keeps the one it has, which is at first a random one: LoRA's differ in nothing before training.
+    Client: downloads all models, picks one by the loss on all of its training data, takes joint steps on it, uploads it
+    with its number.
+    Server: each model becomes the weighted mean of the uploads for it; a model that no participant picked is unchanged.
+    Differs from the paper: means are weighted by training samples if ``training.weighting`` says so.  Among equally
+    good models a user keeps the one it has, at first a random one: before training the models' LoRA do not differ.
     """
 
     return Method(
@@ -41,39 +42,45 @@ def ifca(*, models: Models = 5) -> Method:
 
 @dataclass(frozen=True)
 class Choose(ClientHook):
-    """A user takes the model with the lowest loss on its training data, and says which with its upload."""
+    """Pick the model with the lowest loss on the training data; report which one with the upload."""
 
     models: int
     sweeps = True
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """A random choice of each user."""
+        """Draw a random choice for each user."""
         draws = [generator(seed, name, "ifca") for name in names]
         return {CHOICE: torch.cat([torch.randint(self.models, (1,), generator=draw) for draw in draws])}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
-        """The model that each user chooses."""
+        """Return the model that each user picks.
+
+        Args:
+            cohort: The users.
+            models: All models, ``(users, models, *shape)``.
+            senders: Not used.
+        """
         choice, losses = cohort.kept[CHOICE], cohort.training_losses(models)
         choice.copy_(best_model(losses, choice.to(losses.device)))
         return {name: t[torch.arange(len(choice)), choice] for name, t in models.items()}
 
     def report(self, cohort: Cohort) -> Tree:
-        """The number of the model."""
+        """Return the number of each user's model."""
         return {CHOICE: cohort.kept[CHOICE]}
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """One of them."""
+        """Number of a model, from 0."""
         return {CHOICE: Reported(most=self.models - 1, whole=True)}
 
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"]:
-        """All of the one that it has."""
+        """Return the choices in one-hot form."""
         return torch.nn.functional.one_hot(cohort.kept[CHOICE], self.models).double()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates(Mean):
-    """Each model becomes the weighted mean of those who took it; a model that nobody took stays as it is."""
+    """Server that averages each model over the users who picked it; other models are unchanged."""
 
     models: int
     clipped_mean = False
@@ -81,15 +88,15 @@ class Candidates(Mean):
 
     @property
     def server_models(self) -> int:
-        """All that users choose from."""
+        """Number of models that users pick from."""
         return self.models
 
     def start(self, setup: ServerSetup) -> Tree:
-        """The models."""
+        """Return the initial models."""
         return start_soup(setup.models)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """A mean for each model that somebody took."""
+        """Set each model that was picked to the weighted mean of its uploads."""
         soup, choice = soup_of(kept), received.reports[CHOICE]
         taken = torch.nn.functional.one_hot(choice, self.models).double() * received.weights.unsqueeze(1)
         total = taken.sum(0)
@@ -98,34 +105,34 @@ class Candidates(Mean):
             soup[name][alive] = mean
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """All models, not copied."""
+        """Return all models for each user, expanded without copying."""
         return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in soup_of(kept).items()}
 
     def starts(self, kept: Tree, received: Received) -> Tree:
-        """The model that each user says it took."""
+        """Return the model that each user reports to have picked."""
         return {name: t[received.reports[CHOICE].to(t.device)] for name, t in soup_of(kept).items()}
 
 
 CHOICE = "choice"
-"""Which model a user has, by its number."""
+"""Key of the number of a user's model."""
 
 
 def best_model(losses: Float[Tensor, "users models"], before: Int[Tensor, " users"]) -> Int[Tensor, " users"]:
-    """The number of each user's lowest loss; of several the one that it had, if that is among them."""
+    """Return the index of each user's lowest loss; among ties the current model, if it is one of them."""
     least = losses == losses.min(1, keepdim=True).values
     had = torch.nn.functional.one_hot(before, losses.shape[1])
     return (least * (1 + had)).argmax(1)
 
 
 def fedem(*, models: Models = 3) -> Method:
-    """FedEM: M whole models; every sample says how much it belongs to each, and every user mixes their predictions.
+    """FedEM: M whole models; each sample has its own weights on them, and each user mixes their predictions.
 
     Source: Marfoq et al. 2021, "Federated Multi-Task Learning under a Mixture of Distributions", arXiv:2108.10252,
     Algorithm 2 (FedEM), eq. 7, 8 and 11.
     Shared: M models with their statistics.  Local: the mixture pi, M numbers.  Frozen: nothing.
-    Client: q_m(s) ~ pi_m exp(-loss_m(s)) for all training samples s with the models as received, then pi = mean_s q(s),
-    then joint steps on sum_m q_m(s) loss_m(s) with q as it is.  Server: mean of each model over users.
-    Differs from the paper: none known.  A user predicts sum_m pi_m p_m(y|x), for a regression the mean of outputs.
+    Client: q_m(s) ~ pi_m exp(-loss_m(s)) for all training samples s under the downloaded models, then pi = mean_s q(s),
+    then joint steps on sum_m q_m(s) loss_m(s) with q fixed.  Server: mean of each model over users.
+    Differs from the paper: none known.  A user predicts sum_m pi_m p_m(y|x); for a regression, the mean of the outputs.
     """
     roles = frozenset({ADAPTOR})
     return Method(
@@ -139,10 +146,10 @@ def fedem(*, models: Models = 3) -> Method:
 
 
 class DivideSamples(ClientHook):
-    """Says at the start of a round how much each sample belongs to each model."""
+    """Computes the models' weights for each sample at the start of a round."""
 
     sweeps = True
 
     def begin(self, cohort: Cohort) -> None:
-        """With the models as received."""
+        """Compute the weights under the downloaded models."""
         cohort.divide_samples()

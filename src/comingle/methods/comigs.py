@@ -1,10 +1,10 @@
-"""CoMiGS: a mixture of generalists and specialists, its router trained on the user's validation text.
+"""CoMiGS: a mixture of generalists and specialists; the router is trained on the user's validation text.
 
 Source: Fan et al. 2025, "On-Device Collaborative Language Modeling via a Mixture of Generalists and Specialists",
 arXiv:2409.13931, Algorithm 1 and App. B.1.
 
-``accumulate_gradients`` is what the public code does, and the paper does not say: only the optimiser that stepped has
-its gradients zeroed, so that the validation text of the routers' steps trains the experts too (docs/results.md).
+``accumulate_gradients`` follows the public code; the paper does not mention it. Only the optimiser that stepped has its
+gradients zeroed, so the validation text of the routers' steps also trains the experts (docs/results.md).
 """
 
 from __future__ import annotations
@@ -29,11 +29,21 @@ def comigs(
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), Algorithm 1.
     Shared: attention, generalists.  Local: specialists, routers.  Frozen: the base.
-    Client: alternating; every ``router_every`` local iterations ``router_steps`` steps on the routers alone, on fresh
-    batches of validation text.  Server: mean of the shared tensors over users.
-    Without generalists nothing is shared, attention neither.  A user with a single expert needs no router.
-    Differs from the paper: the routers' period counts a user's local iterations (App. B.1), not rounds (Algorithm 1);
-    the load-balancing penalty is computed from the router's own input (the public code takes the block's output).
+    Client: alternating; after every ``router_every`` local steps, ``router_steps`` steps on the routers alone, on new
+    batches of validation text.
+    Server: mean of the shared tensors over users.  Without generalists nothing is shared, not even attention.
+    Differs from the paper: the routers' period counts a user's local steps (App. B.1), not rounds (Algorithm 1); the
+    load-balancing penalty is computed from the router's own input (the public code uses the block's output).  A user
+    with a single expert has no router.
+
+    Args:
+        generalists: Shared experts per MLP.
+        specialists: Local experts per MLP: one number, or one for each user.
+        router_every: Local steps between two runs of the routers' steps.
+        router_steps: Steps on the routers each time.
+        router_stream: Data split that the routers are trained on.
+        accumulate_gradients: Whether gradients are kept between the two kinds of steps, as in the public code.
+        name: Name of the method.
     """
     phases = alternating(router_stream, router_every, router_steps, accumulate=accumulate_gradients)
     return _mixture(name, phases, generalists, specialists)
@@ -60,6 +70,11 @@ def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10, accumulat
     Shared: attention, 1 generalist per MLP.  Local: 1 specialist per MLP, routers.  Frozen: the base.
     Client: alternating; router steps on validation text.  Server: mean over users.
     Differs from the paper: as ``comigs``.
+
+    Args:
+        router_every: Local steps between two runs of the routers' steps.
+        router_steps: Steps on the routers each time.
+        accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _mixture("comigs-1g1s", phases)
@@ -72,6 +87,11 @@ def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Shared: attention, 2 generalists per MLP.  Local: routers.  Frozen: the base.
     Client: alternating; router steps on validation text.  Server: mean over users.
     Differs from the paper: as ``comigs``.
+
+    Args:
+        router_every: Local steps between two runs of the routers' steps.
+        router_steps: Steps on the routers each time.
+        accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _mixture("comigs-2g", phases, generalists=2, specialists=0)
@@ -84,6 +104,11 @@ def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Shared: nothing.  Local: attention, 2 specialists per MLP, routers.  Frozen: the base.
     Client: alternating; router steps on validation text.  Server: none.
     Differs from the paper: as ``comigs``.
+
+    Args:
+        router_every: Local steps between two runs of the routers' steps.
+        router_steps: Steps on the routers each time.
+        accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _mixture("comigs-2s", phases, generalists=0, specialists=2)
@@ -96,12 +121,19 @@ def comigs_1gxs(
     router_steps: Count = 10,
     accumulate_gradients: bool = False,
 ) -> Method:
-    """CoMiGS with one generalist and a number of specialists that each user can afford.
+    """CoMiGS with one generalist and as many specialists as each user can afford.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.3.
     Shared: attention, 1 generalist per MLP.  Local: each user's specialists, routers.  Frozen: the base.
     Client: alternating; router steps on validation text.  Server: mean over users.
-    Differs from the paper: as ``comigs``.  ``specialists`` counts without the generalist: the paper's n_i minus 1.
+    Differs from the paper: as ``comigs``.
+
+    Args:
+        specialists: Local experts per MLP, one number or one for each user, without the generalist: the paper's n_i -
+            1.
+        router_every: Local steps between two runs of the routers' steps.
+        router_steps: Steps on the routers each time.
+        accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _mixture("comigs-1gxs", phases, specialists=specialists)
@@ -114,6 +146,11 @@ def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Shared: attention, 1 generalist per MLP.  Local: 1 specialist per MLP, routers.  Frozen: the base.
     Client: alternating; router steps on fresh training batches.  Server: mean over users.
     Differs from the paper: as ``comigs``.
+
+    Args:
+        router_every: Local steps between two runs of the routers' steps.
+        router_steps: Steps on the routers each time.
+        accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return _mixture("comigs-tr", phases)

@@ -1,4 +1,4 @@
-"""Ditto: a global model, and a personal one for each user that is held near to it."""
+"""Ditto: a global model, and a personal model for each user that is regularised towards it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from comingle.utils.trees import Tree
 
 
 def ditto(*, nearness: NotNegative = 0.1) -> Method:
-    """Ditto: FedAvg, and beside it each user's own model v, which descends on ``F_k(v) + nearness / 2 |v - w_t|^2``.
+    """Ditto: FedAvg, and for each user a personal model v that descends on ``F_k(v) + nearness / 2 |v - w_t|^2``.
 
     Source: Li et al. 2021, "Ditto: Fair and Robust Federated Learning Through Personalization", arXiv:2012.04221,
     Algorithm 1; ``nearness`` is lambda, w_t the global model that the user has downloaded.
     Shared: attention and 1 LoRA expert per MLP of the global copy; a net with its statistics.  Local: the personal
     copy, which is the user's model.  Frozen: a language model's base.
     Client: joint steps on training data on both copies, the personal one's gradient with ``nearness (v - w_t)``.
-    Server: mean over users, of the global copies.
+    Server: mean of the global copies over users.
     Differs from the paper: both copies see the same batches and take equally many steps.  The paper chooses lambda for
-    each data set; this default is ours.  With two copies of one expert a user trains attention twice.
+    each data set; the default here is ours.  With two copies a user also trains attention twice.
     """
     return Method(
         name="ditto",
@@ -38,7 +38,7 @@ class NearGlobal(ClientHook):
     looks_across = True
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Its gradient, ``weight (v - w_t)``."""
+        """Add the gradient of the term, ``weight (v - w_t)``."""
         weights = self.weight * (cohort.copy > 0).to(next(iter(gradients.values())))
         for name, gradient in gradients.items():
             apart = cohort.tensors[name] - cohort.exchanged[name]

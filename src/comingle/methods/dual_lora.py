@@ -29,7 +29,7 @@ def fedit() -> Method:
     FedMerge (Chen et al. 2025, arXiv:2504.06768), Table 5.
     Shared: attention, 1 expert per MLP.  Local: nothing.  Frozen: the base.
     Client: joint steps on training text.  Server: mean of A and of B over users.
-    Differs from the paper: LoRA is where ``adapters`` says, on attention and MLP; the paper adapts attention alone.
+    Differs from the paper: LoRA is where ``adapters`` puts it, on attention and MLP; the paper adapts attention alone.
     """
     return Method(
         name="fedit",
@@ -40,15 +40,15 @@ def fedit() -> Method:
 
 
 def fedlora() -> Method:
-    """FedLoRA: a small adapter that all share, beside a model of each user's own.
+    """FedLoRA: a small shared adapter, and a local model for each user.
 
     Source: Yi et al. 2023, "FedLoRA: Model-Heterogeneous Personalized Federated Learning with LoRA Tuning",
     arXiv:2310.13283; in FedMerge (Chen et al. 2025, arXiv:2504.06768), Table 5.
     Shared: attention, 1 expert per MLP.  Local: 1 expert per MLP, averaged with the shared one.  Frozen: the base.
     Client: joint steps on training text.  Server: mean over users.
-    Differs from the paper: there each user has a whole model of its own, of any architecture, and model and adapter
-    are trained in turns.  Over one frozen language model, where FedMerge compares it without saying how, what is a
-    user's own is an expert, and both are trained together.
+    Differs from the paper: there each user has a whole model, of any architecture, and model and adapter are trained in
+    turns.  FedMerge compares it over one frozen language model, without details; here the local part is an expert, and
+    both are trained together.
     """
     return Method(
         name="fedlora",
@@ -65,13 +65,18 @@ def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fus
     arXiv:2406.07925; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
     Shared: attention and 1 LoRA expert per MLP of the global copy.  Local: the personal copy.  Frozen: the base.
     Client: inner steps on training text, on both copies; at the end w_global * global + w_personal * personal, with
-    ``fusion_steps`` gradient-free (Nelder-Mead) evaluations of each user's validation text.
+    ``fusion_steps`` gradient-free (Nelder-Mead) evaluations on each user's validation text.
     Server: outer steps with Nesterov momentum on the users' mean change; with rate 1 and momentum 0 that is the mean.
     Differs from the paper: both copies start equal and are trained from the first round on the same batches, instead of
     one after the other; the outer optimiser's settings are those of DiLoCo (Douillard et al. 2023); the search has no
-    penalty on the weights.  Before the end a user is evaluated with its personal copy; the end is behind the last
-    exchange whatever ``evaluation.model`` says.  Attention has 2 sets too, so more parameters are trained than by the
-    other methods.
+    penalty on the weights.  Before the end a user is evaluated with its personal copy; the fused model is evaluated
+    after the last exchange whatever ``evaluation.model`` says.  Attention has 2 copies too, so more parameters are
+    trained than with the other methods.
+
+    Args:
+        outer_rate: Learning rate of the server's outer steps.
+        outer_momentum: Nesterov momentum of the outer steps.
+        fusion_steps: Evaluations in the search for the fusion weights.
     """
     return Method(
         name="fdlora",
@@ -83,18 +88,24 @@ def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fus
 
 @dataclass(frozen=True, kw_only=True)
 class OuterSteps(Mean):
-    """``v = m v + g;  theta = theta - rate (g + m v)``, g = theta minus the mean upload (Nesterov's form)."""
+    """Server of Nesterov steps: ``v = m v + g;  theta = theta - rate (g + m v)``, g = theta minus the mean upload."""
 
     rate: float
     momentum: float
 
     def start(self, setup: ServerSetup) -> Tree:
-        """The global model, and its velocity."""
+        """Return the global model and its velocity."""
         model = super().start(setup)
         return model | {f"{name}.velocity": torch.zeros_like(t) for name, t in model.items()}
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """One outer step."""
+        """Take one outer step.
+
+        Args:
+            kept: State of the server, updated in place.
+            sums: Mean upload.
+            received: The uploads.
+        """
         for name, average in sums.items():
             theta, velocity = kept[MODEL_PREFIX + name], kept[f"{MODEL_PREFIX}{name}.velocity"]
             change = theta - average
@@ -102,20 +113,20 @@ class OuterSteps(Mean):
             theta.sub_(change + self.momentum * velocity, alpha=self.rate)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """The global model."""
+        """Return the global model, without the velocity."""
         return super().download({name: t for name, t in kept.items() if not name.endswith(".velocity")}, users)
 
 
 @dataclass(frozen=True)
 class Fuse(ClientHook):
-    """For each user the weights of (global, personal) with the lowest validation loss that ``steps`` tries find."""
+    """Searches each user's weights of (global, personal) for the lowest validation loss, with ``steps`` evaluations."""
 
     steps: int
     language_only = True
     validates = True
 
     def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
-        """The fused models."""
+        """Return the fused models."""
         copies = cohort.copies()
 
         def best(user: int) -> Float[Tensor, " columns"]:
@@ -128,7 +139,10 @@ class Fuse(ClientHook):
 
 
 def lowest(loss: Callable[[Float[Tensor, " copies"]], float], steps: int) -> Float[Tensor, " copies"]:
-    """Nelder-Mead from (1, 0), (0, 1) and (0.7, 0.7), so never worse than either copy alone."""
+    """Minimise a loss of two weights with Nelder-Mead, starting at (1, 0), (0, 1) and (0.7, 0.7).
+
+    The result is never worse than either copy alone. It takes ``steps`` evaluations of ``loss``, at least 3.
+    """
     from scipy.optimize import minimize
 
     corners = [(1.0, 0.0), (0.0, 1.0), (0.7, 0.7)]
@@ -143,26 +157,32 @@ GLOBAL = frozenset({ATTENTION, GENERALIST})
 def feddpa(
     *, scaling: Annotated[float, Range(least=0, most=1)] = 0.5, instances: Count = 5, afterwards: bool = False
 ) -> Method:
-    """FedDPA: a global LoRA that is averaged and a local one of each user, weighed by similarity when they are used.
+    """FedDPA: a global LoRA that is averaged and a local one for each user, weighed by similarity at inference.
 
     Source: Yang et al. 2024, "Dual-Personalizing Adapter for Federated Foundation Models", NeurIPS 2024,
     arXiv:2403.19211, and its public code (Lydia-yang/FedDPA), whose defaults these are.
     Shared: attention, 1 LoRA expert per MLP.  Local: 1 LoRA expert per MLP; for each MLP the mean direction of
-    ``instances`` training prompts (a router that nothing trains).  Frozen: the base.
+    ``instances`` training prompts (a router that is not trained).  Frozen: the base.
     Client: FedDPA-T, a step on the local LoRA, with the frozen global one at one half each; a step on the global LoRA
-    alone.  With ``afterwards`` FedDPA-F: rounds train the global LoRA, and at each evaluation and at the end a local
-    round trains the local one, from the global, which is then forgotten.
-    When they are used, the local LoRA's weight is ``scaling`` times the mean cosine of the text's hidden state with
-    those at the end of ``instances`` training prompts; the global one has the rest.  Server: mean over users.
-    Differs from the paper: the weight is computed at every token, from the hidden state there, in which the text so far
-    is: at the end of a prompt that is the paper's instance, and nothing that follows can leak into a prediction, as it
-    would from a whole window where no prompt is. It is computed in each MLP from what that reads, where the public code
-    has one from the last layer's states under the local LoRA; a negative cosine counts as 0.  Instances are read with
-    both LoRA at one half, of FedDPA-F with the global one; in plain text they are random windows.  Both LoRA are
-    experts of a whole MLP whose outputs are mixed (in the linears with ``adapters: {mix: linear}``, as in the paper),
-    and attention has a global one alone.  Steps on the two alternate from the first round on, where the code trains the
-    local LoRA first, for all of its epochs, from the second round on.  The public code was at hand, which has nothing
-    of FedDPA-F but how it is used, and of the paper its abstract and introduction.  ``adapters.top_k`` is not read.
+    alone.  With ``afterwards`` FedDPA-F: rounds train the global LoRA; at each evaluation and at the end a local round
+    trains the local one, starting from the global one, and discards it after use.  At inference the local LoRA's weight
+    is ``scaling`` times the mean cosine between the text's hidden state and those at the end of ``instances`` training
+    prompts; the global one has the rest.
+    Server: mean over users.
+    Differs from the paper: the weight is computed at every token, from the hidden state there, which covers the text so
+    far: at the end of a prompt that is the paper's instance, and no later token can leak into a prediction, as it would
+    with a whole window of text without prompts.  It is computed in each MLP from that MLP's input, where the public
+    code has one weight from the last layer's states under the local LoRA; a negative cosine counts as 0.  Instances are
+    read with both LoRA at one half, for FedDPA-F with the global one; in plain text they are random windows.  Both LoRA
+    are experts of a whole MLP whose outputs are mixed (in the linears with ``adapters: {mix: linear}``, as in the
+    paper), and attention has a global one only.  Steps on the two alternate from the first round on, where the code
+    trains the local LoRA first, for all of its epochs, from the second round on.  We had the public code, which covers
+    only the use of FedDPA-F, and the paper's abstract and introduction.  ``adapters.top_k`` is ignored.
+
+    Args:
+        scaling: Factor of the mean cosine, from 0 to 1.
+        instances: Number of training prompts.
+        afterwards: Whether to train the local LoRA after the rounds (FedDPA-F) instead of within them (FedDPA-T).
     """
     own = Phase(roles=frozenset({SPECIALIST}), without=ROUTERS, label="local")
     everybodys = Phase(roles=GLOBAL, without=frozenset({SPECIALIST, ROUTER}))
@@ -180,22 +200,30 @@ def feddpa(
 
 @dataclass(frozen=True)
 class Near:
-    """Weighs by how near what a router reads is to directions that it holds."""
+    """Gating that weighs experts by the similarity of the router's input to stored directions."""
 
     def __str__(self) -> str:
         return "weighed by similarity"
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
-        """The first expert has what the others leave, and no direction of its own; without any it has all."""
+        """Return the number of router rows, one for each expert but the first, and their initialiser.
+
+        The first expert has the weight that the others leave: all of it while the directions are zero.
+
+        Args:
+            experts: Number of experts.
+            rank: LoRA rank, not used.
+            width: Width of the router's input, not used.
+        """
         return experts - 1, init_zero
 
     def __call__(
         self, router: Router, products: Float[Tensor, "users n others"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
-        """``p_j = (phi x)_j / |x|`` of each expert but the first, between 0 and 1; the first has what they leave of 1.
+        """Return expert weights ``p_j = (phi x)_j / |x|``, clamped to [0, 1]; the first expert has the rest.
 
-        With ``phi_j`` the mean of unit vectors that is the mean cosine of x with them. Where the others would come to
-        more than 1 they share it.
+        With ``phi_j`` the mean of unit vectors, ``p_j`` is the mean cosine of x with them. If these weights sum to more
+        than 1 they are scaled to sum to 1.
         """
         length = x.to(products.dtype).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny)
         others = (products / length).clamp(0, 1) * router.present[:, None, 1:]
@@ -204,12 +232,12 @@ class Near:
 
 
 class FromGlobal(ClientHook):
-    """The local LoRA is the global one until it is trained."""
+    """Initialises the local LoRA with the global one."""
 
     language_only = True
 
     def begin(self, cohort: Cohort) -> None:
-        """What it is trained from."""
+        """Copy the global LoRA to the local one."""
         for _, *factors in lora_pairs(cohort.tensors):
             for t in factors:
                 if t.dim() == 4:  # an MLP's, which has both
@@ -228,7 +256,10 @@ class Similarity(ClientHook):
     language_only = True
 
     def settle(self, cohort: Cohort) -> None:
-        """The mean of cosines is the product of x / |x| with the mean of unit vectors."""
+        """Set the routers to ``scaling`` times the mean of the instances' unit vectors.
+
+        The product of that mean with x / |x| is the mean cosine.
+        """
         for name, mean in cohort.router_directions(self.instances).items():
             cohort.tensors[name][:, 0] = self.scaling * mean
 
@@ -239,12 +270,12 @@ def sdflora() -> Method:
     Source: Shen et al. 2026, "SDFLoRA: Selective Decoupled Federated LoRA for Privacy-preserving Fine-tuning with
     Heterogeneous Clients", arXiv:2601.11219 (second version), and its public code.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: 1 LoRA expert per MLP.  Frozen: the base.
-    Client: joint steps on both on training text, with a new optimiser each round, as shared factors are others then.
-    Server: the stack of the shared factors, whose product is ``sum_u p_u s_u B_u A_u``, cut to each user's rank by its
-    singular values; privacy's noise (``mechanism: local``) reaches the shared LoRA alone.
+    Client: joint steps on both on training text, with a new optimiser each round, as the shared factors change.
+    Server: the stack of the shared factors, whose product is ``sum_u p_u s_u B_u A_u``, truncated to each user's rank
+    by its singular values; privacy noise (``mechanism: local``) reaches the shared LoRA only.
     Differs from the paper: both LoRA are experts of a whole MLP whose outputs are averaged (in the linears with
-    ``adapters: {mix: linear}``), in the place of a learnt weighted sum in each linear; the attention has a shared LoRA
-    alone; both LoRA have one rank.  The paper's abstract and code were at hand, not its equations.
+    ``adapters: {mix: linear}``), instead of a learnt weighted sum in each linear; the attention has a shared LoRA only;
+    both LoRA have the same rank.  We had the paper's abstract and code, not its equations.
     """
     return Method(
         name="sdflora",

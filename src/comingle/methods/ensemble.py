@@ -10,22 +10,22 @@ from comingle.models.routers import ClientMixture
 from comingle.utils.trees import ADAPTOR, BASE, BASE_STATISTICS, STATISTICS
 
 MODELS = frozenset({ADAPTOR})
-"""Whole models are a mixture's components, as adaptors are."""
+"""Role of whole models as the components of a mixture, the same as for adaptors."""
 
 SHARED_MODELS = MODELS | {STATISTICS}
-"""They travel with their running statistics, which are averaged as they are."""
+"""Roles that are shared: whole models with their running statistics, which are averaged like the rest."""
 
 
 def mfl(*, clusters: Models = 4) -> Method:
-    """C whole models, each trained on its own loss, mixed outside of the loss: what Theorem 4.5 is about.
+    """C whole models, each trained on its own loss and mixed outside of the loss: the setting of Theorem 4.5.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL), eq. 4 and 5, Theorem 4.5.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
-    Client: pi_c ~ exp(-eta f_c), f_c the loss of each model as received on all training data of the user and eta the
-    router's learning rate; then descent on every f(w_c) by itself, C passes a step.  Server: each model by p(k|c), with
-    the pi of the round's start.
-    Differs from the paper: a user predicts sum_c pi_c f_c(x), of which the paper says nothing.  Models start at
-    different values, or all would stay one; p(k) and the user's own loss for f_c as by ``floral-mfl``.
+    Client: pi_c ~ exp(-eta f_c), f_c the loss of each downloaded model on all training data of the user and eta the
+    router's learning rate; then separate descent on each f(w_c), C passes a step.  Server: each model by p(k|c), with
+    pi from the start of the round.
+    Differs from the paper: a user predicts sum_c pi_c f_c(x), which the paper leaves open.  Models start at different
+    values, or they would all stay equal; p(k) and the user's own loss for f_c as for ``floral-mfl``.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="losses")
     phases, parts = (Phase(roles=MODELS),), (Entropic(),)
@@ -35,11 +35,11 @@ def mfl(*, clusters: Models = 4) -> Method:
 def fml(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
     """C whole models, mixed in their weights into one that each user trains and uses.
 
-    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1 where all is a component.
+    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1 with all weights in the components.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
     Client: simultaneous descent on f(sum_c pi_c w_c), models and router (its own learning rate).  Server: each model by
     p(k|c).
-    Differs from the paper: models start at different values; p(k) as by ``floral``; all models of a user have the
+    Differs from the paper: models start at different values; p(k) as for ``floral``; all models of a user have the
     running statistics of the mixed one.
     """
     mixture = ClientMixture(clusters=clusters, of="models", temperature=temperature)
@@ -48,13 +48,13 @@ def fml(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
 
 
 def local_adaptor(*, precondition: bool = True, server_adam_rate: NotNegative = 0.0) -> Method:
-    """One adaptor set of each user's own beside a federated base.
+    """Federate the base; keep one local adaptor set for each user.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Local Adaptor.
-    Shared: the base where it is trained, with its running statistics.  Local: one adaptor a layer, with statistics of
-    its own.  Frozen: a language model's base.
-    Client: joint descent on base and adaptors.  Server: mean, or Adam as by ``floral`` with ``server_adam_rate``.
-    Differs from the paper: p(k) and the adaptors' start as by ``floral``.
+    Shared: the base where it is trained, with its running statistics.  Local: one adaptor a layer, with its own running
+    statistics.  Frozen: a language model's base.
+    Client: joint descent on base and adaptors.  Server: mean, or Adam as for ``floral`` with ``server_adam_rate``.
+    Differs from the paper: p(k) and the adaptors' initial values as for ``floral``.
     """
     mixture = ClientMixture(clusters=1, precondition=precondition)
     return client_mixture(
@@ -67,13 +67,18 @@ def local_adaptor(*, precondition: bool = True, server_adam_rate: NotNegative = 
 
 
 def ensemble(*, clusters: Models = 4, temperature: Positive = 1.0, server_adam_rate: NotNegative = 0.0) -> Method:
-    """C whole models, federated; each user mixes their outputs by a router of its own.
+    """C whole models, federated; each user mixes their outputs with its own router.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Ensemble.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
-    Client: simultaneous descent on models and router.  Server: each model by p(k|c), or Adam as by
+    Client: simultaneous descent on models and router.  Server: each model by p(k|c), or Adam as for
     ``floral`` with ``server_adam_rate``.
-    Differs from the paper: outputs are mixed before the softmax, as in the public code; p(k) as by ``floral``.
+    Differs from the paper: outputs are mixed before the softmax, as in the public code; p(k) as for ``floral``.
+
+    Args:
+        clusters: Number of models C.
+        temperature: Temperature of the router's softmax.
+        server_adam_rate: Learning rate of Adam on the server; 0 for the mean.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", temperature=temperature)
     phase = Phase(roles=MODELS | ROUTERS, optimizer="both")
@@ -86,9 +91,9 @@ def ensemble_optimal(*, clusters: Models = 4, server_adam_rate: NotNegative = 0.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
     Shared: C models with their running statistics.  Local: nothing.  Frozen: routers, one-hot.
-    Client: descent on the own cluster's model.  Server: mean by cluster, or Adam as by
+    Client: descent on the model of the user's cluster.  Server: mean by cluster, or Adam as for
     ``floral`` with ``server_adam_rate``.
-    Differs from the paper: p(k) as by ``floral``.
+    Differs from the paper: p(k) as for ``floral``.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", optimal=True)
     phases, server = (Phase(roles=MODELS),), ClusterSteps(adam_rate=server_adam_rate)

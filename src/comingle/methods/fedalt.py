@@ -1,4 +1,4 @@
-"""FedALT: everybody's own LoRA beside a frozen mean of everybody else's, mixed token by token."""
+"""FedALT: each user's own LoRA and a frozen mean of all other users' LoRA, mixed token by token."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def fedalt() -> Method:
 
     Source: Bian et al. 2026, "FedALT: Federated Fine-Tuning through Adaptive Local Training with Rest-of-World LoRA",
     AAAI 2026, arXiv:2503.11880; its public code (jmbian/FedALT) for what is aggregated.
-    Shared: the individual LoRA of each MLP (a specialist), for the others' means alone.  Local: attention, the mixer (a
+    Shared: the individual LoRA of each MLP (a specialist), only for the others' means.  Local: attention, the mixer (a
     router).  Frozen: the base, and the rest-of-world LoRA of each MLP (a generalist), which comes from the server.
-    Client: joint steps on individual LoRA and mixer on training text, the mixer with settings of its own.
-    Server: user k gets the plain mean of A and of B over all others, each as it was last sent.
-    Differs from the paper: the mixer is one for each MLP, and mixes its outputs; ``adapters: {mix: linear}`` mixes in
-    each linear as the paper does, by weights from the MLP's input, where the paper has a mixer for each linear.  The
-    attention's LoRA, the one place where the public code adapts, is the user's own alone.  All individual LoRA start
-    alike.  Before the first exchange the rest of the world is silent.  Who has never taken part is in nobody's mean.
+    Client: joint steps on individual LoRA and mixer on training text, the mixer with its own settings.
+    Server: user k gets the plain mean of A and of B over all other users, each as last uploaded.
+    Differs from the paper: there is one mixer per MLP, which mixes its outputs; ``adapters: {mix: linear}`` mixes in
+    each linear as in the paper, but with weights from the MLP's input, where the paper has a mixer for each linear.
+    The attention's LoRA, the only place that the public code adapts, is local.  All individual LoRA start equal.
+    Before the first exchange the rest-of-world LoRA contributes nothing.  Users who have never taken part are in no
+    mean.
     """
     return Method(
         name="fedalt",
@@ -41,20 +42,20 @@ OWN, SENT, TOTAL, COUNT = "own", "sent", "total", "count"
 
 @dataclass(frozen=True, kw_only=True)
 class RestOfWorld(Server):
-    """Keeps what everybody has last sent, each in a row, and the sum of the rows: who joins later gets their mean."""
+    """Server that keeps the last upload of each user, and their sum, so that users who join later get the mean."""
 
     kind = "stack"
     by_user = frozenset({OWN, SENT})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Nobody has sent anything; what the rest of the world is until then."""
+        """Return the initial state: no uploads, and the initial model as the rest of the world."""
         silent = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         own = flatten([t[:1] for t in setup.models.values()]).expand(len(setup.users), -1)
         counts = {SENT: torch.zeros(len(own)), COUNT: torch.zeros(())}
         return silent | counts | {OWN: torch.zeros_like(own), TOTAL: torch.zeros_like(own[0])}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """What has been sent takes the place of what was."""
+        """Replace the participants' last uploads."""
         users = list(received.users)
         kept[OWN][users] = flatten([received.tensors[name] for name in model_of(kept)]).to(kept[OWN])
         kept[SENT][users] = 1
@@ -62,7 +63,7 @@ class RestOfWorld(Server):
         kept[COUNT].copy_(kept[SENT].sum())
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """``1 / (K - 1) sum_(j != k) L_j`` of the K who have sent something."""
+        """Return ``1 / (K - 1) sum_(j != k) L_j`` over the K users who have uploaded something."""
         silent, at = model_of(kept), list(users)
         others = (kept[COUNT] - kept[SENT][at]).unsqueeze(1)
         rest = (kept[TOTAL] - kept[OWN][at]) / others.clamp(min=1)

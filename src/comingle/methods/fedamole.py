@@ -23,20 +23,24 @@ from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init
 
 EXPERTS, PLACES, TOKENS, EMBEDDINGS = "experts.", "places", "tokens", "embeddings"
 PER_USER = 3
-"""Domain experts, where their number is left open: the public code has 30 for 10 users."""
+"""Domain experts per user if ``experts`` is 0; the public code has 30 experts for 10 users."""
 LEAST = 2
-"""Domain experts of each user, where there are enough."""
+"""Smallest number of domain experts of a user, if there are enough."""
 
 
 def keys_of(tensors: Tree, router: str) -> Float[Tensor, "users most rank width"]:
-    """The domain experts' A that read what a router reads."""
+    """Return the A factors of the domain experts that share a router's input."""
     return tensors[router.removesuffix(ROUTER) + "up.a"][:, 1:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assigning(Server):
-    """Keeps what all have, every domain expert, and who has which: ``places (users, layers, most)`` hold their numbers,
-    and how many there are for none. ``tokens`` and ``embeddings`` are the means that users have told."""
+    """Server that averages experts and assigns them to users.
+
+    Its state has the shared tensors, all domain experts, and their assignment ``places (users, layers, most)``: indices
+    of experts, and the number of experts for an empty place. ``tokens`` and ``embeddings`` are the means that users
+    report.
+    """
 
     experts: int
     choices: int
@@ -48,10 +52,12 @@ class Assigning(Server):
     first_download = True
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Experts begin differently, and at users drawn at random, as what nobody has told yet is.
+        """Return the initial state: experts with different initial values, assigned at random.
+
+        The assignment follows from random values in place of the means that users have not reported yet.
 
         Raises:
-            RecipeError: more experts for each user than it may have, or fewer than one.
+            RecipeError: The number of experts per user is above ``most`` or below 1.
         """
         users, layers = len(setup.users), layers_of(setup.models)
         experts = self.experts or PER_USER * users
@@ -78,7 +84,7 @@ class Assigning(Server):
         return kept
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """What all have, and each user's domain experts; nothing is told."""
+        """Return the shared tensors and each user's domain experts; the rows for reports are zero."""
         sent, places = {}, kept[PLACES][list(users)]
         rank = kept[TOKENS].shape[-1]
         for name, t in model_of(kept).items():
@@ -92,7 +98,7 @@ class Assigning(Server):
         return sent
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Means, then a new assignment; once it stands, that of the round's users alone."""
+        """Average the uploads, then assign experts anew; once experts are fixed, only reassign the participants."""
         users, layers = list(received.users), layers_of(model_of(kept))
         all_have = {n: t[:, :1] if EXPERTS + n in kept else t for n, t in received.tensors.items()}
         sums = {} if self.stands else weighted_sums(all_have, dict.fromkeys(all_have, received.weights))
@@ -110,10 +116,10 @@ class Assigning(Server):
             kept[PLACES][whose, number] = self.assign(fit(kept, number, whose))
 
     def assign(self, found: Float[Tensor, "experts users"]) -> Int[Tensor, "users most"]:
-        """The numbers of each user's experts, by how well they fit; of a user who is alone those that fit best.
+        """Return the indices of each user's experts, from how well they fit; a single user gets those that fit best.
 
         Raises:
-            DivergenceError: a score is not finite.
+            DivergenceError: A score is not finite.
         """
         experts, users = found.shape
         if lost := int((~found.isfinite()).sum()):
@@ -130,28 +136,46 @@ class Assigning(Server):
         return torch.nn.functional.pad(listed, (0, self.most), value=experts)[:, : self.most]
 
     def settled(self) -> Assigning:
-        """Experts stand; who joins tells one round's means, takes what fits, and goes on alone."""
+        """Return a server with fixed experts.
+
+        A new user reports its means for one round, gets experts, and trains on without further exchanges.
+        """
         return replace(self, stands=True, exchange_every=NEVER)
 
 
 def fit(kept: Tree, layer: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
-    """``(mean of A_e x)^T (mean of T x) / sqrt(rank)``."""
+    """Return the scores ``(mean of A_e x)^T (mean of T x) / sqrt(rank)`` of experts and users.
+
+    Args:
+        kept: State of the server.
+        layer: Index of the MLP.
+        users: Indices of the users.
+    """
     tokens = kept[TOKENS][list(users), layer]
     return kept[EMBEDDINGS][layer] @ tokens.T / math.sqrt(tokens.shape[1])
 
 
 def layer_of(name: str) -> str:
-    """The MLP that a tensor is of, as "layers.0.mlp."."""
+    """Return the MLP that a tensor belongs to, such as "layers.0.mlp.", or an empty string."""
     return name[: name.rfind("mlp.") + 4] if "mlp." in name else ""
 
 
 def layers_of(tensors: Tree) -> list[str]:
-    """All MLPs."""
+    """Return the names of all MLPs with a router."""
     return [name.removesuffix(ROUTER) for name in tensors if name.endswith(f".{ROUTER}")]
 
 
 def told_in(router: Float[Tensor, "users rows width"], rank: int, most: int) -> Float[Tensor, "users told rank"]:
-    """The means of T x and of each A_e x, out of the rows below T."""
+    """Return the means of T x and of each A_e x from the rows below T in uploaded routers.
+
+    Args:
+        router: Uploaded routers.
+        rank: Rank of T.
+        most: Number of places for domain experts.
+
+    Returns:
+        Means ``(users, 1 + most, rank)``, that of T x first.
+    """
     return router[:, rank:].flatten(1)[:, : (1 + most) * rank].unflatten(1, (1 + most, rank))
 
 
@@ -161,7 +185,14 @@ def move_means(
     had: Int[Tensor, "users most"],
     weights: Float[Tensor, " users"],
 ) -> None:
-    """Each expert becomes the weighted mean of what those who had it have sent; without any it stays."""
+    """Set each expert to the weighted mean of its users' uploads, in place; an expert without users is unchanged.
+
+    Args:
+        kept: The experts.
+        sent: Uploaded experts of each user.
+        had: Their indices; the number of experts stands for an empty place.
+        weights: Aggregation weights of the users.
+    """
     flat = had.flatten()
     counts = flat.bincount(minlength=len(kept) + 1)[: len(kept)]
     places = torch.arange(int(counts.max()), device=kept.device)
@@ -173,14 +204,24 @@ def move_means(
 
 
 def choose(scores: Float[Tensor, "experts users"], choices: int, most: int) -> Bool[Tensor, "experts users"]:
-    """Who chooses whom, so that the sum of the chosen scores is largest (RSEA, an integer program)."""
+    """Return which expert chooses which user, so that the sum of the chosen scores is maximal.
+
+    This is RSEA, an integer program.
+
+    Args:
+        scores: Score of each expert and user.
+        choices: Users that each expert chooses.
+        most: Largest number of experts per user.
+    """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import eye_array, kron
 
     experts, users = scores.shape
     least = min(LEAST, experts * choices // users)
-    gain = (scores - scores.mean()).flatten().cpu().numpy()  # the same for all, and of a size that solvers like
+    gain = (
+        (scores - scores.mean()).flatten().cpu().numpy()
+    )  # centred and scaled for the solver; the optimum is the same
     result = milp(
         -gain / max(float(np.abs(gain).max()), 1e-300),
         integrality=np.ones(gain.size),
@@ -204,26 +245,32 @@ def fedamole(
     most: Annotated[int, Range(least=1, most=999)] = 8,
     instances: Count = 16,
 ) -> Method:
-    """FedAMoLE: a shared LoRA expert that is always on, and domain experts that the server assigns anew each round.
+    """FedAMoLE: a shared LoRA expert that is always active, and domain experts that the server reassigns each round.
 
     Source: Zhang et al. 2024, "Personalized Federated Fine-Tuning for LLMs via Data-Driven Heterogeneous Model
     Architectures", arXiv:2411.19128, and its public code (zyc140345/FedAMoLE), whose defaults these are.
-    Shared: attention, 1 generalist per MLP; up to ``most`` of ``experts`` domain experts per MLP (0: three for each
-    user), in the places of specialists; the routers' token projection T.  Local: nothing.  Frozen: the base.
-    Client: joint steps on all of it on training text, the router with settings of its own, both optimisers new in each
-    round.  Domain expert e weighs ``softmax over the top k of (A_e x)^T (T x) / sqrt(rank)``, of those that the user
-    has.  Then it sends the mean of T x and of each A_e x over ``instances`` windows.
-    Server: means of what all have, of a domain expert over those who have it, and of A_e x likewise.  By these and T x
-    each expert has a softmax over users; an integer program maximises the sum of the chosen, where each expert chooses
-    ``choices`` users (all, where there are fewer) and each user is chosen at least twice (once, where there are fewer
-    experts), at most ``most`` times.
-    Differs from the paper: its code and its abstract were at hand, not its equations.  One router and one assignment
-    for each MLP, in place of each linear; A_e is that of ``up``.  An MLP's output is half the shared expert's, half the
-    mixture's of whole experts; ``adapters: {mix: linear}`` with twice the alpha is the paper's sum inside each linear.
-    The attention has a shared LoRA alone.  x of the means is the direction of a window's mean, of random training
-    windows and experts averaged, in place of every token of held-out ones.  Means are by ``training.weighting``; an
-    expert none of whose users took part stays, and who is absent counts by its last T x.  Empty places travel as zeros.
-    Who joins later takes those that fit best.
+    Shared: attention, 1 generalist per MLP; up to ``most`` of ``experts`` domain experts per MLP, in the places of
+    specialists; the routers' token projection T.  Local: nothing.  Frozen: the base.
+    Client: joint steps on all of it on training text, the router with its own settings, both optimisers new in each
+    round.  Domain expert e weighs ``softmax over the top k of (A_e x)^T (T x) / sqrt(rank)``, over the experts that the
+    user has.  Then the client sends the mean of T x and of each A_e x over ``instances`` windows.
+    Server: means of the shared tensors over users, of a domain expert over the users who have it, and likewise of A_e
+    x. From these and T x each expert gets a softmax over users; an integer program maximises the sum of the chosen
+    values, where each expert chooses ``choices`` users (all, if there are fewer) and each user is chosen at least twice
+    (once, if there are fewer experts) and at most ``most`` times.
+    Differs from the paper: we had its code and its abstract, not its equations.  There is one router and one assignment
+    for each MLP, instead of each linear; A_e is that of ``up``.  An MLP's output is one half of the shared expert's and
+    one half of the mixture of whole experts; ``adapters: {mix: linear}`` with twice the alpha is the paper's sum inside
+    each linear.  The attention has a shared LoRA only.  For the means, x is the direction of a window's mean, over
+    random training windows and with averaged experts, instead of every token of held-out windows.  Means are weighted
+    by ``training.weighting``; an expert without participants is unchanged, and absent users count with their last T x.
+    Empty places are sent as zeros.  Users who join later get the experts that fit best.
+
+    Args:
+        experts: Domain experts per MLP; 0 is three for each user.
+        choices: Users that each expert chooses.
+        most: Largest number of domain experts of a user.
+        instances: Windows for the means.
     """
     return Method(
         name="fedamole",
@@ -240,23 +287,37 @@ def fedamole(
 
 @dataclass(frozen=True)
 class Pairs:
-    """Weighs domain experts by the products of two projections of what a router reads: the expert's A, and T."""
+    """Gating that weighs domain experts by the product of two projections of the input: the expert's A, and T."""
 
     def __str__(self) -> str:
         return "weighed by pairs of projections"
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
-        """T, and below it the rows in which a user tells the means of T x and of each A_e x."""
+        """Return the number of router rows and their initialiser.
+
+        The first rows are T; the rows below hold the reported means of T x and of each A_e x.
+
+        Args:
+            experts: Number of places for experts.
+            rank: LoRA rank.
+            width: Width of the router's input.
+        """
         return rank + -(-experts * rank // width), init_router
 
     def multiplies(self, experts: int, entries: int, width: int) -> int:
-        """Multiply-adds of a token besides those with a router's rows: with A, of so many ``entries``, and of pairs."""
+        """Return the multiply-adds per token beyond those of the router's rows: with A, and of pairs.
+
+        Args:
+            experts: Number of experts.
+            entries: Numbers in the A factors of all experts.
+            width: Width of the router's input.
+        """
         return (entries + entries // width) * (experts - 1) // experts
 
     def __call__(
         self, router: Router, products: Float[Tensor, "users n rows"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
-        """One half for the first expert; of the others' half as their softmax says. A place of zeros has no expert."""
+        """Return the weights: one half for the first expert, the other half by softmax; zero places have no expert."""
         keys = router.keys[:, 1:]
         held, rank = keys.flatten(2).any(-1), keys.shape[2]
         seen = torch.bmm(x, keys.flatten(1, 2).to(x.dtype).mT).unflatten(-1, keys.shape[1:3])
@@ -269,17 +330,20 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Embedded(ClientHook):
-    """What each expert, and T, make of a user's own text."""
+    """Reports the mean projections by T and by each expert's A of a user's own text."""
 
     instances: int
     language_only = True
 
     def begin(self, cohort: Cohort) -> None:
-        """Other experts may be in these places now; the optimisers are new."""
+        """Reset the optimisers, as the experts in these places may be others now."""
         cohort.forget(SHARED)
 
     def end(self, cohort: Cohort) -> None:
-        """Below T; what is read has a mean square of 1, as behind a norm."""
+        """Write the means into the router's rows below T.
+
+        Inputs are scaled to a mean square of 1, as after a norm layer.
+        """
         for name, direction in cohort.router_directions(self.instances, whole=True).items():
             router, keys = cohort.tensors[name], keys_of(cohort.tensors, name)
             rank, x = keys.shape[2], direction.unsqueeze(-1) * math.sqrt(direction.shape[-1])

@@ -15,8 +15,8 @@ def fedavg(*, server_adam_rate: NotNegative = 0.0) -> Method:
 
     Source: McMahan et al. 2017, arXiv:1602.05629; on LoRA as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text.  Server: mean over users; with
-    ``server_adam_rate`` above 0 a step of Adam on the model minus that mean (Reddi et al. 2021, arXiv:2003.00295).
+    Client: joint steps on training text.  Server: mean over users; with ``server_adam_rate`` above 0 a step of Adam
+    whose gradient is the model minus that mean (Reddi et al. 2021, arXiv:2003.00295).
     Differs from the paper: the optimiser's moments stay with their user, as in CoMiGS's public code.
     """
     return Method(
@@ -28,27 +28,28 @@ def fedavg(*, server_adam_rate: NotNegative = 0.0) -> Method:
 
 
 def fedavg_plus() -> Method:
-    """FedAvg whose users tune the global model on their own data before they use it.
+    """FedAvg whose users fine-tune the global model on their own data before they use it.
 
     Source: FedAvg+ in FedEM (Marfoq et al. 2021, arXiv:2108.10252), section 4, after Jiang et al. 2019.
-    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: what a user makes of them,
-    which is forgotten after use.  Frozen: a language model's base.
-    Client: as FedAvg's; at each evaluation and at the end one more local round, from a copy of the global model, on
-    batches of its own.  Server: mean over users.
-    Differs from the paper: none known.  It evaluates behind the exchange whatever ``evaluation.model`` says.
+    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: the fine-tuned copy, which is
+    discarded after use.  Frozen: a language model's base.
+    Client: as for FedAvg; at each evaluation and at the end one more local round, from a copy of the global model, on
+    separately drawn batches.  Server: mean over users.
+    Differs from the paper: none known.  Users are evaluated after the exchange whatever ``evaluation.model`` says.
     """
     return replace(fedavg(), name="fedavg+", client=Client(phases=joint(routed=False), finetunes=True))
 
 
 def fedprox(*, proximal: NotNegative = 0.01) -> Method:
-    """FedProx: FedAvg with ``proximal / 2 |theta - theta_t|^2`` in each user's objective, theta_t what it downloaded.
+    """FedProx: FedAvg with ``proximal / 2 |theta - theta_t|^2`` in each user's objective, theta_t the downloaded model.
 
     Source: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv:1812.06127, Algorithm 2, eq. 2.
     Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: nothing.  Frozen: a language
     model's base.
     Client: joint steps on training data, with the proximal term.  Server: mean over users.
-    Differs from the paper: every user takes its local steps, none an inexact number of them (gamma); means are weighted
-    as ``training.weighting`` says, where the paper draws users by their share of the data and averages them alike.
+    Differs from the paper: all users take the same number of local steps, none solves its objective inexactly (gamma);
+    means are weighted by ``training.weighting``, where the paper draws users by their share of the data and weighs them
+    equally.
     """
     client = Client(phases=joint(routed=False), parts=(Proximal(proximal / 2),))
     return replace(fedavg(), name="fedprox", client=client)

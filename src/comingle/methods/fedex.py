@@ -20,16 +20,17 @@ LORA = frozenset({ATTENTION, GENERALIST})
 
 
 def fedex_lora(*, residual_rank: CountOrNone = 0) -> Method:
-    """FedEx-LoRA: A and B are averaged, and what that misses, ``mean(B_i A_i) - mean(B) mean(A)``, goes into weights.
+    """FedEx-LoRA: A and B are averaged, and the error ``mean(B_i A_i) - mean(B) mean(A)`` is added to the weights.
 
     Source: Singhal et al. 2024, "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation
     Models", arXiv:2410.09432, section 3: W = W_0 + the sum of all rounds' residuals.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, and each weight's residual,
     which comes from the server.
     Client: joint steps on training text.  Server: means of A and of B; the sum of all residuals.
-    Differs from the paper: the residual stands beside the base, as two factors, instead of being added to it; a
-    download has the sum of all rounds' residuals, as users may have been absent, the paper's that of one round.  With
-    ``residual_rank`` it is the best approximation of that rank, once a round; 0 is exact.  Users have one rank.
+    Differs from the paper: the residual is kept beside the base, as two factors, instead of being added to it; a
+    download has the sum of all rounds' residuals, because users may have been absent, while the paper's has that of one
+    round.  With ``residual_rank`` above 0 the residual is the best approximation of that rank, recomputed each round; 0
+    is exact.  All users have the same rank.
     """
     return Method(
         name="fedex-lora",
@@ -41,7 +42,7 @@ def fedex_lora(*, residual_rank: CountOrNone = 0) -> Method:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMean(Mean):
-    """The mean of A and of B, and the residual of the weights."""
+    """Server that averages A and B and adds the error of that to the weights' residuals."""
 
     kind = "stack"
     clipped_mean = False
@@ -49,7 +50,7 @@ class ExactMean(Mean):
     one_rank = True
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """``R + s sum_i p_i B_i A_i - s mean(B) mean(A)`` in place of R, then both means."""
+        """Set R to ``R + s sum_i p_i B_i A_i - s mean(B) mean(A)``, and A and B to their means."""
         super().aggregate(kept, received)
         for name, a, b in lora_pairs(received.tensors):
             mean_a, mean_b = kept[f"{MODEL_PREFIX}{name}.a"], kept[f"{MODEL_PREFIX}{name}.b"]
@@ -59,7 +60,13 @@ class ExactMean(Mean):
 
 
 def add_to(kept: Tree, name: str, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add products ``A^T B`` of some (A, B) to a weight's residual."""
+    """Add the products ``A^T B`` to the residual of a weight.
+
+    Args:
+        kept: State of the server.
+        name: Name of the weight.
+        parts: Pairs (A, B).
+    """
     ends = kept[f"{MODEL_PREFIX}{name}.{IN}"], kept[f"{MODEL_PREFIX}{name}.{OUT}"]
     change = sum((a.mT @ b for a, b in parts), ends[0].mT @ ends[1])
     for end, t in zip(ends, factored(change, ends[0].shape[-2]), strict=True):
@@ -69,7 +76,7 @@ def add_to(kept: Tree, name: str, parts: list[tuple[torch.Tensor, torch.Tensor]]
 def factored(
     change: Float[Tensor, "*experts d_in d_out"], rank: int
 ) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
-    """Factors of ``change = I^T O``: exact where the rank is that of the smaller side, else the best of that rank."""
+    """Return factors I, O of ``change = I^T O``: exact at full rank, else the best approximation of that rank."""
     d_in, d_out = change.shape[-2:]
     one = torch.eye(min(d_in, d_out), dtype=change.dtype, device=change.device).expand(*change.shape[:-2], -1, -1)
     if rank >= min(d_in, d_out):
@@ -81,18 +88,18 @@ def factored(
 
 
 def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
-    """FLoRA: the stack of everybody's LoRA, ``sum_i p_i B_i A_i`` without error, goes into the weights each round.
+    """FLoRA: the stack of all users' LoRA, ``sum_i p_i B_i A_i`` without error, is added to the weights each round.
 
     Source: Wang et al. 2024, "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank
-    Adaptations", arXiv:2409.05976, Algorithm 1.  Ranks are ``adapters.rank``: each user's own, if it is a list.
-    Shared: attention, 2 averaged LoRA experts per MLP, for the stack.  Local: nothing.  Frozen: the base, and what all
-    stacks have added to each weight, which comes from the server.
-    Client: takes the weights, starts its LoRA anew, with an A of its own and a new optimiser, joint steps on training
-    text.
+    Adaptations", arXiv:2409.05976, Algorithm 1.  Ranks are ``adapters.rank``: one for each user, if it is a list.
+    Shared: attention, 2 averaged LoRA experts per MLP, for the stack.  Local: nothing.  Frozen: the base, and the sum
+    of all stacks for each weight, which comes from the server.
+    Client: downloads that sum, reinitialises its LoRA, with its own A and a new optimiser, takes joint steps on
+    training text.
     Server: adds ``sum_i p_i s_i B_i A_i``.
-    Differs from the paper: what is added stands beside the base, as two factors; a download has the sum of all rounds'
-    stacks, as users may have been absent, the paper's the last stack.  With ``residual_rank`` it
-    is the best approximation of that rank, once a round; 0 is exact.
+    Differs from the paper: the sum is kept beside the base, as two factors; a download has the sum of all rounds'
+    stacks, because users may have been absent, while the paper's has the last stack.  With ``residual_rank`` above 0 it
+    is the best approximation of that rank, recomputed each round; 0 is exact.
     """
     return Method(
         name="flora-stacking",
@@ -103,23 +110,23 @@ def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
 
 
 TIMES = "anew"
-"""What a user keeps: the run's seed, and how often its LoRA has started."""
+"""Key of a user's state: the run's seed, and how often its LoRA has been reinitialised."""
 
 
 class Anew(ClientHook):
-    """LoRA start anew each round: A is drawn, B is zero, and optimisers have not taken a step."""
+    """Reinitialises LoRA each round: A is drawn at random, B is zero, and optimisers are new."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Nobody's has."""
+        """Return zero counts."""
         return {TIMES: torch.tensor([[seed, 0]]).repeat(len(names), 1)}
 
     def received(self, cohort: Cohort) -> None:
-        """What was trained is in the weights now."""
+        """Set B to zero, as the trained LoRA is in the weights now."""
         for _, _, b in lora_pairs(cohort.tensors):
             b.zero_()
 
     def begin(self, cohort: Cohort) -> None:
-        """Another A of each user, in its rank."""
+        """Draw a new A for each user, within its rank."""
         cohort.forget(LORA)
         for name, a, _ in lora_pairs(cohort.tensors):
             for own, user, (seed, times) in zip(a, cohort.names, cohort.kept[TIMES].tolist(), strict=True):
@@ -131,14 +138,14 @@ class Anew(ClientHook):
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Mean):
-    """What all stacks have added to each weight."""
+    """Server that adds the stack of all uploads to the weights' residuals."""
 
     kind = "stack"
     clipped_mean = False
     knows_starts = False
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """One more stack."""
+        """Add the stack of a round."""
         weights = (received.weights * received.scales).tolist()
         for name, a, b in lora_pairs(received.tensors):
             add_to(kept, name, [(t, b[i] * weights[i]) for i, t in enumerate(a)])

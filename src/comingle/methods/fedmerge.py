@@ -1,7 +1,7 @@
 """FedMerge: models on the server, merged into one personal model per user.
 
 m users, d models Theta_j, weights w (m x d), theta_i = sum_j w_ij Theta_j (:func:`mix`).
-Updates g_i are of the sign of gradients: theta_i as it was sent minus as it came back. p_i = n_i / n.
+Updates g_i have the sign of gradients: the downloaded theta_i minus the uploaded one. p_i = n_i / n.
 Source: FedMerge (Chen et al. 2025, arXiv:2504.06768), equations 5 and 6, appendices C and D.
 """
 
@@ -25,16 +25,16 @@ from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
 
 MERGING = "merging"
-"""Merging weights ``(users, models)``, or the logits of a softmax that they are."""
+"""Key of the merging weights ``(users, models)``, or of their logits with ``softmax``."""
 
 _SOUP = "soup."
 
 
 def start_soup(models: Tree) -> Tree:
-    """What to remember of ``models (models, ...)`` that the server begins with.
+    """Return the state of a server that starts with ``models (models, *shape)``.
 
     Raises:
-        RecipeError: several models that are all the same: no weight could ever tell them apart.
+        RecipeError: There are several models and all are equal, so that merging weights could never change.
     """
     count = len(next(iter(models.values())))
     if count > 1 and all(bool((t == t[:1]).all()) for t in models.values()):
@@ -46,26 +46,30 @@ def start_soup(models: Tree) -> Tree:
 
 
 def soup_of(memory: Tree) -> Tree:
-    """The models ``(models, ...)``, to be changed in place."""
+    """Return the models ``(models, *shape)`` in a state; may be changed in place."""
     return {name.removeprefix(_SOUP): t for name, t in memory.items() if name.startswith(_SOUP)}
 
 
 MOST_STEPS = 10_000
-"""The public code's line search gives up after so many."""
+"""Step limit of the public code's line search."""
 
 
 EMPTY = 1e-12
-"""A model whose present users weigh less than this together has none."""
+"""Total weight of participants below which a model counts as unused."""
 
 
 def column_shares(
     shares: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """``p_i w_ij / sum_i' p_i' |w_i'j|``: eq. 5's shares, each column scaled so that its magnitudes sum to 1.
+    """Return ``p_i w_ij / sum_i' p_i' |w_i'j|``: eq. 5's shares, scaled so that a column's magnitudes sum to 1.
 
-    Where no weight is negative a model moves by a mean of its users' updates. Otherwise too it moves the way eq. 5
-    says, by no more than the largest of them: a sum with signs, as in the public code, would turn a negative column
-    round. A model that nobody present uses has zeros, as in eq. 5, and stays where it is.
+    If no weight is negative, a model moves by a mean of its users' updates. With negative weights it keeps the
+    direction of eq. 5 and moves by at most the largest update; a signed sum, as in the public code, would reverse a
+    negative column. A model that no participant uses gets zeros, as in eq. 5, so it is unchanged.
+
+    Args:
+        shares: Merging weights w.
+        weights: Aggregation weights p.
     """
     moves = weights.to(shares).unsqueeze(1) * shares
     total = moves.abs().sum(0)
@@ -73,12 +77,18 @@ def column_shares(
 
 
 def soup_gradient(shares: Float[Tensor, "users models"], updates: Tree) -> Tree:
-    """``sum_i shares_ij g_i`` for every model j; with shares ``p_i w_ij`` that is eq. 5."""
+    """Return ``sum_i shares_ij g_i`` for every model j; with shares ``p_i w_ij`` that is eq. 5."""
     return mix(updates, shares.T)
 
 
 def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[Tensor, "users models"]:
-    """``<Theta_j, g_i>`` over the tensors in ``names``."""
+    """Return ``<Theta_j, g_i>`` over the tensors in ``names``.
+
+    Args:
+        soup: Models Theta, ``(models, *shape)``.
+        updates: Updates g, ``(users, *shape)``.
+        names: Tensors to use.
+    """
     parts = [updates[n].flatten(1) @ soup[n].flatten(1).T for n in names]
     return torch.stack(parts).sum(0)
 
@@ -86,16 +96,21 @@ def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[T
 def weight_gradient(
     inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """``dL/dw_ij = p_i <Theta_j, g_i>`` (eq. 6)."""
+    """Return ``dL/dw_ij = p_i <Theta_j, g_i>`` (eq. 6)."""
     return weights.to(inner).unsqueeze(1) * inner
 
 
 def logit_gradient(
     shares: Float[Tensor, "users models"], inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """``dL/da_ij = p_i w_ij <Theta_j - theta_i, g_i>`` where w is the row-wise softmax of a (appendix D).
+    """Return ``dL/da_ij = p_i w_ij <Theta_j - theta_i, g_i>``, where w is the row-wise softmax of a (appendix D).
 
     The merged model is not needed: ``<theta_i, g_i> = sum_k w_ik <Theta_k, g_i>``.
+
+    Args:
+        shares: Merging weights w.
+        inner: Inner products ``<Theta_j, g_i>``.
+        weights: Aggregation weights p.
     """
     merged = (shares * inner).sum(1, keepdim=True)
     return weight_gradient(shares * (inner - merged), weights)
@@ -104,22 +119,28 @@ def logit_gradient(
 def fixed_step(
     gradient: Float[Tensor, "users models"], weights: Float[Tensor, " users"], size: float
 ) -> Float[Tensor, "users models"]:
-    """What to subtract from the weights, its largest entry just above ``size`` (section 4.1, "fixed magnitude").
+    """Return the step to subtract from the weights, its largest entry just above ``size``.
 
-    The public code adds up small steps ``size p_i G_ij``, where ``p_i G_ij`` is the gradient and the magnitudes of G
-    sum to 1, until an entry has moved by more than ``size``: this is where it stops.
+    This is the paper's "fixed magnitude" (section 4.1). The public code adds up small steps ``size p_i G_ij``, where
+    ``p_i G_ij`` is the gradient and the magnitudes of G sum to 1, until an entry has moved by more than ``size``. This
+    is the closed form of that sum.
+
+    Args:
+        gradient: Gradient of the merging weights or logits.
+        weights: Aggregation weights p.
+        size: Size of the step.
     """
     shares = weights.to(gradient).unsqueeze(1)
     total = torch.where(shares > 0, gradient / shares, 0.0).abs().sum()
     step = size * gradient / total
     largest = float(step.abs().max())
-    if not largest > 0:  # no gradient at all, which has divided by zero above
+    if not largest > 0:  # the gradient is zero, so the division above gave nan
         return torch.zeros_like(gradient)
     return step * min(int(size / largest) + 1, MOST_STEPS)
 
 
 def head(tree: Tree) -> list[str]:
-    """The tensors of the last layer of a net; everything where the tensors are LoRA's, which have no last layer."""
+    """Return the names of the tensors of a net's last layer, or of all tensors of LoRA, which has no last layer."""
     if any(name.endswith(".a") for name in tree):
         return list(tree)
     trained = [name for name, t in tree.items() if not name.rpartition(".")[2].startswith("running")]
@@ -128,10 +149,10 @@ def head(tree: Tree) -> list[str]:
 
 
 def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
-    """Receiver i gets ``sum_j matrix_ij upload_j``: the identity is Local, a constant row is FedAvg.
+    """Return ``sum_j matrix_ij upload_j`` for each receiver i: the identity is Local, a constant row is FedAvg.
 
-    The last bits of what somebody receives do not depend on who receives beside: a product of matrices is rounded by
-    its shape, so each sum is added up in the order of its senders. It costs about 1.6 times the product.
+    The result for one receiver does not depend on the other receivers. A matrix product rounds differently for
+    different shapes, so each sum is added up in the order of the senders. This costs about 1.6 times the product.
     """
     return {name: _mix(t, matrix.to(t)) for name, t in uploads.items()}
 
@@ -150,16 +171,18 @@ def _mix(uploads: Float[Tensor, "senders ..."], matrix: Float[Tensor, "receivers
 
 
 _NARROW, _IN_CACHE = 1024, 2**16
-"""Numbers at a time: of each receiver at least, and of all together."""
+"""Chunk size in numbers: at least for each receiver, and for all receivers together (to fit the cache)."""
 
 
 Keys = Literal["head", "all", "trained", "body", "first"]
-"""Which tensors tell merging weights where to move: the last layer, all, all but running statistics, all that is
-trained but the last layer, the first layer."""
+"""Tensors of the inner products that move merging weights.
+
+"head" is the last layer, "trained" all but running statistics, "body" all trained ones but the last layer.
+"""
 
 
 def keys(tree: Tree, which: Keys) -> list[str]:
-    """The names of those tensors; LoRA have no last layer, so that head, body and all are one."""
+    """Return the names of the tensors that ``which`` selects; for LoRA, head, body and all are the same."""
     trained = [name for name in tree if not name.rpartition(".")[2].startswith("running")]
     if which == "first":
         return [name for name in trained if name.rpartition(".")[0] == trained[0].rpartition(".")[0]]
@@ -169,7 +192,13 @@ def keys(tree: Tree, which: Keys) -> list[str]:
 
 
 def largest(updates: Tree, names: Collection[str], share: float) -> Tree:
-    """Of each user's update in ``names`` the share of numbers that are largest in magnitude, zeros for the others."""
+    """Keep the largest numbers of each user's update, by magnitude, and set the others to zero.
+
+    Args:
+        updates: Updates ``(users, *shape)``.
+        names: Tensors to return.
+        share: Share of numbers to keep, over all of ``names``.
+    """
     if share == 1:
         return updates
     sizes = torch.cat([updates[name].flatten(1) for name in names], 1).abs()
@@ -179,9 +208,10 @@ def largest(updates: Tree, names: Collection[str], share: float) -> Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Server):
-    """The soup and everybody's merging weights (or their logits, with ``softmax``); its settings are ``fedmerge``'s.
+    """Server that keeps the models, and the users' merging weights (or logits, with ``softmax``).
 
-    Where so many models are ``chosen`` at random, a user merges these in equal parts, or in ``random`` ones.
+    Its settings are those of ``fedmerge``. With ``chosen``, a user merges that many models, drawn at random, with equal
+    weights or, with ``random``, random ones.
     """
 
     models: int
@@ -202,11 +232,11 @@ class Merge(Server):
 
     @property
     def server_models(self) -> int:
-        """The soup."""
+        """Number of models on the server."""
         return self.models
 
     def start(self, setup: ServerSetup) -> Tree:
-        """The models, and weights that are all alike or random choices."""
+        """Return the models and the initial merging weights: equal, or random choices."""
         value = 0.0 if self.softmax else 1 / self.models
         weights = next(iter(setup.models.values())).new_full((len(setup.users), self.models), value)
         for user, row in zip(setup.users, weights, strict=True) if self.chosen else ():
@@ -219,9 +249,9 @@ class Merge(Server):
         return start_soup(setup.models) | {MERGING: weights}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Models and weights of those who took part, in the order that the settings say."""
+        """Update the models and the participants' merging weights, in the order that ``models_first`` sets."""
         soup, logits = soup_of(kept), kept[MERGING][list(received.users)]
-        sent = mix(soup, self._shares(logits))  # as large as the users' models, so it becomes the updates in place
+        sent = mix(soup, self._shares(logits))  # as large as the users' models, so updates are computed in place
         updates = {name: t.sub_(received.tensors[name]) for name, t in sent.items()}
         moves = (
             (self._move_models, self._move_weights) if self.models_first else (self._move_weights, self._move_models)
@@ -232,16 +262,16 @@ class Merge(Server):
         kept[MERGING][list(received.users)] = logits
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Each user's merged model."""
+        """Return each user's merged model."""
         merged = mix(soup_of(kept), self._shares(kept[MERGING][list(users)]))
         return {name: t.unsqueeze(1) for name, t in merged.items()}
 
     def merging_weights(self, kept: Tree) -> Float[Tensor, "users models"]:
-        """Everybody's weights."""
+        """Return the merging weights of all users."""
         return self._shares(kept[MERGING])
 
     def settled(self) -> Merge:
-        """The models stay; the weights of who joins move by eq. 6."""
+        """Return a server whose models are fixed; the merging weights of new users still move by eq. 6."""
         return replace(self, global_rate=0.0)
 
     def _shares(self, logits: Float[Tensor, "users models"]) -> Float[Tensor, "users models"]:
@@ -275,22 +305,35 @@ def fedmerge(
     global_iterations: Count = 1,
     proximal: NotNegative = 0.0,
 ) -> Method:
-    """FedMerge: d models and everybody's merging weights live on the server; one merged model travels each way.
+    """FedMerge: the server keeps d models and all merging weights; users exchange one merged model each.
 
     Source: Chen et al. 2025, "FedMerge: Federated Personalization via Model Merging", arXiv:2504.06768, Algorithm 1.
     Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: nothing.
     Frozen: a language model's base.
     Client: joint steps on the merged model, as in FedAvg; ``proximal`` times |theta - theta_i|^2 is added to the loss.
-    Server: the models by eq. 5 and 8, then the weights by eq. 6 and 9 (before the models without ``models_first``),
-    their largest entry by ``weight_step``; with ``softmax`` the weights are that of logits (appendix D).  Inner
-    products are over the last layer ("head", the public code's pruning; all of LoRA, which has none) or other keys, and
-    over a share of each update's largest numbers there (section 3 names pruning, and not how).
-    Differs from the paper: with eq. 5 the models would move d times less than "the global model is replaced" says, so
-    what moves a model is a mean over its users, as in the public code (``column_normalize``; false is eq. 5); weights
-    below zero (without ``softmax``) count there with their magnitude.  A model of which nobody present has a part stays
-    as it is.  That code moves weights first; its ``proximal`` is 0.01.  The search for the step is in closed form.
-    Users' shares in eq. 5 and 6 are ``training.weighting``, one setting for all methods that a recipe compares: equal
-    by default, the paper's n_i / n with ``samples`` (or ``tokens``), as the published recipes say.
+    Server: the models by eq. 5 and 8, then the weights by eq. 6 and 9; with ``softmax`` the weights are the softmax of
+    logits (appendix D).
+    Differs from the paper: with eq. 5 the models would move d times less than "the global model is replaced" says, so a
+    model moves by a mean over its users, as in the public code (``column_normalize``; false is eq. 5); weights below
+    zero (without ``softmax``) count there with their magnitude.  A model that no participant uses is unchanged.  The
+    public code moves weights first; its ``proximal`` is 0.01.  The search for the step is in closed form.  Users'
+    shares in eq. 5 and 6 are ``training.weighting``, one setting for all methods that a recipe compares: equal by
+    default, the paper's n_i / n with ``samples`` (or ``tokens``), as in the published recipes.
+
+    Args:
+        models: Number of models d.
+        softmax: Whether merging weights are the softmax of logits.
+        column_normalize: Whether a model moves by a mean over its users instead of eq. 5.
+        models_first: Whether models move before the weights.
+        inner_product_keys: Tensors of the inner products in eq. 6: the last layer ("head", as in the public code; all
+            of LoRA, which has none), "all", "trained" (without running statistics), "body" (without the last layer) or
+            "first".
+        inner_product_share: Share of the largest numbers of each update in them; section 3 names pruning without
+            details.
+        weight_step: Largest change of a merging weight or logit in a round.
+        global_rate: Learning rate of the models.
+        global_iterations: Updates of models and weights in a round.
+        proximal: Factor of the proximal term.
     """
 
     return Method(
@@ -320,13 +363,22 @@ def fedmerge_fixed(
     weights: Literal["even", "random"] = "even",
     global_rate: NotNegative = 1.0,
 ) -> Method:
-    """FedMerge with frozen merging weights: each user merges some models, drawn at random, in equal or random parts.
+    """FedMerge with frozen merging weights: each user merges randomly drawn models with equal or random weights.
 
     Source: Chen et al. 2025 (FedMerge, arXiv:2504.06768), Table 4, "Fixed (``chosen`` / ``models``)".
-    Shared: as by ``fedmerge``.  Local: nothing.  Frozen: a language model's base.
-    Client: as by ``fedmerge``.  Server: the models alone move.
-    Differs from the paper: none known; Table 4's caption has even weights, the text below it random ones, of no named
-    distribution: ours are uniform on the simplex.
+    Shared: as for ``fedmerge``.  Local: nothing.  Frozen: a language model's base.
+    Client: as for ``fedmerge``.  Server: as for ``fedmerge``, with only the models moving.
+    Differs from the paper: none known; Table 4's caption has even weights, the text below it random ones from an
+    unnamed distribution: ours are uniform on the simplex.
+
+    Args:
+        models: Number of models on the server.
+        chosen: Number of models that each user merges.
+        weights: Whether merging weights are equal ("even") or random.
+        global_rate: Learning rate of the models.
+
+    Raises:
+        RecipeError: ``chosen`` is above ``models``.
     """
     if chosen > models:
         raise RecipeError(f"method fedmerge-fixed: chosen is {chosen} of {models} models; allowed: 1 to {models}")
@@ -337,13 +389,13 @@ def fedmerge_fixed(
 
 @dataclass(frozen=True)
 class Proximal(ClientHook):
-    """Adds ``weight |theta - theta_0|^2`` to the objective, theta_0 what the user began the round with."""
+    """Adds ``weight |theta - theta_0|^2`` to the objective, theta_0 the model at the start of the round."""
 
     weight: float
     looks_back = True
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Its gradient, ``2 weight (theta - theta_0)``."""
+        """Add the gradient of the term, ``2 weight (theta - theta_0)``."""
         now, before = cohort.tensors, cohort.began
         for name, gradient in gradients.items():
             gradients[name] = gradient + 2 * self.weight * (now[name] - before[name])

@@ -1,4 +1,4 @@
-"""FLoRAL: a base that all train together, and a client-level mixture of federated adaptors."""
+"""FLoRAL: a shared base, and a client-level mixture of federated adaptors."""
 
 from __future__ import annotations
 
@@ -25,29 +25,41 @@ def floral(
     report_mixture: bool = True,
     per_layer: bool = False,
 ) -> Method:
-    """FLoRAL with learned routers: the base and C adaptor sets are federated, each user mixes the adaptors by itself.
+    """FLoRAL with learned routers: the base and C adaptor sets are federated, and each user mixes the adaptors.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1.
     Shared: the base where it is trained, with its running statistics, and C adaptors a layer.  Local: one logit for
-    each adaptor set, and the running statistics of adaptors of batch norms.  Frozen: a language model's base.
-    Client: simultaneous descent on base, adaptors and router (its own learning rate) on training data; ``precondition``
-    as in eq. 36.  ``stateless``: users forget their router after each round, and learn it again, ``warmup_steps``
-    router steps before the others.
-    Server: base by p(k), adaptors by p(k|c) (eq. 2); it steps towards that mean by a rate, for each group.  With
-    ``server_adam_rate`` above 0 it takes a step of Adam with that rate instead, whose gradient is its model minus that
-    mean (betas 0.9 and 0.999, epsilon 1e-8), as the public code does on CIFAR-100.
-    ``centre`` as in eq. 37, under p(c).  Without ``report_mixture`` users keep their mixture to themselves, and the
-    server takes the adaptors' mean by p(k) too: no part of the paper, but a mean that privacy can bound.  With
-    ``per_layer`` a user has a router, a report and so a p(k|c) for each adapted layer, which section 7 names and does
-    not spell out.
-    Differs from the paper: users report their mixture (C numbers) with each upload, which the server needs for p(k|c)
-    and a secure aggregation could hide.  p(k) is ``training.weighting``, one setting for all methods that a recipe
-    compares: equal shares by default, N_k of Algorithm 1 with ``samples`` (or ``tokens``), as the published recipes
-    say.  The factor on the input side starts random and the output side zero, as in LoRA (Hu et al. 2021) and the
-    public code; section 3.2 says the reverse.  ``noise`` is Gaussian and off; the paper names none, and the public code
-    adds uniform noise in [0, 1) to logits in training by default.  That code keeps pi_c above 0.01, which stops its
+    each adaptor set, and the running statistics of batch norms' adaptors.  Frozen: a language model's base.
+    Client: simultaneous descent on base, adaptors and router (its own learning rate) on training data.
+    Server: base by p(k), adaptors by p(k|c) (eq. 2).
+    Differs from the paper: users report their mixture (C numbers) with each upload, which the server needs for p(k|c);
+    secure aggregation could hide it.  p(k) is ``training.weighting``, one setting for all methods that a recipe
+    compares: equal shares by default, N_k of Algorithm 1 with ``samples`` (or ``tokens``), as in the published recipes.
+    The factor on the input side starts random and the output side zero, as in LoRA (Hu et al. 2021) and the public
+    code; section 3.2 says the reverse.  ``noise`` is Gaussian and off; the paper names none, and the public code by
+    default adds uniform noise in [0, 1) to the logits in training.  That code keeps pi_c above 0.01, which stops its
     gradient; we do not.  It reuses the adaptors' client learning rate as ``adaptor_server_rate``: set that to compare.
-    Its server also takes steps on routers, which stay with their users here; running statistics take the mean in both.
+    Its server also takes steps on routers, which are local here; running statistics are set to the mean in both.
+
+    Args:
+        clusters: Number of adaptor sets C.
+        temperature: Temperature of the router's softmax.
+        noise: Standard deviation of Gaussian noise on the logits in training.
+        precondition: Whether to precondition the adaptors as in eq. 36.
+        centre: Whether to move the adaptors' mean under p(c) into the base, as in eq. 37.
+        stateless: Whether users reset their router in each round and learn it again.
+        warmup_steps: Router steps before the other steps of a round.
+        base_server_rate: Learning rate of the server's step towards the base's mean.
+        adaptor_server_rate: The same for adaptors.
+        server_adam_rate: If above 0, learning rate of a step of Adam instead, whose gradient is the model minus the
+            mean (betas 0.9 and 0.999, epsilon 1e-8), as in the public code on CIFAR-100.
+        report_mixture: Whether users report their mixture. If not, the server averages adaptors by p(k) too: not in the
+            paper, but a mean that privacy can bound.
+        per_layer: Whether each adapted layer has its own router, report and p(k|c), as section 7 suggests without
+            details.
+
+    Raises:
+        RecipeError: The settings exclude each other.
     """
     rates = (base_server_rate, adaptor_server_rate)
     if centre and (per_layer or rates != (1.0, 1.0)):
@@ -88,13 +100,22 @@ def floral(
 def floral_optimal(
     *, clusters: Models = 4, precondition: bool = True, centre: bool = False, server_adam_rate: NotNegative = 0.0
 ) -> Method:
-    """FLoRAL whose routers know the true clusters: what learning them could reach.
+    """FLoRAL whose routers know the true clusters: an upper bound for learned routers.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
-    Shared: as by ``floral``.  Local: nothing but adaptors' running statistics.  Frozen: routers, one-hot.
-    Client: descent on base and the adaptors of the own cluster.  Server: base by p(k), adaptors by cluster,
-    or Adam as by ``floral`` with ``server_adam_rate``.
+    Shared: as for ``floral``.  Local: only adaptors' running statistics.  Frozen: routers, one-hot.
+    Client: descent on the base and the adaptors of the user's cluster.  Server: base by p(k), adaptors by cluster,
+    or Adam as for ``floral`` with ``server_adam_rate``.
     Differs from the paper: as ``floral``, but for the router.
+
+    Args:
+        clusters: Number of adaptor sets C.
+        precondition: As for ``floral``.
+        centre: As for ``floral``.
+        server_adam_rate: As for ``floral``.
+
+    Raises:
+        RecipeError: ``server_adam_rate`` is given with ``centre``.
     """
     mixture = ClientMixture(clusters=clusters, optimal=True, precondition=precondition, centre=centre)
     if server_adam_rate and centre:
@@ -107,17 +128,23 @@ def floral_optimal(
 
 
 def floral_mfl(*, clusters: Models = 4, precondition: bool = True, centre: bool = False) -> Method:
-    """FLoRAL with the mixture outside of the loss, and routers out of the losses of the components.
+    """FLoRAL with the mixture outside of the loss, and routers computed from the components' losses.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL-WS), eq. 4, 5, 25 and 34.
-    Shared: as by ``floral``.  Local: one logit for each adaptor set, adaptors' running statistics.  Frozen: a language
+    Shared: as for ``floral``.  Local: one logit for each adaptor set, adaptors' running statistics.  Frozen: a language
     model's base.
-    Client: pi_c ~ exp(-eta f_c), f_c the loss of the base with adaptor set c, as received, on all training data of the
+    Client: pi_c ~ exp(-eta f_c), f_c the loss of the downloaded base with adaptor set c on all training data of the
     user and eta the router's learning rate (1/C in the first round).  Then each adaptor set descends on its own f_c,
-    the base on sum_c pi_c f_c, C passes a step.  Server: base by p(k), adaptors by p(k|c), with the pi of the round's
-    start; ``centre`` under p(c).
-    Differs from the paper: a user's model for tests mixes the adaptors in the weights, as (FML) does.  p(k) and the
-    adaptors' start as by ``floral``.  Eq. 5 has f_c, the mean over a cluster; each user takes its own loss, as in C.1.
+    the base on sum_c pi_c f_c, C passes a step.
+    Server: base by p(k), adaptors by p(k|c), with pi from the start of the round; ``centre`` under p(c).
+    Differs from the paper: a user's model for tests mixes the adaptors in the weights, as in (FML).  p(k) and the
+    adaptors' initial values as for ``floral``.  Eq. 5 has f_c, the mean over a cluster; each user takes its own loss,
+    as in C.1.
+
+    Args:
+        clusters: Number of adaptor sets C.
+        precondition: As for ``floral``.
+        centre: As for ``floral``.
     """
     mixture = ClientMixture(clusters=clusters, at="losses", precondition=precondition, centre=centre)
     return client_mixture("floral-mfl", mixture, phases=(Phase(roles=TRAINED),), parts=(Entropic(),))

@@ -18,16 +18,21 @@ from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 
 def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune: bool = True) -> Method:
-    """HetLoRA: users of different ranks; matrices with a larger change weigh more; ranks that are not used are pruned.
+    """HetLoRA: users have different ranks; matrices with a larger change weigh more; unused ranks are pruned.
 
     Source: Cho et al. 2023, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models",
     arXiv:2401.06432; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3 and C.3.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
     Client: joint steps on training text with ``regularisation`` times the norms of the last ranks, from gamma times
-    the rank on; with ``prune``, a user whose last ranks have become smaller over its local steps gives them up.
-    Server: zero-padding, mean weighted by the norm of each user's change, cut to each user's rank.
-    Differs from the paper: weights are computed for each linear; the scale alpha / sqrt(rank) is a user's own and stays
-    that of the rank it began with.  The regularisation is one of the three values that CoMiGS sweeps.
+    the rank on; with ``prune``, a user drops its last ranks if their norm has shrunk over its local steps.
+    Server: zero-padding, mean weighted by the norm of each user's change, truncated to each user's rank.
+    Differs from the paper: weights are computed for each linear; a user's scale alpha / sqrt(rank) stays that of its
+    initial rank.  The regularisation is one of the three values that CoMiGS sweeps.
+
+    Args:
+        regularisation: Factor of the penalty on the last ranks.
+        gamma: Fraction of the rank from which ranks count as last.
+        prune: Whether users drop ranks.
     """
     return Method(
         name="hetlora",
@@ -42,14 +47,14 @@ def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune
 
 @dataclass(frozen=True, kw_only=True)
 class NormWeightedMean(Mean):
-    """Mean over users with weights ``p_u |B_u A_u|`` for each linear; with ``p_u`` alone where nothing has changed."""
+    """Server that weighs users by ``p_u |B_u A_u|`` for each linear, or by ``p_u`` where nothing has changed."""
 
     kind = "stack"
     clipped_mean = False
     knows_starts = False
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """One linear after the other."""
+        """Set A and B of each linear to their weighted means."""
         for name, a, b in lora_pairs(received.tensors):
             weights = received.weights.to(a) * change_norm(a, b)
             weights = weights if weights.any() else received.weights.to(a)
@@ -60,25 +65,37 @@ class NormWeightedMean(Mean):
 def change_norm(
     a: Float[Tensor, "users *experts rank d_in"], b: Float[Tensor, "users *experts rank d_out"]
 ) -> Float[Tensor, " users"]:
-    """Frobenius norm of each user's ``B A`` from the small matrices ``A A^T`` and ``B B^T``: no product is formed."""
+    """Return the Frobenius norm of each user's ``B A``, computed from ``A A^T`` and ``B B^T`` without forming the product."""
     squares = (torch.matmul(a, a.mT) * torch.matmul(b, b.mT)).flatten(1).sum(1)
     return squares.clamp(min=0).sqrt()
 
 
 def tail(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
-    """1 on each user's last ranks, from ``floor(gamma * rank)`` on; the first rank is never among them."""
+    """Return a mask of each user's last ranks, from ``floor(gamma * rank)`` on; the first rank is never among them.
+
+    Args:
+        ranks: Rank of each user.
+        gamma: Fraction of the rank from which ranks count as last.
+        rank: Number of columns of the mask.
+    """
     at = torch.arange(rank, device=ranks.device)
     start = smaller_ranks(ranks, gamma).unsqueeze(1)
     return ((at >= start) & (at < ranks.unsqueeze(1))).double()
 
 
 def smaller_ranks(ranks: Int[Tensor, " users"], gamma: float) -> Int[Tensor, " users"]:
-    """The rank that is left of each user's without its tail."""
+    """Return each user's rank without its last ranks."""
     return (ranks * gamma).floor().long().clamp(min=1)
 
 
 def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Float[Tensor, " users"]:
-    """``sum over linears of |B[:, tail]| |A[tail]|`` for each user."""
+    """Return ``sum over linears of |B[:, tail]| |A[tail]|`` for each user.
+
+    Args:
+        tensors: LoRA tensors, ``(users, *shape)``.
+        ranks: Rank of each user.
+        gamma: Fraction of the rank from which ranks count as last.
+    """
     total = torch.zeros(len(ranks), dtype=torch.float64, device=ranks.device)
     for _, a, b in lora_pairs(tensors):
         mask = tail(ranks, gamma, a.shape[-2]).view(len(ranks), *[1] * (a.dim() - 3), -1, 1)
@@ -89,19 +106,19 @@ def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Flo
 
 @dataclass(frozen=True)
 class TailPenalty(ClientHook):
-    """``weight`` times :func:`tail_norms` in the objective."""
+    """Adds ``weight`` times :func:`tail_norms` to the objective."""
 
     weight: float
     gamma: float
 
     def penalty(self, tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
-        """Of each user."""
+        """Return the penalty of each user."""
         return self.weight * tail_norms(tensors, ranks, self.gamma)
 
 
 @dataclass(frozen=True)
 class Prune(ClientHook):
-    """Give up the tail where its norms have become smaller over the local steps."""
+    """Drops a user's last ranks if their norm has shrunk over its local steps."""
 
     gamma: float
     language_only = True
@@ -109,19 +126,19 @@ class Prune(ClientHook):
     looks_back = True
 
     def end(self, cohort: Cohort) -> None:
-        """The users' new, smaller ranks."""
+        """Reduce the ranks."""
         ranks = cohort.ranks
         smaller = tail_norms(cohort.tensors, ranks, self.gamma) < tail_norms(cohort.began, ranks, self.gamma)
         ranks.copy_(torch.where(smaller, smaller_ranks(ranks, self.gamma), ranks))
 
 
 def flexlora() -> Method:
-    """FlexLoRA: users of different ranks; the mean weight change is cut to each user's rank by its singular values.
+    """FlexLoRA: users have different ranks; the mean weight change is truncated to each user's rank by an SVD.
 
     Source: Bai et al. 2024, "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
     Resources", arXiv:2402.11505; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text, with a new optimiser each round, as factors are others then.
+    Client: joint steps on training text, with a new optimiser each round, as the factors change.
     Server: dW = sum_u p_u s_u B_u A_u = U S V; user u gets A = the first rows of V, B = the first columns of U S / s_u.
     Differs from the paper: the rank-stabilised scale s_u = alpha / sqrt(rank) of the forward pass is part of dW; dW
     itself is never formed, its singular values come from those of a matrix as small as the sum of all ranks.
@@ -136,24 +153,24 @@ def flexlora() -> Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Redistribute(Server):
-    """Keeps factors of the mean change in the largest rank; what is beyond a user's rank is cut off on its way."""
+    """Server that keeps factors of the mean change at the largest rank; downloads are truncated to each user's rank."""
 
     kind = "stack"
     by_user = frozenset({"scales"})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """What users start from, as it would be with scale 1, and everybody's scale."""
+        """Return the initial factors, as for scale 1, and each user's scale."""
         return {name: t[0].clone() for name, t in setup.models.items()} | {SCALES: setup.scales.clone()}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """One linear after the other."""
+        """Set the factors of each linear to those of the mean change."""
         for name, a, b in lora_pairs(received.tensors):
             factors = mean_factors(a, b, received.weights, received.scales)
             for factor, t in zip("ab", factors, strict=True):
                 kept[f"{name}.{factor}"].copy_(t)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """``B / s_u`` for user u, and A as it is."""
+        """Return A, and ``B / s_u`` for user u."""
         models = {name: t.expand(len(users), 1, *t.shape) for name, t in kept.items() if name != SCALES}
         return {name: t / self._shares(kept, users, t) if name.endswith(".b") else t for name, t in models.items()}
 
@@ -162,7 +179,7 @@ class Redistribute(Server):
 
 
 SCALES = "scales"
-"""What the server keeps of each user's scale."""
+"""Key of the users' scales in the server's state."""
 
 
 def mean_factors(
@@ -171,10 +188,16 @@ def mean_factors(
     weights: Float[Tensor, " users"],
     scales: Float[Tensor, " users"],
 ) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
-    """Factors of the mean ``sum_u weights_u scales_u A_u^T B_u``, largest singular values first.
+    """Return factors of the mean ``sum_u weights_u scales_u A_u^T B_u``, largest singular values first.
 
-    With ``A^T = Q R`` and ``B^T = P T`` of all users side by side, the mean is ``Q (R D T^T) P^T``: only the core, as
-    wide as the users' ranks together, is decomposed.
+    With ``A^T = Q R`` and ``B^T = P T`` of all users side by side, the mean is ``Q (R D T^T) P^T``. Only the core, as
+    wide as the sum of the users' ranks, is decomposed.
+
+    Args:
+        a: Factors A of the users.
+        b: Factors B of the users.
+        weights: Aggregation weights.
+        scales: LoRA scales.
     """
     rank = a.shape[-2]
     each = (weights * scales).to(a).view(-1, *[1] * (a.dim() - 1))
@@ -192,15 +215,15 @@ def _side_by_side(factors: Float[Tensor, "users *experts rank width"]) -> Float[
 
 
 def _signs(rows: Float[Tensor, "*experts rank width"]) -> Float[Tensor, "*experts rank 1"]:
-    """-1 or 1 for each row, so that its largest entry becomes positive.
+    """Return -1 or 1 for each row, so that its largest entry becomes positive.
 
-    A decomposition leaves the sign open: it must not follow from who is first.
+    An SVD leaves the signs open; this makes them independent of the order of users.
     """
     largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True))
     return torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
 def _first(factors: Float[Tensor, "*experts found width"], rank: int) -> Float[Tensor, "*experts rank width"]:
-    """The first ``rank`` rows; zeros where there are fewer."""
+    """Return the first ``rank`` rows, padded with zeros."""
     missing = max(0, rank - factors.shape[-2])
     return torch.nn.functional.pad(factors[..., :rank, :], (0, 0, 0, missing))

@@ -1,4 +1,4 @@
-"""Client-level mixtures: shared parts of FLoRAL, ensembles, FedEM and MFL."""
+"""Client-level mixtures: code shared by FLoRAL, ensembles, FedEM and MFL."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from comingle.utils.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, 
 
 @dataclass(frozen=True)
 class WarmUp(ClientHook):
-    """The router takes some steps before the others, at the start of each round; maybe from what it was at first."""
+    """Takes router steps before the other steps of each round, optionally after resetting the router."""
 
     steps: int
     resets: bool
     roles = ROUTERS
 
     def begin(self, cohort: Cohort) -> None:
-        """Reset the router if asked for, then take the steps."""
+        """Reset the router if ``resets``, then take the steps."""
         if self.resets:
             cohort.reset(ROUTERS)
             cohort.forget(ROUTERS)
@@ -32,12 +32,17 @@ class WarmUp(ClientHook):
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """The router's steps."""
+        """Phase of the router's steps."""
         return (Phase(roles=ROUTERS, steps=self.steps, optimizer="router"),) if self.steps else ()
 
 
 def by_layer(mixtures: Float[Tensor, "users *layers clusters"], names: Collection[str]) -> Tree:
-    """The vector that each adaptor's tensor is mixed by; layers are numbered in the order of the names."""
+    """Return the mixture weights of each tensor; layers are numbered in the order of the names.
+
+    Args:
+        mixtures: Mixture weights of each user, for all layers or for each one.
+        names: Names of the components' tensors.
+    """
     if mixtures.ndim == 2:
         return dict.fromkeys(names, mixtures)
     places = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
@@ -47,7 +52,7 @@ def by_layer(mixtures: Float[Tensor, "users *layers clusters"], names: Collectio
 TRAINED = frozenset({BASE, ADAPTOR})
 
 SHARED = TRAINED | {BASE_STATISTICS}
-"""What of a mixture travels; the adaptors' own running statistics stay at home (FLoRAL App. F.2)."""
+"""Roles of a mixture that are shared; the adaptors' own running statistics are local (FLoRAL App. F.2)."""
 
 
 def client_mixture(
@@ -60,7 +65,17 @@ def client_mixture(
     server: Server | None = None,
     reports: bool = True,
 ) -> Method:
-    """A method whose users mix components; where they share them, they report the mixture, unless it stays a secret."""
+    """Return a method whose users mix components.
+
+    Args:
+        name: Name of the method.
+        mixture: The mixture.
+        phases: Phases of a round.
+        parts: Client hooks.
+        shared: Roles that are shared.
+        server: The server; by default :class:`ClusterSteps`.
+        reports: Whether users who share components report their mixture weights.
+    """
     told = (ReportMixture(mixture),) if reports and ADAPTOR in shared else ()
     return Method(
         name=name,
@@ -73,44 +88,44 @@ def client_mixture(
 
 @dataclass(frozen=True)
 class ReportMixture(ClientHook):
-    """Users say how they mix components."""
+    """Reports how a user mixes components."""
 
     mixture: ClientMixture
 
     def report(self, cohort: Cohort) -> Tree:
-        """Their vector pi."""
+        """Return the mixture weights pi."""
         return {"mixture": self.mixture.shares(cohort.tensors[CLIENT_ROUTER])}
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """Shares of the components."""
+        """Weights of the components."""
         return {"mixture": Reported(shape=(self.mixture.clusters,), like=CLIENT_ROUTER, most=1.0 + 1e-4)}
 
 
 class Entropic(ClientHook):
-    """Users set their router, as soon as they have received the components, out of what these lose on their data."""
+    """Sets the router from the components' losses on the user's data, after each download."""
 
     sweeps = True
 
     def received(self, cohort: Cohort) -> None:
-        """By :func:`entropic`."""
+        """Set the router's logits by :func:`entropic`."""
         theta = cohort.tensors[CLIENT_ROUTER]
         theta.copy_(entropic(cohort.component_losses(), cohort.router_rate))
 
 
 def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
-    """Logits of ``pi_c ~ exp(-rate f_c)``, which minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (eq. 5, 34)."""
+    """Return logits of ``pi_c ~ exp(-rate f_c)``, which minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (eq. 5, 34)."""
     return -rate * losses
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeanByCluster(Mean):
-    """The weighted mean, of each component by how much its users make of it (FLoRAL, Algorithm 1, lines 11 and 12)."""
+    """Server that weighs each component by how much its users use it (FLoRAL, Algorithm 1, lines 11 and 12)."""
 
     clipped_mean = False
 
     def coefficients(self, received: Received) -> Tree:
-        """``p(k)``, and of components ``p(k|c)``: with routers of each layer's own, by that of theirs."""
+        """Return ``p(k)``, and for components ``p(k|c)``; with a router per layer, from that layer's mixture."""
         mixtures = by_layer(received.reports["mixture"], received.clustered)
         shares = {name: aggregation_weights(m, received.weights) for name, m in mixtures.items()}
         return {**super().coefficients(received), **shares}
@@ -118,9 +133,10 @@ class MeanByCluster(Mean):
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSteps(MeanByCluster):
-    """The mean by cluster, or a step towards it: ``old + rate (mean - old)``, with a rate for each group.
+    """Server that takes a step towards the mean by cluster: ``old + rate (mean - old)``, with separate rates.
 
-    With ``centre`` the components' mean under p(c) then moves into the base (FLoRAL App. E, eq. 30 and 37).
+    With rates of 1 that is the mean, or a step of Adam. With ``centre`` the components' mean under p(c) then moves into
+    the base (FLoRAL App. E, eq. 30 and 37).
     """
 
     base_rate: float = 1.0
@@ -128,7 +144,13 @@ class ClusterSteps(MeanByCluster):
     centre: bool = False
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """One step, then centring."""
+        """Take one step, then centre the components.
+
+        Args:
+            kept: State of the server, updated in place.
+            sums: Weighted sums of the uploads.
+            received: The uploads.
+        """
         if (self.base_rate, self.component_rate) == (1.0, 1.0):
             super().step(kept, sums, received)
         else:
@@ -143,5 +165,5 @@ class ClusterSteps(MeanByCluster):
 def cluster_weights(
     mixtures: Float[Tensor, "users clusters"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, " clusters"]:
-    """``p(c) = sum_k p(k) pi_c^k`` (FLoRAL eq. 2)."""
+    """Return ``p(c) = sum_k p(k) pi_c^k`` (FLoRAL eq. 2)."""
     return weights @ mixtures.to(weights)

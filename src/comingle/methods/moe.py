@@ -12,13 +12,13 @@ _SHARED = Placement(generalists=2, routed=True, shared=frozenset({ATTENTION, GEN
 
 
 def local_moe() -> Method:
-    """Every user alone, with a router over 2 experts, trained together with them.
+    """Train each user alone, with a router over 2 experts that is trained together with them.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part ii.
     Shared: nothing.  Local: attention, 2 experts per MLP, routers.  Frozen: the base.
-    Client: joint steps on experts and routers on training text, routers with settings of their own.  Server: none.
-    Differs from the paper: none known.  Routers have the constant rate of App. B.1; in the public code they follow the
-    experts' cosine where both are trained together.
+    Client: joint steps on experts and routers on training text, routers with their own settings.  Server: none.
+    Differs from the paper: none known.  Routers have the constant learning rate of App. B.1; in the public code they
+    follow the experts' cosine where both are trained together.
     """
     return Method(name="local-moe", placement=_LOCAL, client=Client(phases=joint(routed=True)), server=Server())
 
@@ -28,53 +28,64 @@ def fedavg_moe() -> Method:
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part ii.
     Shared: attention, 2 experts per MLP.  Local: routers.  Frozen: the base.
-    Client: joint steps on experts and routers on training text, routers with settings of their own.
+    Client: joint steps on experts and routers on training text, routers with their own settings.
     Server: mean over users.
-    Differs from the paper: routers stay local, as in the public code; the paper does not say.  Their rate: as
-    ``local-moe``.
+    Differs from the paper: routers stay local, as in the public code; the paper does not say.  Their learning rate: as
+    for ``local-moe``.
     """
     return Method(name="fedavg-moe", placement=_SHARED, client=Client(phases=joint(routed=True)), server=Mean())
 
 
 def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
-    """Every user alone, the router in alternation with 2 experts, on fresh training batches.
+    """Train each user alone, alternating between 2 experts and their router, on fresh training batches.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
     Shared: nothing.  Local: attention, 2 experts per MLP, routers.  Frozen: the base.
     Client: alternating; router steps on newly sampled training batches.  Server: none.
     Differs from the paper: none known.
+
+    Args:
+        router_every: Local steps between two runs of the routers' steps.
+        router_steps: Steps on the routers each time.
+        accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return Method(name="local-moe-tr", placement=_LOCAL, client=Client(phases=phases), server=Server())
 
 
 def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
-    """FedAvg of 2 experts, a local router in alternation with them, on fresh training batches.
+    """FedAvg of 2 experts, alternating with steps on a local router, on fresh training batches.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
     Shared: attention, 2 experts per MLP.  Local: routers.  Frozen: the base.
     Client: alternating; router steps on newly sampled training batches.  Server: mean over users.
     Differs from the paper: routers stay local, as in the public code; the paper does not say.
+
+    Args:
+        router_every: Local steps between two runs of the routers' steps.
+        router_steps: Steps on the routers each time.
+        accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return Method(name="fedavg-moe-tr", placement=_SHARED, client=Client(phases=phases), server=Mean())
 
 
 SHARED_STATISTICS = f"{STATISTICS}.shared"
-"""The running statistics of a gated pair's shared extractor."""
+"""Role of the running statistics of the shared one of two gated nets."""
 
 
 def pfedmoe() -> Method:
     """pFedMoE: one shared and one local expert, and a local router, trained together end to end.
 
     Source: Yi et al. 2024, arXiv:2402.01350; on language models as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
-    Shared: attention, 1 generalist per MLP; of nets a feature extractor with its statistics.  Local: 1 specialist per
-    MLP, routers; of nets a feature extractor, the head and a gate.  Frozen: a language model's base.
-    Client: joint steps on experts and routers on training data, routers (gates) with settings of their own.  On nets
-    the gate, linear in the sample, weighs the features of the two extractors for the head.  Server: mean over users.
+    Shared: attention, 1 generalist per MLP; for nets a feature extractor with its statistics.  Local: 1 specialist per
+    MLP, routers; for nets a feature extractor, the head and a gate.  Frozen: a language model's base.
+    Client: joint steps on experts and routers on training data, routers (gates) with their own settings.  In nets the
+    gate, linear in the sample, weighs the features of the two extractors for the head.  Server: mean over users.
     Differs from the paper: on language models tokens are routed, block by block, instead of whole samples, as CoMiGS
-    applies it, and routers have a constant rate as in CoMiGS's App. B.1.  On nets both extractors have the task's
-    architecture up to its last layer; the paper's shared one is smaller, and its gate has two layers behind a norm.
+    applies it, and routers have a constant learning rate as in CoMiGS's App. B.1.  For nets both extractors have the
+    task's architecture up to its last layer; the paper's shared one is smaller, and its gate has two layers after a
+    norm.
     """
     return Method(
         name="pfedmoe",
