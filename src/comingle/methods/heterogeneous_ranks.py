@@ -65,7 +65,10 @@ class NormWeightedMean(Mean):
 def change_norm(
     a: Float[Tensor, "users *experts rank d_in"], b: Float[Tensor, "users *experts rank d_out"]
 ) -> Float[Tensor, " users"]:
-    """Return the Frobenius norm of each user's ``B A``, computed from ``A A^T`` and ``B B^T`` without forming the product."""
+    """Return the Frobenius norm of each user's ``B A``.
+
+    It is computed from ``A A^T`` and ``B B^T``, without forming the product.
+    """
     squares = (torch.matmul(a, a.mT) * torch.matmul(b, b.mT)).flatten(1).sum(1)
     return squares.clamp(min=0).sqrt()
 

@@ -114,7 +114,10 @@ class Entropic(ClientHook):
 
 
 def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
-    """Return logits of ``pi_c ~ exp(-rate f_c)``, which minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (eq. 5, 34)."""
+    """Return logits of ``pi_c ~ exp(-rate f_c)``, for losses f of the components.
+
+    That pi minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (FLoRAL eq. 5 and 34).
+    """
     return -rate * losses
 
 

@@ -1,4 +1,4 @@
-"""Momentum clustering: cluster users by their momentum on the server."""
+"""Momentum clustering: users are clustered by their momentum on the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ OWN, DRAW, CENTRES, MOVED, LEFT = "own", "draw", "centres", "moved", "left"
 
 @dataclass(frozen=True, kw_only=True)
 class Centres(Server):
-    """Everybody's model in a row, and a centre for each cluster; ``moved`` is what the centres have added up to."""
+    """Server that keeps each user's model, flattened, and a centre for each cluster.
+
+    ``moved`` is the sum of the centres over all rounds, times ``rate``; ``left`` is 1 until there are centres.
+    """
 
     clusters: int
     quantile: float
@@ -30,11 +33,11 @@ class Centres(Server):
     stands: bool = False
     kind = "stack"
     knows_starts = True
-    one_rank = True  # what is beyond a user's rank has not moved, and would count as if it had
+    one_rank = True  # columns above a user's rank are not trained, but would count as if they had moved
     by_user = frozenset({OWN, DRAW})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Everybody has the same; ``left`` is 1 until there are centres."""
+        """Return the initial state: the same model for all users, and no centres."""
         first = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         own = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)
         draw = torch.cat([torch.rand(1, generator=generator(setup.seed, u, "momentum")) for u in setup.users])
@@ -42,7 +45,7 @@ class Centres(Server):
         return first | {OWN: own, DRAW: draw, CENTRES: still, MOVED: still.clone(), LEFT: torch.ones(())}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """New centres, and a step of everybody who took part."""
+        """Update the centres, then take a step for each participant."""
         users, centres = list(received.users), kept[CENTRES]
         momenta = kept[OWN][users] - flatten([received.tensors[name] for name in model_of(kept)])
         if not self.stands:
@@ -60,20 +63,20 @@ class Centres(Server):
             kept[OWN][users] -= self.rate * centres[nearest]
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Each user's own."""
+        """Return each user's own model."""
         first = model_of(kept)
         parts = kept[OWN][list(users)].split([t.numel() for t in first.values()], 1)
         return {name: part.view(-1, 1, *t.shape) for part, (name, t) in zip(parts, first.items(), strict=True)}
 
     def settled(self) -> Centres:
-        """Centres stay; who joins takes what its cluster has moved by."""
+        """Return a server with fixed centres; a new user moves by the total change of its cluster."""
         return replace(self, stands=True)
 
 
 def distances(
     centres: Float[Tensor, "clusters columns"], points: Float[Tensor, "users columns"]
 ) -> Float[Tensor, "clusters users"]:
-    """``|z_i - v_c|``."""
+    """Return the distances ``|z_i - v_c|``."""
     return torch.stack([torch.linalg.vector_norm(points - centre, dim=1, dtype=torch.float64) for centre in centres])
 
 
@@ -83,7 +86,14 @@ def threshold_step(
     weights: Float[Tensor, " users"],
     quantile: float,
 ) -> Float[Tensor, "clusters columns"]:
-    """``v_c <- sum_i p_i (z_i if |z_i - v_c| <= tau_c else v_c)``, tau_c a quantile of the distances from v_c."""
+    """Return ``v_c <- sum_i p_i (z_i if |z_i - v_c| <= tau_c else v_c)``, tau_c a quantile of the distances from v_c.
+
+    Args:
+        centres: Centres v.
+        points: Users' momenta z.
+        weights: Aggregation weights p.
+        quantile: Quantile of the distances, from 0 to 1.
+    """
     apart = distances(centres, points)
     near = apart <= torch.quantile(apart, quantile, dim=1, keepdim=True)
     shares = (near * weights.to(apart)).to(points)
@@ -98,24 +108,31 @@ def momentum_clustering(
     iterations: Count = 2,
     server_rate: NotNegative = 1.0,
 ) -> Method:
-    """Momentum clustering: users upload momentum, threshold clustering finds C centres, each user moves by its own.
+    """Momentum clustering: users upload momentum, threshold clustering finds C centres, each user moves by its centre.
 
     Source: Werner et al. 2023, "Provably Personalized and Robust Federated Learning", arXiv:2306.08393, the algorithm
     that is linear in the number of users, which FLoRAL's section 6 tries; as FLoRAL's public code runs it.
     Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: the momentum.
     Frozen: a language model's base.
-    Client: joint steps on training data, which move it by ``-g``; then ``m = momentum m + (1 - momentum) g``, at first
-    ``m = g``, and ``x - m`` is what it sends.
-    Server: ``iterations`` times each centre becomes the mean over users of ``m_i``, or of the centre itself for who is
+    Client: joint steps on training data, which change it by ``-g``; then ``m = momentum m + (1 - momentum) g``, at
+    first ``m = g``; it uploads ``x - m``.
+    Server: ``iterations`` times each centre becomes the mean over users of ``m_i``, or of the centre itself for users
     further from it than the ``quantile`` of all distances; then ``x_i = x_i - server_rate v_k``, k the nearest centre.
-    Differs from the paper: its text was not at hand, its abstract, its public code and FLoRAL's were.  g is what a
-    round of local steps changes, statistics too; in the paper's code, whose momentum and first value in full these are,
-    by default one gradient step of rate 0.001, and FLoRAL's server has no momentum.  Many steps of Adam, repeated so
-    long, are too much.  The server keeps x_i, for who is absent.  A centre begins at the momentum of a user drawn at
-    random (in FLoRAL's code at the mean of random groups, so near each other that they collapse; in the paper's each
-    user has a centre, at its own), later where it was.  Means are weighted by ``training.weighting``.  Who joins later
-    takes what its nearest cluster has moved by.  Other defaults are FLoRAL's; its recipe has a quantile of 0.1 and 10
-    iterations, the paper's code 10 too.
+    Differs from the paper: we had its abstract and public code, and FLoRAL's code, not its text.  g is the change of a
+    round of local steps, statistics included; in the paper's code, which has this momentum and first value, it is by
+    default one gradient step of rate 0.001, and FLoRAL's server has no momentum.  With many steps of Adam in a round
+    this momentum is too large.  The server keeps x_i for absent users.  A centre starts at the momentum of a
+    random user (in FLoRAL's code at the mean of random groups, so close together that they collapse; in the paper's
+    each user has a centre, at its own), and later rounds start from the last centres.  Means are weighted by
+    ``training.weighting``.  Users who join later move by the total change of the nearest cluster.  The other defaults
+    are FLoRAL's; its recipe has a quantile of 0.1 and 10 iterations, the paper's code also 10.
+
+    Args:
+        clusters: Number of centres C.
+        momentum: Decay of the momentum, below 1.
+        quantile: Quantile of the distances above which users do not move a centre.
+        iterations: Updates of the centres in a round.
+        server_rate: Learning rate of the users' steps.
     """
     return Method(
         name="momentum-clustering",
@@ -130,21 +147,21 @@ OWN_MOMENTUM, BEGUN = "momentum.", "begun"
 
 @dataclass(frozen=True)
 class Momentum(ClientHook):
-    """Replaces what a round has changed by a running mean of it over the rounds."""
+    """Replaces the change of a round by its running mean over the rounds."""
 
     decay: float
     looks_back = True
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Nobody has any."""
+        """Return flags that no user has momentum yet."""
         return {BEGUN: torch.zeros(len(names), dtype=torch.float64)}
 
     def start_like(self, tensors: Tree) -> Tree:
-        """The momentum of what is shared."""
+        """Return a momentum of zero for each shared tensor."""
         return {OWN_MOMENTUM + name: torch.zeros_like(t) for name, t in tensors.items()}
 
     def end(self, cohort: Cohort) -> None:
-        """``m = decay m + (1 - decay) g``, or g for who has none, and ``x - m``."""
+        """Set the momentum to ``m = decay m + (1 - decay) g`` (at first ``m = g``) and the model to ``x - m``."""
         decay = self.decay * cohort.kept[BEGUN]
         for name in (n.removeprefix(OWN_MOMENTUM) for n in cohort.kept if n.startswith(OWN_MOMENTUM)):
             m, began, now = cohort.kept[OWN_MOMENTUM + name], cohort.began[name], cohort.tensors[name]

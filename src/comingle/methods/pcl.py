@@ -1,4 +1,4 @@
-"""PCL: everybody averages everybody's model by how well it does on their own validation text."""
+"""PCL: each user averages all users' models, weighted by their perplexity on its own validation text."""
 
 from __future__ import annotations
 
@@ -18,22 +18,32 @@ from comingle.utils.trees import ATTENTION, GENERALIST, Tree
 def collaboration(
     losses_nats: Float[Tensor, "users senders"], is_own: Float[Tensor, "users senders"]
 ) -> Float[Tensor, "users senders"]:
-    """Row i: ``softmax_j(-perplexity of sender j's model on user i's text)`` (Wagner et al. 2024, strategy 2).
+    """Return rows ``softmax_j(-perplexity of sender j's model on user i's text)`` (Wagner et al. 2024, strategy 2).
 
-    A perplexity that overflows is infinitely bad; where all are, row i is that of ``is_own``: 1 at user i's own model.
+    A perplexity that overflows counts as infinite. If all of a row do, the row is that of ``is_own``.
+
+    Args:
+        losses_nats: Mean validation losses of users under senders' models.
+        is_own: 1 where the sender is the user, else 0.
     """
     scores = -losses_nats.exp()
     return torch.where(scores.isinf().all(1, keepdim=True), is_own.to(scores), scores.softmax(1))
 
 
 class Listen(ClientHook):
-    """Everybody averages the uploads of all with weights of its own, found on its own validation text."""
+    """Averages all uploads, with weights from the user's own validation text."""
 
     language_only = True
     validates = True
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
-        """Row i of the weights belongs to user i of the cohort."""
+        """Return each user's weighted mean of the uploads.
+
+        Args:
+            cohort: The users.
+            models: Uploads of all senders, ``(users, senders, *shape)``.
+            senders: Names of the senders.
+        """
         losses = cohort.validation_losses(models)
         is_own = torch.tensor([[sender == name for sender in senders] for name in cohort.names]).to(losses)
         weights = collaboration(losses, is_own)
@@ -42,41 +52,41 @@ class Listen(ClientHook):
 
 @dataclass(frozen=True, kw_only=True)
 class Relay(Server):
-    """Hands everybody who took part the uploads of all who did."""
+    """Server that sends all uploads of a round to its participants."""
 
     kind = "stack"
     peer_to_peer = True
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Nothing but to keep them until they are fetched, which is at once."""
+        """Keep the uploads until they are downloaded, right after the round."""
         kept.update(received.tensors | {SENDERS: torch.tensor(received.users)})
 
     def senders(self, kept: Tree) -> Sequence[int]:
-        """Those who took part."""
+        """Return the participants of the round."""
         return kept[SENDERS].tolist() if SENDERS in kept else []
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """All uploads, not copied."""
+        """Return all uploads for each user, expanded without copying."""
         uploads = {name: t for name, t in kept.items() if name != SENDERS}
         return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in uploads.items()}
 
 
 SENDERS = "senders"
-"""Whose uploads these are."""
+"""Key of the indices of the users who sent the uploads."""
 
 
 def pcl(*, exchange_from: Count = 5, exchange_every: Count = 2) -> Method:
-    """Personalised collaborative fine-tuning with a graph of who helps whom, found on validation text.
+    """Personalised collaborative fine-tuning: each user averages the models that do well on its validation text.
 
     Source: Wagner et al. 2024, "Personalized Collaborative Fine-Tuning for On-Device Large Language Models",
     arXiv:2404.09753, strategy 2; as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base.
     Client: joint steps on training text; after rounds 5, 7, 9 ... (``exchange_from``, ``exchange_every``; the public
-    code counts from 0, so there they are 4, 6, 8) every model is sent to every user and scored on the user's validation
-    text, at the user: the scores do not travel.
-    Server: none; user i keeps sum_j w_ij model_j, row i of w the softmax of minus the perplexities.
-    Differs from the paper: the whole validation text is scored instead of 20 random batches; those who sit a round out
-    are not listened to.
+    code counts from 0, so there they are 4, 6, 8) each model is sent to each user and scored on the user's validation
+    text, on the client: the scores are not sent.
+    Server: none; user i keeps sum_j w_ij model_j, row i of w the softmax of the negative perplexities.
+    Differs from the paper: the whole validation text is scored instead of 20 random batches; users who are absent from
+    a round are not averaged.
     """
     return Method(
         name="pcl",

@@ -1,4 +1,4 @@
-"""SCAFFOLD: steps corrected by what everybody's steps are on average, and by what one's own are."""
+"""SCAFFOLD: local steps corrected by the difference between a user's and the average control variate."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from comingle.utils.trees import Tree
 
 
 def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
-    """SCAFFOLD: each step is moved by ``-rate (c - c_i)``, so that users with other data do not drift apart.
+    """SCAFFOLD: each step is corrected by ``-rate (c - c_i)``, so that users with different data do not drift apart.
 
     Source: Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
     arXiv:1910.06378, Algorithm 1 with option II; ``server_rate`` is its eta_g.
     Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics; the server's c comes with each
     download.  Local: c_i.  Frozen: a language model's base.
-    Client: joint steps on training data, each followed by that; then ``c_i = c_i - c + (x - y_i) / sum of rates``.
+    Client: joint steps on training data, each followed by the correction; then ``c_i = c_i - c + (x - y_i) / sum of
+    rates``.
     Server: ``x = x + eta_g (mean of y_i - x)`` and ``c = c + 1/N sum_i (c_i's change)`` over the round's users.
-    Differs from the paper: users send their rates' sum, of which and y_i the server computes the change of c_i: half
-    the upload.  With plain descent at a constant rate all is as in the paper; of other optimisers the step is what is
-    controlled.  Of compressed uploads c has what was sent, c_i what was meant.  x is a mean by ``training.weighting``;
-    ``evaluation.model: exchanged`` scores it, the default y_i.
+    Differs from the paper: users send the sum of their learning rates, from which and y_i the server computes the
+    change of c_i: half the upload.  With plain descent at a constant rate all is as in the paper; with other optimisers
+    the control variates are of steps, not gradients.  With compressed uploads, c follows the compressed y_i and c_i the
+    exact one.  x is a mean by ``training.weighting``; ``evaluation.model: exchanged`` scores it, the default y_i.
     """
     return Method(
         name="scaffold",
@@ -43,72 +44,96 @@ CONTROL, USERS = "control.", "users"
 
 
 class Controlled(ClientHook):
-    """A user's c_i, and the server's c as it was received."""
+    """Client hook that keeps a user's c_i and the last downloaded c."""
 
     looks_back = True
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """The sum of a round's learning rates."""
+        """Return a zero sum of learning rates."""
         return {RATES: torch.zeros(len(names), dtype=torch.float64)}
 
     def start_like(self, tensors: Tree) -> Tree:
-        """Both are zero at first."""
+        """Return zeros for c_i and c."""
         return {kind + name: torch.zeros_like(t) for kind in (OWN, ALL) for name, t in tensors.items()}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
-        """The model; c is kept."""
+        """Store c and return the model.
+
+        Args:
+            cohort: The users.
+            models: Model and c, ``(users, 2, *shape)``.
+            senders: Not used.
+        """
         for name, t in models.items():
             cohort.kept[ALL + name].copy_(t[:, 1])
         return {name: t[:, 0] for name, t in models.items()}
 
     def begin(self, cohort: Cohort) -> None:
-        """No step has been taken."""
+        """Reset the sum of learning rates."""
         cohort.kept[RATES].zero_()
 
     def stepped(self, cohort: Cohort, trained: Tree, rate: float) -> None:
-        """The step's correction."""
+        """Apply the correction to the tensors of a step.
+
+        Args:
+            cohort: The users.
+            trained: Tensors that the step updated, changed in place.
+            rate: Learning rate of the step.
+        """
         for name, t in trained.items():
             t.sub_(cohort.kept[ALL + name] - cohort.kept[OWN + name], alpha=rate)
         cohort.kept[RATES] += rate
 
     def end(self, cohort: Cohort) -> None:
-        """The next c_i: the mean of the steps that were taken, without their corrections."""
+        """Set c_i to the mean of the round's steps, without their corrections."""
         for name in (n.removeprefix(OWN) for n in cohort.kept if n.startswith(OWN)):
             steps = mean_step(cohort.began[name], cohort.tensors[name], cohort.kept[RATES])
             cohort.kept[OWN + name] += steps - cohort.kept[ALL + name]
 
     def report(self, cohort: Cohort) -> Tree:
-        """The sum of the learning rates."""
+        """Return the sum of learning rates."""
         return {RATES: cohort.kept[RATES]}
 
     @property
     def reports(self) -> Mapping[str, Reported]:
-        """No less than 0."""
+        """A number of at least 0."""
         return {RATES: Reported(most=1e9)}
 
 
 def mean_step(before: Tensor, after: Tensor, rates: Float[Tensor, " users"]) -> Float[Tensor, "users ..."]:
-    """``(x - y_i) / sum of rates`` of tensors ``(users, *shape)``."""
+    """Return ``(x - y_i) / sum of rates`` for tensors ``(users, *shape)``.
+
+    Args:
+        before: Tensors x at the start of the round.
+        after: Tensors y at its end.
+        rates: Sum of each user's learning rates.
+    """
     return (before - after) / rates.to(after).clamp(min=1e-12).view(-1, *[1] * (after.dim() - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlledMean(Mean):
-    """Keeps c beside the model, and hands out both."""
+    """Server that keeps c with the model, and sends both."""
 
     rate: float
     kind = "stack"
     clipped_mean = False
     knows_starts = False
-    one_rank = True  # what is beyond a user's rank has not moved, and would count as if it had
+    one_rank = True  # columns above a user's rank are not trained, but would count as if they had moved
 
     def start(self, setup: ServerSetup) -> Tree:
-        """The model, c = 0, and how many users there are."""
+        """Return the model, c = 0, and the number of users."""
         model = super().start(setup) | {USERS: torch.tensor(len(setup.users))}
         return model | {CONTROL + name: torch.zeros_like(t) for name, t in model_of(model).items()}
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Of both; c first, out of the model as users had received it."""
+        """Update c, from the model as users had downloaded it, then the model.
+
+        Args:
+            kept: State of the server, updated in place.
+            sums: Mean upload.
+            received: The uploads.
+        """
         for name, mean in sums.items():
             model, control, sent = kept[KEPT + name], kept[CONTROL + name], received.tensors[name]
             steps = mean_step(model.expand_as(sent), sent, received.reports[RATES])
@@ -116,6 +141,6 @@ class ControlledMean(Mean):
             model.lerp_(mean.to(model), self.rate)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """The model and c."""
+        """Return the model and c, ``(users, 2, *shape)``."""
         both = {name: torch.stack([t, kept[CONTROL + name]]) for name, t in model_of(kept).items()}
         return {name: t.expand(len(users), *t.shape) for name, t in both.items()}

@@ -13,13 +13,13 @@ B = frozenset({f"{ATTENTION}.b", f"{GENERALIST}.b"})
 
 
 def ffa_lora() -> Method:
-    """FFA-LoRA: A is frozen at an initial value that all users have in common, B is trained and averaged.
+    """FFA-LoRA: A is frozen at an initial value that all users share, B is trained and averaged.
 
     Source: Sun et al. 2024, "Improving LoRA in Privacy-preserving Federated Learning", arXiv:2403.12313; in CoMiGS
     (Fan et al. 2025, arXiv:2409.13931), App. C.2.
     Shared: B of attention and of 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, A.
     Client: joint steps on B on training text.  Server: mean over users, which is exact: mean(B) A = mean(B A).
-    Differs from the paper: none known.  It trains and sends fewer parameters than the other methods with 2 sets.
+    Differs from the paper: none known.  It trains and sends fewer parameters than the other methods with 2 experts.
     """
     return Method(
         name="ffa-lora",
@@ -30,7 +30,7 @@ def ffa_lora() -> Method:
 
 
 def fedsa_lora() -> Method:
-    """FedSA-LoRA: both factors are trained, A is averaged, B stays with its user.
+    """FedSA-LoRA: both factors are trained, A is averaged, B is local.
 
     Source: Guo et al. 2024, "Selective Aggregation for Low-Rank Adaptation in Federated Learning", arXiv:2410.01463;
     in CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2.
@@ -47,25 +47,25 @@ def fedsa_lora() -> Method:
 
 
 class NewOptimisers(ClientHook):
-    """A round begins with optimisers that have not taken a step: what they would remember is about other factors."""
+    """Resets the optimisers at the start of each round, as their moments belong to other factors."""
 
     forgets: ClassVar[bool] = True
 
     def begin(self, cohort: Cohort) -> None:
-        """They remember nothing."""
+        """Reset the moments of all experts and routers."""
         cohort.forget(frozenset({*EXPERT_ROLES, ROUTER}))
 
 
 def rolora() -> Method:
-    """RoLoRA: in the first round and every second one after it B is trained and averaged, in the others A.
+    """RoLoRA: rounds train and average B and A in turn, B first.
 
     Source: Chen et al. 2025, "Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA",
     arXiv:2502.01755 (before: arXiv:2409.02346), Algorithm 1.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, and one factor in turn.
     Client: joint steps on B, or on A, on training text.  Server: mean over users, which is exact: ``mean(B) A = mean(B
     A)``, as the other factor is the same for all.
-    Differs from the paper: both factors travel, as who was absent from a round needs the one that is frozen now; the
-    paper sends the trained one, half as much.  Each round begins with a new optimiser.
+    Differs from the paper: both factors are exchanged, as a user who was absent from a round needs the one that is
+    frozen now; the paper sends the trained one, half as much.  Each round begins with a new optimiser.
     """
     return Method(
         name="rolora",

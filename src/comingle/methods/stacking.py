@@ -18,16 +18,20 @@ from comingle.models.routers import ClientMixture
 from comingle.utils.trees import CLIENT_ROUTER, GENERALIST
 
 BISECTIONS = 60
-"""Of an interval of length 1: further than float64 can tell apart near 1."""
+"""Halvings of an interval of length 1: beyond the precision of float64 near 1."""
 
 POWER_BISECTIONS, LARGEST_POWER = 8, 4.0
-"""Powers from 1/4 to 4, to 1.1%: half the logits' variance times its square is what that costs, about 0.0002 nats."""
+"""Search for powers from 1/4 to 4, with an error of 1.1%.
+
+That costs half the logits' variance times the error's square, about 0.0002 nats.
+"""
 
 
 def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
-    """For each model by itself the power a with the lowest ``sum_t log sum_v p_t(v)^a - a log p_t``, convex in a.
+    """Return for each model the power a with the lowest ``sum_t log sum_v p_t(v)^a - a log p_t``, convex in a.
 
-    Its slope is 0 there; of the last interval it is the end at 1's side, so that no loss is above that of a = 1.
+    It is the root of the slope. Of the last interval, the end closer to 1 is returned, so that no loss exceeds that of
+    a = 1.
     """
 
     def falls(logs: Float64[Tensor, "users 2"]) -> Bool[Tensor, "users 2"]:
@@ -42,10 +46,10 @@ def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
 
 
 def likeliest(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor, " users"]:
-    """The first model's weight w that maximises ``sum_t log(w exp(-loss_1t) + (1 - w) exp(-loss_2t))``.
+    """Return the first model's weight w that maximises ``sum_t log(w exp(-loss_1t) + (1 - w) exp(-loss_2t))``.
 
-    Its slope in w, ``sum_t (r_t - 1) / (w r_t + 1 - w)`` with ``r_t = exp(loss_2t - loss_1t)``, falls from end to end,
-    so halving finds where it is 0, or the end beyond which that is. A half where the two models never differ.
+    The slope in w, ``sum_t (r_t - 1) / (w r_t + 1 - w)`` with ``r_t = exp(loss_2t - loss_1t)``, is decreasing, so
+    bisection finds its root, or the end of [0, 1] beyond which it lies. If the two models never differ, w is 1/2.
     """
     ahead = losses[:, 1] - losses[:, 0]
     # Divided by r + 1, so that neither a very large nor a very small ratio overflows.
@@ -60,7 +64,14 @@ def likeliest(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor, " user
 
 
 def halved(rises: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, times: int) -> tuple[Tensor, Tensor]:
-    """The interval in which something stops to rise, halved so often."""
+    """Return the interval around the maximum after ``times`` bisections.
+
+    Args:
+        rises: Returns whether the objective increases at a point.
+        low: Lower ends.
+        high: Upper ends.
+        times: Number of bisections.
+    """
     for _ in range(times):
         middle = (low + high) / 2
         rising = rises(middle)
@@ -72,19 +83,21 @@ MODELS = 2
 
 
 def stacking(*, generalists: Annotated[int, Range(least=0, most=MODELS)] = 1, temperatures: bool = False) -> Method:
-    """FedAvg's model and Local's, as they come out of their own runs, and one weight of each user between them.
+    """Stacking: FedAvg's and Local's models, trained as in their own runs, and one mixture weight w for each user.
 
-    A user says ``p = w p_shared + (1 - w) p_own`` of every next token, and w is the likeliest on its validation text,
-    which trains neither. Its log-likelihood is concave in w and both ends are allowed, so at each evaluation
+    A user predicts ``p = w p_shared + (1 - w) p_own`` for each next token. w has the largest likelihood on its
+    validation text, which trains neither model. The log-likelihood is concave in w and both ends are allowed, so at
+    each evaluation
 
-    - on validation text the mixture loses no more than the better of the two (Smyth and Wolpert, section 3);
-    - on any text it loses at most ``w loss_shared + (1 - w) loss_own`` (Jensen), so never more than the worse one, and
-      at most ``loss_shared + log(1 / w)`` and ``loss_own + log(1 / (1 - w))``;
-    - one number is fitted: with n independent tokens that costs 1 / (2 n) nats a token on new ones, if n is large.
+    - on validation text the mixture's loss is at most that of the better model (Smyth and Wolpert, section 3);
+    - on any text its loss is at most ``w loss_shared + (1 - w) loss_own`` (Jensen), so never above that of the worse
+      model, and at most ``loss_shared + log(1 / w)`` and ``loss_own + log(1 / (1 - w))``;
+    - one number is fitted: with n independent tokens that costs 1 / (2 n) nats per token on new text, if n is large.
 
-    With ``temperatures`` both models are taken to a power first, ``p_shared^a`` and ``p_own^b`` up to a factor, each
-    the likeliest by itself (from 1/4 to 4; a temperature is one over it). That log-likelihood is concave too, so all
-    of the above holds of the two with their temperatures, neither of which is worse on validation text than without.
+    With ``temperatures`` both models are first raised to a power, ``p_shared^a`` and ``p_own^b`` up to normalisation,
+    each with the largest likelihood by itself (from 1/4 to 4; a temperature is its inverse). That log-likelihood is
+    concave too, so all of the above holds for the two models with their temperatures, neither of which is worse on
+    validation text than without.
 
     Source: linear stacking of densities: Smyth and Wolpert 1999, Machine Learning 36, 59-83, here with one split; a
     global and a local model mixed for each user: Peterson, Hanif and Darling 2019, arXiv:1912.06733, Mansour et al.
@@ -93,9 +106,9 @@ def stacking(*, generalists: Annotated[int, Range(least=0, most=MODELS)] = 1, te
     base.
     Client: joint steps on training text, of both models on the same batches, each by its own loss.  Server: mean.
     Differs from the paper: w is the same for all tokens, where Peterson et al. gate by the input.  Both models are
-    what ``fedavg`` and ``local`` train, in every bit, unless a ``clip_norm`` clips the gradients of both by their
-    common norm. It has twice the trained parameters and passes of either. With ``generalists`` 2 or 0 both models are
-    shared, or both the user's own, from different starts: that is what any second model brings.
+    bit for bit what ``fedavg`` and ``local`` train, unless a ``clip_norm`` clips the gradients of both by their
+    common norm.  It has twice the trained parameters and passes of either.  With ``generalists`` 2 or 0 both models are
+    shared, or both local, from different initial values: a control for the gain of any second model.
     """
     return Method(
         name="stacking",
@@ -112,7 +125,7 @@ def stacking(*, generalists: Annotated[int, Range(least=0, most=MODELS)] = 1, te
 
 @dataclass(frozen=True, kw_only=True)
 class Likeliest(ClientHook):
-    """Weighs each user's models as its validation data is likeliest, after their temperatures if it is ``tempered``."""
+    """Sets each user's mixture weight by the likelihood on its validation data, after temperatures if ``tempered``."""
 
     tempered: bool = False
 
@@ -121,9 +134,9 @@ class Likeliest(ClientHook):
     language_only = True
 
     def settle(self, cohort: Cohort) -> None:
-        """By :func:`likeliest`; the weights' logarithms are logits of a softmax that is the weights.
+        """Set the router to the logarithms of the weights by :func:`likeliest`, which are logits of a softmax.
 
-        Logarithms of powers stand behind them.
+        With ``tempered`` the logarithms of the powers follow them.
         """
         powers = best_powers(cohort) if self.tempered else None
         first = likeliest(cohort.held_out_losses(powers))
