@@ -1,12 +1,13 @@
 """Token-level and client-level routers, and load-balancing penalties.
 
-``p_j(x) = softmax over the top k of (phi x)_j`` (CoMiGS eq. 1, App. B), or as a method weighs experts (``gating``).
-Logits may come from bf16 products; gates are float32 at least, because those that nearly tie decide between experts.
+Token level: ``p_j(x) = softmax over the top k of (phi x)_j`` (CoMiGS eq. 1, App. B), unless a method defines its own
+``gating``. Logits may come from bfloat16 products. Gates are float32 or wider, because near ties decide between
+experts.
 
-``pi = softmax((theta + noise) / temperature)`` (FLoRAL section 5, "Learning the mixture weights"). Theta starts at
-zero, so the clusters start equal; pi is never clamped (the public code cuts it at 0.01 without renormalising, which
-loses the gradient below). The noise is Gaussian and off by default: the paper names none, the public code adds uniform
-noise in [0, 1) by default.
+Client level: ``pi = softmax((theta + noise) / temperature)`` (FLoRAL section 5, "Learning the mixture weights"). Theta
+starts at zero, so all clusters start equal. Pi is never clamped; the public code clamps it at 0.01 without
+renormalising, which loses the gradient below. The noise is Gaussian and off by default; the paper mentions none, and
+the public code adds uniform noise in [0, 1) by default.
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ from comingle.utils.trees import CLIENT_ROUTER, Tree
 
 
 def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) -> Float[Tensor, "users experts"]:
-    """The importance ``c_j`` of each expert's term, n = number of experts of the user.
+    """Return the importance ``c_j`` of each expert's term; n is the number of the user's experts.
 
     ``uniform``: 1 (Fedus et al. 2022). ``generalist`` (CoMiGS eq. 10, expert 0 is the generalist):
-    ``c_0 = 2 / ((n-1)^2 + 1)``, ``c_j = 2 (n-1) / ((n-1)^2 + 1)``. The factor 2 makes both forms coincide at n = 2,
-    as the paper says they do; eq. 10 as printed is this divided by 2n.
+    ``c_0 = 2 / ((n-1)^2 + 1)``, ``c_j = 2 (n-1) / ((n-1)^2 + 1)``. The factor 2 makes both forms coincide at n = 2, as
+    the paper states; eq. 10 as printed is this divided by 2n.
 
-    The public code, with expert 0 half as important as all and two experts a token, has the same sum ``f_0 P_0 + (n-1)
-    sum_j f_j P_j`` times 1 where ours has ``2 n / ((n-1)^2 + 1)``: 6/5 with three experts, 8/10 with four.
+    The public code, with expert 0 half as important as all and two experts per token, has the same sum
+    ``f_0 P_0 + (n-1) sum_j f_j P_j`` with the factor 1, where ours has ``2 n / ((n-1)^2 + 1)``: 6/5 with three experts,
+    8/10 with four.
+
+    Args:
+        present: Mask of the experts that each user has.
+        balance: Form of the penalty.
     """
     weights = present.double()
     if balance == "generalist":
@@ -47,10 +53,16 @@ def balance_penalty(
     present: Bool[Tensor, "users experts"],
     balance: Balance,
 ) -> Float[Tensor, " users"]:
-    """``n sum_j c_j f_j P_j`` for each user, n = number of experts (CoMiGS eq. 10 and 11).
+    """Return ``n sum_j c_j f_j P_j`` for each user; n is the number of the user's experts (CoMiGS eq. 10 and 11).
 
     ``f_j`` is the share of tokens that pick expert j, ``P_j`` the mean of its softmax probability over all of the
     user's experts. With two experts that every token picks, the sum is constant and its gradient zero.
+
+    Args:
+        logits: The router's logits, ``n`` tokens per user.
+        picks: Mask of the experts that each token picks.
+        present: Mask of the experts that each user has.
+        balance: Form of the penalty.
     """
     share = picks.to(logits.dtype).mean(1)
     probability = logits.masked_fill(~present.unsqueeze(1), -torch.inf).softmax(-1).mean(1)
@@ -59,16 +71,22 @@ def balance_penalty(
 
 
 def init_router(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """N(0, 0.02^2), as GPT-2 initialises its linears."""
+    """Draw from N(0, 0.02^2), as GPT-2 initialises its linears."""
     return torch.randn(shape, generator=generator) * 0.02
 
 
 def gate(
     logits: Float[Tensor, "users n experts"], present: Bool[Tensor, "users experts"], top_k: int
 ) -> tuple[Float[Tensor, "users n experts"], Bool[Tensor, "users n experts"]]:
-    """Softmax over each token's ``top_k`` largest logits among the experts that its user has.
+    """Return the softmax over each token's ``top_k`` largest logits among its user's experts.
 
-    Returns the gates (zero off the top k; they sum to one) and the mask of the picks.
+    Args:
+        logits: The router's logits, ``n`` tokens per user.
+        present: Mask of the experts that each user has.
+        top_k: Experts per token.
+
+    Returns:
+        The gates, which sum to one and are zero outside the top k, and the mask of the picks.
     """
     logits = logits.masked_fill(~present.unsqueeze(1), -torch.inf)
     picks = present.unsqueeze(1).expand(logits.shape)
@@ -79,17 +97,17 @@ def gate(
 
 
 def uniform_gates(present: Bool[Tensor, "users experts"]) -> Float[Tensor, "users experts"]:
-    """What a method without a router uses: the average of the experts that a user has."""
+    """Return equal gates over each user's experts, for methods without a router."""
     return present.double() / present.sum(-1, keepdim=True)
 
 
 class Router(nn.Module):
-    """One block's router; everything is bound before a forward pass.
+    """The router of one block; set its attributes before a forward pass.
 
-    ``weight`` is ``(users, experts, width)``, of as many rows as a method's own ``gating`` has, or None (then the
-    experts are averaged), ``present`` marks the experts that each user has, ``keys`` are their LoRA's A that read what
-    the router reads, ``(users, experts, rank, width)``. After a forward pass ``penalty`` holds each user's
-    load-balancing penalty ``(users,)``, and, where ``watched``, ``gates`` the pass's gates ``(users, n, experts)``.
+    ``weight`` is ``(users, experts, width)``, or has the rows that a method's ``gating`` needs; None averages the
+    experts. ``present`` marks the experts that each user has. ``keys`` are the experts' factors A that read the
+    router's input, ``(users, experts, rank, width)``. A forward pass sets ``penalty``, each user's load-balancing
+    penalty ``(users,)``, and, if ``watched``, ``gates`` ``(users, n, experts)``.
     """
 
     weight: Tensor | None = None
@@ -103,7 +121,7 @@ class Router(nn.Module):
     gates: Tensor | None = None
 
     def forward(self, x: Float[Tensor, "users n width"]) -> Float[Tensor, "users n experts"]:
-        """Gates, float32 at least."""
+        """Return the gates, in float32 or wider."""
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.weight is None:
             gates = uniform_gates(self.present).to(wide)
@@ -113,7 +131,7 @@ class Router(nn.Module):
     def choose(
         self, logits: Float[Tensor, "users n _"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
-        """Gates out of logits that somebody has computed from ``x``, as many as :attr:`weight` has rows."""
+        """Return the gates for logits that the caller computed from ``x``, one per row of :attr:`weight`."""
         if self.gating is not None:
             gates = self.gating(self, logits, x)
         else:
@@ -125,34 +143,46 @@ class Router(nn.Module):
 
     @property
     def balances(self) -> bool:
-        """Whether a penalty can have a gradient: where every expert is always picked, only unequal weights have one."""
+        """Whether the penalty can have a gradient; if every expert is always picked, only unequal weights give one."""
         experts = self.present.shape[-1]
         unequal = self.balance == "generalist" and experts > 2
         return self.balance != "none" and (self.top_k < experts or unequal)
 
 
 Powers = Float[Tensor, "*users clusters"] | None
-"""To which components' probabilities are taken, each one over a temperature; None: to the first."""
+"""Exponent of each component's probabilities (an inverse temperature); None for 1."""
 
 NEVER = -1e4
-"""A logit whose share of a softmax beside zero is exactly zero."""
+"""Logit whose softmax beside a logit of zero is exactly zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMixture:
-    """C components and a vector pi on the simplex for each user.
+    """A mixture of C components, with a vector pi on the simplex for each user.
 
-    ``of`` says what a component is: adaptors beside a base that all have, or a whole model. ``at`` says where the
-    mixture stands: in the weights, so that one pass is enough (FLoRAL's FML), on the components' outputs (an ensemble),
-    on their losses (MFL: each component descends on its own, and pi weighs it in the aggregation), on the losses of
-    each sample, in shares of which pi is the mean (FedEM), or on their predictions (each component descends on its own
-    loss, as if it were alone, and pi weighs probabilities). Of predictions, the placement says how many components are
-    shared and how many a user's own, and each has ``experts`` averaged LoRA experts in every MLP of a language model;
-    with ``tempered`` each is taken to a power of the user's, whose logarithms stand behind the router's logits.
-    With ``optimal`` each user's vector is one-hot at its true cluster. With ``per_layer`` a user has a vector for each
-    adapted layer, of adaptors that are mixed in the weights. ``temperature`` divides the router's logits and
-    ``noise`` is the deviation of what is added to them in training. ``precondition`` (FLoRAL eq. 36) and ``centre``
-    (eq. 37) are options of adaptors.
+    ``at`` is the level at which components are mixed:
+
+    - "weights": one pass with mixed weights (FLoRAL's FML).
+    - "outputs": the components' outputs (an ensemble).
+    - "losses": the components' losses (MFL); each component descends on its own loss, and pi weighs it in the
+      aggregation.
+    - "samples": the losses of each sample, in shares whose mean is pi (FedEM).
+    - "predictions": the components' probabilities; each component trains on its own loss as if it were alone. The
+      placement says how many components are shared and how many are local.
+
+    Args:
+        clusters: Number C of components.
+        of: A component is a set of adaptors beside a common base, or a whole model.
+        at: Level at which components are mixed.
+        experts: For "predictions": number of averaged LoRA experts of each component in every MLP.
+        tempered: For "predictions": each user has an exponent for each component's probabilities. Their logarithms
+            follow the router's logits.
+        optimal: Each user's vector is one-hot at its true cluster.
+        per_layer: Each user has a vector for each adapted layer; only for adaptors that are mixed in the weights.
+        temperature: Divisor of the router's logits.
+        noise: Standard deviation of the noise added to the logits in training.
+        precondition: Precondition the adaptors' gradients (FLoRAL eq. 36).
+        centre: Centre the adaptors (FLoRAL eq. 37).
     """
 
     clusters: int
@@ -174,65 +204,73 @@ class ClientMixture:
 
     @property
     def trains_apart(self) -> bool:
-        """Whether components are whole models that know nothing of each other until they predict."""
+        """Whether components are whole models that train independently and are mixed only in their predictions."""
         return self.at == "predictions"
 
     @property
     def numbers(self) -> int:
-        """How many a router has for each layer, or for all."""
+        """Number of router parameters of a user, per layer if ``per_layer``."""
         return self.clusters * (1 + self.tempered)
 
     def shares(self, theta: Float[Tensor, "*users numbers"]) -> Float[Tensor, "*users clusters"]:
-        """The vector pi that router logits stand for, without noise."""
+        """Return pi for the router's logits, without noise."""
         return softmax_mixture(theta[..., : self.clusters], self.temperature)
 
     def powers(self, theta: Float[Tensor, "*users numbers"]) -> Powers:
-        """What stands behind the logits."""
+        """Return the exponents whose logarithms follow the logits; None unless ``tempered``."""
         return theta[..., self.clusters :].exp() if self.tempered else None
 
 
 def mix_probabilities(
     logits: Float[Tensor, "*users clusters batch classes"], shares: Float[Tensor, "*users clusters"]
 ) -> Float[Tensor, "*users batch classes"]:
-    """``log sum_c pi_c softmax(f_c(x))``: logits whose softmax is the mixture of the components' predictions."""
+    """Return ``log sum_c pi_c softmax(f_c(x))``: logits whose softmax is the mixture of the components' predictions."""
     return (shares.log()[..., None, None] + logits.log_softmax(-1)).logsumexp(-3)
 
 
 def mix_losses(
     losses: Float[Tensor, "users clusters batch ..."], shares: Float[Tensor, "users clusters"]
 ) -> Float[Tensor, "users batch ..."]:
-    """``-log sum_c pi_c exp(-loss_c)``: what the mixture of the components' predictions loses, in nats.
+    """Return ``-log sum_c pi_c exp(-loss_c)``: the loss in nats of the mixture of the components' predictions.
 
-    Exactly 0 where no component loses anything, as where nothing is predicted.
+    Exactly 0 where all components' losses are 0, as at positions without a target.
     """
     weights = shares.log().view(*shares.shape, *(1 for _ in losses.shape[2:])).to(losses)
     return (-torch.logsumexp(weights - losses, 1)).masked_fill((losses == 0).all(1), 0)
 
 
 def merge_models(tensors: Tree, shares: Float[Tensor, "users clusters"]) -> Tree:
-    """``sum_c pi_c w_c`` of whole models (FLoRAL's FML), running statistics too."""
+    """Return ``sum_c pi_c w_c`` of whole models (FLoRAL's FML), running statistics included."""
     return {n: torch.einsum("uc,uc...->u...", shares, t) for n, t in tensors.items() if n != CLIENT_ROUTER}
 
 
 def weigh_gradient(base: Float[Tensor, "users ..."], shares: Float[Tensor, "users clusters"]) -> Tensor:
-    """The base once for each component ``(users, clusters, ...)``, with ``pi_c`` of each one's gradient (MFL-WS)."""
+    """Return the base once per component, ``(users, clusters, ...)``, with gradients scaled by ``pi_c`` (MFL-WS)."""
     fixed, weights = base.detach().unsqueeze(1), shares.view(*shares.shape, *(1 for _ in base.shape[1:]))
     return fixed + weights * (base.unsqueeze(1) - fixed)
 
 
 def softmax_mixture(theta: Float[Tensor, "*users clusters"], temperature: float) -> Float[Tensor, "*users clusters"]:
-    """``pi_c = exp(theta_c / temperature) / sum_c' exp(theta_c' / temperature)`` (FLoRAL section 5, Algorithm 1)."""
+    """Return the mixture weights of router logits (FLoRAL section 5, Algorithm 1).
+
+    ``pi_c = exp(theta_c / temperature) / sum_c' exp(theta_c' / temperature)``
+    """
     return (theta / temperature).softmax(-1)
 
 
 class ClientRouter(nn.Module):
-    """One user's mixture over the clusters, or one for each of so many ``layers``.
+    """One user's mixture over the clusters, or one for each layer.
 
-    ``noise`` is the standard deviation of Gaussian noise on theta, drawn from torch's global stream at each call of
-    :meth:`mixture` in training mode; under ``torch.func.vmap`` that needs ``randomness="different"``.
+    Args:
+        num_clusters: Number of clusters.
+        temperature: Divisor of theta.
+        noise: Standard deviation of Gaussian noise on theta. Each call of :meth:`mixture` in training mode draws it
+            from torch's global generator, which under ``torch.func.vmap`` requires ``randomness="different"``.
+        layers: Number of layers; None for a single mixture.
+        dtype: Dtype of theta.
 
     Raises:
-        RecipeError: fewer than one cluster, a temperature that is not positive, or a negative noise.
+        RecipeError: The number of clusters is less than 1, the temperature not positive, or the noise negative.
     """
 
     def __init__(
@@ -256,16 +294,16 @@ class ClientRouter(nn.Module):
         self.noise = noise
 
     def mixture(self) -> Float[Tensor, "*layers clusters"]:
-        """``softmax((theta + noise) / temperature)``; the noise in training mode only."""
+        """Return ``softmax((theta + noise) / temperature)``, with noise only in training mode."""
         theta = self.theta
         if self.training and self.noise > 0:
             theta = theta + self.noise * torch.randn_like(theta)
         return softmax_mixture(theta, self.temperature)
 
     def forward(self) -> Float[Tensor, "*layers clusters"]:
-        """:meth:`mixture`."""
+        """Return :meth:`mixture`."""
         return self.mixture()
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
+        """Return the settings for ``print(model)``."""
         return f"num_clusters={self.theta.shape[-1]}, temperature={self.temperature}, noise={self.noise}"
