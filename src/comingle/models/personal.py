@@ -1,4 +1,4 @@
-"""One user's model apart from the federation, and its adapters merged into the weights of the base model."""
+"""The model of one user, for use outside the federation, and merging its adapters into the base model's weights."""
 
 from __future__ import annotations
 
@@ -36,10 +36,16 @@ WIDE = torch.float32
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """``W + sum_j shares_j B_j A_j`` for one linear of the base, the LoRA scale among the shares.
+    """``W + sum_j shares_j B_j A_j`` for one linear of the base.
 
-    ``name`` is the module's, as in the base's state dict; ``key`` is that of an expert's linear (gate, up, down), empty
-    elsewhere. ``transposed``: the base keeps W as (d_in, d_out). All at least float32.
+    Args:
+        name: Name of the linear in the base's state dict.
+        layer: Number of the decoder layer.
+        key: "gate", "up" or "down" for a linear of an expert, otherwise empty.
+        transposed: The base stores W as (d_in, d_out).
+        a: Factors A, float32 or wider.
+        b: Factors B, transposed, in the dtype of ``a``.
+        shares: Weight of each expert times the LoRA scale.
     """
 
     name: str
@@ -51,27 +57,33 @@ class Change:
     shares: Float[Tensor, " experts"]
 
     def summed(self) -> Float[Tensor, "d_out d_in"]:
-        """The whole change."""
+        """Return ``sum_j shares_j B_j A_j``."""
         return torch.einsum("e,ero,eri->oi", self.shares, self.b, self.a)
 
     @torch.no_grad()
     def add_to(self, weight: Tensor) -> None:
-        """Into a weight as the base keeps it, in place; rounded once, to its format."""
+        """Add the change in place to a weight in the base's orientation; rounds once, to the weight's dtype."""
         whole = self.summed()
         weight.add_((whole.mT if self.transposed else whole).to(weight))
 
     def alone(self, expert: int) -> Change:
-        """As if the user had this expert only; ``shares`` stay the LoRA scale."""
+        """Return the change of a single expert; its share is not renormalised."""
         one = slice(expert, expert + 1)
         return replace(self, a=self.a[one], b=self.b[one], shares=self.shares[one])
 
     def weighed(self, weights: Float[Tensor, " experts"]) -> Change:
-        """With every expert in this part of it."""
+        """Return the change with each expert's share multiplied by its weight."""
         return replace(self, shares=self.shares * weights.to(self.shares))
 
 
 def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Change]:
-    """One for each adapted linear, with the factors of the experts that user ``row`` has and nobody else's."""
+    """Return one change per adapted linear, with the factors of the experts that one user has.
+
+    Args:
+        model: The users' model.
+        tensors: The users' tensors by name.
+        row: Row of the user.
+    """
     model.adapters.bind(tensors, [row])
     names, found = _names(model.base.model), []
     present = model.adapters.present[row]
@@ -86,13 +98,13 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
 
 
 def averaged(changes: Sequence[Change]) -> list[Change]:
-    """Of a model that the base's weights can hold: where it has several experts, they are averaged in the weights."""
+    """Return the changes with experts weighted equally, for a model that can be merged into the base's weights."""
     means = (_same(len(change.a), 1 / len(change.a)) for change in changes)
     return [change.weighed(mean) if change.key else change for change, mean in zip(changes, means, strict=True)]
 
 
 def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
-    """One for each adapted linear, of rank C x r: the clusters are its experts, in the user's shares."""
+    """Return one change of rank C x r per adapted linear, with the clusters as experts and pi in the shares."""
     own, shares = model.of_one_user(tensors), _wide(model.shares(tensors)[0])
     names, found = _names(model.base.model), []
     for at, layer in own.layers().items():
@@ -111,12 +123,12 @@ def _change(
 
 
 def _names(model: PreTrainedModel) -> dict[int, str]:
-    """Names of modules by the identity of their weights, which copies of the base share with it."""
+    """Map the identity of each weight to its module's name; copies of the base share the weights."""
     return {id(p): name.removesuffix(".weight") for name, p in model.named_parameters()}
 
 
 def _layer(name: str) -> int:
-    """The number in a name such as "layers.3.mlp", which is the block's."""
+    """Return the number in a name such as "layers.3.mlp"."""
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
@@ -129,7 +141,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _cut(changes: Sequence[Change]) -> list[Change]:
-    """Without places behind a user's own rank, which others have: there both factors or one of them are zero."""
+    """Remove the ranks beyond the user's own, where a factor is zero."""
     used = max(_rank(change) for change in changes)
     return [replace(change, a=change.a[:, :used], b=change.b[:, :used]) for change in changes]
 
@@ -140,7 +152,10 @@ def _rank(change: Change) -> int:
 
 
 def why_not_merged(model: AdaptedModel, row: int) -> str:
-    """Why no weights can hold the model of user ``row``; empty where they can: one expert, or all mixed per linear."""
+    """Return why no weights can hold the model of a user, or an empty string if they can.
+
+    They can for one expert, and for experts that are averaged in each linear.
+    """
     experts = int(model.adapters.present[row].sum())
     mlps = model.adapters.experts.values()
     if experts == 1:
@@ -153,9 +168,14 @@ def why_not_merged(model: AdaptedModel, row: int) -> str:
 
 
 def merge_adapters(model: AdaptedModel, tensors: Tree, row: int) -> PreTrainedModel:
-    """A copy of the base with ``W + s sum_j p_j B_j A_j`` for every adapted weight W.
+    """Return a copy of the base with ``W + s sum_j p_j B_j A_j`` for every adapted weight W.
 
-    Only where :func:`why_not_merged` knows no reason. p is uniform over the user's experts.
+    p is uniform over the user's experts. Requires that :func:`why_not_merged` returns an empty string.
+
+    Args:
+        model: The users' model.
+        tensors: The users' tensors by name.
+        row: Row of the user.
     """
     merged = copy.deepcopy(model.base.model)
     for change in averaged(changes_of_adapted(model, tensors, row)):
@@ -169,10 +189,15 @@ Gates = Callable[[], Float[Tensor, "layers slots n experts"]]
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What a run knows of a user's model besides its weights.
+    """Facts that a run knows about a user's model besides its weights.
 
-    ``counts`` are amounts of data by split and unit, as ``train_tokens``; ``scores`` are measured, as
-    ``test_perplexity``. ``validate`` scores losses on the user's validation data, which is read only then.
+    Args:
+        method: Name of the method.
+        kind: Kind of the data.
+        users: Number of users.
+        counts: Amounts of data by split and unit, such as ``train_tokens``.
+        scores: Measured scores, such as ``test_perplexity``.
+        validate: Function that scores losses on the user's validation data, which it reads when it is called.
     """
 
     method: str
@@ -185,7 +210,7 @@ class About:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written. ``lost`` has the perplexities of the user's validation data where the form is approximate."""
+    """Result of an export. ``lost`` holds perplexities on the user's validation data if the form is approximate."""
 
     folder: Path
     format: str
@@ -197,7 +222,10 @@ CONVERSATIONS = "conversations"
 
 
 def chat_template_of(base: Base, about: About | None) -> ChatTemplate | None:
-    """Return the template that a model answers in: its base's, or the plain one if it was trained on conversations."""
+    """Return the model's chat template, or None.
+
+    It is the base's template; a model trained on conversations whose base has none uses the plain one.
+    """
     if base.tokenizer is None:
         return None
     template = ChatTemplate(base.tokenizer, base.date)
@@ -205,11 +233,11 @@ def chat_template_of(base: Base, about: About | None) -> ChatTemplate | None:
 
 
 def chat_ends(base: Base) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's, the template's, and those of the base's own settings.
+    """Return the tokens that end a response, of the tokenizer, the template and the base's generation settings.
 
     Raises:
-        DataError: the base's template refuses a conversation of one turn, its tokenizer has no end of text, or the
-            end has no row in the embedding.
+        DataError: The base's template rejects a conversation of one turn, its tokenizer has no end-of-text token, or
+            that token has no row in the embedding.
     """
     assert base.tokenizer is not None
     ends = ChatTemplate(base.tokenizer, base.date).ends()
@@ -218,16 +246,16 @@ def chat_ends(base: Base) -> tuple[int, ...]:
 
 
 def turn_end(base: Base, about: About | None) -> int | None:
-    """Return the token that ends a response in the template; None without a template or such a token."""
+    """Return the token that ends a response in the template, or None without a template or such a token."""
     template = chat_template_of(base, about)
     try:
         return next(reversed(template.ends()), None) if template is not None else None
-    except DataError:  # of a template that was never used in training
+    except DataError:  # the template was never used in training, so it is unchecked
         return None
 
 
 def generation_of(base: Base, about: About | None) -> GenerationConfig:
-    """Return the settings for an exported model, which ends its texts where the user's model does."""
+    """Return the generation settings of an exported model, with the same end tokens as the user's model."""
     found = copy.deepcopy(base.model.generation_config)
     assert found is not None
     known = () if found.eos_token_id is None else as_tuple(found.eos_token_id)
@@ -239,13 +267,14 @@ def generation_of(base: Base, about: About | None) -> GenerationConfig:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Personal:
-    """One user's model: a :class:`comingle.models.personal.PersonalModel`, or of samples a
-    :class:`comingle.training.kinds.samples.PersonalNet`.
+    """The model of one user.
 
-    Which of them it is, a recipe says as it is read, so both are asked in the same way.
+    It is a :class:`comingle.models.personal.PersonalModel` for language, or a
+    :class:`comingle.training.kinds.samples.PersonalNet` for samples. Both have the methods of this class, so that code
+    which learns the kind from a recipe can call either.
 
     Raises:
-        DataError: by what only the other one can do.
+        DataError: The method belongs to the other kind.
     """
 
     name: str
@@ -262,41 +291,54 @@ class Personal:
     ) -> list[str]: ...
 
     def generate(self, prompt: object, generation_config: GenerationConfig | None = None, **options: Any) -> object:
-        """A text that goes on from ``prompt``, or a response; of a language model."""
+        """Continue ``prompt``, or respond to it; language models only.
+
+        Args:
+            prompt: A text, a list of texts, or messages.
+            generation_config: Settings of transformers.
+            options: Settings by name, which override ``generation_config``.
+        """
         raise self._has_no("generate")
 
     def perplexity(self, text: str, *, context: int = 128) -> float:
-        """Perplexity of a text; of a language model."""
+        """Return the perplexity of a text; language models only."""
         raise self._has_no("perplexity")
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """What it says of each next token; of a language model."""
+        """Return the logits of each next token; language models only."""
         raise self._has_no("logits")
 
     def score(self, tokens: Tensor, *, context: int) -> Score:
-        """Loss of a stream of tokens; of a language model."""
+        """Return the loss on a stream of tokens; language models only."""
         raise self._has_no("score")
 
     def route(self, text: str | Tensor, *, context: int = 128) -> Routing:
-        """Which expert each token goes to; of a language model with routers."""
+        """Return the gates of each token; language models with routers only."""
         raise self._has_no("route")
 
     def merge(self) -> PreTrainedModel:
-        """A plain model of transformers; of a language model."""
+        """Return a plain transformers model; language models only."""
         raise self._has_no("merge")
 
     def export(
         self, folder: str | Path, *, format: str = "transformers", dtype: str | None = None, force: bool = False
     ) -> Exported:
-        """Write the model for other programs; of a language model."""
+        """Write the model for other programs; language models only.
+
+        Args:
+            folder: A new folder.
+            format: Format of the files.
+            dtype: Number format of the weights; None for the base's.
+            force: Replace an earlier export.
+        """
         raise self._has_no("export")
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Outputs for inputs; of a net."""
+        """Return the outputs for inputs; nets only."""
         raise self._has_no("predict")
 
     def evaluate(self, samples: object) -> SampleScore:
-        """Mean loss and accuracy; of a net."""
+        """Return the mean loss and the accuracy; nets only."""
         raise self._has_no("evaluate")
 
     def _has_no(self, asked: str) -> DataError:
@@ -307,18 +349,23 @@ class Personal:
 
 
 _EXPORT = "comingle.serving.export.exporting:export_personal"
-"""Imported by name, since exports stand on runs."""
+"""Imported by name, because exports import runs."""
 
 
 Spoken = AdaptedModel | EnsembleModel | MixedLanguageModel
-"""What users of language models have."""
+"""Models of users of language models."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PersonalModel(Personal):
-    """Speaks and scores as one user's model. ``row`` is the user's row in the federation.
+    """The language model of one user.
 
-    ``about`` is what its run knows of it, for :meth:`export`.
+    Args:
+        name: Name of the user.
+        model: The users' model.
+        tensors: Trained tensors by name.
+        row: Row of the user in the federation.
+        about: Facts from the user's run, for :meth:`export`.
     """
 
     model: Spoken
@@ -331,7 +378,7 @@ class PersonalModel(Personal):
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """The causal language model; within, and only there, it computes what this user's model does."""
+        """Yield a causal language model that computes the user's model until the context ends."""
         if isinstance(self.model, AdaptedModel):
             self.model.adapters.bind(self.tensors, [self.row])
             yield self.model.network
@@ -348,13 +395,13 @@ class PersonalModel(Personal):
 
     @torch_defaults()
     def merge(self) -> PreTrainedModel:
-        """A plain copy of the base's architecture, in whose weights are this user's: for ``save_pretrained``.
+        """Return a plain model of the base's architecture with the user's weights, for ``save_pretrained``.
 
-        Its generation settings end a text where the user's model does. In bfloat16 the sums are rounded, so it is not
-        quite what :meth:`generate` speaks as.
+        Its generation settings have the same end tokens as the user's model. In bfloat16 the sums are rounded, so its
+        outputs differ slightly from those of :meth:`generate`.
 
         Raises:
-            DataError: several experts are mixed behind a nonlinearity, so no weights can hold them.
+            DataError: Several experts are mixed after a nonlinearity, which no weights can represent.
         """
         merged = self._merged()
         merged.generation_config = generation_of(self.model.base, self.about)
@@ -376,19 +423,19 @@ class PersonalModel(Personal):
     def export(
         self, folder: str | Path, *, format: str = "transformers", dtype: str | None = None, force: bool = False
     ) -> Exported:
-        """Write the model to a folder that other programs open, with a model card and the tokenizer.
+        """Write the model to a folder that other programs can open, with a model card and the tokenizer.
 
         Args:
-            folder: which must not exist, unless ``force`` replaces an earlier export.
-            format: "transformers" (a plain model, or the sparse mixture that the base's family has), "peft" (one LoRA),
-                "gguf" (for llama.cpp), or "merged-approximately" (a plain model with gates fixed at their mean over
-                the user's validation text, on which the loss is measured).
-            dtype: float32, bfloat16 or float64; for GGUF float32, bfloat16 or q8_0; None is the base's.
-            force: replace what an export has written there.
+            folder: A folder that does not exist yet, unless ``force`` replaces an earlier export.
+            format: "transformers" (a plain model, or the sparse mixture of the base's family), "peft" (one LoRA),
+                "gguf" (for llama.cpp), or "merged-approximately" (a plain model with gates fixed at their mean over the
+                user's validation text, on which the loss is measured).
+            dtype: float32, bfloat16 or float64; for GGUF float32, bfloat16 or q8_0; None for the base's.
+            force: Replace an earlier export.
 
         Raises:
-            DataError: the model cannot be exported in this format, with the reason and the format that can.
-            RunError: an unknown format or number format, or the folder cannot be written to.
+            DataError: The model does not fit the format; the error gives the reason and a format that works.
+            RunError: The format or number format is unknown, or the folder cannot be written.
         """
         if isinstance(self.model, EnsembleModel):
             raise DataError(f"user {self.name!r}: {WHY_NOT_ONE}")
@@ -399,7 +446,7 @@ class PersonalModel(Personal):
         """Return the logits of each next token.
 
         Raises:
-            DataError: a token has no row in the base's embedding.
+            DataError: A token has no row in the base's embedding.
         """
         self.model.base.require_rows(tokens.flatten().tolist(), "the tokens")
         with self.generating() as network, torch.compiler.set_stance("force_eager"):
@@ -430,20 +477,29 @@ class PersonalModel(Personal):
         seed: int = 0,
         **options: Any,
     ) -> str | list[str]:
-        """Continue ``prompt``: a text for a text, a list for a list; the prompt itself is not returned.
+        """Continue ``prompt``, or respond to it; the prompt itself is not returned.
 
-        Messages (a list of ``{"role": ..., "content": ...}``) are put into the base's chat template, or into
-        comingle's plain one (:mod:`comingle.models.chat_templates`), and what is returned is the response.
+        Returns a text for a text or messages, a list for a list of texts. Each text of a list has the same continuation
+        as it has alone, with the same ``seed``. Greedy unless ``do_sample`` or ``temperature`` is set.
 
-        Each prompt of a list is continued as it is alone, with ``seed`` of its own. Greedy without ``do_sample`` and
-        ``temperature``; otherwise sampled, with ``top_p`` 0.95 and ``top_k`` 50 unless given. ``stop`` ends a text and
-        is cut off. ``options``: ``stop_strings`` (which stay), ``eos_token_id``, ``min_new_tokens``, ``min_p``,
-        ``repetition_penalty``, ``no_repeat_ngram_size``, all as in transformers. What is given by name counts more
-        than ``generation_config``.
+        Args:
+            prompt: A text, a list of texts, or messages (a list of ``{"role": ..., "content": ...}``). Messages are
+                formatted by the base's chat template, or by comingle's plain one
+                (:mod:`comingle.models.chat_templates`).
+            generation_config: Settings of transformers; arguments given by name override them.
+            max_new_tokens: Largest number of new tokens.
+            do_sample: Sample instead of decoding greedily.
+            temperature: Divisor of the logits when sampling.
+            top_p: Probability mass to sample from, 0.95 by default.
+            top_k: Number of tokens to sample from, 50 by default.
+            stop: Strings that end a text, and are removed from it.
+            seed: Seed of sampling.
+            options: ``stop_strings`` (kept in the text), ``eos_token_id``, ``min_new_tokens``, ``min_p``,
+                ``repetition_penalty`` and ``no_repeat_ngram_size``, all as in transformers.
 
         Raises:
-            RecipeError: a setting that is unknown, not supported or out of range.
-            DataError: not a text, longer than the base can read, or messages that its chat template refuses.
+            RecipeError: A setting is unknown, not supported or out of range.
+            DataError: A prompt is not a text or exceeds the base's limit, or the chat template rejects the messages.
         """
         tokenizer, chats = self._tokenizer, _is_chat(prompt)
         if chats:
@@ -474,11 +530,11 @@ class PersonalModel(Personal):
 
     @torch_defaults()
     def perplexity(self, text: str, *, context: int = 128) -> float:
-        """Perplexity of ``text`` in windows of ``context`` tokens.
+        """Return the perplexity of ``text`` in windows of ``context`` tokens.
 
         Raises:
-            DataError: not a text, or too few tokens for one to be predicted.
-            RecipeError: ``context`` is not a whole number from 1, or more than the base can read.
+            DataError: The argument is not a text, or has no token to predict.
+            RecipeError: ``context`` is not an integer of at least 1, or exceeds the base's limit.
         """
         if not isinstance(text, str):
             raise DataError(f"user {self.name!r}: perplexity is of one text, got {text!r:.40}")
@@ -490,7 +546,7 @@ class PersonalModel(Personal):
         return self.score(ids, context=context).perplexity
 
     def _tokens(self, text: str) -> Int[Tensor, " tokens"]:
-        """As training and scores read it: a special token that is spelt out is text."""
+        """Tokenize like training and scoring: the spelling of a special token is plain text."""
         require_characters(text)
         encoded: Any = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
         return torch.tensor(encoded["input_ids"], dtype=torch.int64)
@@ -501,7 +557,7 @@ class PersonalModel(Personal):
         return self.model.base.tokenizer
 
     def _window(self, context: int, tokens: int) -> int:
-        """Return ``context``, or the inputs of the one window that a shorter text fills."""
+        """Return ``context``, or the number of inputs if the text is shorter than one window."""
         if not isinstance(context, int) or isinstance(context, bool) or context < 1:
             raise RecipeError(f"context: got {context!r}, allowed is a whole number from 1")
         inputs = tokens - 1 if self.model.base.begin is None else tokens
@@ -511,10 +567,10 @@ class PersonalModel(Personal):
 
     @torch_defaults()
     def score(self, tokens: Tensor, *, context: int) -> Score:
-        """Score a stream of tokens in one pass, in windows of ``context`` or, where it is shorter, of its length.
+        """Score a stream of tokens in windows of ``context`` tokens, or of its length if it is shorter.
 
         Raises:
-            DataError: a token has no row in the base's embedding or head.
+            DataError: A token has no row in the base's embedding or head.
         """
 
         def losses(rows: object, windows: Tensor) -> Tensor:
@@ -528,13 +584,15 @@ class PersonalModel(Personal):
 
     @torch_defaults()
     def route(self, text: str | Tensor, *, context: int = 128, begins: bool = True) -> Routing:
-        """Find which expert each token of ``text`` (or of a stream of tokens) goes to, in every layer.
+        """Return each token's gates over the user's experts in every layer.
 
-        Every pass begins as a window does, with the base's begin-of-text token where there is one; with ``begins``
-        False with the first of its tokens.
+        Args:
+            text: A text, or a stream of token ids.
+            context: Tokens per forward pass.
+            begins: Start every pass with the base's begin-of-text token, if it has one.
 
         Raises:
-            DataError: the method has no routers, the text has no tokens, or one of them has no row in the embedding.
+            DataError: The method has no routers, the text has no tokens, or a token has no row in the embedding.
         """
         model = self.model
         if not isinstance(model, AdaptedModel):
