@@ -1,9 +1,10 @@
-"""Bases whose weights are kept in fewer bits: by bitsandbytes, or in a GGUF file.
+"""Base models with quantised weights: by bitsandbytes, or from a GGUF file.
 
-8 bits are a dynamic floating-point code with one scale for 256 weights (Dettmers et al. 2022, arXiv:2110.02861), 4 bits
-are NF4 with one for 64 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). Products are computed in the base's format on
-weights that are unpacked when they are needed and given back at once, in the forward and in the backward pass;
-gradients flow through them to the adapters. Embeddings, norms, biases and the head stay as they are.
+8 bits are a dynamic floating-point code with one scale per 256 weights (Dettmers et al. 2022, arXiv:2110.02861); 4 bits
+are NF4 with one scale per 64 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). Weights are unpacked for each product in
+the forward and the backward pass and freed afterwards; products are computed in the base's dtype, and gradients flow
+through them to the adapters. Embeddings, norms, biases and the head are not quantised. A GGUF file is converted to
+float32.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ Bits = Literal["8bit", "4bit"]
 BLOCKS = {"8bit": 256, "4bit": 64}
 
 _sources: dict[int, tuple[Any, QuantisedLinear]] = {}
-"""By the storage of each unpacked weight that is alive, whose it is."""
+"""Layer of each live unpacked weight, by the weight's storage."""
 
 
 class QuantisedLinear(nn.Linear):
-    """A frozen linear that keeps its weight packed; ``weight`` unpacks it anew each time."""
+    """A frozen linear with a packed weight; each access to ``weight`` unpacks it."""
 
     def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: nn.Parameter | None, bits: Bits):
         nn.Module.__init__(self)
@@ -55,7 +56,7 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:  # type: ignore[override]
-        """The weight as products take it."""
+        """The unpacked weight, registered for :func:`giving_back`."""
         unpacked = self.unpack()
         storage = unpacked.untyped_storage()
         key = storage._cdata
@@ -63,7 +64,7 @@ class QuantisedLinear(nn.Linear):
         return unpacked
 
     def unpack(self) -> Float[Tensor, "d_out d_in"]:
-        """A new tensor with the weight in the base's format."""
+        """Return the weight as a new tensor in the base's dtype."""
         functional = _functional()
         shape = torch.Size([self.out_features, self.in_features])
         kept: dict[str, Any] = {"code": self.code, "blocksize": BLOCKS[self.bits], "dtype": self.dtype}
@@ -74,10 +75,15 @@ class QuantisedLinear(nn.Linear):
 
 
 def quantise(model: nn.Module, bits: Bits, device: torch.device) -> None:
-    """Pack the linears of a model's decoder layers, in place; each is packed on ``device``.
+    """Quantise the linears of a model's decoder layers, in place.
+
+    Args:
+        model: The model.
+        bits: Bits per weight.
+        device: Device on which the weights are packed, and stay.
 
     Raises:
-        BaseModelError: bitsandbytes is not installed, or cannot be used here.
+        BaseModelError: The package bitsandbytes is not installed, or does not work here.
     """
     _functional()
     replace_linears(model, lambda weight, bias: QuantisedLinear(weight.to(device), bias, bits))
@@ -85,7 +91,7 @@ def quantise(model: nn.Module, bits: Bits, device: torch.device) -> None:
 
 @torch.no_grad()
 def replace_linears(model: nn.Module, make: Callable[[Tensor, Any], nn.Module]) -> None:
-    """Put what ``make`` makes of weight ``(d_out, d_in)`` and bias in the place of the decoder layers' linears."""
+    """Replace the decoder layers' linears by ``make(weight, bias)``; the weight is ``(d_out, d_in)``."""
     for layer in decoder_layers(model):
         for name in list(linear_names(layer)):
             linear = layer.get_submodule(name)
@@ -93,13 +99,13 @@ def replace_linears(model: nn.Module, make: Callable[[Tensor, Any], nn.Module]) 
 
 
 def packed_parameters(model: nn.Module) -> int:
-    """How many weights of a model are packed."""
+    """Return the number of quantised weights of a model."""
     return sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantisedLinear))
 
 
 @contextmanager
 def giving_back() -> Iterator[None]:
-    """Within, no unpacked weight is kept for the backward pass: it is unpacked once more there."""
+    """Save no unpacked weight for the backward pass in the context, which then unpacks it again."""
     with torch.autograd.graph.saved_tensors_hooks(_put_away, _bring_back):
         yield
 
@@ -123,21 +129,21 @@ def _bring_back(kept: Tensor | _Place) -> Tensor:
 def _functional() -> ModuleType:
     try:
         return importlib.import_module("bitsandbytes.functional")
-    except Exception as error:  # a library that looks for GPUs, compilers and kernels as it is imported
+    except Exception as error:  # the import searches for GPUs, compilers and kernels, and can fail in many ways
         raise BaseModelError(
             f"quantise: needs the package bitsandbytes (pip install 'comingle[quantised]'): {error}"
         ) from error
 
 
-# Part of every cached folder's name: raise it when the conversion changes what it writes.
+# Part of the cached folder's name: raise it when the conversion's output changes.
 _VERSION = 2
 
 
 def convert_gguf(path: Path) -> Path:
-    """The folder with the model of `path` as float32 safetensors; converted on the first call, found on the next.
+    """Return a folder with the model of a GGUF file as float32 safetensors; cached after the first conversion.
 
     Raises:
-        BaseModelError: not a GGUF file, damaged, of an unsupported kind, or the cache cannot be written.
+        BaseModelError: The file is not GGUF, damaged or of an unsupported kind, or the cache cannot be written.
     """
     _require_gguf(path)
     target = cache_folder() / "gguf" / f"{path.stem}-{_fingerprint(path)}-v{_VERSION}"
@@ -160,7 +166,7 @@ def _require_gguf(path: Path) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    # The content, not path and time: a reinstalled package or a second environment finds the same conversion.
+    # By content, not path and time: a reinstalled package or a second environment reuses the conversion.
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
@@ -174,7 +180,7 @@ def _convert_into(folder: Path, path: Path) -> None:
             model, tokenizer = _read_gguf(path)
     except BaseModelError:
         raise
-    except Exception as error:  # a foreign file meets a foreign library here; whatever it says, the file is at fault
+    except Exception as error:  # the library's errors for bad files have no common type
         raise BaseModelError(f"base model {path}: damaged or unsupported GGUF: {_told(error)}") from error
     try:
         model.save_pretrained(folder)
@@ -184,17 +190,17 @@ def _convert_into(folder: Path, path: Path) -> None:
 
 
 def _told(error: Exception) -> str:
-    """All of it in one line: torch says in the first that tensors do not fit, and then which."""
+    """Return the whole message in one line; torch names the mismatched tensors only after the first line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextlib.contextmanager
 def _read_once() -> Iterator[None]:
-    """Have a file's words be gone through once meanwhile; transformers does it for each thing that it wants to know."""
+    """Cache GGUF readers in the context, because transformers parses the file anew for each item."""
     import gguf
 
     reader = gguf.GGUFReader
-    setattr(gguf, "GGUFReader", cache(reader))  # noqa: B010 (to a type checker it stays what it is)
+    setattr(gguf, "GGUFReader", cache(reader))  # noqa: B010 (type checkers reject a plain assignment)
     try:
         yield
     finally:
@@ -202,9 +208,9 @@ def _read_once() -> Iterator[None]:
 
 
 def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model in float32 and tokenizer of a GGUF file.
+    """Return the model, in float32, and the tokenizer of a GGUF file.
 
-    transformers' from_pretrained would need accelerate for this, and would keep some kinds packed.
+    transformers' from_pretrained would require accelerate, and would leave some kinds of tensors packed.
     """
     from gguf import GGUFReader
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -212,13 +218,13 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     file = GGUFReader(str(path))
     numbers = sum(int(tensor.n_elements) for tensor in file.tensors)
-    # Twice: the tensors stand beside the model that they are copied into.
+    # Twice: the tensors and the model that they are copied into are in memory together.
     advice = "its folder of safetensors"
     require_memory(f"base model {path}: converted,", 2 * numbers, torch.float32, torch.device("cpu"), advice)
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     check_config(path, config.to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar cannot be disabled
         tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     _require_all_read(path, file, model)
     _fill(path, model, tensors)
@@ -226,7 +232,7 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
-    """Whether the model has a place for all that is in the file: transformers leaves out what it has none for."""
+    """Check that the model represents the whole file; transformers silently drops unknown tensors and RoPE scaling."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     kind = str(file.get_field("general.architecture").contents())
@@ -260,7 +266,7 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     kind = GGUFReader(str(path)).get_field("tokenizer.ggml.pre")
     if kind is not None and kind.contents() == "smollm":
-        # transformers takes it for GPT-2's; SmolLM also keeps every digit apart, as the hub's tokenizer does.
+        # transformers uses GPT-2's pre-tokenizer; SmolLM's also splits numbers into digits, as on the hub.
         parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     return tokenizer

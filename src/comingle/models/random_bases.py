@@ -1,4 +1,4 @@
-"""Random base models of every supported family, without a download."""
+"""Random base models of every supported family, which need no download."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_TOKENS = 259
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Byte-level tokenizer of `NUM_TOKENS` tokens; decoding an encoded text gives the text back, whatever it is."""
+    """Return a byte-level tokenizer of `NUM_TOKENS` tokens; decoding an encoded text always restores it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -34,22 +34,25 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    """Return the printable character of each byte in byte-level vocabularies (GPT-2's table)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    spare = iter(range(256, 512))  # the others take the next code points, in order
+    spare = iter(range(256, 512))  # other bytes use the next code points, in order
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
 
 
 PREFIX = "random:"
-# Divides every head: some families rotate only a quarter of it, and a rotation needs pairs.
+# Divisor of every head's width: some families rotate a quarter of it, and rotations need pairs.
 _HEAD_DIM_STEP = 8
 MAX_LAYERS = 1000
-"""Far above any model; each takes its time to be made, whatever its size."""
+"""Limit far above real models, because each layer takes time to create whatever its size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The size of a random base, and the overrides its name may hold (0: the family's usual ratio)."""
+    """The size of a random base, and the overrides that its name may contain.
+
+    ``kv_heads`` and ``mlp`` are 0 for the family's usual ratio; ``ctx`` is the largest number of positions.
+    """
 
     layers: int = 2
     dim: int = 32
@@ -62,7 +65,15 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How transformers calls a family and its settings."""
+    """Names and features of a family in transformers.
+
+    Args:
+        model_type: Name of the family.
+        mlp_setting: Configuration key of the MLP's width.
+        grouped: It supports grouped-query attention.
+        gated: Its MLP has a gate.
+        learned_positions: Its position embeddings are parameters.
+    """
 
     model_type: str
     mlp_setting: str = "intermediate_size"
@@ -90,10 +101,16 @@ FAMILIES = {
 
 
 def random_base(name: str, *, dtype: torch.dtype, attention: str | None, seed: int) -> PreTrainedModel:
-    """The random model called `name`; the same name and seed give the same weights, rounded to `dtype`.
+    """Return the random model called `name`.
+
+    Args:
+        name: ``random:FAMILY``, optionally with overrides (``?layers=4&dim=64``).
+        dtype: Dtype that the float32 weights are rounded to.
+        attention: Implementation of attention in transformers; None for its default.
+        seed: Seed of the weights; the same name and seed give the same weights.
 
     Raises:
-        BaseModelError: unknown family or override, sizes that do not fit together, or an attention it does not have.
+        BaseModelError: A family or override is unknown, sizes are inconsistent, or the family lacks the attention.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -106,14 +123,14 @@ def random_base(name: str, *, dtype: torch.dtype, attention: str | None, seed: i
         except ValueError as error:
             raise BaseModelError(f"base model {name!r}, attention {attention!r}: {error}".splitlines()[0]) from error
         _perturb(model)
-    # Parameters only: buffers such as the rotary frequencies stay float32, as when a checkpoint is loaded.
+    # Only parameters: buffers such as the rotary frequencies stay float32, as in loaded checkpoints.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def _perturb(model: PreTrainedModel) -> None:
-    """Move biases and norms off 0 and 1, where a forgotten bias or norm would show in no test."""
+    """Move biases and norms away from 0 and 1, so that tests detect a missing bias or norm."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -121,10 +138,10 @@ def _perturb(model: PreTrainedModel) -> None:
 
 
 def parse_random(name: str) -> tuple[Family, Shape]:
-    """Family and shape of a ``random:`` name.
+    """Return family and shape of a ``random:`` name.
 
     Raises:
-        BaseModelError: unknown family or override, or sizes that do not fit together.
+        BaseModelError: A family or override is unknown, or sizes are inconsistent.
     """
     key, _, query = name.removeprefix(PREFIX).partition("?")
     if key not in FAMILIES:
@@ -150,7 +167,7 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
 
 
 def about_parameters(family: Family, shape: Shape) -> int:
-    """Parameters of a random base, but for biases, norms and an output matrix of its own."""
+    """Return the number of parameters of a random base without biases, norms and an untied output matrix."""
     settings = _settings(family, shape)
     mlp = settings[family.mlp_setting] * (3 if family.gated else 2)
     layer = shape.dim * (
@@ -177,13 +194,13 @@ def _check_shape(name: str, shape: Shape) -> None:
 
 
 def _kv_heads(shape: Shape) -> int:
-    # Half of the heads by default, so that grouped attention is what tests see.
+    # Half of the heads by default, so that tests cover grouped attention.
     return shape.kv_heads or (shape.heads // 2 if shape.heads % 2 == 0 else shape.heads)
 
 
 def _settings(family: Family, shape: Shape) -> dict[str, Any]:
     head_dim = shape.dim // shape.heads
-    usual_mlp = -(-8 * shape.dim // 24) * 8 if family.gated else 4 * shape.dim  # 8/3 dim, rounded up to eights
+    usual_mlp = -(-8 * shape.dim // 24) * 8 if family.gated else 4 * shape.dim  # 8/3 dim, rounded up to a multiple of 8
     settings: dict[str, Any] = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.dim,
