@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from tests.commands import Answer as CliAnswer
@@ -836,3 +837,19 @@ def test_weights_are_bounded_by_the_same(tmp_path: Path, caplog: pytest.LogCaptu
     lines = [r.getMessage() for r in caplog.records if "is left out of round" in r.getMessage()]
     assert lines
     assert all(line.endswith("report 'count' is not finite, or not from 1 to 8") for line in lines)
+
+
+def test_a_recipe_names_the_net(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for user in ("ann", "bob"):
+        inputs, targets = draw.normal(size=(30, 6)).astype(np.float32), draw.integers(3, size=30)
+        np.savez(tmp_path / f"{user}.npz", inputs=inputs, targets=targets)
+    content = {
+        "base": "net:mlp",
+        "method": "fedavg",
+        "data": {"kind": "samples", "users": {user: f"{tmp_path}/{user}.npz" for user in ("ann", "bob")}},
+        "training": {"rounds": 1, "batch_size": 8},
+        "runtime": {"dtype": "float32", "device": "cpu", "threads": 1},
+    }
+    metrics, _ = federated(content, tmp_path / "run")
+    assert set(metrics["users"]) == {"ann", "bob"}

@@ -73,7 +73,7 @@ from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
 from comingle.training.client import finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
-from comingle.training.kinds.base import RunData
+from comingle.training.kinds.base import NETS, RunData
 from comingle.training.plan import keep_key, terms_of
 from comingle.utils.errors import (
     BaseModelError,
@@ -226,6 +226,8 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
 
 def _check_base_name(name: str) -> None:
     """Refuse names of local files, so that a server cannot learn which ones exist."""
+    if name.startswith(NETS):
+        return
     if not is_public(name):
         raise MessageError(
             f"base: the server names a file or folder, {name!r}; `base` in your own file says where it is"
