@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
+import httpx
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.server.superlink.linkstate import LinkState
 from flwr.supercore.constant import NodeStatus
@@ -19,6 +21,7 @@ from tests.federation.proxy import DISTURBANCES, Proxy
 from tests.federation.test_federate import nothing_is_left, recipe_of
 from tests.federation.test_out_there import Place, command, rounds_of, wait_for
 
+from comingle.federation.flower import fleet_client
 from comingle.federation.flower.certificates import make_certificates
 from comingle.federation.flower.fleet_client import FleetConnection, NotActiveError, Server
 from comingle.federation.flower.fleet_server import create_active_run, make_fleet_api, make_states, serve_fleet_api
@@ -112,3 +115,32 @@ def test_a_connection_logs_in_whatever_became_of_its_first_requests(how: str, tm
 
 def online(state: LinkState) -> Sequence[NodeInfo]:
     return state.get_node_info(statuses=[NodeStatus.ONLINE])
+
+
+@pytest.mark.slow
+def test_a_client_waits_for_the_node_of_its_own_lost_activation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server activates the node at the end of a disturbance; until its heartbeats time out the key is in use."""
+    monkeypatch.setattr(fleet_client, "_TAKEN_SECONDS", 22.0)
+    states = make_states()
+    create_active_run(states.state())
+    port = free_port()
+    server = serve_fleet_api(make_fleet_api(states, keys_only=False), "127.0.0.1", port, None, None)
+    connection = FleetConnection(Server(address=f"127.0.0.1:{port}"), tmp_path / "place", lambda line: None)
+    began, activate = time.monotonic(), connection._http.ActivateNode
+
+    def lossy(request: ActivateNodeRequest) -> ActivateNodeResponse:
+        seconds = time.monotonic() - began
+        if seconds < 8:
+            raise httpx.ConnectError("the request is lost")
+        response = activate(request)
+        if seconds < 12:
+            raise httpx.ReadError("the reply is lost")
+        return response
+
+    monkeypatch.setattr(connection._http, "ActivateNode", lossy)
+    connection.activate()
+    assert connection.node_id
+    connection.close()
+    server.should_exit = True

@@ -132,6 +132,7 @@ class FleetConnection:
         self._node = Node()
         self._apps: dict[int, str] = {}
         self._ended = threading.Event()
+        self._undisturbed_since = time.monotonic()
         self.lost = threading.Event()
         """Set once the server does not know this client any more."""
 
@@ -149,7 +150,7 @@ class FleetConnection:
             RunError: The key is not registered, or another active client uses it.
         """
         public = public_key_to_bytes(self._public)
-        until = time.monotonic() + _TAKEN_SECONDS
+        self._undisturbed_since = time.monotonic()
         self._deactivate_previous()
         while True:
             try:
@@ -162,7 +163,8 @@ class FleetConnection:
                 status = error.response.status_code
                 if status in _UNKNOWN and (why := self._why_unknown(error)):
                     raise RunError(f"{self._server.address}: {why}") from None
-                if status in _INACTIVE and time.monotonic() > until:
+                # A lost reply may have activated the node, which then blocks this client as well.
+                if status in _INACTIVE and time.monotonic() > self._undisturbed_since + _TAKEN_SECONDS:
                     raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
                 if status not in _FINAL:
                     raise
@@ -305,6 +307,7 @@ class FleetConnection:
                 if once and error.response.status_code >= 500:
                     raise MissedMessageError from None
             except (httpx.TransportError, ValueError) as error:  # a ValueError is an answer that was garbled
+                self._undisturbed_since = time.monotonic()
                 if "CERTIFICATE_VERIFY_FAILED" in str(error) and (problem := self._certificate_problem()):
                     raise RunError(problem) from None
                 if once and not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
