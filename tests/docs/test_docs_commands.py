@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from documents import DOCS, PAGES, README, REPOSITORY, blocks, read, table_at
+from documents import DOCS, PAGES, README, REPOSITORY, RESEARCH, blocks, read, table_at
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -41,7 +41,7 @@ SMALL_THEORY = {
     "quadratic": {"instances": 2, "mismatches": [0], "steps": 8},
     "linear": {"instances": 1, "samples": 8, "losses": ["squared"], "decays": [1.0], "steps": 4},
 }
-RESULTS = DOCS / "results.md"
+RESULTS = RESEARCH / "results.md"
 FASTEST_COLUMN = {"comigs": "ag-news", "floral": "linear"}
 
 
