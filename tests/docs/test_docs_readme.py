@@ -88,6 +88,14 @@ def attends(roles: frozenset[str]) -> bool:
     return any(role.partition(".")[0] == "attention" for role in roles)
 
 
+def test_the_index_for_language_models_lists_every_page_of_the_navigation() -> None:
+    navigation = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", navigation, re.MULTILINE)
+    assert len(pages) > 25
+    listed = re.findall(r"^- \[.+?\]\((\S+)\.html\): \S", read("llms.txt"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.removesuffix(".md") for page in pages)
+
+
 def test_the_table_of_methods_is_complete_and_true() -> None:
     rows = {row[0].strip("`"): row[1:] for row in table_rows(table_at(CHOOSING, "| method | shared"))}
     assert list(rows) == list(REGISTRY)
