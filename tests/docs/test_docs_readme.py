@@ -23,11 +23,11 @@ from comingle.methods.base import Method, Part
 from comingle.methods.dual_lora import Near
 from comingle.methods.mixtures import Entropic
 
-RECIPE_KEYS, PAPERS, COMPARING = read("recipes.md"), read("papers.md"), read("comparing.md")
+RECIPE_KEYS, PAPERS, CHOOSING = read("recipes.md"), read("papers.md"), read("choosing-a-method.md")
 
 
 def test_the_readme_is_a_quickstart() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_make_targets_and_extras_are_those_that_exist() -> None:
@@ -97,7 +97,7 @@ def trained_on(method: Method) -> str:
     if rerouted(method):
         return "set from each component's loss"
     if any(type(part).settle is not Part.settle for part in method.client.parts):
-        near = ": how near a text is to it says how much a user's own expert counts"
+        near = ": the user's expert counts more for similar texts"
         by_similarity = method.placement.gating == Near()
         return "set from training text" + near if by_similarity else "set from validation text"
     router = [phase for phase in method.client.phases if "router" in phase.roles]
@@ -105,7 +105,7 @@ def trained_on(method: Method) -> str:
         return "no router"
     if router[0].optimizer == "both":
         routed = method.placement.routed
-        return f"training {'text, together with the experts' if routed else 'data, together with the rest'}"
+        return f"training {'text, with the experts' if routed else 'data, with the rest'}"
     return {"train": "fresh training text", "valid": "validation text"}[router[0].stream] + ", in alternation"
 
 
@@ -114,8 +114,16 @@ def attends(roles: frozenset[str]) -> bool:
     return any(role.partition(".")[0] == "attention" for role in roles)
 
 
+def test_the_index_for_language_models_lists_every_page_of_the_navigation() -> None:
+    navigation = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", navigation, re.MULTILINE)
+    assert len(pages) > 25
+    listed = re.findall(r"^- \[.+?\]\((\S+)\.html\): \S", read("llms.txt"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.removesuffix(".md") for page in pages)
+
+
 def test_the_table_of_methods_is_complete_and_true() -> None:
-    rows = {row[0].strip("`"): row[1:] for row in table_rows(table_at(COMPARING, "| method | shared"))}
+    rows = {row[0].strip("`"): row[1:] for row in table_rows(table_at(CHOOSING, "| method | shared"))}
     assert list(rows) == list(REGISTRY)
     for name, (shared, local, router) in rows.items():
         method = make(name)
@@ -130,6 +138,12 @@ def test_the_table_of_methods_is_complete_and_true() -> None:
             assert (f"{placement.mixture.clusters} " in shared) == (placement.mixture.clusters > 1), name
         elif name != "comigs" and method.shared and not placement.needs:  # nets have no experts
             assert re.search(rf"\b{placement.generalists} (generalist|expert)s?", shared), name
+
+
+def test_the_list_of_methods_for_nets_is_that_of_the_code() -> None:
+    section = CHOOSING.partition("## Methods for nets")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([\w+-]+)`", section))
+    assert named == {name for name in REGISTRY if "nets" in make(name).applies_to}
 
 
 def test_the_code_of_methods_is_the_code() -> None:
