@@ -158,8 +158,8 @@ def limits(constraints: list[Any]) -> Iterator[str]:
                 low = part
             if isinstance(part, annotated_types.Le | annotated_types.Lt):
                 high = part
-    least = None if low is None else low.ge if isinstance(low, annotated_types.Ge) else low.gt
-    most = None if high is None else high.le if isinstance(high, annotated_types.Le) else high.lt
+    least: Any = None if low is None else low.ge if isinstance(low, annotated_types.Ge) else low.gt
+    most: Any = None if high is None else high.le if isinstance(high, annotated_types.Le) else high.lt
     if most is not None and most > LARGEST_COUNT:
         most = None
     if least is not None and most is not None:
