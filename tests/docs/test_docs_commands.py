@@ -214,18 +214,18 @@ def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
 
 
 def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
-    """Those in methods.md are pieces of files: see ``test_docs_readme.py``; the one in serving.md asks a server;
-    that in populations.md is run by ``tests/training/storage/test_store_crowds.py``.
+    """Those in own-method.md are pieces of files: see ``test_docs_readme.py``; the one in serving.md asks a server;
+    that in scale.md is run by ``tests/training/storage/test_store_crowds.py``.
     """
     assert {page.name for page in PAGES if shown(page, "python")} == {
         "README.md",
         "python.md",
-        "methods.md",
+        "own-method.md",
         "samples.md",
         "conversations.md",
         "federation.md",
         "serving.md",
-        "populations.md",
+        "scale.md",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import json
@@ -57,6 +58,31 @@ def test_links_lead_somewhere(page: Path) -> None:
 def _anchor(title: str) -> str:
     """By which name a heading is linked, on the site and where Markdown is shown as it is."""
     return re.sub(r"[^\w\s-]", "", title.strip().lower()).replace(" ", "-")
+
+
+# ---------------------------------------------------------------- messages
+
+
+def text_of(node: ast.AST) -> str:
+    """Return the constant parts of a string expression."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(value.value if isinstance(value, ast.Constant) else "\n" for value in node.values)
+    return ""
+
+
+def test_the_headings_of_troubleshooting_are_messages_of_the_code() -> None:
+    sources = sorted((REPOSITORY / "src" / "comingle").rglob("*.py"))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    strings = {text_of(node) for tree in trees for node in ast.walk(tree)}
+    everything = re.sub(r"%[.\d]*[a-z%]", "\n", "\n".join(strings).replace("`", ""))
+    headings = re.findall(r"^### `(.*)`$", read("troubleshooting.md"), re.MULTILINE)
+    assert len(headings) >= 30
+    for heading in headings:
+        parts = [part.strip(" '()%") for part in heading.split("…")]
+        missing = [part for part in parts if len(part) > 5 and part not in everything]
+        assert not missing, (heading, missing)
 
 
 # ---------------------------------------------------------------- the table of methods
@@ -122,8 +148,8 @@ def test_the_list_of_methods_for_nets_is_that_of_the_code() -> None:
 
 
 def test_the_code_of_methods_is_the_code() -> None:
-    """Each piece in methods.md stands in the file that its first line names, but for indents and empty lines."""
-    pieces = blocks(read("methods.md"), "python")
+    """Find each piece of own-method.md in the file that its first line names, apart from layout and docstrings."""
+    pieces = blocks(read("own-method.md"), "python")
     assert len(pieces) > 5
     for piece in pieces:
         name, _, lines = piece.partition("\n")
@@ -132,6 +158,8 @@ def test_the_code_of_methods_is_the_code() -> None:
 
 
 def without_layout(code: str) -> str:
+    """Return the lines of code without docstrings, indents and empty lines."""
+    code = re.sub(r'^ *"""[^"]*"""$', "", code, flags=re.MULTILINE)
     return "\n".join(line.strip() for line in code.splitlines() if line.strip())
 
 
