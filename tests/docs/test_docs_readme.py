@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import re
 import tomllib
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import PAGES, README, REPOSITORY, blocks, read, table_at, table_rows
+from documents import DOCS, PAGES, README, REPOSITORY, blocks, read, table_at, table_rows
 from pydantic import BaseModel
 
 from comingle.config import Recipe
@@ -191,6 +192,15 @@ def spelt(default: Any) -> str:
     if isinstance(default, BaseModel):
         return "section"
     return f"`{default}`" if isinstance(default, str) and default else f"`{json.dumps(default)}`"
+
+
+def test_the_page_of_recipe_keys_is_what_the_script_writes() -> None:
+    spec = importlib.util.spec_from_file_location("write_recipe_keys", DOCS / "write_recipe_keys.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.write() == RECIPE_KEYS, "write it again: python docs/write_recipe_keys.py"
 
 
 def test_every_recipe_key_is_documented_with_its_default() -> None:
