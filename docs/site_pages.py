@@ -25,6 +25,7 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
     "LICENSE": "LICENSE",
+    "CITATION.cff": "CITATION.cff",
     "examples/README.md": "examples.md",
     "examples/federation/README.md": "examples/federation.md",
     **{f"papers/docs/{path.name}": path.name for path in sorted((REPOSITORY / "papers" / "docs").glob("*.md"))},

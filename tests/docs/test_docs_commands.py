@@ -124,6 +124,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / "FOLDER" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "FOLDER" / path).touch()  # enough for --dry-run
     shutil.copytree(REPOSITORY / "papers" / "measured", tmp_path / "papers" / "measured")
+    (tmp_path / "examples").mkdir()
+    shutil.copy(REPOSITORY / "examples" / "own_method.py", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     threads, logger = torch.get_num_threads(), logging.getLogger("comingle")
     level = logger.level
