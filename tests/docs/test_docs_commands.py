@@ -126,6 +126,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copytree(REPOSITORY / "papers" / "measured", tmp_path / "papers" / "measured")
     (tmp_path / "examples").mkdir()
     shutil.copy(REPOSITORY / "examples" / "own_method.py", tmp_path / "examples")
+    shutil.copytree(REPOSITORY / "recipes", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
     threads, logger = torch.get_num_threads(), logging.getLogger("comingle")
     level = logger.level
