@@ -1,7 +1,7 @@
-"""A hook of mkdocs: pages that are files elsewhere in the repository, and what the code says of itself.
+"""mkdocs hook: add pages that live outside ``docs`` and reference pages generated from the code.
 
-README and three others become pages of the site as they are, so that no text stands twice; their links, and links to
-them, are turned to the pages. Commands and methods are what the code itself says of them.
+README, the change log, the pages of ``papers/docs`` and others become pages of the site without a copy. Links from
+and to them are rewritten to the pages of the site.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
     "LICENSE": "LICENSE",
+    "CITATION.cff": "CITATION.cff",
     "examples/README.md": "examples.md",
     "examples/federation/README.md": "examples/federation.md",
+    **{f"papers/docs/{path.name}": path.name for path in sorted((REPOSITORY / "papers" / "docs").glob("*.md"))},
     **{f"examples/{path.name}": f"examples/{path.name}" for path in sorted((REPOSITORY / "examples").glob("*.*y*"))},
     **{
         f"examples/federation/{path.name}": f"examples/federation/{path.name}"
@@ -34,54 +36,54 @@ ELSEWHERE = {
         if path.is_file()
     },
 }
-"""Files outside of ``docs``, and what they are in the site."""
+"""Files outside ``docs`` and their pages in the site."""
 
 EXAMPLE = re.compile(r"<!-- (examples/\w+\.py) -->")
-"""Where a page has an example as it is."""
+"""Placeholder that is replaced by the source of an example."""
 
 LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))|(^\[[^\]]+\]: )([^\s:#]+)()", re.MULTILINE)
 """A link to another file of the repository."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that do not lie in ``docs``."""
+    """Add the pages that live outside ``docs``."""
     for source, page in ELSEWHERE.items():
         files.append(File.generated(config, page, content=(REPOSITORY / source).read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between files of the repository to links between pages."""
+    """Rewrite links between files of the repository as links between pages, and append generated text."""
     here = page.file.src_uri
     if here == "index.md":
-        page.meta["hide"] = ["navigation"]  # it has no neighbours to lead to
+        page.meta["hide"] = ["navigation"]  # the home page has no neighbours
     source = next((source for source, uri in ELSEWHERE.items() if uri == here), f"docs/{here}")
 
-    def turned(found: re.Match[str]) -> str:
+    def rewrite_link(found: re.Match[str]) -> str:
         before, target, after = found.groups()[:3] if found[1] else found.groups()[3:]
         wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         uri = ELSEWHERE.get(wanted, wanted.removeprefix("docs/") if wanted.startswith("docs/") else None)
         return found[0] if uri is None else before + posixpath.relpath(uri, posixpath.dirname(here) or ".") + after
 
     written = WRITTEN.get(here, list)()
-    return "\n".join([EXAMPLE.sub(shown, LINK.sub(turned, markdown)), "", *written])
+    return "\n".join([EXAMPLE.sub(example_source, LINK.sub(rewrite_link, markdown)), "", *written])
 
 
-def shown(found: re.Match[str]) -> str:
-    """The text of an example, where a page names it."""
+def example_source(found: re.Match[str]) -> str:
+    """Return the source of the example that a placeholder names."""
     return f"```python\n{(REPOSITORY / found[1]).read_text(encoding='utf-8').rstrip()}\n```"
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Sphinx's roles and colons, which docstrings have, are not Markdown."""
+    """Remove Sphinx roles and double colons, which docstrings have and Markdown does not know."""
     return re.sub(r":\w+:(?=<code>)", "", html).replace("::</p>", ":</p>")
 
 
-# ---------------------------------------------------------------- out of the code
+# ---------------------------------------------------------------- generated from the code
 
 
 def commands() -> Iterator[str]:
-    """What ``--help`` says of each command."""
+    """Yield the help of each command as Markdown."""
     import typer
 
     from comingle.cli import app
@@ -100,12 +102,12 @@ def commands() -> Iterator[str]:
 
 
 def cell(text: str) -> str:
-    """Text that does not end its cell of a table."""
+    """Escape text for a cell of a table."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 def methods() -> Iterator[str]:
-    """What ``comingle methods NAME`` says of each."""
+    """Yield the docstring and settings of each method as Markdown."""
     from comingle.methods import REGISTRY, settings_of
 
     for name, make in REGISTRY.items():
@@ -122,15 +124,15 @@ def methods() -> Iterator[str]:
 
 
 FIELD = re.compile(r"(?:(?<=^)|(?<=\n)|(?<=  ))((?:Source|Shared|Local|Frozen|Client|Server|Differs from the paper):)")
-"""What the docstring of a method has."""
+"""Label of a field in a method's docstring."""
 
 
 def fields(paragraph: str) -> list[str]:
-    """A docstring's paragraph, each field in a line of its own."""
+    """Split a paragraph of a docstring into one line per field."""
     parts = FIELD.split(paragraph)
     lines = [parts[0], *(f"**{label}**{text}" for label, text in zip(parts[1::2], parts[2::2], strict=True))]
     return [" ".join(line.split()) for line in lines if line.strip()]
 
 
 WRITTEN = {"reference/cli.md": commands, "reference/methods.md": methods}
-"""Pages to which the code adds what it says of itself."""
+"""Pages with text generated from the code."""

@@ -1,6 +1,6 @@
-"""Chat logs of one's own: each user has rows with ``messages``, or with a prompt and a response.
+"""Train on your own chat logs: rows with ``messages``, or with a prompt and a response.
 
-The loss counts on responses alone; a base's own chat template is used where it has one.
+The loss is on the responses. The base's chat template is used if there is one.
 """
 
 import comingle
@@ -9,7 +9,7 @@ CITIES = {"Oslo": "Norway", "Rome": "Italy", "Cairo": "Egypt", "Lima": "Peru", "
 
 
 def with_messages(greeting: str) -> list[dict]:
-    """Conversations of two turns, as chat applications keep them."""
+    """Return conversations of two turns, as chat applications store them."""
     return [
         {
             "messages": [
@@ -25,14 +25,14 @@ def with_messages(greeting: str) -> list[dict]:
 
 
 def with_prompts() -> list[dict]:
-    """Single questions with their answers."""
+    """Return single questions with their answers."""
     return [
         {"prompt": f"What is {n} plus {m}?", "response": f"It is {n + m}."} for n in range(1, 7) for m in range(1, 6)
     ]
 
 
 def main() -> None:
-    """Train with CoMiGS, and score each user's model on responses that it has not seen."""
+    """Train with CoMiGS and score each user's model on unseen responses."""
     recipe = {
         "base": "random:llama?layers=1&dim=32",
         "adapters": {"rank": 4},

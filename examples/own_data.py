@@ -1,6 +1,6 @@
-"""Text and a model that a program has in hand: lists, splits, tables, files, and a model of transformers.
+"""Train on text and a model from your program: lists, splits, tables, files, and a transformers model.
 
-All users below have the same sentences, each in another form, so they end with nearly the same perplexity.
+All users have the same sentences in different forms, so they end with nearly the same perplexity.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ SENTENCES = [f"On day {n} it rained for {n % 7} hours, and then the sun came out
 
 
 def tables() -> dict:
-    """A ``datasets.Dataset``, where that package is installed: ``pip install "comingle[data]"``."""
+    """Return a ``datasets.Dataset``; needs ``pip install "comingle[data]"``."""
     try:
         from datasets import Dataset
     except ImportError:
@@ -25,7 +25,7 @@ def tables() -> dict:
 
 
 def small_model() -> tuple:
-    """In place of ``AutoModelForCausalLM.from_pretrained(...)`` and its tokenizer, which need weights on disk."""
+    """Return a small model and tokenizer, in place of ``AutoModelForCausalLM.from_pretrained(...)``."""
     config = LlamaConfig(
         vocab_size=len(byte_tokenizer()),
         hidden_size=32,
@@ -39,7 +39,7 @@ def small_model() -> tuple:
 
 
 def main() -> None:
-    """Train on everything that text may be, on a model that is loaded already."""
+    """Train a loaded model on every form of text."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cleo.txt"
         file.write_text("\n\n".join(SENTENCES))
@@ -50,7 +50,7 @@ def main() -> None:
             **tables(),
         }
         recipe = {
-            "data": {"split": {"valid": 0.1, "test": 0.1}, "max_test_tokens": 500},  # options; the users are given
+            "data": {"split": {"valid": 0.1, "test": 0.1}, "max_test_tokens": 500},  # options; users are passed below
             "training": {"rounds": 4, "local_steps": 10, "batch_size": 4, "context": 32},
         }
         run = comingle.run(recipe, users=users, base=small_model(), method="fedavg")

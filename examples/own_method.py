@@ -1,4 +1,4 @@
-"""A method of one's own in one file: users stay near the mean, and the server takes longer steps towards theirs."""
+"""Write your own method: users stay near the mean, and the server takes longer steps towards theirs."""
 
 from dataclasses import dataclass
 
@@ -11,31 +11,31 @@ from comingle.utils.trees import Tree
 
 @dataclass(frozen=True)
 class StayNear(ClientHook):
-    """Adds ``weight / 2 |theta - theta_0|^2`` to the objective; theta_0 is what the user downloaded (FedProx)."""
+    """Add ``weight / 2 |theta - theta_0|^2`` to the objective, with theta_0 as downloaded (FedProx)."""
 
     weight: float
-    looks_back = True  # asks for what a user had when the round began
+    looks_back = True  # request the tensors that a user had at the start of the round
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Its gradient, for all users of the cohort at once: their tensors are stacked."""
+        """Return the gradient for all users of the cohort, whose tensors are stacked."""
         for name, gradient in gradients.items():
             gradients[name] = gradient + self.weight * (cohort.tensors[name] - cohort.began[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongSteps(Mean):
-    """``theta + rate (mean - theta)``, in place of the mean."""
+    """Server that moves to ``theta + rate (mean - theta)`` instead of the mean."""
 
     rate: float
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """The next model, of what the server keeps and of the uploads' weighted mean."""
+        """Return the next model from the server's state and the uploads' weighted mean."""
         for name, mean in sums.items():
             kept[KEPT + name].lerp_(mean, self.rate)
 
 
 def near(*, weight: float = 0.01, rate: float = 1.2) -> Method:
-    """Keyword arguments with defaults are the method's settings."""
+    """Make the method; keyword arguments with defaults are its settings."""
     return Method(
         name="near",
         placement=Placement(generalists=2, shared=MODEL),

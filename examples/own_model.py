@@ -1,7 +1,7 @@
-"""A net and images of one's own: any ``nn.Module``, any data set of PyTorch.
+"""Train your own net on your own images: any ``nn.Module``, any data set of PyTorch.
 
-The images are drawn here: like Fashion-MNIST they have 28 x 28 grey pixels and ten classes. Half of the users see them
-turned upside down, so there are two clusters, which FLoRAL's mixture may find.
+The images are synthetic, with 28 x 28 grey pixels and ten classes, like Fashion-MNIST. Half of the users see them
+upside down, so there are two clusters, which FLoRAL's mixture may find.
 """
 
 import torch
@@ -14,7 +14,7 @@ CLASSES, SIDE = 10, 28
 
 
 def images(count: int, seed: int, *, turned: bool) -> TensorDataset:
-    """Noisy pictures of ten patterns, with their classes."""
+    """Return noisy pictures of ten patterns, with their classes."""
     patterns = torch.rand(CLASSES, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(1 + seed)
     labels = torch.randint(CLASSES, (count,), generator=draw)
@@ -34,7 +34,7 @@ def make_net() -> nn.Module:
 
 
 def main() -> None:
-    """Compare methods, then predict with a user's own model."""
+    """Compare methods, then predict with a user's model."""
     users = {
         name: {"train": images(60, 2 * n, turned=n % 2 == 1), "test": images(100, 2 * n + 1, turned=n % 2 == 1)}
         for n, name in enumerate(("ada", "ben", "cem", "dora"))

@@ -1,6 +1,6 @@
-"""Three people with text of their own train together; each ends up with a model of its own.
+"""Train a personal model for each of three users, together and alone.
 
-Run it with ``python examples/quickstart.py``: some seconds, on a toy model of random weights.
+Run it with ``python examples/quickstart.py``. It takes seconds, on a toy model with random weights.
 """
 
 import comingle

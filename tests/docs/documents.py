@@ -9,12 +9,19 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
 DOCS = REPOSITORY / "docs"
-PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+RESEARCH = REPOSITORY / "papers" / "docs"
+PAGES = [
+    README,
+    *(REPOSITORY / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
+    *sorted(DOCS.rglob("*.md")),
+    *sorted(RESEARCH.rglob("*.md")),
+]
 
 
 def read(page: str | Path) -> str:
-    """A page, by its path or by its name below ``docs``."""
-    return (DOCS / page).read_text(encoding="utf-8")
+    """Return a page by its path, or by its name below ``docs`` or ``papers/docs``."""
+    path = DOCS / page if (DOCS / page).exists() else RESEARCH / page
+    return path.read_text(encoding="utf-8")
 
 
 def blocks(page: str, language: str) -> list[str]:

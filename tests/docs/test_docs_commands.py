@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from documents import DOCS, PAGES, README, REPOSITORY, blocks, read, table_at
+from documents import DOCS, PAGES, README, REPOSITORY, RESEARCH, blocks, read, table_at
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -41,7 +41,7 @@ SMALL_THEORY = {
     "quadratic": {"instances": 2, "mismatches": [0], "steps": 8},
     "linear": {"instances": 1, "samples": 8, "losses": ["squared"], "decays": [1.0], "steps": 4},
 }
-RESULTS = DOCS / "results.md"
+RESULTS = RESEARCH / "results.md"
 FASTEST_COLUMN = {"comigs": "ag-news", "floral": "linear"}
 
 
@@ -124,6 +124,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / "FOLDER" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "FOLDER" / path).touch()  # enough for --dry-run
     shutil.copytree(REPOSITORY / "papers" / "measured", tmp_path / "papers" / "measured")
+    (tmp_path / "examples").mkdir()
+    shutil.copy(REPOSITORY / "examples" / "own_method.py", tmp_path / "examples")
+    shutil.copytree(REPOSITORY / "recipes", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
     threads, logger = torch.get_num_threads(), logging.getLogger("comingle")
     level = logger.level
@@ -214,18 +217,18 @@ def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
 
 
 def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
-    """Those in methods.md are pieces of files: see ``test_docs_readme.py``; the one in serving.md asks a server;
-    that in populations.md is run by ``tests/training/storage/test_store_crowds.py``.
+    """Those in own-method.md are pieces of files: see ``test_docs_readme.py``; the one in serving.md asks a server;
+    that in scale.md is run by ``tests/training/storage/test_store_crowds.py``.
     """
     assert {page.name for page in PAGES if shown(page, "python")} == {
         "README.md",
         "python.md",
-        "methods.md",
+        "own-method.md",
         "samples.md",
         "conversations.md",
         "federation.md",
         "serving.md",
-        "populations.md",
+        "scale.md",
     }
 
 

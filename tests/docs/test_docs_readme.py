@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import json
 import re
 import tomllib
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import PAGES, README, REPOSITORY, blocks, read, table_at, table_rows
+from documents import DOCS, PAGES, README, REPOSITORY, blocks, read, table_at, table_rows
 from pydantic import BaseModel
 
 from comingle.config import Recipe
@@ -22,11 +24,11 @@ from comingle.methods.base import ClientHook, Method
 from comingle.methods.dual_lora import Near
 from comingle.methods.mixtures import Entropic
 
-RECIPE_KEYS, PAPERS, COMPARING = read("recipes.md"), read("papers.md"), read("comparing.md")
+RECIPE_KEYS, PAPERS, CHOOSING = read("recipes.md"), read("papers.md"), read("choosing-a-method.md")
 
 
 def test_the_readme_is_a_quickstart() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_make_targets_and_extras_are_those_that_exist() -> None:
@@ -49,13 +51,39 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         linked = page.parent / path if path else page
         assert linked.is_file(), target
-        titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
-        assert not anchor or anchor in {_anchor(title) for title in titles}, target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {_anchor(title) for title in titles}, target
 
 
 def _anchor(title: str) -> str:
     """By which name a heading is linked, on the site and where Markdown is shown as it is."""
     return re.sub(r"[^\w\s-]", "", title.strip().lower()).replace(" ", "-")
+
+
+# ---------------------------------------------------------------- messages
+
+
+def text_of(node: ast.AST) -> str:
+    """Return the constant parts of a string expression."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(value.value if isinstance(value, ast.Constant) else "\n" for value in node.values)
+    return ""
+
+
+def test_the_headings_of_troubleshooting_are_messages_of_the_code() -> None:
+    sources = sorted((REPOSITORY / "src" / "comingle").rglob("*.py"))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    strings = {text_of(node) for tree in trees for node in ast.walk(tree)}
+    everything = re.sub(r"%[.\d]*[a-z%]", "\n", "\n".join(strings).replace("`", ""))
+    headings = re.findall(r"^### `(.*)`$", read("troubleshooting.md"), re.MULTILINE)
+    assert len(headings) >= 30
+    for heading in headings:
+        parts = [part.strip(" '()%") for part in heading.split("…")]
+        missing = [part for part in parts if len(part) > 5 and part not in everything]
+        assert not missing, (heading, missing)
 
 
 # ---------------------------------------------------------------- the table of methods
@@ -71,7 +99,7 @@ def trained_on(method: Method) -> str:
     if rerouted(method):
         return "set from each component's loss"
     if any(type(part).settle is not ClientHook.settle for part in method.client.parts):
-        near = ": how near a text is to it says how much a user's own expert counts"
+        near = ": the user's expert counts more for similar texts"
         by_similarity = method.placement.gating == Near()
         return "set from training text" + near if by_similarity else "set from validation text"
     router = [phase for phase in method.client.phases if "router" in phase.roles]
@@ -79,7 +107,7 @@ def trained_on(method: Method) -> str:
         return "no router"
     if router[0].optimizer == "both":
         routed = method.placement.routed
-        return f"training {'text, together with the experts' if routed else 'data, together with the rest'}"
+        return f"training {'text, with the experts' if routed else 'data, with the rest'}"
     return {"train": "fresh training text", "valid": "validation text"}[router[0].stream] + ", in alternation"
 
 
@@ -88,8 +116,16 @@ def attends(roles: frozenset[str]) -> bool:
     return any(role.partition(".")[0] == "attention" for role in roles)
 
 
+def test_the_index_for_language_models_lists_every_page_of_the_navigation() -> None:
+    navigation = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", navigation, re.MULTILINE)
+    assert len(pages) > 25
+    listed = re.findall(r"^- \[.+?\]\((\S+)\.html\): \S", read("llms.txt"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.removesuffix(".md") for page in pages)
+
+
 def test_the_table_of_methods_is_complete_and_true() -> None:
-    rows = {row[0].strip("`"): row[1:] for row in table_rows(table_at(COMPARING, "| method | shared"))}
+    rows = {row[0].strip("`"): row[1:] for row in table_rows(table_at(CHOOSING, "| method | shared"))}
     assert list(rows) == list(REGISTRY)
     for name, (shared, local, router) in rows.items():
         method = make(name)
@@ -106,9 +142,15 @@ def test_the_table_of_methods_is_complete_and_true() -> None:
             assert re.search(rf"\b{placement.generalists} (generalist|expert)s?", shared), name
 
 
+def test_the_list_of_methods_for_nets_is_that_of_the_code() -> None:
+    section = CHOOSING.partition("## Methods for nets")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([\w+-]+)`", section))
+    assert named == {name for name in REGISTRY if "nets" in make(name).applies_to}
+
+
 def test_the_code_of_methods_is_the_code() -> None:
-    """Each piece in methods.md stands in the file that its first line names, but for indents and empty lines."""
-    pieces = blocks(read("methods.md"), "python")
+    """Find each piece of own-method.md in the file that its first line names, apart from layout and docstrings."""
+    pieces = blocks(read("own-method.md"), "python")
     assert len(pieces) > 5
     for piece in pieces:
         name, _, lines = piece.partition("\n")
@@ -117,6 +159,8 @@ def test_the_code_of_methods_is_the_code() -> None:
 
 
 def without_layout(code: str) -> str:
+    """Return the lines of code without docstrings, indents and empty lines."""
+    code = re.sub(r'^ *"""[^"]*"""$', "", code, flags=re.MULTILINE)
     return "\n".join(line.strip() for line in code.splitlines() if line.strip())
 
 
@@ -149,6 +193,15 @@ def spelt(default: Any) -> str:
     if isinstance(default, BaseModel):
         return "section"
     return f"`{default}`" if isinstance(default, str) and default else f"`{json.dumps(default)}`"
+
+
+def test_the_page_of_recipe_keys_is_what_the_script_writes() -> None:
+    spec = importlib.util.spec_from_file_location("write_recipe_keys", DOCS / "write_recipe_keys.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.write() == RECIPE_KEYS, "write it again: python docs/write_recipe_keys.py"
 
 
 def test_every_recipe_key_is_documented_with_its_default() -> None:

@@ -19,5 +19,5 @@ def test_the_examples_run_as_they_are_printed(
     for code in found:
         exec(code, names)
     assert "tensor([" in capsys.readouterr().out
-    assert names["run"].federation.clients.model.loss.name == "careful"
+    assert names["run"].federation.clients.model.loss.name == "smoothed"
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -88,6 +89,14 @@ def test_links_within_the_site_lead_somewhere(pages: dict[Path, Seen]) -> None:
             assert not anchor or linked.suffix != ".html" or unquote(anchor) in pages[linked].ids, (page.name, target)
             count += 1
     assert count > 1000
+
+
+@pytest.mark.slow
+def test_the_index_for_language_models_leads_to_pages(site: Path) -> None:
+    index = (site / "llms.txt").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\((\S+)\)", index)
+    assert len(linked) > 25
+    assert [target for target in linked if not (site / target).is_file()] == []
 
 
 @pytest.mark.slow

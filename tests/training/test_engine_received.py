@@ -15,7 +15,7 @@ from comingle.methods import make
 from comingle.methods.server import Mean, Received, ServerSetup
 from comingle.utils.trees import Tree
 
-PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+PAGE = Path(__file__).parents[2] / "docs" / "own-method.md"
 TEXTS = {n: [f"{n} counts {i}, then {i * 7 % 50} and {i % 5}." for i in range(60)] for n in ("ada", "ben", "cem")}
 RECIPE: dict[str, Any] = {
     "base": "random:llama?layers=2&dim=32",

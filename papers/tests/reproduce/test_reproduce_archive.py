@@ -391,11 +391,11 @@ def test_published_runs_are_those_of_the_tables_as_they_are(path: Path) -> None:
 
 
 def test_documented_orders_of_table_5_are_those_of_the_published_runs() -> None:
-    """Kendall's tau, its p-value and the pairs in docs/results.md, out of the file and the recipe's numbers."""
+    """Kendall's tau, its p-value and the pairs in papers/docs/results.md, out of the file and the recipe's numbers."""
     records, wanted = read_archive(PUBLISHED / "comigs-cpu.jsonl.xz"), Wanted(scale="cpu", seeds=[0, 1, 2])
     shown, found, _ = take(plan_of(records, "comigs/table5", wanted), records, PUBLISHED)
     columns = build_table(shown, scores(found, shown.cells, shown.experiment.metric))["columns"]
-    page = (Path(__file__).parents[3] / "docs" / "results.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
     section = page[page.index("## Table 5: all baselines") : page.index("## Table 6: load balancing")]
     taus = re.findall(r"(\d\.\d\d) \(p = ([\d.]+)\)", section[section.index("| Kendall's tau") :].partition("\n")[0])
     orders = [column["order"] for column in columns]

@@ -268,7 +268,7 @@ def test_several_runs_at_a_time_find_the_same(comingle: Any, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_costs_are_printed_as_they_are_documented(comingle: Any, tmp_path: Path) -> None:
     """Without a network, as only the base's shape counts; every line of the documentation's tables is printed."""
-    page = (Path(__file__).parents[3] / "docs" / "results.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
     for name, start, end in (
         ("comigs/table3", "## Table 3: costs", "## Table 5: all baselines"),
         ("fedmerge/table1", "### Parameter scales (Table 1)", "### Cluster and Personal"),

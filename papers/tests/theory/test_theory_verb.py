@@ -220,7 +220,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def test_every_key_of_a_theory_recipe_is_documented_with_its_default() -> None:
-    page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "papers" / "docs" / "theory.md").read_text(encoding="utf-8")
     table = page[page.index("| theory key |") :].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
     documented = {re.findall(r"`([^`]+)`", row[0])[0]: row[2] for row in rows}

@@ -4,7 +4,7 @@ Source: Fan et al. 2025, "On-Device Collaborative Language Modeling via a Mixtur
 arXiv:2409.13931, Algorithm 1 and App. B.1.
 
 ``accumulate_gradients`` follows the public code; the paper does not mention it. Only the optimiser that stepped has its
-gradients zeroed, so the validation text of the routers' steps also trains the experts (docs/results.md).
+gradients zeroed, so the validation text of the routers' steps also trains the experts (papers/docs/results.md).
 """
 
 from __future__ import annotations

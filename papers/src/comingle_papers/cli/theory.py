@@ -93,7 +93,8 @@ def render(rows: list[Row]) -> Table:
         table.add_row(f"  {row.statement}", number(row.measured), relation, bound, _count(row), style=style)
     table.caption = (
         "CoMiGS: the share of the residual that the worst step leaves. Clusters: where most of a bound is used.\n"
-        "No bound: conditions fail. 'As printed' is the paper's inequality, which need not hold: see docs/papers.md."
+        "No bound: conditions fail. 'As printed' is the paper's inequality, which need not hold "
+        "(papers/docs/papers.md)."
     )
     table.caption_justify = "left"
     return table

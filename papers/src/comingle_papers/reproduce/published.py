@@ -326,7 +326,7 @@ def data_folder(given: Path | None) -> Path | None:
     folder = expand_home(named).resolve()
     if not folder.is_dir():
         where = "--data" if given is not None else FOLDER_VARIABLE
-        raise RecipeError(f"{where} {named}: no such folder; it should hold the data, laid out as docs/results.md says")
+        raise RecipeError(f"{where} {named}: no such folder; papers/docs/results.md says how the data is laid out")
     return folder
 
 

@@ -380,7 +380,7 @@ def _advice(plan: Plan) -> str:
     """Commands that need no network."""
     ways = []
     if "cpu" in plan.study.scales:
-        ways.append("--scale cpu --data FOLDER runs it on local files (docs/results.md says how FOLDER is laid out)")
+        ways.append("--scale cpu --data FOLDER runs it on local files (layout: papers/docs/results.md)")
     paper = plan.name.partition("/")[0]
     ways += [
         f"--scale {name.removeprefix(f'{paper}-')} --measured {name} prints published runs"

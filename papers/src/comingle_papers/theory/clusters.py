@@ -9,7 +9,7 @@ Client k of K has ``f^k(w) = <A_k (w - m_k), w - m_k> / 2``, the cluster ``f_c =
 Everybody goes on from the same model for H steps (eq. 4), each step on a client drawn from ``p(.|c)``; then models are
 averaged with ``p_hat``, which is what the routers make of ``p``. All expectations over a step's draws are closed forms.
 
-What the appendix needs to hold, or has otherwise (docs/papers.md, L1 to L9):
+What the appendix needs to hold, or has otherwise (papers/docs/papers.md, L1 to L9):
 
 * Lemma A.2 takes the variance of a sum of independent draws, so every client draws for itself, in every step. One draw
   for all, as in eq. 4, has up to ``1 / |p|^2`` times that variance; one draw for H steps is biased within the round.

@@ -1,0 +1,176 @@
+"""Write ``docs/recipes.md``: types and defaults from the section classes, meanings from ``docs/recipes.template``.
+
+Run it after a change of a recipe's keys: ``python docs/write_recipe_keys.py``. In a table of the template a row has a
+key, a type and a meaning. An empty type is filled in from the annotation; the column of defaults is added.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from comingle.config import Recipe
+from comingle.config.settings import KINDS
+from comingle.methods import settings_of
+
+DOCS = Path(__file__).parent
+TEMPLATE, PAGE = DOCS / "recipes.template", DOCS / "recipes.md"
+LARGEST_COUNT = 10_000_000
+"""Upper bounds above it only catch slips and are not printed."""
+
+KEY_HEADER = "| key | type | meaning |"
+SETTING_HEADER = "| setting | of | meaning |"
+
+
+def write() -> str:
+    """Return the page."""
+    keys = dict(recipe_keys())
+    lines, table = [], ""
+    for line in TEMPLATE.read_text(encoding="utf-8").splitlines():
+        if line in (KEY_HEADER, SETTING_HEADER):
+            table = line
+            lines.append(line.replace("| meaning |", "| default | meaning |"))
+        elif not line.startswith("|"):
+            table = ""
+            lines.append(line)
+        elif line.startswith("|---"):
+            lines.append(line + "---|")
+        else:
+            lines.append(key_row(line, keys) if table == KEY_HEADER else setting_row(line))
+    return "\n".join(lines) + "\n"
+
+
+def key_row(line: str, keys: Mapping[str, tuple[str, str]]) -> str:
+    """Return the row of a key with its type and default."""
+    names, kind, meaning = (cell.strip() for cell in line.strip("|").replace(" | | ", " |  | ").split(" | ", 2))
+    found = [keys[name] for name in re.findall(r"`([^`]+)`", names)]
+    assert all(one == found[0] for one in found), f"{names}: keys of one row differ in type or default"
+    return f"| {names} | {kind or found[0][0]} | {found[0][1]} | {meaning} |"
+
+
+def setting_row(line: str) -> str:
+    """Return the row of a method's setting with its default."""
+    name, of, meaning = (cell.strip() for cell in line.strip("|").split(" | ", 2))
+    method = re.findall(r"`([^`]+)`", of)[0]
+    method = "comigs" if of.startswith("as ") else method
+    return f"| {name} | {of} | `{settings_of(method)[name.strip('`')]}` | {meaning} |"
+
+
+def recipe_keys() -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield every dotted key of a recipe with its type and default."""
+    yield from section_keys(Recipe, "")
+    for kind in KINDS:
+        yield from section_keys(KINDS[kind], "data.")
+    yield "data.kind", ("name", "by its keys")
+
+
+def section_keys(
+    section: type[BaseModel], prefix: str, defaults: BaseModel | None = None
+) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the keys of a section and of the sections inside.
+
+    Args:
+        section: its class.
+        prefix: what stands before each key.
+        defaults: the section as it is by default, where it differs from that of its class.
+    """
+    for name, field in section.model_fields.items():
+        default = getattr(defaults, name) if defaults is not None else field.get_default()
+        is_required = field.is_required() and defaults is None
+        yield prefix + name, (type_of(field), "required" if is_required else default_text(default))
+        inner, between = section_in(field.annotation)
+        if inner is not None:
+            own = default if isinstance(default, inner) and prefix + name != "method" else None
+            yield from section_keys(inner, prefix + name + between, own)
+
+
+def section_in(annotation: Any) -> tuple[type[BaseModel] | None, str]:
+    """Return the section inside an annotation, and the text between its name and its keys."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, "."
+    between = ".NAME." if typing.get_origin(annotation) is dict else "."
+    found = [section_in(argument) for argument in typing.get_args(annotation)]
+    inner, nested = next((pair for pair in found if pair[0]), (None, "."))
+    return inner, max(between, nested, key=len)
+
+
+def default_text(default: Any) -> str:
+    """Return a default as YAML has it."""
+    if isinstance(default, BaseModel):
+        return "section"
+    return f"`{default}`" if isinstance(default, str) and default else f"`{json.dumps(default)}`"
+
+
+# ---------------------------------------------------------------- types
+
+
+def type_of(field: FieldInfo) -> str:
+    """Return the type of a field in words."""
+    return words(field.annotation, field.metadata)
+
+
+def words(annotation: Any, constraints: list[Any]) -> str:
+    """Return an annotation and its constraints in words, without None."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        inner = [part for one in arguments[1:] for part in (one.metadata if isinstance(one, FieldInfo) else [one])]
+        return words(arguments[0], [*inner, *constraints])
+    if origin is Literal:
+        *first, last = [f"`{json.dumps(one)}`" if isinstance(one, bool) else f"`{one}`" for one in arguments]
+        return " or ".join([", ".join(first), last]) if first else last
+    if origin in (typing.Union, types.UnionType):
+        choices = [words(one, constraints) for one in arguments if one is not types.NoneType]
+        return ", or ".join(dict.fromkeys(choices))
+    if origin in (list, tuple):
+        number = "" if origin is list or Ellipsis in arguments else f"{len(arguments)} "
+        return f"list of {number}{plural(words(arguments[0], []))}"
+    if origin is dict:
+        return "mapping"
+    if annotation is bool:
+        return "true or false"
+    if annotation in (int, float):
+        return " ".join(["whole number" if annotation is int else "number", *limits(constraints)])
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return "text" if annotation is str else "value"
+
+
+def plural(kind: str) -> str:
+    """Return the plural of a type."""
+    return re.sub(r"^(text|list|whole number|number|mapping|section)\b", r"\1s", kind).replace(" or `", ", `")
+
+
+def limits(constraints: list[Any]) -> Iterator[str]:
+    """Yield the bounds of a number in words."""
+    low = high = None
+    for one in constraints:
+        for part in one if isinstance(one, annotated_types.GroupedMetadata) else [one]:
+            if isinstance(part, annotated_types.Ge | annotated_types.Gt):
+                low = part
+            if isinstance(part, annotated_types.Le | annotated_types.Lt):
+                high = part
+    least: Any = None if low is None else low.ge if isinstance(low, annotated_types.Ge) else low.gt
+    most: Any = None if high is None else high.le if isinstance(high, annotated_types.Le) else high.lt
+    if most is not None and most > LARGEST_COUNT:
+        most = None
+    if least is not None and most is not None:
+        left = "[" if isinstance(low, annotated_types.Ge) else "("
+        right = "]" if isinstance(high, annotated_types.Le) else ")"
+        yield f"in {left}{least:,}, {most:,}{right}"
+    elif least is not None:
+        yield f"{'>=' if isinstance(low, annotated_types.Ge) else '>'} {least:,}"
+    elif most is not None:
+        yield f"{'<=' if isinstance(high, annotated_types.Le) else '<'} {most:,}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(write(), encoding="utf-8")
