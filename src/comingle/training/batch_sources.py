@@ -16,7 +16,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from comingle.data.conversations.scoring import AnswerScore
-from comingle.data.populations import listed
+from comingle.data.populations import as_sequence
 from comingle.data.samples.samples import epoch
 from comingle.methods.base import Phase, Stream
 from comingle.models.scoring import PAD, Gates, SampleScore, Score
@@ -170,7 +170,7 @@ class PassBatchSource(BatchSource):
     """Whether all batches have one shape, whoever shares a step."""
 
     def __init__(self, trainers: Sequence[AnyUser], plan: RunPlan, batch_size: int, *, least: int = 1):
-        self.trainers, self.plan, self.batch_size, self.least = listed(trainers), plan, batch_size, least
+        self.trainers, self.plan, self.batch_size, self.least = as_sequence(trainers), plan, batch_size, least
         self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
         self._round = -1
 

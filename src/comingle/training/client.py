@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.config.settings import MEMORY
-from comingle.data.populations import Numbers, drawn, names_of
+from comingle.data.populations import UserNumbers, draw_users, names_of
 from comingle.methods.base import ClientHook, Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
@@ -107,7 +107,7 @@ class Roster:
         self.plan, self.trainers, self.users = plan, trainers, users
         self.skipped, self.skipped_rows = skipped, skipped_rows
         self.names = names_of(trainers)
-        self.numbers = Numbers(self.names)
+        self.numbers = UserNumbers(self.names)
         self.population_names = self.names  # of all users of the run, in other processes too
         self.rows = placement.copies * len(trainers)
         last = self.rows - len(trainers)
@@ -141,14 +141,14 @@ class Roster:
 
     @cached_property
     def scored(self) -> Sequence[int]:
-        """Numbers of the users who are evaluated: all, or a sample that is drawn once per run."""
+        """UserNumbers of the users who are evaluated: all, or a sample that is drawn once per run."""
         count = self.plan.evaluation.users
         if count is None or count >= len(self.population_names):
             return range(len(self.users))
-        chosen = drawn(self.population_names, count, self.plan.seed, "evaluation")
+        chosen = draw_users(self.population_names, count, self.plan.seed, "evaluation")
         if len(self.population_names) == len(self.users):
             return chosen
-        return Numbers(names_of(self.users)).there([self.population_names[number] for number in chosen])
+        return UserNumbers(names_of(self.users)).existing([self.population_names[number] for number in chosen])
 
     @property
     def scored_users(self) -> list[AnyUser]:
@@ -162,7 +162,7 @@ class Roster:
 
     @property
     def scored_trainers(self) -> Sequence[int]:
-        """Numbers of the trainers of the models that are evaluated."""
+        """UserNumbers of the trainers of the models that are evaluated."""
         return [0] if self.method.placement.pooled else self.scored
 
 
@@ -306,7 +306,7 @@ class Users(Roster):
         """Return a mask that is True where a row has a parameter and False where it is padded.
 
         Args:
-            rows: Numbers of the rows.
+            rows: UserNumbers of the rows.
             part: State of these rows, with their ranks.
         """
         if not self.state.in_memory:
@@ -408,7 +408,7 @@ class Clients(Users):
         Rounding errors of int8 uploads are kept and added to the next upload.
 
         Args:
-            members: Numbers of the users.
+            members: UserNumbers of the users.
             round_number: The round, counted from 1.
             losses: Mean training losses ``(users,)`` to report.
             counts: Whether the upload is made only to count its bytes; then rounding errors are not kept.
@@ -540,7 +540,7 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
 
     Args:
         clients: All clients.
-        members: Numbers of the participants.
+        members: UserNumbers of the participants.
         round_number: The round, counted from 0.
         tick: Called after each local step of a cohort.
 
@@ -623,7 +623,7 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
         clients: All clients.
         done: Number of rounds done; sets the learning rates, which are at most those of the last round. None stands for
             the round with whose models the run ends.
-        members: Numbers of the trainers to fine-tune; those that are evaluated if None.
+        members: UserNumbers of the trainers to fine-tune; those that are evaluated if None.
     """
     if not clients.method.client.finetunes or any(phase.label == TUNING for phase in clients.phases):
         yield

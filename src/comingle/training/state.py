@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.data.populations import Numbers
+from comingle.data.populations import UserNumbers
 from comingle.models.routers import NEVER
 from comingle.utils.errors import RecipeError, RunError, list_names
 from comingle.utils.seeds import generator
@@ -227,7 +227,7 @@ def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
     """A state whose users stand in the order ``was``, in the order ``now``; the names are the same."""
     if list(was) == list(now):
         return state
-    at = Numbers(was)(now)
+    at = UserNumbers(was)(now)
     copies = len(state.rows) // len(was)
     rows = [copy * len(was) + i for copy in range(copies) for i in at]
     by_user = state.tensors()
@@ -236,7 +236,7 @@ def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
 
 def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Collection[str]) -> Tree:
     """What a server keeps, in another order of users; ``by_user`` names what has them on its leading dimension."""
-    return kept if was is now else _taken(kept, by_user, Numbers(was)(now))
+    return kept if was is now else _taken(kept, by_user, UserNumbers(was)(now))
 
 
 def _taken(tensors: Tree, names: Collection[str], at: Sequence[int]) -> dict[str, Tensor]:
