@@ -89,9 +89,7 @@ _TRIES = 100
 
 
 class NotActiveError(Exception):
-    """The server does not know this client any more: the server was restarted, or the client missed too many
-    heartbeats.
-    """
+    """The server does not know this client any more: it was restarted, or the client missed too many heartbeats."""
 
 
 class MissedMessageError(NotActiveError):
@@ -416,7 +414,7 @@ class MessageLoop:
         except (ObjectPullError, ObjectPushError) as error:  # The server has dropped the message, and will resend it.
             self._say(f"run {message.metadata.run_id}: {error}")
         except RunOverError:
-            raise NotActiveError from None  # Or a request was corrupted: the server resends a message that it still needs.
+            raise NotActiveError from None  # Or a request was corrupted; the server resends what it still needs.
         return True
 
     def _answer_in_thread(self, message: Message) -> Message:
