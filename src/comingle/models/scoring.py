@@ -253,7 +253,7 @@ def score_windows(
 
     Args:
         losses: Losses of a pass.
-        parts: Windows of each set, in parts of at most one slot.
+        parts: Windows of each set, split into parts that fill one slot each.
         models: Number of the model for each set.
         slots: Slots of a pass.
         gates: Gates of the last pass, to average; None without routers.

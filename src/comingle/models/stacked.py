@@ -442,9 +442,7 @@ class StackedModel(Model):
 
     @torch.no_grad()
     def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
-        """Return base and adaptors with the adaptors centred under p(c) and their mean added to the base (FLoRAL eq.
-        37).
-        """
+        """Return base and adaptors: adaptors centred under p(c), their mean added to the base (FLoRAL eq. 37)."""
         return tensors if self._pairs is None else centre(self._pairs, tensors, shares)
 
 
@@ -465,9 +463,8 @@ def stack(
     All users start from the values of the given nets; with several nets and no mixture, from the first.
 
     Args:
-        nets: One net (a :class:`GatedPair`, or a :class:`FloralModel` for a mixture of adaptors, included), or several
-            with different initial values: one per cluster for a mixture of whole models, or the server's initial models
-            without a mixture.
+        nets: One net, which is a :class:`FloralModel` for a mixture of adaptors; or several with different initial
+            values: one per cluster for a mixture of whole models, or the server's initial models without a mixture.
         name: Name of the model.
         users: Number of users.
         mixture: How components are mixed.
