@@ -141,7 +141,7 @@ class Roster:
 
     @cached_property
     def scored(self) -> Sequence[int]:
-        """UserNumbers of the users who are evaluated: all, or a sample that is drawn once per run."""
+        """Numbers of the users who are evaluated: all, or a sample that is drawn once per run."""
         count = self.plan.evaluation.users
         if count is None or count >= len(self.population_names):
             return range(len(self.users))
@@ -162,7 +162,7 @@ class Roster:
 
     @property
     def scored_trainers(self) -> Sequence[int]:
-        """UserNumbers of the trainers of the models that are evaluated."""
+        """Numbers of the trainers of the models that are evaluated."""
         return [0] if self.method.placement.pooled else self.scored
 
 
@@ -306,7 +306,7 @@ class Users(Roster):
         """Return a mask that is True where a row has a parameter and False where it is padded.
 
         Args:
-            rows: UserNumbers of the rows.
+            rows: Numbers of the rows.
             part: State of these rows, with their ranks.
         """
         if not self.state.in_memory:
@@ -408,7 +408,7 @@ class Clients(Users):
         Rounding errors of int8 uploads are kept and added to the next upload.
 
         Args:
-            members: UserNumbers of the users.
+            members: Numbers of the users.
             round_number: The round, counted from 1.
             losses: Mean training losses ``(users,)`` to report.
             counts: Whether the upload is made only to count its bytes; then rounding errors are not kept.
@@ -540,7 +540,7 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
 
     Args:
         clients: All clients.
-        members: UserNumbers of the participants.
+        members: Numbers of the participants.
         round_number: The round, counted from 0.
         tick: Called after each local step of a cohort.
 
@@ -623,7 +623,7 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
         clients: All clients.
         done: Number of rounds done; sets the learning rates, which are at most those of the last round. None stands for
             the round with whose models the run ends.
-        members: UserNumbers of the trainers to fine-tune; those that are evaluated if None.
+        members: Numbers of the trainers to fine-tune; those that are evaluated if None.
     """
     if not clients.method.client.finetunes or any(phase.label == TUNING for phase in clients.phases):
         yield
