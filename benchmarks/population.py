@@ -40,7 +40,7 @@ import torch
 
 from comingle.config import parse_recipe
 from comingle.data.population_files import read_population, write_population
-from comingle.data.populations import LazyPopulation, Numbered
+from comingle.data.populations import LazyPopulation, NumberedNames
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import Samples, UserSamples
 from comingle.data.text.streams import UserData
@@ -87,7 +87,7 @@ def net_user(number: int) -> UserSamples:
 
 def net_materials(users: int) -> RunData:
     # Kept are those of one step, so that users are made anew in each round however many there are.
-    crowd = LazyPopulation(Numbered("user-", users), net_user, digest="population", at_hand=NETS_AT_ONCE)
+    crowd = LazyPopulation(NumberedNames("user-", users), net_user, digest="population", cache_size=NETS_AT_ONCE)
     common = Population(users=crowd, loss=CROSS_ENTROPY, classes=CLASSES, input_shape=(INPUTS,), net="mlp")
     return RunData(kind=SAMPLES, base=None, users=crowd, common=common, unread=True)
 

@@ -1,7 +1,7 @@
-"""The command line: one function per command, heavy imports inside the commands.
+"""Command line: one function per command, with heavy imports inside the functions.
 
-Other packages add commands through the entry points ``comingle.verbs``; they are listed by name and imported when they
-are called.
+Other packages add commands through the entry points ``comingle.verbs``. Their modules are imported when a command is
+called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.utils import get_params_from_function
 
-from comingle.cli import options  # noqa: F401 (before typer is imported)
+from comingle.cli import options  # noqa: F401 (its warning filter must be set before typer is imported)
 from comingle.training.backends.launched import find_place
 from comingle.utils import registry
 from comingle.utils.errors import PluginError, RecipeError
@@ -44,11 +44,11 @@ from comingle.utils.terminal import printable
 GROUP = "comingle.verbs"
 
 IN_SEVERAL = "run"
-"""The one verb that a launcher may start in several processes."""
+"""The only command that a launcher may start in several processes."""
 
 
 class Verbs(TyperGroup):
-    """The core's ``own`` verbs by name, and behind them those of plug-ins; each is made when it is called."""
+    """Command group with the core's commands, then those of plugins. Commands are built when they are called."""
 
     own: ClassVar[Mapping[str, Callable[..., None]]] = {}
 
@@ -56,24 +56,24 @@ class Verbs(TyperGroup):
         super().__init__(**settings)
         self._lists = False
         for name in (*self.own, *registry.find_plugins(GROUP)):
-            self.commands.setdefault(name, TyperCommand(name))  # its name alone, for suggestions
+            self.commands.setdefault(name, TyperCommand(name))  # a placeholder: click suggests names from this list
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """A line for each verb, for which none of the core's is made."""
+        """Write one line per command without building the core's commands."""
         self._lists = True
         super().format_help(ctx, formatter)
         self._lists = False
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The verb that is called.
+        """Return the command that is called.
 
         Raises:
-            RecipeError: a launcher has started several processes of a verb that runs in one.
+            RecipeError: A launcher has started several processes of a command that runs in one.
         """
         try:
             found = super().resolve_command(ctx, args)
         except Exception as error:
-            if "Did you mean" in getattr(error, "message", ""):  # typer's hint, which click from 8.4 on gives itself
+            if "Did you mean" in getattr(error, "message", ""):  # typer's hint; click 8.4 would add a second one
                 vars(error).update(possibilities=None)
             raise
         if found[0] != IN_SEVERAL and find_place() is not None:
@@ -81,7 +81,7 @@ class Verbs(TyperGroup):
         return found
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A verb; one that cannot be used says so where it is listed, and again, as a mistake, when it is called."""
+        """Return a command. A broken plugin's command has the problem as its help text and raises it when called."""
         plugin, own = registry.find_plugins(GROUP).get(cmd_name), self.own.get(cmd_name)
         if plugin is None:
             if own is not None:
@@ -105,7 +105,7 @@ def _command(name: str, verb: Callable[..., object], **settings: Any) -> Any:
     if not any("--plugin" in parameter.opts for parameter in made.params):
         made.params.append(_plugin_option())
     told = get_params_from_function(verb)
-    for parameter in made.params:  # typer before 0.21 on click 8.5 forgets what an argument means
+    for parameter in made.params:  # typer before 0.21 with click 8.5 drops the help of arguments
         if isinstance(parameter, TyperArgument) and not parameter.help:
             parameter.help = told[parameter.name].default.help
     return made
@@ -137,13 +137,13 @@ def _plugin_option() -> Any:
     def command(plugin: list[Path] | None = option) -> None: ...
 
     alone = typer.Typer(add_completion=False)
-    alone.command()(command)  # typer makes the option, whose class takes other arguments from version to version
+    alone.command()(command)  # built by typer, as the arguments of its option class differ between versions
     (made,) = (p for p in typer.main.get_command(alone).params if "--plugin" in p.opts)
     return made
 
 
 def _flowing(text: str) -> str:
-    """Text whose paragraphs are a line each, for a terminal of any width; lists stay as they are."""
+    """Join the lines of each paragraph, for terminals of any width; lists are unchanged."""
     parts = text.split("\n\n")
     return "\n\n".join(part if "\n " in part or "\n-" in part else part.replace("\n", " ") for part in parts)
 
@@ -163,7 +163,7 @@ VERBS = (
 
 
 class Core(Verbs):
-    """The core's verbs, in the order in which they are listed."""
+    """The core's commands, in the order in which they are listed."""
 
     own = MappingProxyType({verb.__name__: verb for verb in VERBS})
 
@@ -198,7 +198,7 @@ def _options(
 
 
 class _Formatter(logging.Formatter):
-    """Messages hold names and paths, which are not obeyed."""
+    """Formatter that escapes control characters, as messages contain names and paths."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n\t")
@@ -211,26 +211,30 @@ _AGAIN = {
         "; the same command with --resume goes on from the last checkpoint",
     ),
 }
-"""How a verb that was interrupted goes on; others have nothing to go on with."""
+"""Hint on how to continue an interrupted command, for commands that can continue."""
 
 
 def _replace_unknown_characters() -> None:
-    """Print ``?`` in place of characters that the terminal or the log does not have, rather than end in an error."""
+    """Print ``?`` for characters that the output encoding lacks instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2, an interruption is 130, a bug of ours a traceback."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before they are imported
+    """Run the command line.
+
+    Exit codes: 2 for an error that the user can correct, with one line of text, and 130 for an interrupt. Other errors
+    are bugs and print a traceback.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when tokenizers is imported
     _replace_unknown_characters()
     try:
         app()
-    except BrokenPipeError:  # whoever read us has enough, as in `comingle methods | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush does not fail too
+    except BrokenPipeError:  # the reader has closed the pipe, as in `comingle methods | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would fail too
         raise SystemExit(1) from None
-    except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the former into the latter, with code 130
+    except (KeyboardInterrupt, SystemExit) as stop:  # typer converts interrupts to SystemExit(130)
         if isinstance(stop, SystemExit) and stop.code != 130:
             raise
         if speaks(interrupted=True):
@@ -246,12 +250,12 @@ def main() -> None:
 
 
 def _line(error: Exception) -> str | None:
-    """What is said of an error that a user can do something about; None of a mistake of ours."""
+    """Return the message of an error that a user can correct; None for a bug."""
     if isinstance(error, UnknownMethodError):
         return f"{error}; for a method of your own: --plugin FILE"
     if isinstance(error, ComingleError):
         return str(error)
-    if isinstance(error, OSError) and error.strerror:  # the system's, not a library's
+    if isinstance(error, OSError) and error.strerror:  # raised by the system, not by a library
         where = " to ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         return f"{where}: {error.strerror}" if where else error.strerror
     if lacks_memory(error):

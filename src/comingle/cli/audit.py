@@ -1,4 +1,4 @@
-"""``comingle audit``: what leaks, measured by attacks."""
+"""``comingle audit``: measure by attacks what a run leaks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from comingle.utils.errors import RecipeError
 
 
 def _few_or_none(context: object, option: object, value: int) -> int:
-    """Check the number of reference models, as a callback of click's.
+    """Check the number of reference models, as a callback of click.
 
     Raises:
-        RecipeError: too few for any comparison.
+        RecipeError: It is too small for comparisons.
     """
     if value:
         from comingle.audits.canaries import FEWEST
@@ -46,12 +46,12 @@ def audit(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Attack a run with what the server and other users see, and say what leaks.
+    """Attack a run with what the server and other users see, and report what leaks.
 
-    With text or conversations, short runs of its recipe with canaries in half of the users' data give a lower bound on
-    epsilon, and models are asked which windows or conversations they trained on, with short runs for reference. With
-    text, tokens are read off one upload. With samples, one upload is inverted. Writes audit.json and audit.md, by
-    default to the run folder.
+    With text or conversations, short runs with canaries in half of the users' data give a lower bound on epsilon, and
+    models are tested for the windows or conversations that they trained on, with short runs as reference. With text,
+    tokens are recovered from one upload. With samples, an input is reconstructed from one upload. Writes audit.json and
+    audit.md, by default to the run folder.
     """
     from comingle.audits import auditing
     from comingle.reports.audit import check_targets, render_audit, verdict
@@ -59,7 +59,7 @@ def audit(
     from comingle.utils.terminal import words
 
     folder = out or run
-    if run.is_dir():  # before the run is opened, which takes a while
+    if run.is_dir():  # checked before the run is opened, which takes a while
         check_targets(folder, force=force)
     with status("opening the run"):
         opened = load(run)

@@ -53,10 +53,10 @@ def compare(
     everybody: Everybody = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run several methods over several seeds; print and write means, deviations, and what is better or worse.
+    """Run several methods with several seeds; print and write means, deviations and verdicts.
 
-    The recipe's method settings are for its own method, and the others have their defaults; --set method.KEY=VALUE is
-    for every method that has KEY. One method may be there with several settings, as
+    The recipe's method settings apply to its own method; others have their defaults. --set method.KEY=VALUE applies to
+    every method that has KEY. A method can be given several times with different settings, as
     fedprox:proximal=0.01,fedprox:proximal=0.1.
     """
     read, names = read_recipe(recipe, sets), split_names(methods)
@@ -80,13 +80,26 @@ def compare_methods(
     against: str | None = None,
     for_all: Mapping[str, object] = MappingProxyType({}),
 ) -> Run | None:
-    """Every method with every seed, each in its own run folder below ``folder``; the last run is returned, where it
-    was made in this process and has not failed.
+    """Run every method with every seed, each in its own run folder, and print and write the comparison.
 
-    The recipe's own method has its settings, another its defaults; ``for_all`` goes to whichever has such a setting.
+    Args:
+        recipe: The recipe. Its own method keeps its settings; others have their defaults.
+        methods: Methods, with settings as in ``--methods``.
+        seeds: Seeds.
+        folder: Folder of the comparison.
+        resume: Resume interrupted runs.
+        force: Replace existing runs.
+        everybody: Print a row for each user.
+        quiet: Do not print progress.
+        jobs: Number of runs at a time; more than 1 run in processes of their own.
+        against: The baseline, as in ``--against``.
+        for_all: Settings for every method that has them.
+
+    Returns:
+        The last run; None if it failed or ran in another process.
 
     Raises:
-        RunError: some runs failed, said when all others are done and in the table.
+        RunError: Some runs failed. It is raised after all others have finished and the table is written.
     """
     from comingle.reports.comparisons import baseline_of, members
     from comingle.reports.tables import tables_of, write_comparison
@@ -134,7 +147,7 @@ def _in_turn(
 def _beside(
     recipes: Mapping[Key, Recipe], folder: Path, jobs: int, *, resume: bool, force: bool, quiet: bool
 ) -> Iterator[Ended]:
-    """Several at a time, with a line for each that has ended."""
+    """Yield the results of runs in parallel processes, and print a line for each."""
     from comingle.cli.training import warn_overlaps
     from comingle.runs.compare import compare_beside
     from comingle.utils.records import measure_of, number
@@ -154,12 +167,12 @@ def _beside(
 
 
 def split_names(text: str) -> list[str]:
-    """Comma-separated names, each once.
+    """Split at commas and return each name once.
 
     Raises:
-        RecipeError: none given.
+        RecipeError: There are no names.
     """
-    parts = re.split(r",(?![^\[]*\])", text)  # commas of a list, as specialists=[1,2], separate no methods
+    parts = re.split(r",(?![^\[]*\])", text)  # not at commas within a list, as specialists=[1,2]
     names = list(dict.fromkeys(n.strip() for n in parts if n.strip()))
     if not names:
         raise RecipeError("--methods: no method given; `comingle methods` lists them")
@@ -167,10 +180,10 @@ def split_names(text: str) -> list[str]:
 
 
 def split_seeds(text: str) -> list[int]:
-    """Comma-separated whole numbers.
+    """Split at commas and return each seed once.
 
     Raises:
-        RecipeError: something else.
+        RecipeError: A seed is not an integer, or there are none.
     """
     try:
         return [int(seed) for seed in split_names(text)]

@@ -1,4 +1,4 @@
-"""``comingle cost`` and ``comingle advise``: what a recipe will cost, and whether training together pays."""
+"""``comingle cost`` and ``comingle advise``: costs of a recipe, and gains of training together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 LINK, LATENCY = 1.25e9, 1e-4
-"""10 Gbit/s, and 0.1 ms: what machines of one room usually have."""
+"""Defaults: 10 Gbit/s in bytes per second, and 0.1 ms in seconds, as usual between machines of one data centre."""
 
 Machines = Annotated[
     int | None, typer.Option("--machines", min=1, help="Plan seconds and money on so many machines; measures here.")
@@ -60,10 +60,22 @@ def cluster_of(
     latency: float,
     disk: float | None,
 ) -> Cluster | None:
-    """The machines that the options describe; None where nothing is to be planned.
+    """Return the machines that the options describe; None without ``--machines``.
+
+    Args:
+        machines: Number of machines.
+        gpus: GPUs per machine, with a process for each.
+        processes: Processes per machine.
+        threads: Threads per process.
+        step: Seconds of a local step of one user in a process.
+        cores: Cores per machine; None for those of this machine.
+        price: Price of a machine per hour.
+        link: Bandwidth between machines, in bytes per second.
+        latency: Latency between machines, in seconds.
+        disk: Bandwidth of a machine's disk, in bytes per second.
 
     Raises:
-        RecipeError: options that are for machines without any, or that contradict each other.
+        RecipeError: Options need ``--machines``, contradict each other, or need a GPU that this machine does not have.
     """
     if machines is None:
         hardware = {"cores": cores, "price": price, "link": link, "latency": latency, "disk": disk}
@@ -113,9 +125,9 @@ def cost(
     step: Step = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Count parameters, bytes, FLOPs and memory of a recipe before any training, and say whether it fits.
+    """Count parameters, bytes, FLOPs and memory of a recipe before training, and say whether it fits.
 
-    With --machines, seconds and money of a round and a run for populations of several sizes.
+    With --machines, also estimate seconds and money of a round and a run for populations of several sizes.
     """
     read = read_recipe(recipe, sets)
     cluster = cluster_of(
@@ -168,10 +180,10 @@ def advise(
     sets: Sets = None,
     quiet: Quiet = False,
 ) -> None:
-    """Say who should train alone, who gains from whom and by which method, as far as short runs show it.
+    """Advise from short runs which users should train alone, which gain from each other, and by which method.
 
-    Runs local and the methods with everybody, and the first method with smaller groups: every pair of up to five users,
-    all but one of up to twelve. Nothing is written.
+    Runs local and the methods with all users, and the first method with smaller groups: every pair of up to five users,
+    all but one of up to twelve. Writes nothing.
     """
     read, names = read_recipe(recipe, sets), split_names(methods)
     numbers = None if seeds is None else split_seeds(seeds)

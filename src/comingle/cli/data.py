@@ -1,4 +1,4 @@
-"""``comingle data`` and ``comingle methods``: users of a recipe, and methods, before training."""
+"""``comingle data`` and ``comingle methods``: users of a recipe and methods, before training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def data(
     sets: Sets = None,
     everybody: Annotated[bool, typer.Option("--all", help="List everybody, also beyond 24 users.")] = False,
 ) -> None:
-    """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; or how many samples.
+    """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; or numbers of samples.
 
-    Beyond 24 users the table has the distribution, and the users with least and most.
+    For more than 24 users the table has quantiles, and the users with least and most data.
     """
     read = read_recipe(recipe, sets)
     from comingle.cli.training import preview, warn_overlaps
@@ -49,7 +49,7 @@ def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="O
     from comingle.utils.terminal import words
 
     if name is not None:
-        settings = settings_of(name)  # refuses an unknown name
+        settings = settings_of(name)  # raises for an unknown name
         console.print(name, style="bold", highlight=False)
         console.print(inspect.getdoc(REGISTRY[name]) or "", highlight=False)
         shown = ", ".join(f"{key}: {value}" for key, value in settings.items()) or "none"

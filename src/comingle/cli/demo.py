@@ -1,4 +1,4 @@
-"""``comingle demo``: the main job on text that every machine has."""
+"""``comingle demo``: a comparison of four methods on text that is part of every installation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def demo(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Four users, one small language model: pretrained, alone, averaged, and with CoMiGS."""
+    """Train a small language model for four users: pretrained, alone, averaged, and with CoMiGS."""
     from comingle.cli.compare import compare_methods
     from comingle.config import shipped_recipes
 
@@ -52,7 +52,7 @@ def demo(
 
 
 def _speak(run: Run) -> None:
-    """One generated sample per user."""
+    """Print a generated text of each user's model."""
     from rich.text import Text
 
     from comingle.runs.views import generating_model
@@ -63,7 +63,7 @@ def _speak(run: Run) -> None:
     for name in run.users:
         prompt = PROMPTS.get(name, "The")
         said = generating_model(run, name).generate(prompt, max_new_tokens=40)
-        # Source code keeps its lines, prose is put on one.
+        # Source code keeps its lines; prose is joined to one line.
         shown = said.rstrip() if name == "library" else re.sub(r"\s+", " ", said).rstrip()
         begun = Text.assemble("  ", words(name, "cyan"), ": ", words(prompt, "bold"))
         console.print(begun + printable(shown, keep="\n\t"), highlight=False)

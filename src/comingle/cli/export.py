@@ -1,4 +1,4 @@
-"""``comingle export``: a user's model as other programs read it."""
+"""``comingle export``: users' models in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def export(
     with status("opening the run"):
         opened = comingle.load(folder)
     targets = targets_of(user, opened.users, to)
-    for target in targets.values():  # before the first is written
+    for target in targets.values():  # all are checked before the first is written
         check_target(target, force=force)
     for name, target in targets.items():
         with status(f"exporting {name}"):
@@ -66,10 +66,15 @@ def export(
 
 
 def targets_of(user: str, users: Sequence[str], to: Path) -> dict[str, Path]:
-    """Which user's model goes to which folder.
+    """Return the folder to which each exported user's model is written.
+
+    Args:
+        user: Name of a user, or "all".
+        users: All users of the run.
+        to: Folder to write to; with "all" each user has a folder in it.
 
     Raises:
-        DataError: no such user.
+        DataError: There is no such user.
     """
     if user == "all" and "all" not in users:
         return {name: to / as_folder(name) for name in users}

@@ -1,4 +1,4 @@
-"""``comingle federate``, ``server`` and ``client``: users in processes of their own, on this machine or on many."""
+"""``comingle federate``, ``server`` and ``client``: users in separate processes, on this machine or on many."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def federate(
     everybody: Everybody = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the users of a recipe as a network would: a server, and for each user processes and a folder of its own."""
+    """Train the users of a recipe as over a network: a server, and processes and a folder for each user."""
     read = read_recipe(recipe, sets, seed)
 
     require_flower()
@@ -148,7 +148,7 @@ def client(
 
 
 def _as_path(source: str | None) -> str | None:
-    """Make the path of an existing file or folder absolute; anything else, as a public name, stays."""
+    """Make the path of an existing file or folder absolute; return other sources, as names on the hub, unchanged."""
     if source is None:
         return None
     path = expand_home(source)

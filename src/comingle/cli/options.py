@@ -1,4 +1,4 @@
-"""Options, console and warnings that commands share."""
+"""Options, console and checks that commands share."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", ".*will be removed in Click 9", DeprecationWarning)  # typer on the newest click
 
 
-# No terminal: nothing is wrapped.
+# Without a terminal lines are not wrapped at 80 columns.
 console = Terminal(width=None if Terminal().is_terminal else 160)
 
 
 @contextmanager
 def status(message: str) -> Iterator[None]:
-    """A line that says what is being waited for, while it lasts; in a terminal only."""
+    """Show a line while the block runs, in terminals only."""
     if not errors.is_terminal:
         yield
         return
@@ -40,17 +40,17 @@ def status(message: str) -> Iterator[None]:
 
 
 def require_flower() -> None:
-    """See that Flower is installed.
+    """Check that Flower is installed.
 
     Raises:
-        PluginError: it is not; says how to install it.
+        PluginError: It is not. The message says how to install it.
     """
     if find_spec("flwr") is None:
         raise PluginError("flwr is not installed; `pip install 'comingle[flower]'` installs what the network needs")
 
 
 def speaker(*, quiet: bool) -> Callable[[str], None]:
-    """Prints a line with the time of day, unless nothing is to be said."""
+    """Return a function that prints a line with the time of day, or nothing if ``quiet``."""
 
     def say(line: str) -> None:
         if not quiet:
@@ -61,7 +61,13 @@ def speaker(*, quiet: bool) -> Callable[[str], None]:
 
 @contextmanager
 def table_of_participants(folder: Path, *, everybody: bool, quiet: bool) -> Iterator[None]:
-    """In a terminal a table that changes, below the lines that are said; elsewhere those alone."""
+    """Show a live table of participants below printed lines, in terminals only.
+
+    Args:
+        folder: The run folder.
+        everybody: Show all participants, not only the first 24.
+        quiet: Show no table.
+    """
     from rich.live import Live
 
     from comingle.reports.tables import render_participants
@@ -89,17 +95,20 @@ Everybody = Annotated[bool, typer.Option("--all", help="Show every user, however
 
 
 def named(out: str | Path) -> Path:
-    """What ``--out`` names; an empty name, as of a shell's variable that is not set, is not the current folder."""
+    """Return the path given by ``--out`` or a similar option.
+
+    An empty path, as from an unset shell variable, is an error: it would be the current folder.
+    """
     if not str(out).strip():
         raise typer.BadParameter("is empty; give it a name, or leave --out out")
     return Path(out)
 
 
 def possible(out: Path | None) -> Path | None:
-    """Whether a folder can have the name given by ``--out``.
+    """Check that a folder can have the name given by ``--out``, and return it.
 
     Raises:
-        RunError: it cannot.
+        RunError: It cannot.
     """
     if out is not None:
         from comingle.utils.records import check_name
@@ -112,10 +121,15 @@ def possible(out: Path | None) -> Path | None:
 
 
 def finite(context: object, option: Any, value: float | None) -> float | None:
-    """What an option that wants a number is given, as a callback of click's: comparisons with bounds let NaN pass.
+    """Check the value of a number option, as a callback of click. NaN would pass comparisons with bounds.
+
+    Args:
+        context: Not used.
+        option: The option.
+        value: Its value.
 
     Raises:
-        RecipeError: it is infinite, or no number.
+        RecipeError: The value is infinite or NaN.
     """
     if value is not None and not math.isfinite(value):
         raise RecipeError(f"{option.opts[0]}: got {value}; give a finite number")
@@ -123,7 +137,7 @@ def finite(context: object, option: Any, value: float | None) -> float | None:
 
 
 def out_option(told: str) -> object:
-    """``--out`` of a verb, with what its help says."""
+    """Return the option ``--out`` with the given help text."""
     return typer.Option("--out", metavar="<path>", help=told, parser=named, callback=possible)
 
 
@@ -131,7 +145,10 @@ Out = Annotated[Path | None, out_option("Folder to write to (default: below runs
 
 
 def _not_both(context: Any, given: bool) -> bool:
-    """Called for each of the two; the first that was read is among the parameters by then."""
+    """Refuse ``--resume`` with ``--force``, as a callback of both.
+
+    When the second one is called, the first one is among the parameters.
+    """
     if given and (context.params.get("resume") or context.params.get("force")):
         raise RecipeError("--resume and --force: got both; --resume keeps what is there, --force replaces it")
     return given
@@ -142,10 +159,10 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what is in the fol
 
 
 def changes(sets: list[str] | None) -> dict[str, object]:
-    """``--set`` options as a mapping; values are read as YAML.
+    """Return ``--set`` options as a mapping, with values parsed as YAML.
 
     Raises:
-        RecipeError: not of the form KEY=VALUE, a key twice, or a value that is not YAML.
+        RecipeError: An option is not of the form KEY=VALUE, a key occurs twice, or a value is not YAML.
     """
     from comingle.config.files import read_text
 
@@ -161,10 +178,10 @@ def changes(sets: list[str] | None) -> dict[str, object]:
 
 
 def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str, object]:
-    """Settings given as ``--set method.KEY=VALUE``, which are for every one of the methods that has them.
+    """Return the settings given as ``--set method.KEY=VALUE``, which apply to every method that has them.
 
     Raises:
-        RecipeError: none of the methods has such a setting.
+        RecipeError: None of the methods has such a setting.
     """
     from comingle.methods import settings_of
     from comingle.methods.settings import setting_hint
@@ -182,15 +199,20 @@ def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str,
 
 
 def shorten(text: str) -> str:
-    """The text, or its beginning where it would fill a screen."""
+    """Shorten a text to 80 characters, for messages."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> Recipe:
-    """A recipe with the options' changes.
+    """Read a recipe and apply the options' changes.
+
+    Args:
+        path: A recipe file or a run folder.
+        sets: Values of ``--set``.
+        seed: Value of ``--seed``.
 
     Raises:
-        RecipeError: the recipe or a change is wrong.
+        RecipeError: The recipe or a change is wrong.
     """
     from comingle.config import load_recipe
 
@@ -204,5 +226,11 @@ def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> 
 
 
 def default_folder(path: Path, method: str, seed: int) -> Path:
-    """Where a run of a recipe goes: ``runs/RECIPE-METHOD-seedN``; a run folder is its own place."""
+    """Return the run folder of a recipe: ``runs/RECIPE-METHOD-seedN``, or the path itself if it is a run folder.
+
+    Args:
+        path: A recipe file or a run folder.
+        method: Name of the method.
+        seed: The seed.
+    """
     return path if path.is_dir() else Path("runs") / f"{path.stem}-{method}-seed{seed}"

@@ -1,4 +1,4 @@
-"""``comingle run`` and ``comingle join``: one recipe, one run folder; and a newcomer to a finished run."""
+"""``comingle run`` and ``comingle join``: train the users of a recipe, or a new user of a finished run."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def join(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Give a newcomer a model out of a finished federation, without anybody else training again.
+    """Train a model for a new user of a finished federation, without training other users again.
 
-    What is shared is taken as it is; what a user has of its own is trained on the newcomer's data alone.
+    Shared tensors are copied from the run; the user's own tensors are trained on the new user's data alone.
     """
     from comingle.reports.tables import render_joined
     from comingle.runs.api import load

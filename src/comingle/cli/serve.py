@@ -1,4 +1,4 @@
-"""``comingle serve`` and ``comingle chat``: models behind an OpenAI-compatible API, on a page or in the terminal."""
+"""``comingle serve`` and ``comingle chat``: models as an OpenAI-compatible API, on a web page or in the terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def serve(
         int, typer.Option("--max-tokens", min=1, help="New tokens of an answer.")
     ] = Limits.max_tokens,
 ) -> None:
-    """Serve everybody's models at once, over one base, as an OpenAI-compatible API; a page to chat is at /."""
+    """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
     require_app("serve")
     from comingle.serving.api import listen
     from comingle.serving.api import serve as answer
@@ -69,7 +69,7 @@ def serve(
 
 
 def opened(run: Path, method: str | None) -> People:
-    """Everybody's models of a run."""
+    """Load the base and all users' models of a run."""
     from comingle.cli.options import status
     from comingle.serving.models import open_people
 
@@ -78,7 +78,7 @@ def opened(run: Path, method: str | None) -> People:
 
 
 def say(url: str) -> None:
-    """Where the server is."""
+    """Print the addresses of the server."""
     from comingle.cli.options import console
     from comingle.utils.terminal import words
 
@@ -86,10 +86,10 @@ def say(url: str) -> None:
 
 
 def require_app(verb: str) -> None:
-    """Whether what serves is installed.
+    """Check that the packages for serving are installed.
 
     Raises:
-        ComingleError: it is not.
+        ComingleError: They are not. The message says how to install them.
     """
     try:
         import fastapi  # noqa: F401
@@ -107,7 +107,7 @@ HELP = '''/user NAME   speak with somebody else's model, about what has been sai
 A line that ends with \\ goes on in the next; """ begins a text of several lines, and """ ends it.'''
 
 PRETRAINED = "\x00pretrained"
-"""Beside the users, and no name that one can have."""
+"""Name of the pretrained model among the users' models; no user can have it."""
 
 
 def chat(
@@ -128,7 +128,7 @@ def chat(
     plain: Annotated[bool, typer.Option("--plain", help="Continue texts, whatever the base's template is.")] = False,
     web: Annotated[bool, typer.Option("--web", help="In a browser: the page that `comingle serve` shows.")] = False,
 ) -> None:
-    """Speak with a user's model: answers where it was trained on conversations, continuations otherwise."""
+    """Chat with a user's model: it answers if it was trained on conversations, and continues texts otherwise."""
     if web:
         _show_page(run, method)
         return
@@ -148,7 +148,7 @@ def chat(
 
 
 def _local_run(run: Path, folder: Path, against: Path | None) -> Path | None:
-    """Where local models are: the run named by ``--against``, or the one beside this within a comparison."""
+    """Return the run of local models for ``/compare``: ``--against``, or the one in the same comparison."""
     if against is not None:
         return against
     beside = folder.parent / f"local-{folder.name.rpartition('-')[2]}"
@@ -156,7 +156,7 @@ def _local_run(run: Path, folder: Path, against: Path | None) -> Path | None:
 
 
 class _Session:
-    """Reads lines, and prints what comes of them."""
+    """Interactive chat in the terminal."""
 
     def __init__(self, talk: Chat, names: list[str], local: Path | None) -> None:
 
@@ -165,7 +165,7 @@ class _Session:
         self.others: dict[str, Engine] = {}
 
     def run(self) -> None:
-        if isinstance(sys.stdin, TextIOWrapper):  # a byte that is no UTF-8 is told, and ends nothing
+        if isinstance(sys.stdin, TextIOWrapper):  # invalid UTF-8 is reported instead of ending the chat
             sys.stdin.reconfigure(errors="surrogateescape")
         kind = "continues your texts" if self.talk.plain else "answers"
         self._print(f"{self.talk.user}'s model {kind}; /help lists commands, Ctrl-D ends", "dim")
@@ -276,9 +276,9 @@ class _Session:
 
 
 def _texts(read: Callable[[bool], str]) -> Iterator[str]:
-    """What is typed: lines, those joined by a backslash, and blocks between triple quotes."""
+    """Yield typed texts: lines, lines joined by a backslash, and blocks between triple quotes."""
     with suppress(ImportError):
-        import readline  # noqa: F401  (arrow keys and earlier lines, where the system has it)
+        import readline  # noqa: F401  (arrow keys and history, if the system has it)
     while True:
         try:
             text = read(False)
@@ -298,7 +298,7 @@ def _texts(read: Callable[[bool], str]) -> Iterator[str]:
 
 
 def _show_page(run: Path, method: str | None) -> None:
-    """The server on a free port of this machine, and a browser on its page."""
+    """Start the server on a free port of this machine, and open its page in a browser."""
     require_app("chat --web")
     import webbrowser
 

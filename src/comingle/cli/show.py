@@ -1,4 +1,4 @@
-"""``comingle show``, ``report`` and ``plot``: what runs found, in the terminal, on one HTML page or as figures."""
+"""``comingle show``, ``report`` and ``plot``: results of runs in the terminal, on an HTML page or as figures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about runs: curves, gains, costs, expert scores, and a token view.
 
-    Unless --text or --no-tokens is given, the page holds the beginning of each user's test text, which may be private.
+    Unless --text or --no-tokens is given, the page contains the beginning of each user's test text, which may be
+    private.
     """
     require_packages("comingle report")
     from comingle.cli.compare import split_names
@@ -72,7 +73,7 @@ def report(
     path = out or runs[0] / "report.html"
     entries = read_entries(runs)
     check_target(path, force=force)
-    held(entries, against)  # refused before anything is drawn
+    held(entries, against)  # raises before anything is drawn
     with status("loading models and routing texts"):
         views = [] if no_tokens else route_texts(entries, text, None if users is None else split_names(users), tokens)
     with status("drawing"):
@@ -88,7 +89,7 @@ def report(
 
 
 def warn_unlike(entries: Sequence[Entry]) -> None:
-    """Say why numbers of these runs should not be compared, where that is so."""
+    """Warn if numbers of these runs should not be compared."""
     from comingle.reports.page import unlike
     from comingle.utils.terminal import errors, words
 
@@ -116,7 +117,7 @@ def show(
     ] = None,
     force: Replace = False,
 ) -> None:
-    """Print the results of a run or of a comparison, or write every user's."""
+    """Print the results of a run or of a comparison, or write each user's results to a file."""
 
     targets = {"--csv": csv, "--parquet": parquet, "--latex": latex}
     for option, path in targets.items():
@@ -177,10 +178,10 @@ def _write_latex(run: Path, path: Path, *, everybody: bool) -> None:
 
 
 def _parquet(records: Sequence[Mapping[str, object]]) -> bytes:
-    """The file's bytes.
+    """Return the records as a Parquet file.
 
     Raises:
-        RunError: pandas or what it writes Parquet with is not installed.
+        RunError: pandas or pyarrow is not installed.
     """
     from comingle.utils.errors import RunError
 
@@ -192,7 +193,7 @@ def _parquet(records: Sequence[Mapping[str, object]]) -> bytes:
 
 
 Figures = Iterator[tuple[str, "Figure", "Sheet"]]
-"""Names, pictures, and the numbers in them."""
+"""Names, figures, and the numbers in them."""
 KINDS = ("curves", "scores", "users", "bytes", "mixtures", "tokens")
 
 
@@ -286,7 +287,7 @@ def _panels(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | Non
 
 
 def _mixtures(entries: list[Entry]) -> Figures:
-    """Of every run whose users mix adaptors at the level of the client."""
+    """Yield a figure for every run whose users mix adaptors at the client level."""
     from comingle.reports.figures import mixtures_figure, read_mixtures
     from comingle.reports.page import mixtures_sheet
 
@@ -313,5 +314,5 @@ def _tokens(
 
 
 def file_name(label: str) -> str:
-    """A label as part of a file's name."""
+    """Return a label as part of a file name."""
     return re.sub(r"[^\w.-]+", "-", label).strip("-")

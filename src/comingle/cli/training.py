@@ -1,4 +1,4 @@
-"""Shared code of the commands that train."""
+"""Training and data previews, shared by several commands."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
-"""So long the others have to notice by themselves that one has ended."""
+"""Time that processes have to notice that another one has ended."""
 
 _HEARD_SECONDS, _END_SECONDS = 2.0, 5.0
 _INTERRUPTED, _BUG = 130, 1
 
 
 def launch(count: int, folder: Path) -> None:
-    """Run this very command in ``count`` processes, to their end.
+    """Run the current command in ``count`` processes and wait for them.
 
     Raises:
-        RunError: one of them was ended; says which, and how the run in ``folder`` goes on.
-        KeyboardInterrupt: they were interrupted.
-        SystemExit: one of them has said what is wrong.
+        RunError: A process was killed. The message says which, and how to resume the run in ``folder``.
+        KeyboardInterrupt: The processes were interrupted.
+        SystemExit: A process failed and has printed the reason.
     """
     reading, writing = os.pipe()
     with tempfile.TemporaryDirectory(prefix="comingle-") as place:
@@ -77,7 +77,7 @@ def launch(count: int, folder: Path) -> None:
         finally:
             ended = [child.poll() is not None for child in children]
             _end(children, signal.SIGTERM)
-            os.close(writing)  # which ends whoever is left
+            os.close(writing)  # processes end when their pipe closes
     _tell([child.returncode if here else LOST for child, here in zip(children, ended, strict=True)], folder)
 
 
@@ -86,13 +86,13 @@ def _start(rank: int, count: int, meeting: Path, pipe: int) -> subprocess.Popen[
     environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
     environment |= {MEETING: str(meeting), PARENT: str(pipe)}
     if sys.platform.startswith("linux"):
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing leaves this machine
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no traffic leaves this machine
     command = [sys.executable, "-m", "comingle", *sys.argv[1:]]
     return subprocess.Popen(command, env=environment, pass_fds=(pipe,))
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, or one has failed and the others have had time to notice."""
+    """Wait until all processes have ended, or until the grace period after the first failure is over."""
     deadline = float("inf")
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         if deadline == float("inf") and any(child.returncode for child in children):
@@ -101,8 +101,8 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]], first: signal.Signals) -> None:
-    """End whoever is still there, with more force each time."""
-    if first is signal.SIGINT:  # from a terminal they have heard it, and once is enough
+    """End the remaining processes with increasing force."""
+    if first is signal.SIGINT:  # a terminal sends the signal to all processes already
         _await(children, _HEARD_SECONDS)
     for how in (first, signal.SIGTERM, signal.SIGKILL):
         for child in children:
@@ -118,7 +118,7 @@ def _await(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def _tell(codes: Sequence[int], folder: Path) -> None:
-    """Say of those who have ended what they have not said themselves."""
+    """Raise the error that explains the processes' exit codes, unless the processes have printed it."""
     for rank, code in enumerate(codes):
         if code < 0:
             name = signal.Signals(-code).name
@@ -139,7 +139,7 @@ T = TypeVar("T")
 
 
 def warn_overlaps(materials: RunData) -> None:
-    """Say which users' held-out text also occurs in their training text."""
+    """Warn about users whose held-out text also occurs in their training text."""
     overlaps = materials.overlaps()
     told = [
         f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
@@ -163,10 +163,23 @@ def train_here(
     force: bool,
     quiet: bool,
 ) -> tuple[Path, Run] | None:
-    """Train the users of a recipe, or those whom this process has; what came of it, in the process that leads.
+    """Train the users of a recipe, or in one of several processes a part of them.
+
+    Args:
+        place: Rank and number of processes; None for a single process.
+        path: A recipe file or a run folder.
+        sets: Values of ``--set``.
+        seed: Value of ``--seed``.
+        out: The run folder; None for the default.
+        resume: Resume an interrupted run.
+        force: Replace an existing run.
+        quiet: Do not print progress.
+
+    Returns:
+        The run folder and the run in the first process; None in others.
 
     Raises:
-        ComingleError: what a user can correct.
+        ComingleError: The user can correct the problem.
     """
     leads = place is None or place.leads
     try:
@@ -198,7 +211,7 @@ def train_here(
         return (folder, done) if leads else None
     except RankLostError:
         if PARENT in os.environ:
-            raise SystemExit(LOST) from None  # who has started all of them says which has ended
+            raise SystemExit(LOST) from None  # the parent process reports which one has ended
         raise
 
 
@@ -219,15 +232,20 @@ _LEGEND = "first conversations as the model sees them; [[what carries the loss]]
 
 
 LISTED_USERS = 24
-"""Up to so many users have a row each."""
+"""Largest number of users that get a row each."""
 
 
 def choose_rows(
     counts: Mapping[str, Sequence[int]], by: int, *, everybody: bool = False
 ) -> list[tuple[str, list[str]]]:
-    """A table's rows: a user each, or for more than 24 each column's distribution and the users at its ends.
+    """Return the rows of a table, one per user.
 
-    ``counts`` are a user's numbers, column by column; who has least and most is decided ``by`` one of them.
+    For more than 24 users these are the minimum, median and maximum of each column, and the users with least and most.
+
+    Args:
+        counts: Numbers of each user, one per column.
+        by: Column by which users are sorted.
+        everybody: Return all users.
     """
     rows = {name: [f"{number:,}" for number in numbers] for name, numbers in counts.items()}
     if everybody or len(rows) <= LISTED_USERS:
@@ -240,7 +258,13 @@ def choose_rows(
 
 
 def preview(recipe: Recipe, materials: RunData, *, everybody: bool) -> list[RenderableType]:
-    """Tables and lines about the users; of a kind that holds something else how much everybody has of it."""
+    """Return tables and samples of the users' data.
+
+    Args:
+        recipe: The recipe.
+        materials: Its data.
+        everybody: List all users, not only 24.
+    """
     if isinstance(materials.users, LazyPopulation) and materials.users.sizes is not None:
         return _of_crowd(f"{recipe.base}: {materials.kind.name}", materials, materials.users, everybody)
     for holds, show in _SHOWN.items():
@@ -251,7 +275,10 @@ def preview(recipe: Recipe, materials: RunData, *, everybody: bool) -> list[Rend
 
 
 def _of_crowd(title: str, materials: RunData, users: LazyPopulation, everybody: bool) -> list[RenderableType]:
-    """How much users have who lie in a file, of many those with least and most; the beginnings of what these have."""
+    """Return the sizes of users that are stored in a file, with samples.
+
+    Of many users only those with least and most data are listed.
+    """
     sizes = users.sizes
     assert sizes is not None
     table = Table("user", title=words(title, "table.title"), title_justify="left", box=None)
@@ -274,7 +301,7 @@ def _of_crowd(title: str, materials: RunData, users: LazyPopulation, everybody: 
 
 
 def _heads(materials: RunData, user: Any) -> dict[str, str | Text]:
-    """The beginning of what is trained on and of what is tested, where it is text; conversations as models see them."""
+    """Return the beginning of a user's training and test text; conversations in the base's template."""
     if materials.base is None or materials.base.tokenizer is None:
         return {}
     heads = {split: part for split, part in {"train": user.train, "test": user.test}.items() if len(part)}
@@ -288,7 +315,7 @@ def _heads(materials: RunData, user: Any) -> dict[str, str | Text]:
 
 
 def _conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
-    """The first conversation in the base's template, what carries a loss between brackets, in one line."""
+    """Return the first conversation in the base's template on one line, with brackets around trained tokens."""
     row, tokens = part.windows[0], part.tokens(0).tolist()
     shown = Text()
     for learnt, places in groupby(range(len(tokens)), key=lambda at: bool(row[at] >= 0)):
@@ -303,7 +330,7 @@ def _conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
 
 
 def _of_text(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
-    """A table of documents and tokens, who was left out, and the beginnings of documents of those in the table."""
+    """Return a table of documents and tokens, users that were left out, and beginnings of listed documents."""
     summaries = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
     title = words(f"{recipe.base}: documents and tokens", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
@@ -321,10 +348,7 @@ def _of_text(recipe: Recipe, materials: RunData, everybody: bool) -> list[Render
 
 
 def _of_answers(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
-    """How many each user has, and how long they are: whole, and the responses alone.
-
-    Who was left out, and where there are texts a train and a test conversation in the base's template.
-    """
+    """Return a table of numbers and lengths of conversations, users that were left out, and sample conversations."""
     title = words(f"{recipe.base}: {materials.kind.name}", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
     for name in _SIZES:
@@ -346,7 +370,7 @@ def _sizes(user: UserAnswers) -> list[int]:
 
 
 def _of_samples(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
-    """The net that is trained, how many samples each user has, and its true cluster where there is one."""
+    """Return a table of numbers of samples and true clusters, with the net in its title."""
     population = materials.common
     shape = " x ".join(str(size) for size in population.input_shape)
     title = f"{NETS}{net_name(recipe, population)}: samples of {shape}"
@@ -375,7 +399,13 @@ _SHOWN: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]] =
 
 
 def left_out(materials: RunData, why: str, everybody: bool) -> list[RenderableType]:
-    """Who was left out, and why."""
+    """Return lines about users that were left out.
+
+    Args:
+        materials: The data.
+        why: The common reason.
+        everybody: List all of them.
+    """
     if not materials.skipped:
         return []
     shown = islice(materials.skipped.items(), None if everybody else LISTED_USERS)
@@ -393,7 +423,7 @@ def beginnings(name: str, samples: Mapping[str, str | Text]) -> list[RenderableT
 
 
 class Summary(TypedDict):
-    """Documents, characters and tokens of a user by split, and the beginning of a train and of a test document."""
+    """Documents, characters and tokens of a user by split, and the beginnings of a train and of a test document."""
 
     user: str
     documents: dict[str, int]
@@ -403,11 +433,11 @@ class Summary(TypedDict):
 
 
 def summarise(text: UserText, data: UserData) -> Summary:
-    """Documents, characters and tokens of every split, and the beginning of a train and of a test document.
+    """Return the numbers of documents, characters and tokens of every split, and beginnings of documents.
 
     Keys: ``user``; ``documents``, ``characters`` and ``tokens``, each a count for ``train``, ``valid`` and ``test``;
-    ``samples``, at most one text for ``train`` and ``test``, white space collapsed. Tokens are those kept after limits;
-    documents and characters are all there are.
+    ``samples``, at most one text for ``train`` and ``test``, with white space collapsed. Tokens are counted after
+    limits, documents and characters before.
     """
     documents = {split: getattr(text, split) for split in SPLITS}
     return {
@@ -420,6 +450,6 @@ def summarise(text: UserText, data: UserData) -> Summary:
 
 
 def shorten(document: str) -> str:
-    """Its beginning in one line."""
+    """Return the beginning of a document on one line."""
     line = " ".join(document.split())
     return line if len(line) <= _SAMPLE_CHARACTERS else line[: _SAMPLE_CHARACTERS - 1] + "…"

@@ -43,7 +43,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from comingle.data.conversations.encoding import Answers, UserAnswers
-from comingle.data.populations import LazyPopulation, Named, Names, NamesWriter, User
+from comingle.data.populations import LazyPopulation, Named, StoredNames, StoredNamesWriter, User
 from comingle.data.samples.samples import SPLITS, Samples, UserSamples
 from comingle.data.streaming import FirstUsers, Read, StoredRows, StreamingReader
 from comingle.data.text.streams import UserData
@@ -156,7 +156,7 @@ class PopulationWriter:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self._names = folder, NamesWriter(folder)
+        self.folder, self._names = folder, StoredNamesWriter(folder)
         self._open = ExitStack()
         self._files = [self._open.enter_context(open(folder / name, "wb")) for name in (USERS, ENDS, SIZES)]  # noqa: SIM115 (closed with it)
         self._end, self.count, self._form = 0, 0, type(None)
@@ -258,7 +258,7 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
         sums = about["sums"] if form else {}
         if changed := [name for name, known in sums.items() if _sum(folder / name) != known]:
             raise ValueError(f"{', '.join(changed)}: not as it was written")
-        names = Names(folder)
+        names = StoredNames(folder)
         ends = np.memmap(folder / ENDS, dtype=_PLACE, mode="r")
         sizes = np.memmap(folder / SIZES, dtype="<i8", mode="r").reshape(-1, len(SPLITS))
         with open(folder / USERS, "rb") as file:  # copy-on-write: tensors on it are writable, the file is not changed

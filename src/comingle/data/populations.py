@@ -1,6 +1,6 @@
 """Lazy populations of users, and indexed sequences of user names.
 
-:class:`Names` reads a folder with these files:
+:class:`StoredNames` reads a folder with these files:
 
 - ``names.text``: all names, concatenated as UTF-8.
 - ``names.ends``: the end of each name in ``names.text``, in bytes.
@@ -31,11 +31,11 @@ from comingle.utils.errors import DataError
 from comingle.utils.names import name_problem
 from comingle.utils.seeds import derive
 
-LOTS = 10_000
-"""Largest number of names for which :func:`drawn` hashes each name; above it, it samples user numbers."""
+MAX_HASHED_NAMES = 10_000
+"""Largest number of names for which :func:`draw_users` hashes each name; above it, it samples user numbers."""
 
 
-class Known(Sequence[str]):
+class IndexedNames(Sequence[str]):
     """Sequence of names whose ``index`` and ``in`` need no linear search."""
 
     @property
@@ -50,7 +50,7 @@ class Known(Sequence[str]):
             return False
 
 
-class Numbered(Known):
+class NumberedNames(IndexedNames):
     """Names that consist of a prefix and a number: ``user-0``, ``user-1`` and so on.
 
     Args:
@@ -99,7 +99,7 @@ FILES = ("names.text", "names.ends", "names.index", "names.hashes", "names.sha25
 NAMES, _ENDS, _INDEX, _HASHES, _SUM = FILES
 
 
-class NamesWriter:
+class StoredNamesWriter:
     """Writer that appends names to a folder one at a time.
 
     Args:
@@ -131,7 +131,7 @@ class NamesWriter:
         """Close the files."""
         self._open.close()
 
-    def finish(self) -> Names:
+    def finish(self) -> StoredNames:
         """Write the index and return all names.
 
         Raises:
@@ -143,7 +143,7 @@ class NamesWriter:
         order.astype("<i8").tofile(self.folder / _INDEX)
         hashes[order].astype("<u8").tofile(self.folder / _HASHES)
         (self.folder / _SUM).write_text(self._digest.hexdigest(), encoding="utf-8")
-        names = Names(self.folder)
+        names = StoredNames(self.folder)
         ranked = hashes[order]
         for at in np.flatnonzero(ranked[1:] == ranked[:-1]).tolist():
             if (name := names[int(order[at])]) == names[int(order[at + 1])]:
@@ -151,8 +151,8 @@ class NamesWriter:
         return names
 
 
-class Names(Known):
-    """Memory-mapped names of a folder that :class:`NamesWriter` has written, or a span of them.
+class StoredNames(IndexedNames):
+    """Memory-mapped names of a folder that :class:`StoredNamesWriter` has written, or a span of them.
 
     Args:
         folder: The folder.
@@ -181,7 +181,7 @@ class Names(Known):
     def __getitem__(self, at: slice) -> Sequence[str]: ...
     def __getitem__(self, at: int | slice) -> str | Sequence[str]:
         if isinstance(at, slice):
-            return Names(self.folder, self.span[at])
+            return StoredNames(self.folder, self.span[at])
         return self._name(self.span[at])
 
     def __iter__(self) -> Iterator[str]:
@@ -263,13 +263,13 @@ class LazyPopulation(Sequence[User]):
         *,
         digest: str,
         largest: int = 0,
-        at_hand: int = 1024,
+        cache_size: int = 1024,
         sizes: Int64[np.ndarray, "users splits"] | None = None,
         about: Mapping[str, int] = MappingProxyType({}),
     ):
-        self.names, self.digest, self.at_hand, self.sizes, self.about = names, digest, at_hand, sizes, about
+        self.names, self.digest, self.cache_size, self.sizes, self.about = names, digest, cache_size, sizes, about
         self.largest = largest if sizes is None else int(sizes[:, 0].argmax())
-        self.make = lru_cache(at_hand)(make)
+        self.make = lru_cache(cache_size)(make)
 
     def part(self, numbers: range) -> LazyPopulation[User]:
         """Return a population of consecutive users; it shares the cache of this one."""
@@ -278,7 +278,7 @@ class LazyPopulation(Sequence[User]):
             self.names[span],
             lambda number: self[numbers[number]],
             digest=self.digest,
-            at_hand=1,
+            cache_size=1,
             sizes=None if self.sizes is None else self.sizes[span],
             about=self.about,
         )
@@ -299,12 +299,12 @@ class LazyPopulation(Sequence[User]):
         return map(self.make, range(len(self)))
 
 
-def listed(users: Sequence[User]) -> Sequence[User]:
+def as_sequence(users: Sequence[User]) -> Sequence[User]:
     """Return a list of the users; return a lazy population unchanged."""
     return users if isinstance(users, LazyPopulation) else list(users)
 
 
-def part_of(users: Sequence[User], numbers: Sequence[int] | None) -> Sequence[User]:
+def select_users(users: Sequence[User], numbers: Sequence[int] | None) -> Sequence[User]:
     """Return the users with these numbers; all users if ``numbers`` is None.
 
     Reads no users if the population is lazy and ``numbers`` is a range.
@@ -321,7 +321,7 @@ def names_of(users: Sequence[Named]) -> Sequence[str]:
     return users.names if isinstance(users, LazyPopulation) else tuple(user.name for user in users)
 
 
-class Numbers:
+class UserNumbers:
     """Lookup table from user names to user numbers.
 
     Args:
@@ -333,13 +333,13 @@ class Numbers:
 
     def __call__(self, names: Sequence[str]) -> list[int]:
         """Return the numbers of these names."""
-        if isinstance(self._names, Known):
+        if isinstance(self._names, IndexedNames):
             return [self._names.index(name) for name in names]
         return [self._by_name[name] for name in names]
 
-    def there(self, names: Sequence[str]) -> list[int]:
+    def existing(self, names: Sequence[str]) -> list[int]:
         """Return the numbers of those of these names that exist; skip the others."""
-        known = self._names if isinstance(self._names, Known) else self._by_name
+        known = self._names if isinstance(self._names, IndexedNames) else self._by_name
         return self([name for name in names if name in known])
 
     @cached_property
@@ -347,18 +347,18 @@ class Numbers:
         return {name: i for i, name in enumerate(self._names)}
 
 
-def drawn(names: Sequence[str], count: int, *purpose: str | int) -> list[int]:
+def draw_users(names: Sequence[str], count: int, *purpose: str | int) -> list[int]:
     """Draw ``count`` users uniformly without replacement; return their numbers in ascending order.
 
-    Up to :data:`LOTS` users, the draw takes the users with the smallest hash of (purpose, name), so it does not depend
-    on their order. Above that, it samples numbers with a generator seeded by ``purpose``, so it does.
+    Up to :data:`MAX_HASHED_NAMES` users, the draw takes the users with the smallest hash of (purpose, name), so it does
+    not depend on their order. Above that, it samples numbers with a generator seeded by ``purpose``, so it does.
 
     Args:
         names: Names of all users.
         count: Number of users to draw.
         *purpose: Purpose and seed of the draw, which determine its result.
     """
-    if len(names) > LOTS:
+    if len(names) > MAX_HASHED_NAMES:
         return sorted(random.Random(derive(*purpose)).sample(range(len(names)), count))
     lots = [derive(*purpose, name) for name in names]
     return sorted(sorted(range(len(names)), key=lots.__getitem__)[:count])
@@ -366,7 +366,7 @@ def drawn(names: Sequence[str], count: int, *purpose: str | int) -> list[int]:
 
 def digest_names(names: Sequence[str]) -> str:
     """Return the SHA-256 digest of names in their order, in hex."""
-    return names.digest if isinstance(names, Known) else hashlib.sha256("\0".join(names).encode()).hexdigest()
+    return names.digest if isinstance(names, IndexedNames) else hashlib.sha256("\0".join(names).encode()).hexdigest()
 
 
 def __getattr__(name: str) -> object:

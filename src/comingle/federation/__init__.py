@@ -1,1 +1,1 @@
-"""A federation whose users are elsewhere: the user's side of the wire, and the server's, whatever carries the bytes."""
+"""Federations of clients on other machines: the client's side, the server's side, and the transport (Flower)."""

@@ -1,4 +1,4 @@
-"""The backend of a federation over the network: aggregation of uploads and secure sums, and the rounds' tasks.
+"""The backend of a federation over the network: it sends a round's tasks and aggregates uploads and secure sums.
 
 Clients carry out the steps of a round in tasks (:mod:`comingle.federation.client` lists the steps). Clients report
 their own metrics; the server checks names and sizes.
@@ -38,10 +38,16 @@ Value = TypeVar("Value", int, str)
 
 
 def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], number: int) -> tuple[list[str], str]:
-    """Check and aggregate the uploads of a round (from 1).
+    """Check and aggregate the uploads of a round.
+
+    Args:
+        session: The session.
+        answers: Answers of the participants by name.
+        number: The round, from 1.
 
     Returns:
-        The users whose uploads were aggregated; and why none were, if they are fewer than ``network.min_participants``.
+        The users whose uploads were aggregated, and an empty string; or no users, and the reason, if valid uploads are
+        fewer than ``network.min_participants``.
 
     Raises:
         RunError: No upload is valid, or the result is not finite.
@@ -57,18 +63,18 @@ def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], num
 
 
 def skip_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
-    """Keep the model of the round before if valid uploads are fewer than ``network.min_participants``.
+    """Keep the previous round's model if valid uploads are fewer than ``network.min_participants``.
 
-    Uploads with the users' own noise have been sent, and are charged to their privacy budgets.
+    Uploads with the users' own noise have been sent, so they are charged to the users' privacy budgets.
 
     Args:
         session: The session.
         users: Users whose uploads are valid.
         answers: All answers of the round.
-        number: The round, counted from 1.
+        number: The round, from 1.
 
     Returns:
-        Why the model stays as it was; empty if the uploads are enough.
+        Why the model is unchanged; an empty string if there are enough uploads.
     """
     needed, server = min(session.network.min_participants, len(answers)), session.server
     if len(users) >= needed:
@@ -84,7 +90,7 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
     """Aggregate a round's uploads, and check that the result is finite before it is stored or sent.
 
     Raises:
-        RunError: It is not. The checkpoint of the round before stays the newest.
+        RunError: It is not finite. The previous round's checkpoint remains the newest.
     """
     server = session.server
     try:
@@ -124,17 +130,26 @@ def _upload(session: ServerSession, name: str, answer: Answer, number: int) -> U
     except MessageError as error:
         log_rejection(session.observe, number, name, str(error))
         return None
-    message.reports.pop(LOSS, None)  # which is optional
+    message.reports.pop(LOSS, None)  # Optional, so that not every upload has it.
     return message
 
 
 def validation_losses(session: ServerSession, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
-    """Return users' validation losses after ``done`` rounds, where they decide on the best round."""
+    """Return users' validation losses, if these select the best round.
+
+    Args:
+        session: The session.
+        answers: Answers by name.
+        done: The number of rounds that the validated models have had.
+
+    Returns:
+        Losses in nats by name.
+    """
     losses: dict[str, float] = {}
     if session.context.plan.evaluation.select != "best":
         return losses
     for name in session.public.users:
-        for data in answers[name].messages[-1:] if name in answers else ():  # behind an upload, if there is one
+        for data in answers[name].messages[-1:] if name in answers else ():  # after the upload, if there is one
             try:
                 loss = validation_loss(unpack(data), user=name, done=done)
             except MessageError as error:
@@ -146,9 +161,14 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
 
 
 def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], done: int) -> list[str]:
-    """Sum the uploads of round ``done`` (from 1) behind masks and aggregate the sum.
+    """Sum the uploads of a round behind masks and aggregate the sum.
 
-    If too few users are left, nothing is revealed, the model stays as it was, and an event says why.
+    If too few users remain, nothing is unmasked, the model stays unchanged, and an event gives the reason.
+
+    Args:
+        session: The session.
+        answers: Answers to the step "advertise" by name.
+        done: The round, from 1.
 
     Returns:
         The users whose uploads are in the sum.
@@ -162,7 +182,7 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
         session.observe({"event": "no_sum", "round": done, "reason": str(error)})
-        if work.revealing:  # users may have opened what the server has not understood
+        if work.revealing:  # Users may have unmasked the sum although their answers cannot be used.
             server.mechanisms.charge([server.users.index(user) for user in work.collection.survivors])
         server.skip_round(done)
         return []
@@ -176,7 +196,13 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
 
 @dataclass(kw_only=True)
 class _SecureSum:
-    """A secure sum of one round; ``revealing`` once users have been asked to open their shares."""
+    """A secure sum of one round.
+
+    Args:
+        session: The session.
+        collection: Collects the users' messages of each step.
+        revealing: Whether users have been asked to unmask the sum.
+    """
 
     session: ServerSession
     collection: SumCollector
@@ -186,7 +212,7 @@ class _SecureSum:
         """Carry out all steps and return the sum.
 
         Raises:
-            NoSumError: Too few users have answered in one.
+            NoSumError: Too few users have answered in a step.
         """
         server, terms, done = self.collection, self.collection.terms, self.collection.terms.round
         self._take(answers, lambda name, got: server.advertised(name, secure_client.read_keys(got, name, done)))
@@ -219,13 +245,13 @@ class _SecureSum:
         say: Callable[[str], Download],
         take: Callable[[str, Upload | Download], None],
     ) -> None:
-        """Ask users for a step, and take their answers."""
+        """Send users a step, and process their answers."""
         said = {name: pack(say(name)) for name in names}
         asked = dict.fromkeys(said, (step,))
         self._take(self.session.ask(asked, self.collection.terms.round - 1, messages=said), take)
 
     def _take(self, answers: Mapping[str, Answer], take: Callable[[str, Upload | Download], None]) -> None:
-        """Take answers in the order of the users, without those that fail a check."""
+        """Process answers in the order of the users, and skip those that fail a check."""
         for name in (one for one in self.session.public.users if one in answers):
             answer = answers[name]
             try:
@@ -237,16 +263,19 @@ class _SecureSum:
 
 
 RoutingMetrics = Mapping[str, Mapping[str, Any]]
-"""Metrics that clients have reported, by name."""
+"""Metrics that clients have reported, by user name."""
 
 
 def routing_event(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
-    """Return the routing part of an evaluation event, without values that do not fit the user's model."""
+    """Return the routing part of an evaluation event, without values whose sizes do not fit the user's model."""
     return _gates(session, told) | _mixtures(session, told)
 
 
 def _gates(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
-    """Return mean gates of users whose numbers of layers and experts fit; most users decide on the number of layers."""
+    """Return mean gates of users whose numbers of layers and experts fit.
+
+    The most common number of layers is taken as the right one.
+    """
     users, model = session.public.users, session.model
     if not model.routed:
         return {}
@@ -262,7 +291,7 @@ def _gates(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
 
 
 def _mixtures(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
-    """Return the mixtures that users report, or the server's own merging weights."""
+    """Return the mixtures that users report, or the server's merging weights."""
     method, server = session.context.method, session.server
     merging = method.server.merging_weights(server.kept)
     if merging is not None:
@@ -274,7 +303,7 @@ def _mixtures(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
 
 
 Told = dict[str, Mapping[str, Any]]
-"""Metrics that clients have reported, by name."""
+"""Metrics that clients have reported, by user name."""
 
 
 class NetworkBackend(Backend[Told]):
@@ -292,7 +321,7 @@ class NetworkBackend(Backend[Told]):
         self._plan: RoundPlan | None = None
         self._worked: Mapping[str, Answer] = {}
         self._senders: list[str] = []
-        self._scored: Mapping[str, Answer] | None = None  # of users who evaluated in the task in which they trained
+        self._scored: Mapping[str, Answer] | None = None  # answers whose task included an evaluation after training
 
     @property
     def _names(self) -> Sequence[str]:
@@ -305,15 +334,15 @@ class NetworkBackend(Backend[Told]):
         return context.planned_rounds if self.stopped_after is None else self.stopped_after
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
-        """Send events to ``observe`` and count on ``clock``; a checkpoint follows every round.
+        """Set the observer and the clock, and request a checkpoint after every round.
 
-        A client can revert few tasks.
+        The interval is 1 because a client can revert only a few tasks.
         """
         self.session.observe, self.session.clock = observe, clock
         return self.session.context.plan.updated("checkpoints", every=1), self.rounds
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
-        """Return the participants of a round, or None and end the run where the privacy budget allows no more."""
+        """Return the participants of a round; None, which ends the run, if the privacy budget is spent."""
         run = self.session.context.plan
         participants = self.server.invite(run, plan.number, releases=plan.exchanges)
         if participants is None:
@@ -321,12 +350,12 @@ class NetworkBackend(Backend[Told]):
         return participants
 
     def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
-        """Ask participants to download, train and upload, and where local models are evaluated all users to evaluate.
+        """Send participants a task to download, train and upload; if local models are evaluated, send all users one.
 
-        A sum behind masks is aggregated at once, so that its bytes are of this round.
+        A secure sum is aggregated at once, so that its bytes count for this round.
 
         Raises:
-            RunError: too few participants answered in time.
+            RunError: Too few participants answered in time.
         """
         session, names = self.session, [self._names[number] for number in participants]
         local = ("evaluate",) if plan.evaluates == "local" else ()
@@ -349,10 +378,10 @@ class NetworkBackend(Backend[Told]):
         )
 
     def aggregate(self) -> str:
-        """Aggregate the uploads of the round that can be used; return why they were not aggregated, or "".
+        """Aggregate the valid uploads of the round; return why none were aggregated, or an empty string.
 
         Raises:
-            RunError: no upload can be used, or what the server makes of them cannot.
+            RunError: No upload is valid, or the result is not finite.
         """
         assert self._plan is not None
         why = ""
@@ -366,7 +395,17 @@ class NetworkBackend(Backend[Told]):
     def evaluate(
         self, done: int, *, receives: bool, finishes: bool, silent: bool
     ) -> tuple[Told | None, dict[str, Any]]:
-        """Ask all users to evaluate, unless they have with the round's training, and judge their validation losses."""
+        """Make all users evaluate, unless they have evaluated after training, and judge their validation losses.
+
+        Args:
+            done: Number of rounds.
+            receives: Whether clients download first.
+            finishes: Whether clients carry out their final step first.
+            silent: Whether to ignore validation losses.
+
+        Returns:
+            The metrics that clients report (None if there are none), and the evaluation event.
+        """
         answers, self._scored = self._scored, None
         if answers is None:
             steps = (*(("receive",) if receives else ()), *(("finish",) if finishes else ()), "evaluate")
@@ -381,7 +420,7 @@ class NetworkBackend(Backend[Told]):
         return told or None, event | routing_event(self.session, told)
 
     def _judge(self, losses: dict[str, float], done: int) -> float:
-        """Have the server judge validation losses, and return their mean; users hear of it with their next task."""
+        """Pass validation losses to the server and return their mean; users get the verdict with their next task."""
         before = self.server.lowest_loss
         verdict = self.server.judge(validation_report(losses, done), self._names)
         for name, one in zip(self._names, verdict.split(), strict=True):
@@ -391,7 +430,7 @@ class NetworkBackend(Backend[Told]):
         return fmean(losses.values())
 
     def choose(self, rounds: int, scores: Told | None) -> Told | None:
-        """Tell users to end with the models of the best round, where that is selected, and return their scores."""
+        """Make clients restore the models of the best round, if that is selected, and return their scores."""
         if self.session.context.plan.evaluation.select != "best":
             return scores
         again = ("evaluate",) if self.session.best_round != rounds else ()
@@ -399,7 +438,7 @@ class NetworkBackend(Backend[Told]):
         return {name: answer.told for name, answer in answers.items()} or None if again else scores
 
     def summarise(self, told: Told | None) -> Metrics:
-        """Return the metrics of the finished run, of the users who let theirs be known."""
+        """Return the metrics of the finished run, for the users who report theirs."""
         session, told = self.session, told or {}
         context, measure = session.context, _measure(told)
         needed = {f"test_{measure}", "trainable_parameters"}
@@ -431,7 +470,7 @@ def _measure(told: Told) -> str:
 
 
 def _most_common(values: Sequence[Value], default: Value) -> Value:
-    """Return the most common value, the first of equals; a single user that reports another one changes nothing."""
+    """Return the most common value, the first among equals, so that a single client cannot change it."""
     return Counter(values).most_common(1)[0][0] if values else default
 
 

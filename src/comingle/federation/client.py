@@ -2,19 +2,19 @@
 
 A task is a list of steps, carried out in order:
 
-    join       read the public part of the federation, and answer whether this user can take part
+    join       read the public part of the federation, and check that this user can take part
     receive    apply a download
-    hear       store the current models as the best ones, if the server says that they are
+    hear       store the current models as the best ones, if the server's verdict says so
     train      take the local steps of a round
-    upload     send what is shared
+    upload     send the shared tensors
     advertise  secure sums: send the keys of a sum
     share      secure sums: read the other users' keys; send each a share of this user's secrets
-    mask       secure sums: send what is shared behind masks
-    unmask     secure sums: send the shares that take the masks off a sum of enough users
-    finish     what clients do once, after the last exchange
+    mask       secure sums: send the shared tensors behind masks
+    unmask     secure sums: send the shares that remove the masks from a sum of enough users
+    finish     carry out the method's final step, after the last round
     evaluate   score the model on the user's own test data
-    choose     end with the models of the best round
-    end        the federation is over: save the user's own model
+    choose     restore the models of the best round
+    end        the federation has ended: save the user's model
 """
 
 from __future__ import annotations
@@ -91,20 +91,38 @@ Received = Download | Upload | None
 
 
 def advertise(store: ClientStore, task: Task, message: Received) -> Upload:
-    """Begin a secure sum and return its keys."""
+    """Begin a secure sum and return its keys.
+
+    Args:
+        store: The user's part of the run.
+        task: The task.
+        message: Unused.
+    """
     session = store.sessions.begin(_terms(store, task), task.user)
     return keys_message(task.user, session.terms.round, session.advertise())
 
 
 def share(store: ClientStore, task: Task, message: Received) -> Upload:
-    """Return each other user's share of this user's secrets, sealed."""
+    """Return each other user's share of this user's secrets, encrypted.
+
+    Args:
+        store: The user's part of the run.
+        task: The task.
+        message: The other users' keys.
+    """
     session = _current_session(store, task)
     roster = read_roster(message, task.user, session.terms.round, session.advertise())
     return shares_message(task.user, session.terms.round, session.share(roster))
 
 
 def mask(store: ClientStore, task: Task, message: Received) -> Upload:
-    """Return what is shared behind masks."""
+    """Return the shared tensors behind masks.
+
+    Args:
+        store: The user's part of the run.
+        task: The task.
+        message: The other users' encrypted shares.
+    """
     session, done = _current_session(store, task), task.round + 1
     sealed = read_sealed(message, task.user, done)
     whole = as_words(store.clients.upload([0], done, {}).tensors[VECTOR][0])
@@ -112,7 +130,13 @@ def mask(store: ClientStore, task: Task, message: Received) -> Upload:
 
 
 def unmask(store: ClientStore, task: Task, message: Received) -> Upload:
-    """Return the shares that take the masks off the sum of enough users."""
+    """Return the shares that remove the masks from the sum of enough users.
+
+    Args:
+        store: The user's part of the run.
+        task: The task.
+        message: The users whose masked tensors are in the sum.
+    """
     session = _current_session(store, task)
     survivors = read_survivors(message, task.user, session.terms.round)
     return shares_message(task.user, session.terms.round, session.unmask(survivors))
@@ -138,7 +162,7 @@ def _terms(store: ClientStore, task: Task) -> Terms:
 
 
 def open_store(folder: Path, own: Own, public: Public) -> ClientStore:
-    """Open the user's part of a run after its last task.
+    """Open the user's part of a run, in its state after the last task.
 
     Args:
         folder: Folder of the run.
@@ -146,7 +170,7 @@ def open_store(folder: Path, own: Own, public: Public) -> ClientStore:
         public: Public part of the federation.
 
     Raises:
-        MessageError: Server and user do not agree on the federation; says what each has.
+        MessageError: Server and user do not agree on the federation; names both values.
         ComingleError: The user's data or base cannot be used.
     """
     public.check()
@@ -168,7 +192,7 @@ def open_store(folder: Path, own: Own, public: Public) -> ClientStore:
     store = ClientStore(
         folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy()
     )
-    begun = any((folder / "answers").glob("*.bin"))  # so something may have been released
+    begun = any((folder / "answers").glob("*.bin"))  # Data may have been sent.
     _check_inputs(folder, own, describe(read, recipe), begun=begun)
     keep_key(folder, *clients.mechanisms, begun=begun)
     store.remove_drafts()
@@ -177,7 +201,7 @@ def open_store(folder: Path, own: Own, public: Public) -> ClientStore:
 
 
 def _check_inputs(folder: Path, own: Own, now: Inputs, *, begun: bool) -> None:
-    """Check that the folder is this user's and the data unchanged since the run began; record both in a new folder.
+    """Check that the folder is this user's and the data unchanged since the run began; in a new folder, record both.
 
     Raises:
         RunError: The folder is another user's.
@@ -201,7 +225,7 @@ def _check_inputs(folder: Path, own: Own, now: Inputs, *, begun: bool) -> None:
 
 
 def known_public(folder: Path) -> Public | None:
-    """Return the public part of a run's federation, if the user has joined it before."""
+    """Return the public part of a run's federation; None if the user has not joined it before."""
     path = folder / PUBLIC
     if not path.exists():
         return None
@@ -225,7 +249,7 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
 
 
 def _check_base_name(name: str) -> None:
-    """Refuse names of local files, so that a server cannot learn which ones exist."""
+    """Refuse names of local files, so that a server cannot find out which ones exist."""
     if name.startswith(NETS):
         return
     if not is_public(name):
@@ -255,11 +279,11 @@ def _check_base(public: Public, read: RunData) -> None:
 
 
 def _check_settings(own: Own, public: Public, read: RunData) -> None:
-    """Check that nets of server and user have the same shapes and labels."""
+    """Check that networks of server and user have the same shapes and labels."""
     mine = read.kind.settings(read)
     for key, value in public.settings.items():
         if key == "classes" and isinstance(value, int) and mine.get(key, value) <= value:
-            continue  # who has not seen every class
+            continue  # The user's data may lack some classes.
         if json.dumps(mine.get(key, value)) != json.dumps(value):
             raise MessageError(f"user {own.name!r}: {key} of the data is {mine[key]}; the federation's is {value}")
 
@@ -270,17 +294,17 @@ GONE_ON = "the server has gone on without what was sent last, which came too lat
 """Shown to the user; the server shows the same of its side."""
 
 Say = Callable[[str], None]
-"""Takes a line to show to the user."""
+"""Called with each line to show to the user."""
 
 
 class Client:
-    """One user's side of its session with the server.
+    """One user's side of a session with the server.
 
     Args:
         folder: The user's state folder.
         own: The user's settings.
         say: Called with each line to show to the user.
-        refuse: Called with the reason where this user cannot join before its settings are changed.
+        refuse: Called with the reason if this user cannot join before its settings are changed.
     """
 
     def __init__(self, folder: Path, own: Own, *, say: Say = lambda line: None, refuse: Say = lambda line: None):
@@ -289,7 +313,7 @@ class Client:
         self._run = ""
 
     def handle(self, data: bytes) -> bytes:
-        """Return the answer to a task; a task that fails is answered with the reason.
+        """Return the answer to a task; if the task fails, the answer has the reason.
 
         Raises:
             MessageError: The bytes are no task, or one of another user.
@@ -301,10 +325,10 @@ class Client:
                 answer = self._join(task) if task.todo == ("join",) else self._answer(task, data)
         except ComingleError as error:
             self.say(str(error))
-            if task.todo == ("join",) and not isinstance(error, RunError):  # a full disk is no reason to end
+            if task.todo == ("join",) and not isinstance(error, RunError):  # Continue after a full disk.
                 self.refuse(str(error))
             answer = _refusal(task, error)
-        except Exception as error:  # a fault of ours, or a server that has found one: neither ends what the user runs
+        except Exception as error:  # A bug, perhaps triggered by a hostile server, must not end the client.
             logger.exception("task %d of run %s", task.serial, task.run)
             self.say(" ".join(f"task {task.serial}: {type(error).__name__}: {error}".split()))
             answer = _refusal(task, error)
@@ -342,7 +366,7 @@ class Client:
         if (answer := store.stored_answer(task.serial, data)) is not None:
             return answer
         check_task(task, store.clients.plan, TaskRunner.STEPS, counted=counts_samples(store.recipe))
-        if task.serial <= store.serial:  # the server has not counted what was done, and asks for something else
+        if task.serial <= store.serial:  # The server did not get the answer to this task, and sends another one.
             self.say(GONE_ON)
             store.revert_to(task.serial - 1)
         if task.serial != store.serial + 1:
@@ -492,7 +516,7 @@ class TaskRunner:
 
 
 def what_leaves(store: ClientStore) -> str:
-    """Return one line that says what leaves this user's machine in a round."""
+    """Return one line that lists what leaves this user's machine in a round."""
     clients, method = store.clients, store.clients.method
     local = sorted(clients.model.layout.roles & method.client.trained - method.shared)
     stays = f"; {', '.join(local)}, text and optimiser state stay" if local else "; text and optimiser state stay"
@@ -505,7 +529,7 @@ def what_leaves(store: ClientStore) -> str:
 
 
 def _account(store: ClientStore, task: Task, answer: bytes) -> str:
-    """Return one line that says what a task did and how many bytes leave this machine for it."""
+    """Return one line that describes a task and the number of bytes that leave this machine for it."""
     if "end" in task.todo:
         return f"{ENDED}; {store.folder / MODEL} is the model of user {task.user!r}"
     done = f"round {task.round + 1}" if "train" in task.todo else ", ".join(task.todo)
@@ -523,7 +547,7 @@ _PRIVATE = {
 
 
 def _refusal(task: Task, error: Exception) -> Answer:
-    """Return the answer to a task that failed; of the reason, nothing of the user's own is quoted."""
+    """Return the answer to a task that failed; it does not quote the user's own data or settings."""
     kind = type(error).__name__
     own = f"user {task.user!r}: {_PRIVATE.get(kind, 'something went wrong')}; it says on its own machine what is wrong"
     told = {"refused": str(error) if isinstance(error, MessageError) else own, "kind": kind}

@@ -2,11 +2,12 @@
 
 A run has the folder ``STATE/run-RUN/`` with ``public.json`` (the public part of the federation), ``checkpoints/`` (the
 user's tensors after each of its last tasks) and ``answers/``. A task that arrives again gets the stored answer and is
-not carried out again. A task that the server did not count is reverted when another one of the same number arrives.
+not carried out again. A task whose answer the server did not get is reverted when another one with the same number
+arrives.
 
-Reverting a task does not revert its records of secure sums and of privacy. A server that repeats a round, with other
-users or models, gets either the same bytes or keys that have masked nothing, and nothing of a round whose sum this user
-has helped to unmask.
+Reverting a task does not revert its records of secure sums and of privacy. If a server repeats a round, with other
+users or models, it gets either the same bytes or keys that have masked nothing, and nothing for a round whose sum this
+user has helped to unmask.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from comingle.utils.inputs import write_inputs
 from comingle.utils.records import DRAFT, told_in_one_line, write_bytes, write_json, write_text
 
 SECURE = "secure.json"
-"""Name of the file of secure sums in the folder of a run."""
+"""File with the secrets of secure sums in a run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Sessions:
     folder: Path
 
     def begin(self, terms: Terms, name: str) -> Session:
-        """Begin a sum with new keys and discard the one before.
+        """Begin a sum with new keys and discard the previous one.
 
         Raises:
             MessageError: The sum of this round, or of a later one, has been unmasked.
@@ -96,7 +97,7 @@ class Sessions:
             raise RunError(f"{self._path}: damaged; nobody can say what was masked, so the run cannot go on") from None
 
     def _save(self, record: Record) -> None:
-        """Write the record; called before anything of it is sent."""
+        """Write the record; called before any of it is sent."""
         was = self._read()["unmasked"]
         unmasked = record["terms"]["round"] if "unmask" in record["done"] else 0
         with told_in_one_line(self.folder):
@@ -107,10 +108,11 @@ class Sessions:
 logger = logging.getLogger("comingle")
 
 LEDGER = "privacy.json"
-"""File of all uploads, or rounds of steps, with the user's own noise in a run, and of the epsilon spent."""
+"""File with all releases (uploads, or rounds of local steps) that have the user's own noise, and the epsilon spent."""
 KEPT, KEPT_OF_SUMS = 4, 7
-"""Numbers of tasks that can be reverted or answered again, without and with secure sums, which take three more tasks a
-round: more than there are between two checkpoints of the server."""
+"""Numbers of tasks that can be reverted or answered again, without and with secure sums. Secure sums take three more
+tasks per round. Both exceed the number of tasks between two checkpoints of the server.
+"""
 
 
 @dataclass(kw_only=True)
@@ -148,7 +150,7 @@ class ClientStore:
         return KEPT if self.clients.plan.sums is None else KEPT_OF_SUMS
 
     def stored_answer(self, serial: int, task: bytes) -> bytes | None:
-        """Return the answer to this very task, if it was carried out."""
+        """Return the stored answer to a task; None if this task was not carried out."""
         if serial > self.serial:
             return None
         path = self._answer(serial, task)
@@ -156,7 +158,7 @@ class ClientStore:
         return answer if answer is not None and _is_whole(answer) else None
 
     def revertible_tasks(self) -> list[int]:
-        """Return the tasks after which the state is still stored; 0 is the beginning."""
+        """Return the tasks after which the state is still stored; 0 is the state before the first one."""
         known = [_number(folder) for folder in list_checkpoints(self.folder)]
         return [number for number in (0, *known) if 0 <= self.serial - number <= self.num_revertible] or [self.serial]
 
@@ -173,7 +175,7 @@ class ClientStore:
             )
         known = {_number(folder): folder for folder in list_checkpoints(self.folder)}
         for path in (self.folder / "answers").glob("*.bin"):
-            if int(path.name.partition("-")[0]) > serial:  # before the states, which they would belie
+            if int(path.name.partition("-")[0]) > serial:  # Delete answers first: each must have its state.
                 path.unlink()
         for number, folder in known.items():
             if number > serial:
@@ -183,10 +185,15 @@ class ClientStore:
         self.serial = serial
 
     def commit(self, serial: int, task: bytes, answer: bytes) -> None:
-        """Store the answer to a task and the state after it; both or neither, whatever happens.
+        """Store the answer to a task and the state after it, atomically.
+
+        Args:
+            serial: Number of the task.
+            task: The task's bytes.
+            answer: The answer's bytes.
 
         Raises:
-            RunError: The disk is full; the state before stays.
+            RunError: The disk is full; the previous state remains.
         """
         with told_in_one_line(self.folder):
             write_bytes(self._answer(serial, task), answer)
@@ -196,13 +203,13 @@ class ClientStore:
         prune_checkpoints(self.folder, self.num_revertible)
         for path in (self.folder / "answers").glob("*.bin"):
             number = int(path.name.partition("-")[0])
-            # Another of this number is of who was killed before the state was kept.
+            # Another answer with this number is from a process that was killed before it stored the state.
             left = number == serial and path != self._answer(serial, task)
             if left or not serial - self.num_revertible < number <= serial:
                 path.unlink()
 
     def remove_drafts(self) -> None:
-        """Remove unfinished files of a process that was killed."""
+        """Delete unfinished files of a process that was killed."""
         for draft in (self.folder / "answers").glob(".*"):
             draft.unlink()
         for draft in self.folder.glob(f".*{DRAFT}"):
@@ -210,7 +217,7 @@ class ClientStore:
         prune_checkpoints(self.folder, self.num_revertible)
 
     def revert(self) -> None:
-        """Restore the state before a task that failed half way."""
+        """Restore the state before a task that failed."""
         self.revert_to(self.serial)
 
     def load_newest(self) -> None:
@@ -223,21 +230,24 @@ class ClientStore:
 
     @property
     def public_counts(self) -> dict[str, int]:
-        """Number of examples, where each is protected: the epsilon depends on it, and accounting takes it as public."""
+        """Number of examples, if single examples are protected.
+
+        Epsilon depends on it, and accounting treats it as public.
+        """
         private = self.clients.steps.private
         return {} if private is None else {"examples": private.work(self.clients.batch_source, 0).examples}
 
     def tells(self, own: Own) -> Tells:
-        """Return how much the user reports of itself: with privacy nothing, unless its own file says so."""
+        """Return how much the user reports: as its own file says; by default scores, or nothing with privacy."""
         return own.tells or ("scores" if self.clients.plan.privacy is None else "nothing")
 
     def note_release(self, data: bytes) -> str:
         """Charge an upload with the user's own noise to the privacy budget, before it is sent.
 
-        The same upload again costs nothing. Another one for the same task does, also where the task is reverted.
+        The same upload again costs nothing. A different one for the same task does, even if the task is reverted.
 
         Returns:
-            Why the upload may not be sent; empty if it may.
+            Why the upload may not be sent; an empty string if it may.
         """
         privacy = self.clients.plan.privacy
         if privacy is None or privacy.noise_at != "upload":
@@ -248,10 +258,13 @@ class ClientStore:
         return next(filter(None, notes), "")
 
     def note_steps(self, number: int) -> str:
-        """Charge the local steps of a round (from 0) where they protect single examples, before they are taken.
+        """Charge a round's local steps to the privacy budget, before they are taken, if they protect single examples.
+
+        Args:
+            number: The round, from 0.
 
         Returns:
-            Why they may not be taken; empty if they may.
+            Why they may not be taken; an empty string if they may.
         """
         clients = self.clients
         if (private := clients.steps.private) is None:
@@ -304,7 +317,7 @@ MODEL = "model"
 def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     """Write the user's model as a run folder of one user, without padding to the ranks and experts of others.
 
-    The model is evaluated once more, from the tensors that are written.
+    The model is evaluated again, from the tensors that are written.
 
     Args:
         store: The user's part of the run.
@@ -345,7 +358,7 @@ def _fill(clients: Clients, of_all: Clients) -> None:
     """Copy one user's state from a client group that is padded to the ranks and experts of all users."""
     wide, own = of_all.model.layout, clients.model.layout
     for mine, whole in zip(_matrices(clients.state), _matrices(of_all.state), strict=True):
-        if mine.shape[1]:  # an optimiser may remember nothing
+        if mine.shape[1]:  # An optimiser may have no moments.
             views = wide.views(whole)
             mine.copy_(torch.cat([_cut(views[slot.name], slot.shape).flatten(1) for slot in own.slots], 1))
     for name in ("iterations", "router_steps", "ranks", "versions"):
@@ -361,7 +374,7 @@ def _matrices(state: State) -> tuple[Tensor, ...]:
 
 
 def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Cut the padding behind the user's own experts and ranks."""
+    """Remove the padding beyond the user's own experts and ranks."""
     return tensor[(slice(None), *(slice(size) for size in shape))]
 
 
@@ -371,10 +384,15 @@ def run_folder(state: Path, run: str) -> Path:
 
 
 def check_run_limit(state: Path, run: str, most: int) -> None:
-    """Check that a run is known, or that the folder may hold one more.
+    """Check that a run is known, or that the folder may hold another one.
+
+    Args:
+        state: The user's state folder.
+        run: Name of the run.
+        most: Largest number of runs.
 
     Raises:
-        RunError: It may not; names the run to remove, the oldest of those that have ended if there are any.
+        RunError: The limit is reached; names a run to delete: the oldest that has ended, else the oldest.
     """
     known = sorted(state.glob("run-*"), key=lambda folder: folder.stat().st_mtime)
     if run_folder(state, run) in known or len(known) < most:

@@ -4,7 +4,7 @@ The server's file has the keys of a recipe except data sources, and
 
     participants: [ada, ben, cem]       names of the users
     network: {min_participants: 2, round_timeout: 600, join_timeout: 300}
-    shapes: {...}                       of samples: shapes and labels of nets (see docs/federation.md)
+    shapes: {...}                       for samples: shapes and labels of networks (see docs/federation.md)
 
 A client's file has ``name``, ``data``, ``state`` and the options of :class:`comingle.federation.public.Own`.
 """
@@ -51,7 +51,7 @@ def load_plan(path: Path) -> Plan:
     """Read a server's file.
 
     Raises:
-        RecipeError: There is no such file, or a value is wrong.
+        RecipeError: The file does not exist, or a value is wrong.
     """
     content = _mapping(path)
     names = content.pop("participants", None)
@@ -79,17 +79,17 @@ def load_plan(path: Path) -> Plan:
 
 
 def save_plan(path: Path, plan: Plan) -> None:
-    """Write a server's file, which :func:`load_plan` reads."""
+    """Write a server's file, to be read by :func:`load_plan`."""
     content = without_data(plan.recipe) | {"participants": list(plan.users), "network": plan.network.model_dump()}
     content |= {"shapes": plan.settings} if plan.settings else {}
     write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def load_participant(path: Path, **changes: Any) -> Participant:
-    """Read a client's file; values of ``changes`` that are not None replace its own.
+    """Read a client's file; values of ``changes`` that are not None replace those of the file.
 
     Raises:
-        RecipeError: There is no such file, or a value is wrong.
+        RecipeError: The file does not exist, or a value is wrong.
     """
     content = _mapping(path) | {key: value for key, value in changes.items() if value is not None}
     folder = path.parent
@@ -100,7 +100,7 @@ def load_participant(path: Path, **changes: Any) -> Participant:
 
 
 def save_participant(path: Path, participant: Participant) -> None:
-    """Write a client's file, which only the user can read."""
+    """Write a client's file that only the user can read."""
     text = yaml.safe_dump(participant.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_text(path, text, private=True)
@@ -125,7 +125,7 @@ def _section(kind: type[Any], content: Any, where: str) -> Any:
 
 
 def _anchored(folder: Path, data: Any) -> Any:
-    """Make paths relative to the file absolute; leave those with a scheme or on a hub as they are."""
+    """Make paths relative to the file absolute; leave URLs and names on a hub unchanged."""
     if isinstance(data, str):
         return _existing(folder, data)
     if isinstance(data, Mapping):
@@ -154,11 +154,11 @@ def split_recipe(recipe: Recipe, network: NetworkSection | None = None) -> tuple
     check_possible(recipe)
     kind = kind_of(recipe)
     names = kind.names_of(recipe)
-    settings = {} if kind.needs_base else kind.settings(prepare(recipe))  # shapes and labels are all users' together
+    settings = {} if kind.needs_base else kind.settings(prepare(recipe))  # Shapes and labels depend on all users.
     plan = Plan(recipe=recipe, users=names, settings=settings, network=network or NetworkSection())
-    # Clients take no path from a server; on this machine it is the same for all.
+    # Clients refuse paths from a server, so each gets its own copy of the same path.
     base = recipe.base if kind.needs_base and expand_home(recipe.base).exists() else None
-    # Here one person has all users' data, and may see all metrics also with privacy.
+    # All data is on this machine, so all metrics may be reported, even with privacy.
     return plan, [Own(name=name, data=_data(recipe, name), base=base, tells="all") for name in names]
 
 

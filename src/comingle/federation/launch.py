@@ -1,4 +1,4 @@
-"""Start servers and clients, on several machines or all on one."""
+"""Commands that start servers and clients, on several machines or all on one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def serve(
     certificates: Path | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run the server of a federation's file in a run folder, or resume it, and return its metrics.
+    """Run or resume the server of a federation's file in a run folder, and return its metrics.
 
     Args:
         file: The server's file.
@@ -73,7 +73,7 @@ def serve(
             )
         keys = {name: files.users[name] for name in plan.users}
     (folder / FOLDER).mkdir(exist_ok=True)
-    with locked(folder / FOLDER):  # another one would take the coordinator for its own
+    with locked(folder / FOLDER):  # Two servers must not share a run folder.
         link = SuperLink(
             folder=folder,
             say=say,
@@ -97,9 +97,9 @@ def _require_port(host: str, port: int) -> None:
     """Check that the port is free: clients would otherwise reach the process that already listens on it.
 
     Raises:
-        RunError: the port is in use, or binding to it is not permitted.
+        RunError: The port is in use, or binding to it is not permitted.
     """
-    until = time.monotonic() + _PORT_SECONDS  # processes of a server that was killed may still be ending
+    until = time.monotonic() + _PORT_SECONDS  # Processes of a killed server may not have ended yet.
     while error := _bind_error(host, port):
         if time.monotonic() > until:
             raise RunError(
@@ -110,7 +110,7 @@ def _require_port(host: str, port: int) -> None:
 
 def _bind_error(host: str, port: int) -> OSError | None:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended do not count
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Ignore connections that have just ended.
         try:
             one.bind((host, port))
         except OSError as error:
@@ -121,7 +121,7 @@ def _bind_error(host: str, port: int) -> OSError | None:
 LINGER_SECONDS = 5.0
 
 SAYS = "comingle: "
-"""Prefix of lines of a worker that are shown to the user."""
+"""Prefix of a worker's lines that are shown to the user."""
 
 
 def take_part(
@@ -134,7 +134,7 @@ def take_part(
         given: Options of the command, which replace those of the file.
         default: File that is read if there is no ``file``.
         say: Called with each line to show to the user.
-        stays: Wait for the next federation when one has ended.
+        stays: Whether to wait for the next federation when one has ended.
 
     Raises:
         ComingleError: A setting is missing or wrong, or the server refuses the client.
@@ -174,7 +174,7 @@ def _take_part(participant: Participant, server: str, state: Path, say: Callable
     )
     say(f"{participant.name}: waiting for {server}; everything private stays in {state}")
     words = Words(state / WORKER / LOG)
-    (state / UNFIT).unlink(missing_ok=True)  # of an earlier time
+    (state / UNFIT).unlink(missing_ok=True)  # from an earlier start
     try:
         participate(node, Ending(words, say, state, stays=stays))
     finally:
@@ -182,9 +182,10 @@ def _take_part(participant: Participant, server: str, state: Path, say: Callable
 
 
 class Ending:
-    """Return whether a participant's processes may end, some seconds after the reason, so that the server hears of it.
+    """Condition under which a client's processes end: some seconds after the reason.
 
-    With ``stays`` they end neither with a federation nor when this user does not fit one.
+    The delay lets the server receive the last reply. With ``stays`` they end neither with a federation nor if this user
+    does not fit one.
     """
 
     def __init__(self, words: Words, say: Callable[[str], None], state: Path, *, stays: bool):
@@ -192,7 +193,7 @@ class Ending:
         self._ended: float | None = None
 
     def __call__(self) -> bool:
-        """Show the worker's new lines.
+        """Show the worker's new lines and return whether the processes may end.
 
         Raises:
             RunError: The user's settings do not fit the federation.
@@ -209,7 +210,7 @@ class Ending:
 
 
 def read_reason(state: Path) -> str:
-    """Return why a user cannot take part, as its worker wrote to the state folder; empty if it can."""
+    """Return why a user cannot take part, from the file of its worker; an empty string if it can."""
     try:
         return (state / UNFIT).read_text(encoding="utf-8").strip()
     except OSError:
@@ -217,7 +218,7 @@ def read_reason(state: Path) -> str:
 
 
 def _relay(words: Words, say: Callable[[str], None]) -> bool:
-    """Show the worker's new lines; return whether one of them is the last."""
+    """Show the worker's new lines; return whether one of them is its last."""
     lines = words.new()
     for line in lines:
         say(line)
@@ -225,7 +226,7 @@ def _relay(words: Words, say: Callable[[str], None]) -> bool:
 
 
 class Words:
-    """Lines that a worker prints for the user, from now on."""
+    """New lines of a worker's log that are for the user."""
 
     def __init__(self, log: Path):
         self._log = log
@@ -257,14 +258,14 @@ def _participant(file: Path | None, given: Mapping[str, Any], default: Path) -> 
 
 
 def _require_files(participant: Participant) -> None:
-    """Check that the files exist that processes will need.
+    """Check that the files exist that the processes will need.
 
     Raises:
-        RecipeError: One does not.
+        RecipeError: A file does not exist.
     """
     data = participant.data
     paths = {"key": participant.key, "certificates": participant.certificates}
-    if isinstance(data, str) and not set(data) & set(":*?["):  # a file or folder, not what stands for others
+    if isinstance(data, str) and not set(data) & set(":*?["):  # a file or folder, not a URL or glob pattern
         paths["data"] = data
     for what, path in paths.items():
         if path and not Path(path).exists():
@@ -272,7 +273,7 @@ def _require_files(participant: Participant) -> None:
 
 
 def _proxy_of(server: str, *, secure: bool) -> str:
-    """Return the proxy that the environment names for a server; empty where there is none."""
+    """Return the proxy that the environment sets for a server; an empty string if there is none."""
     host = split_address(server)[0]
     if host in LOCAL_HOSTS or proxy_bypass(host):
         return ""
@@ -286,7 +287,7 @@ def _is_address(server: str) -> bool:
 
 
 _SHOWN = 3
-"""Number of users whose reasons are shown where a federation has failed."""
+"""Number of users whose reasons are shown if a federation has failed."""
 
 USERS, PLAN, FILE = "users", "federation.yaml", "participant.yaml"
 
@@ -300,14 +301,14 @@ def federate(
     network: NetworkSection | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run a recipe with server and clients in processes of their own, on this machine, and return its metrics.
+    """Run a recipe with server and clients in separate processes on this machine, and return its metrics.
 
     Args:
         recipe: The recipe.
         folder: The server's run folder; ``FOLDER/users/NAME`` are the users' own.
-        resume: Continue a run that was stopped.
-        force: Replace a run that is there.
-        network: How long the server waits, and for how many clients.
+        resume: Whether to continue a run that was stopped.
+        force: Whether to replace an existing run.
+        network: Timeouts, and how many clients the server needs.
         say: Called with each line to show.
 
     Raises:
@@ -322,12 +323,12 @@ def federate(
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save_plan(folder / PLAN, plan)
-    threads = {"threads": max(1, (os.cpu_count() or 1) // len(owns))}  # all of them share this machine's cores
+    threads = {"threads": max(1, (os.cpu_count() or 1) // len(owns))}  # Clients share this machine's cores.
     for own in owns:
         own = own if recipe.runtime.threads else own.model_copy(update={"runtime": threads})
         state = folder / USERS / as_folder(own.name)
         save_participant(state / FILE, Participant(**own.model_dump(exclude_defaults=True), state="."))
-    # A key each, so that no other program of this machine can take part.
+    # A key for each user, so that no other program on this machine can take part.
     keys = {own.name: make_key(folder / USERS / as_folder(own.name) / FLOWER, own.name) for own in owns}
     link = SuperLink(
         folder=folder,
@@ -336,7 +337,7 @@ def federate(
         run_config={"federation": str((folder / PLAN).absolute()), "users": spell(plan.users)},
     )
     for own in owns:
-        (folder / USERS / as_folder(own.name) / UNFIT).unlink(missing_ok=True)  # of an earlier time
+        (folder / USERS / as_folder(own.name) / UNFIT).unlink(missing_ok=True)  # from an earlier start
     nodes = [
         _node(folder / USERS / as_folder(name), name, link.address, private, say) for name, (private, _) in keys.items()
     ]
@@ -358,7 +359,7 @@ def _node(state: Path, name: str, server: str, key: Path, say: Callable[[str], N
 
 
 def _told(words: Mapping[str, Words]) -> str:
-    """Return the last line of the first few workers."""
+    """Return the last line of each of the first few workers."""
     told = {
         name: [line for line in of_user.new() if "leave this machine" not in line] for name, of_user in words.items()
     }
@@ -367,10 +368,10 @@ def _told(words: Mapping[str, Words]) -> str:
 
 
 def _tend(nodes: Sequence[SuperNode], needed: int) -> None:
-    """Start clients that have died again.
+    """Restart clients that have died.
 
     Raises:
-        RunError: too few users are left who fit the federation; here nobody repairs their settings meanwhile.
+        RunError: Too few users fit the federation. In a local run, their settings cannot be fixed in the meantime.
     """
     unfit = [node for node in nodes if read_reason(node.user.state)]
     if len(nodes) - len(unfit) < needed:

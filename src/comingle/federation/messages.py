@@ -2,7 +2,7 @@
 
     magic "CMGT" · format version · length of the header · CRC-32 of the header · header · messages, one after another
 
-The header is JSON. Each message is the bytes that :mod:`comingle.protocol.wire` packs and checks. Nothing is executed.
+The header is JSON. Each message is in the format of :mod:`comingle.protocol.wire`. Nothing is executed.
 
 Either side may be faulty or hostile, so no part of a message is used before it has been checked: sender, round, tensors
 and values.
@@ -38,10 +38,10 @@ from comingle.utils.trees import Layout, Tree, restrict
 _MAGIC = b"CMGT"
 _PREFIX = struct.Struct("<4sHII")
 MAX_HEADER_BYTES = 16 << 20
-"""Longer headers are refused before they are read."""
+"""Size limit of a header; a larger one is refused before it is read."""
 
 _WRONG = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
-"""Errors of reading a header that is not one of a task or an answer."""
+"""Errors of reading a header that is not a task's or an answer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +67,21 @@ class Task:
     messages: tuple[bytes, ...] = ()
 
     def pack(self) -> bytes:
-        """Return the task as bytes; equal tasks are equal bytes."""
+        """Return the task as bytes; equal tasks yield equal bytes."""
         header = {"todo": list(self.todo), "round": self.round, "about": dict(self.about)}
         return _pack("task", self.run, self.serial, self.user, header, self.messages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A client's answer to the task of the same run and number.
+    """A client's answer to a task.
 
     Args:
         run: Name of the run.
         serial: Number of the task.
         user: Name of the user.
         told: Values that the client reports (:func:`check_told`).
-        messages: Its upload and its validation losses, as far as the task asks for them.
+        messages: Its upload and its validation losses, if the task requests them.
     """
 
     run: str
@@ -101,7 +101,7 @@ class Answer:
 
 
 def unpack_task(data: bytes) -> Task:
-    """Return the task that :meth:`Task.pack` packed.
+    """Return the task that :meth:`Task.pack` has encoded.
 
     Raises:
         MessageError: The bytes are no task.
@@ -120,7 +120,7 @@ def unpack_task(data: bytes) -> Task:
 
 
 def unpack_answer(data: bytes) -> Answer:
-    """Return the answer that :meth:`Answer.pack` packed.
+    """Return the answer that :meth:`Answer.pack` has encoded.
 
     Raises:
         MessageError: The bytes are no answer.
@@ -168,7 +168,7 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
 
 @contextmanager
 def _refused(kind: str) -> Iterator[None]:
-    """Raise a MessageError for errors of reading a header."""
+    """Convert errors of reading a header to a MessageError."""
     try:
         yield
     except MessageError:
@@ -188,10 +188,10 @@ _NEEDS_MESSAGE = ("receive", "hear", "share", "mask", "unmask")
 
 
 def check_address(task: Task, user: str) -> None:
-    """Check that a task is for this user, and that its run can name a folder.
+    """Check that a task is for this user, and that its run's name is safe as a folder name.
 
     Raises:
-        MessageError: It is not.
+        MessageError: A check fails.
     """
     if task.user != user:
         raise MessageError(f"task: for user {task.user!r}, and this is {user!r}")
@@ -206,10 +206,10 @@ def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bo
         task: The task.
         plan: Settings of the run.
         steps: Names of the steps that a client knows.
-        counted: Local steps follow from the users' data; without it they are those of the recipe.
+        counted: Whether local steps follow from the users' data; otherwise the recipe sets them.
 
     Raises:
-        MessageError: A check fails; says which.
+        MessageError: A check fails.
     """
     if not task.todo:
         raise MessageError(f"task: no step; allowed: join, {', '.join(steps)}")
@@ -247,7 +247,7 @@ _NotNegative = Annotated[float, Field(ge=0, strict=True)]
 
 
 def _one_line(text: str) -> str:
-    """Return text without characters that move a terminal's cursor or begin another line of a log."""
+    """Return text without characters that move a terminal's cursor or break a line."""
     line = "".join(sign if sign.isprintable() else " " for sign in text[: 2 * _LONGEST])
     return " ".join(line.split())[:_LONGEST]
 
@@ -256,14 +256,14 @@ _Line = Annotated[str, AfterValidator(_one_line)]
 
 
 class _Refusal(Section):
-    """Why a client did not do what it was asked."""
+    """Reason why a client did not carry out a task."""
 
     refused: _Line = ""
     kind: _Line = ""
 
 
 class _JoinReport(Section):
-    """What a client reports of itself when it joins."""
+    """Values that a client reports when it joins."""
 
     unit: _Key = ""
     steps: Steps = 1
@@ -276,7 +276,7 @@ class _JoinReport(Section):
 
 
 class _TrainingReport(Section):
-    """What a client reports of its local steps."""
+    """Values that a client reports after its local steps."""
 
     seconds: _NotNegative = 0.0
     tokens: _Amount = 0
@@ -286,7 +286,7 @@ class _TrainingReport(Section):
 
 
 class _EvaluationReport(Section):
-    """What a client reports of its scores."""
+    """Values that a client reports after an evaluation."""
 
     measure: str = ""
     evaluated: Literal[True] = True
@@ -307,10 +307,10 @@ _REPORTS: tuple[type[Section], ...] = (_Refusal, _JoinReport, _TrainingReport, _
 
 
 def check_told(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that an answer reports.
+    """Return the values that an answer reports, after checking them.
 
     Raises:
-        MessageError: A key belongs to no report, or a value is of another type; names the first one.
+        MessageError: A key is unknown or a value has another type; names the first one.
     """
     allowed = [name for report in _REPORTS for name in report.model_fields]
     if unknown := [name for name in told if name not in allowed]:
@@ -355,12 +355,12 @@ def check_upload(
         user: Name of the user.
         number: The round, from 1.
         rank: Largest LoRA rank that the user may have.
-        weighted: The upload reports how much data the user has.
-        adaptive: The upload reports whether its change was within the server's clipping bound.
+        weighted: Whether the upload reports the user's amount of data.
+        adaptive: Whether the upload reports if its change was within the server's clipping bound.
         most: Largest amount of data that is accepted.
 
     Raises:
-        MessageError: A check fails; says which.
+        MessageError: A check fails.
     """
     if upload.users != (user,):
         raise MessageError(f"upload: from user {user!r}, in the name of {upload.users[0]!r}")
@@ -377,8 +377,17 @@ def check_download(
 ) -> None:
     """Check that a download is for this user and holds what the method shares.
 
+    Args:
+        download: The download.
+        layout: Layout of the model's tensors.
+        method: The method.
+        user: Name of the user.
+        users: Names of all users.
+        rounds: Number of rounds of the run.
+        rank: Largest LoRA rank that the user may have.
+
     Raises:
-        MessageError: A check fails; says which.
+        MessageError: A check fails.
     """
     if download.users != (user,):
         raise MessageError(f"download: for {download.users[0]!r}, and this is user {user!r}")
@@ -394,10 +403,16 @@ def check_download(
 
 
 def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> None:
-    """Check that a download is the server's verdict on validation losses: one number, under this name.
+    """Check that a download is the server's verdict on validation losses: one number.
+
+    Args:
+        verdict: The download.
+        name: Name of its only tensor.
+        user: Name of the user.
+        rounds: Number of rounds of the run.
 
     Raises:
-        MessageError: It is something else.
+        MessageError: A check fails.
     """
     t = verdict.tensors.get(name)
     if t is None or len(verdict.tensors) != 1 or t.numel() != 1 or verdict.users != (user,):
@@ -407,10 +422,15 @@ def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> No
 
 
 def validation_loss(message: Download | Upload, *, user: str, done: int) -> float | None:
-    """Return the validation loss that a user reports after ``done`` rounds; None for any other message.
+    """Return the validation loss, in nats, that a user reports after ``done`` rounds; None for any other message.
+
+    Args:
+        message: The message.
+        user: Name of the user.
+        done: Number of rounds.
 
     Raises:
-        MessageError: It is not the user's, or of another round, or no loss.
+        MessageError: The message is from another user or round, or the loss is not finite.
     """
     if not isinstance(message, Upload) or message.tensors:
         return None
@@ -426,7 +446,7 @@ def _check_rank(what: str, got: int, most: int) -> None:
 
 
 def _check_models(download: Download, peers: tuple[str, ...], user: str) -> None:
-    """Check that every tensor has as many models: one or more, or one for each other user that sent its own."""
+    """Check that all tensors have the same number of models: at least one, or one per other user in ``senders``."""
     counts = {t.shape[1] for t in download.tensors.values()}
     senders = download.senders
     if len(set(senders)) != len(senders) or not set(senders) <= set(peers):
@@ -439,7 +459,7 @@ def _check_models(download: Download, peers: tuple[str, ...], user: str) -> None
 def _check_tensors(
     what: str, tensors: Tree, layout: Layout, shared: frozenset[str], *, leading: int, rank: int
 ) -> None:
-    """Check for every shared tensor and no other, ``(1, [models,] *shape)``, LoRA factors of the user's rank."""
+    """Check that tensors are exactly the shared ones, with shape ``(1, [models,] *shape)`` and the user's LoRA rank."""
     wanted = _shapes(layout, shared, rank)
     for name in sorted(wanted.keys() | tensors.keys()):
         got = tuple(tensors[name].shape[1 + leading :]) if name in tensors else None
@@ -453,7 +473,7 @@ def _check_tensors(
 
 
 def _check_sizes(tensors: Tree) -> None:
-    """Check that no number of an upload is so large that products and squares may have no finite sum.
+    """Check that numbers of an upload are small enough for finite products and squares.
 
     Downloads may have larger ones: FlexLoRA puts singular values of products into one factor.
     """
@@ -464,7 +484,7 @@ def _check_sizes(tensors: Tree) -> None:
 
 
 def _shapes(layout: Layout, shared: frozenset[str], rank: int) -> dict[str, list[tuple[int, ...]]]:
-    """Return the shapes that each shared tensor may have: cut to the rank, or as wide as the widest user's."""
+    """Return the shapes that each shared tensor may have: cut to the rank, or padded to the largest one."""
     whole = {name: tuple(t.shape[1:]) for name, t in restrict(_empty(layout), layout, shared).items()}
     return {name: [_cut(name, shape, rank), shape] for name, shape in whole.items()}
 
@@ -480,7 +500,7 @@ def _cut(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 
 def _reported(method: Method, layout: Layout, *, weighted: bool, adaptive: bool, most: int) -> dict[str, Reported]:
-    """Return the reports of an upload besides the mean training loss, which is optional."""
+    """Return the required reports of an upload; the mean training loss is optional."""
     shapes = {slot.name: slot.shape for slot in layout.slots}
     of_method = {
         name: replace(one, shape=shapes.get(one.like, one.shape))
@@ -492,7 +512,7 @@ def _reported(method: Method, layout: Layout, *, weighted: bool, adaptive: bool,
 
 
 def _check_reports(reports: Tree, wanted: dict[str, Reported]) -> None:
-    """Check for every report that was asked for, and no other."""
+    """Check that reports are exactly the required ones."""
     for name in sorted((wanted.keys() | reports.keys()) - ({LOSS} - wanted.keys())):
         if name not in wanted or name not in reports:
             raise MessageError(f"upload: report {name!r} {'is missing' if name in wanted else 'belongs to nothing'}")

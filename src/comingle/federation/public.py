@@ -31,7 +31,7 @@ ENDED = "the federation has ended"
 """Beginning of the last line that a client shows."""
 
 Tells = Literal["all", "scores", "losses", "nothing"]
-"""How much a client reports; each value includes those behind it."""
+"""How much a client reports; each value includes the following ones."""
 
 SCORES: frozenset[Tells] = frozenset({"all", "scores"})
 """Values with which a client reports test scores and amounts of data."""
@@ -42,12 +42,12 @@ class Own(Section):
 
     Args:
         name: Name of the user.
-        data: A source, as under ``data.users.NAME`` of a recipe, or a mapping with ``dataset``, of which the user takes
-            its own rows.
+        data: A source, as under ``data.users.NAME`` of a recipe, or a mapping with ``dataset``, from which the user
+            reads its own rows.
         runtime: Keys of a recipe's section ``runtime``.
         tells: Metrics that the server may see: "all" (with weights of experts or components), "scores" (losses, test
-            scores, amounts of data), "losses" or "nothing"; by default scores, with privacy nothing.
-        base: Path of the base model on this machine, if not as in the federation's recipe.
+            scores, amounts of data), "losses" or "nothing". The default is "scores", or "nothing" with privacy.
+        base: Path of the base model on this machine, if it differs from the federation's recipe.
         expects: Digests of recipe and base; the user joins no federation with others.
         max_runs: Largest number of runs in the user's folder, so that a server cannot fill the disk.
     """
@@ -80,7 +80,7 @@ KINDS = ("text", "conversations", "samples")
 
 
 def tokens_of(digest: str) -> str:
-    """Return the digest of a tokenizer without its chat template; older runs have only this."""
+    """Return the digest of a tokenizer without its chat template; older runs only have this."""
     return digest.partition(":")[0]
 
 
@@ -91,9 +91,9 @@ class Public:
     Args:
         recipe: Content of the recipe, with ``data.given`` instead of sources.
         users: Names of the users.
-        settings: Shapes and labels of nets.
-        base: Digest of the base model; empty where users train nets.
-        tokenizer: Digest of the tokenizer; empty where users train nets.
+        settings: Shapes and labels of networks.
+        base: Digest of the base model; empty if users train networks from scratch.
+        tokenizer: Digest of the tokenizer; empty if users train networks from scratch.
         version: Version of comingle.
         format: Version of the message format.
     """
@@ -111,7 +111,7 @@ class Public:
         """Digest of everything except the section ``runtime``."""
         content = self.as_dict()
         content["recipe"] = {key: value for key, value in self.recipe.items() if key != "runtime"}
-        content["tokenizer"] = tokens_of(self.tokenizer)  # the rest is compared by itself, and older runs have none
+        content["tokenizer"] = tokens_of(self.tokenizer)  # The template is compared separately; older runs have none.
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,10 +119,10 @@ class Public:
         return {**asdict(self), "users": list(self.users)}
 
     def check(self) -> None:
-        """Check that both sides have the same versions, and that the recipe suits clients elsewhere and has no data.
+        """Check that both sides have the same versions, and that the recipe suits remote clients and has no data.
 
         Raises:
-            MessageError: A check fails; says what each side has.
+            MessageError: A check fails; names both sides' values.
         """
         for what, mine in (("format", FORMAT), ("version", __version__)):
             if (theirs := getattr(self, what)) != mine:
@@ -132,7 +132,7 @@ class Public:
         try:
             recipe = self.whole_recipe()
             check_possible(recipe)
-        except RecipeError as error:  # of what the server has sent, so that it may be told
+        except RecipeError as error:  # The recipe is the server's, so the message reveals nothing about the user.
             raise MessageError(str(error)) from None
         if recipe.data.given is None:
             raise MessageError("the federation's recipe: data: says where it is; that is for each user to say")
@@ -146,10 +146,10 @@ _TYPES = {"recipe": dict, "users": list, "settings": dict, "base": str, "tokeniz
 
 
 def read_public(content: Any) -> Public:
-    """Return the public part that :meth:`Public.as_dict` wrote.
+    """Return the public part that :meth:`Public.as_dict` has written.
 
     Raises:
-        MessageError: The content is something else.
+        MessageError: The content has another form.
     """
     if not isinstance(content, Mapping) or not {"recipe", "users"} <= content.keys():
         raise MessageError("the federation: does not say of itself what it is: no recipe, or no users")
@@ -164,14 +164,20 @@ def read_public(content: Any) -> Public:
 
 
 def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, Any], base: Base | None) -> Public:
-    """Return the public part of a recipe: everything but the data sources.
+    """Return the public part of a recipe: everything except data sources.
+
+    Args:
+        recipe: The recipe.
+        users: Names of the users.
+        settings: Shapes and labels of networks.
+        base: The base; None if users train networks from scratch.
 
     Raises:
-        RecipeError: The recipe needs all users' data in one place; says why.
+        RecipeError: The recipe needs all users' data in one place.
     """
     check_possible(recipe)
     content = without_data(recipe)
-    # Said where it is on, and left out where it is off: so older versions' federations keep their digests.
+    # Include the key only if it is on, so that federations of older versions keep their digests.
     bos = {BOS: True} if getattr(recipe.data, BOS, False) else {}
     data = {key: value for key, value in content["data"].items() if key != BOS}
     public = {**content, "data": {**data, **bos, "given": True}}
@@ -189,7 +195,7 @@ def check_possible(recipe: Recipe) -> None:
     """Check that a recipe can be run with clients on other machines.
 
     Raises:
-        RecipeError: It cannot; says why.
+        RecipeError: It cannot.
     """
     method = check_recipe(recipe)
     kind, mixture = kind_of(recipe).name, method.placement.mixture
@@ -205,7 +211,7 @@ def check_possible(recipe: Recipe) -> None:
         raise RecipeError("data.on_small_user: skip needs to see everybody's data; allowed: refuse")
 
 
-# ---------------------------------------------------------------- what follows from the public part
+# ---------------------------------------------------------------- derived from the public part
 
 
 def plan_of(public: Public, recipe: Recipe) -> RunPlan:
@@ -215,7 +221,13 @@ def plan_of(public: Public, recipe: Recipe) -> RunPlan:
 
 
 def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
-    """Return the data of a run whose users are all on other machines."""
+    """Return the data of a run whose users are all on other machines.
+
+    Args:
+        public: Public part of the federation.
+        recipe: The recipe.
+        base: The base; None if users train networks from scratch.
+    """
     kind = kind_of(recipe)
     users = tuple(lazy_user(kind.user, name, lambda name=name: _elsewhere(name)) for name in public.users)
     return replace(kind.reopened(base, users, public.settings), here=())
@@ -226,18 +238,18 @@ def _elsewhere(name: str) -> Any:
 
 
 def counts_samples(recipe: Recipe) -> bool:
-    """Return whether local steps are passes over a user's data; otherwise the recipe says how many there are."""
+    """Return whether local steps are passes over a user's data; otherwise the recipe sets their number."""
     return "training.local_steps" in type(recipe.data).unread
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerContext:
-    """Recipe, settings and data description of a run, as its server builds them from the public part."""
+    """Recipe, settings and data description of a run, as its server derives them from the public part."""
 
     recipe: Recipe
     plan: RunPlan
     data: RunData
-    """All users; none of their data can be read here."""
+    """All users; their data cannot be read here."""
 
     @classmethod
     def of(cls, public: Public, base: Base | None) -> ServerContext:
@@ -260,21 +272,21 @@ class ServerContext:
 
     @property
     def planned_rounds(self) -> int:
-        """Number of rounds that the recipe asks for; 0 for a method without training."""
+        """Number of rounds in the recipe; 0 for a method without training."""
         return self.plan.training.rounds if self.method.trains else 0
 
     def most_steps(self, max_samples: int) -> int:
-        """Return the most local steps of a round for a user with at most ``max_samples`` samples."""
+        """Return the largest number of local steps per round for a user with at most ``max_samples`` samples."""
         training = self.plan.training
         if not counts_samples(self.recipe):
             return training.local_steps
         return training.local_epochs * max(1, -(-max_samples // training.batch_size))
 
     def check_steps(self, steps: int, max_samples: int) -> None:
-        """Check the number of local steps of a round that a user reports.
+        """Check the number of local steps per round that a user reports.
 
         Raises:
-            MessageError: The user may not have so many.
+            MessageError: It is not allowed.
         """
         most = self.most_steps(max_samples)
         if not counts_samples(self.recipe) and steps != most:
@@ -284,7 +296,11 @@ class ServerContext:
             raise MessageError(f"answer: says that it takes {steps:,} local steps; {why}")
 
     def works(self, examples: Mapping[str, int]) -> dict[str, Work]:
-        """Return the work of users whose single examples are protected, by the number of their examples."""
+        """Return, by user, the work to account for if single examples are protected.
+
+        Args:
+            examples: Number of examples by user.
+        """
         return {
             name: work_of(self.plan, name, examples=count, iterations=self.most_steps(count))
             for name, count in examples.items()

@@ -49,7 +49,7 @@ WRITE_SECONDS = 0.5
 
 @dataclass(kw_only=True)
 class ClientStatus:
-    """Status of one client, as ``participants.json`` has it.
+    """Status of one client, an entry of ``participants.json``.
 
     Args:
         state: "expected", "here" or "away".
@@ -59,8 +59,8 @@ class ClientStatus:
         download_bytes: Bytes of the messages to it in this run.
         train_loss_nats: Its last training loss, if it reports one.
         test: Its last test score, if it reports one.
-        epsilon: Spent privacy budget, where the recipe has ``privacy``.
-        counted: Weight of its last upload under the rule of ``aggregation``, where there is one.
+        epsilon: Spent privacy budget, if the recipe has ``privacy``.
+        counted: Weight of its last upload under the rule of ``aggregation``, if there is one.
         why: Reason of its last failure.
     """
 
@@ -116,7 +116,7 @@ class StatusFile:
         if client.state == "here":
             client.seen = time.time()
         if event["event"] == "step":
-            client.round = min(event["round"], self._rounds)  # what ends a run comes after its last round
+            client.round = min(event["round"], self._rounds)  # The tasks that end a run have a higher number.
             client.upload_bytes += event["upload_bytes"]
             client.download_bytes += event["download_bytes"]
 
@@ -125,7 +125,7 @@ class StatusFile:
             users = json.loads(self._path.read_text(encoding="utf-8"))["users"]
             return {name: asdict(ClientStatus(**one)) for name, one in users.items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return {}  # the file is for display; nothing is computed from it
+            return {}  # The file is for display only.
 
     def _write(self) -> None:
         clients = {name: asdict(client) for name, client in self._clients.items()}
@@ -146,8 +146,8 @@ class Plan:
     Args:
         recipe: Recipe without data sources.
         users: Names of the users.
-        settings: Shapes and labels of nets.
-        network: How long the server waits, and for how many clients.
+        settings: Shapes and labels of networks.
+        network: Timeouts, and how many clients the server needs.
     """
 
     recipe: Recipe
@@ -169,11 +169,11 @@ def run_federation(
 
     Args:
         plan: The federation.
-        channel: Moves bytes to clients and back.
+        channel: Transport of messages to clients.
         folder: The run folder.
-        resume: Continue a run that was stopped.
-        force: Replace a run that is there.
-        observers: Take events, besides the event log and the status file.
+        resume: Whether to continue a run that was stopped.
+        force: Whether to replace an existing run.
+        observers: Receive events, in addition to the event log and the status file.
 
     Raises:
         ComingleError: The plan needs all users' data in one place, the folder cannot be used, or too few clients
@@ -254,19 +254,19 @@ def _run(
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether a federation is over and its connected clients know it."""
+    """Return whether a federation has ended and its connected clients have been notified."""
     return (folder / "metrics.json").exists() and not _is_ending(folder)
 
 
 def _is_ending(folder: Path) -> bool:
-    """Return whether there are metrics, and clients have yet to be told that the federation is over."""
+    """Return whether the metrics are written and clients have yet to be notified of the end."""
     path = folder / FEDERATION
     told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return bool(told.get(_ENDING)) and (folder / "metrics.json").exists()
 
 
 def _name_of(folder: Path, public: Public) -> tuple[str, bool]:
-    """Return the name by which clients know this run, and whether it existed before."""
+    """Return the name of this run in messages to clients, and whether the run existed before."""
     path = folder / FEDERATION
     if path.exists():
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -279,12 +279,12 @@ def _name_of(folder: Path, public: Public) -> tuple[str, bool]:
 
 
 def _write_identity(folder: Path, run: str, public: Public, *, ending: bool = False) -> None:
-    """Write the run's name and public part and, while clients are being told of its end, that it is ending."""
+    """Write the run's name and public part, and a flag while clients are being notified of the end."""
     write_json(folder / FEDERATION, {"run": run, "public": public.as_dict(), **({_ENDING: True} if ending else {})})
 
 
 def _resolve_eval_interval(session: ServerSession) -> None:
-    """Resolve ``evaluation.every: auto`` as a run in one process does, from clients that report their data."""
+    """Resolve ``evaluation.every: auto`` as a local run does, from clients that report their amounts of data."""
     plan, users = session.context.plan, len(session.public.users)
     told = [one["works"] for one in session.joined.values() if one.get("works", (0, 0))[0]]
     if plan.evaluation.every == AUTO and session.context.method.trains and told:
@@ -306,7 +306,7 @@ def _amounts(session: ServerSession) -> dict[str, dict[str, Any]]:
 
 
 def _skipped_rows(session: ServerSession) -> dict[str, int]:
-    """Return the number of rows that clients left out, of those that tell it; empty where there are none."""
+    """Return the number of rows that reporting clients have skipped; empty if there are none."""
     rows = sum(one.get("skipped_rows", 0) for one in session.joined.values())
     return {"skipped_rows": rows} if rows else {}
 
@@ -327,7 +327,7 @@ def _own_tensors(session: ServerSession) -> Tree:
     verdicts = [client.verdict for client in clients]
     numbers = {
         "serials": [client.serial for client in clients],
-        "versions": [client.version + 1 for client in clients],  # counts, which are never negative
+        "versions": [client.version + 1 for client in clients],  # Never negative.
         "verdicts": [1 + int(verdict.tensors[LOWEST]) if verdict else 0 for verdict in verdicts],
         "verdict_rounds": [verdict.version if verdict else 0 for verdict in verdicts],
         "local_steps": session.local_steps,
@@ -344,7 +344,7 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     own = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
     server.restore(kept)
     if progress.round < session.context.plan.training.rounds and not progress.stopped:
-        # The round after it may have been published, and will be again, perhaps with other participants.
+        # The next round may have been released already, and will be again, perhaps with other participants.
         server.mechanisms.charge(range(len(names)))
     session.local_steps, session.best_round = int(own["local_steps"]), int(own["best_round"])
     _evaluate_every(session, int(own["evaluate_every"]))
@@ -356,7 +356,7 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
 
 
 def _no_rows(session: ServerSession) -> State:
-    """Return a state of no users, which is what a server has."""
+    """Return a state without users, which a server's checkpoint has."""
     layout = session.model.layout
     nothing = torch.zeros(0, layout.columns, dtype=torch.bool)
     return initial_state(

@@ -1,4 +1,4 @@
-"""What the ServerApp runs: the server of a federation's file, in its run folder."""
+"""The function that the ServerApp runs: the server of a federation's file, in its run folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from comingle.utils.records import expand_home
 
 
 def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
-    """Run the federation of the file ``config["federation"]``, or resume it.
+    """Run or resume the federation of the file ``config["federation"]``.
 
     Args:
-        channel: Moves bytes to clients and back.
+        channel: Transport of messages to clients.
         config: Run config of the Flower app.
         folder: The run folder.
         say: Called with each line to show to the operator.
@@ -43,7 +43,7 @@ def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path
 
 
 class _WarningHandler(logging.Handler):
-    """Shows warnings to the operator, except those that are events as well."""
+    """Shows warnings to the operator, except those that are also events."""
 
     def __init__(self, say: Callable[[str], None]):
         super().__init__(logging.WARNING)
@@ -66,7 +66,7 @@ def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _show_event(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
-    """Show an event that no warning reports."""
+    """Show an event that is not also logged as a warning."""
     kind = event["event"]
     if kind == "joined":
         say(f"{event['user']} has joined")

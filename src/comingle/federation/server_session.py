@@ -1,4 +1,4 @@
-"""The server's session with its clients: which client gets which task, and how long the server waits for answers.
+"""The server's session with its clients: sends tasks and waits for answers.
 
 The rounds are those of :func:`comingle.training.rounds.run_rounds`; messages are wrapped in tasks
 (:mod:`comingle.federation.messages`).
@@ -27,11 +27,11 @@ from comingle.utils.errors import MessageError, RunError
 
 
 class NetworkSection(Section):
-    """How long the server waits for clients, in seconds, for how many, and how much data it accepts of each.
+    """Section ``network``: timeouts in seconds, how many clients the server needs, and how much data it accepts.
 
     A round ends when all clients with a task have answered, or after ``round_timeout`` if ``min_participants`` have;
-    with fewer the run ends and can be resumed. ``join_timeout`` bounds the wait for all clients before the first round.
-    ``max_samples`` is the largest number of samples or conversations of a user.
+    with fewer, the run ends and can be resumed. ``join_timeout`` limits the wait for all clients before the first
+    round. ``max_samples`` is the largest number of samples or conversations of a user.
     """
 
     min_participants: Count = 1
@@ -46,29 +46,29 @@ _JOIN = ("join",)
 END_SECONDS = 60.0
 """How long the server waits for clients to acknowledge the end of the run."""
 RETRY_SECONDS = 1.0
-"""Pause before a client that failed, or is absent, gets its task again."""
+"""Pause before the server resends a task to a client that failed or is absent."""
 _REFUSED_SECONDS = 5.0
-"""Pause before a client that refused to join is asked again, while too few have joined."""
+"""Pause before the server resends the join task to a client that refused, while too few have joined."""
 _REMIND_SECONDS, _REMINDER_SECONDS = 60.0, 10.0
-"""Interval of further join tasks for a connected client whose join timed out, and how long a round waits for each."""
+"""Interval between join tasks for a connected client whose join timed out, and how long a round waits for each."""
 _LOADING_TIMEOUTS = 10
-"""Connected clients that are still loading are waited for up to so many times ``join_timeout``."""
+"""How long the server waits for connected clients that are still loading, in multiples of ``join_timeout``."""
 _REASONS = 3
 
 
 @dataclass(kw_only=True)
 class ClientSession:
-    """The server's record of one client: its place in the run, and whether it takes part.
+    """The server's record of one client: its progress in the run, and whether it takes part.
 
     Args:
         serial: Number of the last task that it has answered.
         version: Version of the server's state that it has downloaded.
-        verdict: Judgement on validation losses that it has not received yet.
+        verdict: Verdict on validation losses that it has not received yet.
         joined: Values that it reported when it joined; None before it joins and after it refuses a task.
-        examples: Number of its examples, where each of them is protected; None before it joins.
+        examples: Number of its examples, if single examples are protected; None before it joins.
         refusal: Why it does not join; empty if it does.
-        is_present: It was connected when the channel was last asked.
-        is_away: The server waited for it in vain, and does not wait again until it reconnects or joins.
+        is_present: Whether it was connected when the channel was last asked.
+        is_away: Whether it timed out; the server does not wait for it until it reconnects or joins.
         join_asked: When it got its first join task since it connected, in seconds of the monotonic clock.
         join_reminded: When it last got another join task after the first one failed, on the same clock.
     """
@@ -94,16 +94,16 @@ class ServerSession:
     """A server and its clients on other machines.
 
     Args:
-        run: Name by which clients know the run.
+        run: Name of the run in messages to clients.
         public: Public part of the federation.
         context: Recipe, method and settings.
         model: The model of all users.
         server: Holds and aggregates the shared state.
-        channel: Moves bytes to clients and back.
-        observe: Takes events.
-        network: Section of the server's file.
+        channel: Transport of messages to clients.
+        observe: Receives events.
+        network: Section ``network`` of the server's file.
         clock: Counts time and bytes.
-        clients: Sessions by name of the user, in the order of the users.
+        clients: Sessions by user, in the order of the users.
         local_steps: Largest number of local steps that a client takes in a round.
         best_round: Number of rounds after which the mean validation loss was lowest.
     """
@@ -133,19 +133,19 @@ class ServerSession:
 
     @property
     def joined(self) -> dict[str, Mapping[str, Any]]:
-        """Values that clients reported when they joined, by name."""
+        """Values that clients reported when they joined, by user."""
         return {name: client.joined for name, client in self.clients.items() if client.joined is not None}
 
     # ---------------------------------------------------------------- tasks
 
     def join(self) -> None:
-        """Send all clients the public part of the federation; wait for all of them to join, or for enough.
+        """Send all clients the public part of the federation; wait until all of them, or enough, have joined.
 
-        ``network.join_timeout`` counts from the last client that connected or joined. Connected clients that are still
-        loading are waited for beyond that. A client that refuses is waited for only while too few have joined.
+        ``network.join_timeout`` counts from the last client that connected or joined. The server waits longer for
+        connected clients that are still loading. It waits for a client that refuses only while too few have joined.
 
         Raises:
-            RunError: Too few take part; says why.
+            RunError: Too few clients have joined.
         """
         TaskQueue(self, self.public.users, self.network.join_timeout).run()
         if (count := len(self.joined)) < self.network.min_participants:
@@ -156,7 +156,7 @@ class ServerSession:
             raise RunError(f"{there}; needed: {self.network.min_participants}; {waits}{reasons}")
 
     def end(self, rounds: int) -> None:
-        """Tell all clients that the federation is over, once the server has written its results."""
+        """Notify all clients that the federation has ended, once the server has written its results."""
         self.ask(dict.fromkeys(self.public.users, ("end",)), rounds, seconds=END_SECONDS)
 
     def ask(
@@ -168,14 +168,14 @@ class ServerSession:
         seconds: float | None = None,
         messages: Mapping[str, bytes] = MappingProxyType({}),
     ) -> dict[str, Answer]:
-        """Send clients a task each and return the answers that arrive in time.
+        """Send each client a task and return the answers that arrive in time.
 
         Args:
             steps: Steps of each client's task. Steps that need the newest download begin with "receive".
             number: The round to train, from 0, or the number of rounds that are done.
             about: Other values for the tasks.
             seconds: Timeout; ``network.round_timeout`` by default.
-            messages: Messages that other steps than "receive" need, by name.
+            messages: Messages for steps other than "receive", by user.
         """
 
         def task_of(name: str) -> Task:
@@ -217,7 +217,7 @@ class ServerSession:
         return bool(self.server.answers([name]))
 
     def join_task(self, name: str) -> Task:
-        """Return the task that tells a client what the federation is about."""
+        """Return the task that sends a client the public part of the federation."""
         return self._task(name, _JOIN, 0, about={"public": self.public.as_dict()})
 
     def _task(
@@ -236,7 +236,13 @@ class ServerSession:
     # ---------------------------------------------------------------- answers
 
     def read_answer(self, name: str, task: Task, got: bytes | str) -> Answer | str:
-        """Return a client's answer to a task, or one line that says what is wrong with it."""
+        """Return a client's answer to a task, or one line that describes what is wrong with it.
+
+        Args:
+            name: Name of the user.
+            task: The task.
+            got: The reply, or one line that says why there is none.
+        """
         if isinstance(got, str):
             return got
         try:
@@ -271,7 +277,7 @@ class ServerSession:
             client.serial, client.version = done, self.first_version
 
     def _note(self, name: str, what: str) -> None:
-        """Log something about a client that changes the meaning of a run's numbers."""
+        """Log an event of a client that changes the meaning of a run's numbers."""
         logger.warning("user %r: %s", name, what)
         self.observe({"event": "noted", "user": name, "what": what})
 
@@ -282,7 +288,7 @@ class ServerSession:
             name: Name of the user.
             why: The reason.
             known: The reason that was logged last.
-            gone: The server goes on without this client; logged as a warning in any case.
+            gone: Whether the round continues without this client, which is always logged as a warning.
         """
         if gone or why != known:
             logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why, extra=AN_EVENT)
@@ -291,7 +297,7 @@ class ServerSession:
 
 
 class TaskQueue:
-    """Tasks sent to several clients concurrently, and their answers until a timeout.
+    """Sends tasks to several clients concurrently and collects their answers until a timeout.
 
     A client that has not joined gets a join task first, which does not delay the others.
 
@@ -299,7 +305,7 @@ class TaskQueue:
         session: The session.
         users: Names of the clients.
         seconds: The timeout.
-        task_of: Makes a client's task; None to send nothing but join tasks.
+        task_of: Returns a client's task; None to send only join tasks.
     """
 
     def __init__(
@@ -314,20 +320,20 @@ class TaskQueue:
         self._began = time.monotonic()
         self._ends = self._began + seconds
         self._packed: dict[str, bytes] = {}
-        self._asked: dict[str, float] = {}  # when a client got a join task of this queue
-        self._paused: dict[str, float] = {}  # until when a client that failed gets no task
-        self._failed: dict[str, str] = {}  # reasons as they were logged
+        self._asked: dict[str, float] = {}  # when this queue sent a client a join task
+        self._paused: dict[str, float] = {}  # when a client that failed may get a task again
+        self._failed: dict[str, str] = {}  # logged reasons
         self._reasons: dict[str, str] = {}
 
     def run(self) -> dict[str, Answer]:
-        """Return the answers that arrive in time. A client that fails gets its task again until then."""
+        """Return the answers that arrive in time. The queue resends tasks of clients that fail."""
         session = self.session
         while self.pending:
             requests = _DueRequests(self._due)
             for name, got in session.channel.exchange(requests, timeout=self._left()):
                 self._take(name, got)
             if self._has_just_joined():
-                continue  # a client that joined in time gets its task, even where the time is over now
+                continue  # A client that joined in time gets its task, even after the timeout.
             if not self._awaited() or not self._goes_on():
                 break
             time.sleep(RETRY_SECONDS)
@@ -348,7 +354,7 @@ class TaskQueue:
         return max(0.0, self._ends - time.monotonic())
 
     def _goes_on(self) -> bool:
-        """Return whether there is time for another try; extends the time for clients that are still loading."""
+        """Return whether there is time for another try; extend the timeout for clients that are still loading."""
         now, session = time.monotonic(), self.session
         if self.task_of is None and now + RETRY_SECONDS > self._ends:
             loading = {name for name in self._asked.keys() & self.pending if session.clients[name].is_present}
@@ -367,7 +373,7 @@ class TaskQueue:
     # ---------------------------------------------------------------- requests
 
     def _due(self) -> dict[str, bytes]:
-        """Return the request of each client that is present and gets a task now, or still works on its answer."""
+        """Return the request of each present client that gets a task now or has not answered yet."""
         session, now = self.session, time.monotonic()
         present = set(session.channel.present())
         came = {name for name in present & session.clients.keys() if not session.clients[name].is_present}
@@ -402,7 +408,7 @@ class TaskQueue:
         return self._packed[name]
 
     def _may_join(self, name: str, now: float) -> bool:
-        """Return whether a client gets a join task, or its answer is waited for; a round does not wait long for it."""
+        """Return whether to send a client a join task or wait for its answer; a round does not wait long for it."""
         if self.task_of is None:
             return True
         client = self.session.clients[name]
@@ -433,13 +439,13 @@ class TaskQueue:
     # ---------------------------------------------------------------- answers
 
     def _take(self, name: str, got: bytes | str) -> None:
-        """Take a client's reply, or the line that says why there is none."""
+        """Process a client's reply, or the line that says why there is none."""
         if name not in self.pending:
             return
         joins = name not in self.tasks
         task = self.session.join_task(name) if joins else self.tasks[name]
         answer = self.session.read_answer(name, task, got)
-        if isinstance(answer, str):  # the request did not arrive, or the reply did not return
+        if isinstance(answer, str):  # The request or the reply was lost.
             self._reasons[name] = answer
             if self._left():
                 self._pause(name, RETRY_SECONDS)
@@ -450,7 +456,7 @@ class TaskQueue:
             self._take_join(name, task, answer)
         elif answer.refused:
             self.pending.discard(name)
-            self.session.clients[name].joined = None  # it gets a join task again, and reports its last task
+            self.session.clients[name].joined = None  # It gets a join task again, and reports its last task.
             self._fail(name, answer.refused, gone=True)
         else:
             self._finish(name, task, answer)
@@ -496,7 +502,7 @@ class TaskQueue:
 
 
 class _DueRequests(Mapping[str, bytes]):
-    """The requests that are due, looked up again at each iteration; those that were due once stay readable."""
+    """Mapping of due requests, computed anew at each iteration; requests that were due before stay readable."""
 
     def __init__(self, look: Callable[[], dict[str, bytes]]):
         self._look, self._known = look, dict[str, bytes]()
@@ -522,8 +528,16 @@ def start_session(
 ) -> ServerSession:
     """Return the session of a server before its first round.
 
+    Args:
+        run: Name of the run in messages to clients.
+        public: Public part of the federation.
+        context: Recipe, method and settings.
+        channel: Transport of messages to clients.
+        observe: Receives events.
+        network: Section ``network`` of the server's file.
+
     Raises:
-        RecipeError: The method's server cannot serve such users.
+        RecipeError: The method's server does not support these users.
     """
     model = context.model()
     server = start_server(model, public.users, context.plan)

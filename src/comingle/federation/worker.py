@@ -18,7 +18,7 @@ def load(user: User) -> Callable[[bytes], bytes]:
 
     Raises:
         RecipeError: The user's file is missing or wrong.
-        PluginError: A file of methods that the command was given cannot be used.
+        PluginError: A file of methods that was passed to the command cannot be used.
     """
     try:
         if user.config is None:
@@ -34,7 +34,7 @@ def load(user: User) -> Callable[[bytes], bytes]:
 
 
 def _refuse(user: User, line: str) -> None:
-    """Write the reason for the client process, which ends with it."""
+    """Write the reason for the client process, which then ends."""
     write_text(user.state / UNFIT, line + "\n", private=True)
 
 

@@ -1,9 +1,9 @@
-"""Conversations as tokens: by the base's own chat template, or by a plain one where it has none.
+"""Tokenisation of conversations with the base model's chat template, or with a plain one if it has none.
 
-The plain one, with the tokenizer's end-of-text token behind every response::
+The plain template writes the tokenizer's end-of-text token after every response::
 
     ### User:
-    What is a comet?
+    Describe a comet.
 
     ### Assistant:
     A ball of ice.<|endoftext|>
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
-"""First token, and the one behind the last."""
+"""Indices of the first token and of the one after the last."""
 Place = tuple[int, int, int]
 """Character offsets of a response: its start, its end, and its end including any text that closes the conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A conversation's tokens; each response is a span of them, from its first to behind the token that ends it."""
+    """A tokenised conversation; each response is a span of tokens that includes the token that ends it."""
 
     tokens: tuple[int, ...]
     responses: tuple[Span, ...]
@@ -44,30 +44,30 @@ class Encoded:
     references: tuple[str, ...]
     """The text of each response, as the template writes it."""
     masked: tuple[Span, ...] | None = ()
-    """Responses that stay out of the loss even where it is on all tokens; None if the template hides their place."""
+    """Responses without a loss even if all other tokens have one; None if their positions cannot be determined."""
     unwritten_calls: int = 0
-    """Responses whose tool calls the template does not write; they carry no loss."""
+    """Number of responses whose tool calls the template does not write; they carry no loss."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest response, its end included."""
+        """The number of tokens of the longest response, including its end token."""
         return max(stop - start for start, stop in self.responses)
 
 
 def begin_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The begin-of-text token where the tokenizer begins every text with it, which others keep for roles of a chat."""
+    """Return the begin-of-text token if the tokenizer adds it to every text, else an empty tuple."""
     ids: Any = tokenizer("")["input_ids"]
     return tuple(ids[:1]) if ids and ids[0] == tokenizer.bos_token_id else ()
 
 
 Message = Mapping[str, Any]
-"""``role`` and ``content``.
+"""A message with the keys ``role`` and ``content``.
 
-Optional keys: ``tool_calls``, ``tool_call_id`` and ``name`` are for the template; ``learn: False`` keeps a response out
-of the loss; ``tools`` on the first message are those of the whole conversation.
+Optional keys: ``tool_calls``, ``tool_call_id`` and ``name`` are passed to the template; ``learn: False`` excludes a
+response from the loss; ``tools`` of the first message are those of the whole conversation.
 """
 
 ASSISTANT = "assistant"
@@ -82,10 +82,10 @@ PLAIN = (
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
 
-# A special token that is spelt out in a message stands as this while the template is filled in, so that it can be
-# tokenised as the text it is.
+# Placeholder of the text of a special token in a message: it hides the text while the template is rendered, so that
+# the text is not tokenised as the special token.
 _OPEN, _CLOSE = "\ue000", "\ue001"
-# Stands for a message's content where only its place in the rendered text matters.
+# Placeholder of a message's content, to find its position in the rendered text.
 _PROBE = "\ue002{}\ue003"
 
 _THINK, _END_THINK = "<think>", "</think>"
@@ -94,14 +94,14 @@ _DIRECTIVES = (*(f"-{key}" for key in "dmHIMSjy"), *"aAbBcdfGHIjmMpSuUVwWxXyYZz"
 
 
 class RewrittenTurnsError(DataError):
-    """A template that writes earlier responses otherwise once the conversation continues."""
+    """Raised if a template changes earlier responses when the conversation continues."""
 
 
 def require_characters(text: str) -> None:
-    """Whether a tokenizer can take a text.
+    """Check that a text is valid Unicode.
 
     Raises:
-        DataError: half of a character in it, as undecodable bytes of a terminal are read.
+        DataError: The text has a lone surrogate, as Python reads undecodable bytes of a terminal.
     """
     if half := re.search("[\ud800-\udfff]", text):
         raise DataError(f"a text is not valid Unicode: {half[0]!r} at {half.start()}")
@@ -109,11 +109,11 @@ def require_characters(text: str) -> None:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template, or the plain one where it has none.
+    """A tokenizer's chat template, or the plain one if it has none.
 
     Args:
-        tokenizer: A fast tokenizer, as offsets of tokens are needed.
-        date: The date that templates write which ask for today's; None: the date of each call.
+        tokenizer: A fast tokenizer, as token offsets are needed.
+        date: The date for templates that write the current date; None: the date of each call.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -121,21 +121,22 @@ class ChatTemplate:
 
     @property
     def own(self) -> bool:
-        """Whether it is the tokenizer's own."""
+        """Whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
     @property
     def dated(self) -> bool:
-        """True if the template writes today's date."""
+        """Whether the template writes the current date."""
         return "strftime_now" in str(self.tokenizer.chat_template)
 
     # ------------------------------------------------------------ text
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """The conversation as text; with ``asks`` up to where the next response begins.
+        """Return the conversation as text; with ``asks`` up to the beginning of the next response.
 
         Raises:
-            DataError: the template refuses the messages, as their order; or a text of the base has no end.
+            DataError: The template rejects the messages, say their order, or the tokenizer has no end-of-text token for
+                the plain template.
         """
         if self.own:
             return self._apply(messages, asks, None)
@@ -151,7 +152,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | dict[str, str]:
-        """The Jinja template for other programs, which asks as :meth:`prompt` does."""
+        """The Jinja template for other programs, with a generation prompt equal to that of :meth:`prompt`."""
         if not self.own:
             return self._plain
         own: Any = self.tokenizer.chat_template
@@ -173,14 +174,17 @@ class ChatTemplate:
                     add_generation_prompt=asks,
                 )
             )
-        except Exception as error:  # a template is a program of its own, and may raise anything
+        except Exception as error:  # templates are programs that may raise any error
             said = " ".join(str(error).split()) or type(error).__name__
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"the base's chat template refuses the roles {roles}: {said}") from None
 
     @cached_property
     def _with_date(self) -> str:
-        """The tokenizer's template, in which today is :attr:`date`; transformers hands no function to a template."""
+        """The tokenizer's template with :attr:`date` as the current date.
+
+        A Jinja macro replaces ``strftime_now``, as transformers does not let callers pass functions to templates.
+        """
         own = str(self.tokenizer.get_chat_template())
         if self.date is None:
             return own
@@ -189,15 +193,15 @@ class ChatTemplate:
         return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{own}"
 
     def _asked(self, messages: Sequence[Message]) -> str:
-        """The text after which a model gives the next response.
+        """Return the prompt of the next response as text.
 
-        Trailing spaces are left to the response: tokenizers join a space and the word behind it.
+        Trailing spaces belong to the response, as tokenizers join a space and the following word.
         """
         return (self.render(messages, asks=True) + self._header).rstrip(" ")
 
     @cached_property
     def _header(self) -> str:
-        """The text before each response where the template ignores ``add_generation_prompt``; else empty."""
+        """The text before each response if the template ignores ``add_generation_prompt``, else empty."""
         asked = [{"role": "user", "content": "a"}]
         probe = _PROBE.format(0)
         try:
@@ -211,10 +215,10 @@ class ChatTemplate:
     # ------------------------------------------------------------ tokens
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens after which a model gives the next response.
+        """Return the prompt of the next response as tokens.
 
         Raises:
-            DataError: the template refuses the messages or leaves one out, or they are not all characters.
+            DataError: The template rejects the messages or omits one, or they are not valid Unicode.
         """
         require_characters("".join(message["content"] or "" for message in messages))
         safe, spelt = self._hide(messages)
@@ -224,22 +228,22 @@ class ChatTemplate:
         return tuple(token for token, _, _ in self._tokens(asked, spelt))
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
-        """The conversation up to its last response; each response is what the model says, with the token that ends it.
+        """Tokenise a conversation up to its last response.
 
-        A response begins where :meth:`prompt` stops; it ends with the last special token that the template puts behind
-        it, but for an end of text that only a conversation's end has.
+        A response begins where :meth:`prompt` ends. It ends with the last special token that the template writes after
+        it, except for an end-of-text token that is only written at the end of a conversation.
 
         Raises:
-            RewrittenTurnsError: the template writes earlier turns anew as a conversation goes on.
-            DataError: it refuses the messages or leaves one out, or no response is to be learnt.
+            RewrittenTurnsError: The template changes earlier turns when a conversation continues.
+            DataError: The template rejects the messages or omits one, or no response is to be learnt.
         """
         return self._encoded(*self._readied(messages))
 
     def encode_turns(self, messages: Sequence[Message]) -> list[Encoded]:
-        """The conversation; or, if the template writes earlier turns anew, each response after its own prompt.
+        """Tokenise a conversation, or each response with its own prompt if the template changes earlier turns.
 
         Raises:
-            DataError: as :meth:`encode`.
+            DataError: As in :meth:`encode`.
         """
         safe, spelt, learnt, unwritten = self._readied(messages)
         try:
@@ -251,7 +255,12 @@ class ChatTemplate:
         return [replace(turns[0], unwritten_calls=unwritten), *turns[1:]]
 
     def _readied(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], list[int], int]:
-        """Messages as the template takes them, spelt special tokens, responses to learn, and unwritten tool calls."""
+        """Prepare messages for the template.
+
+        Returns:
+            The messages, the texts of hidden special tokens, the indices of responses to learn, and the number of
+            responses whose tool calls the template does not write.
+        """
         safe, spelt = self._hide(messages)
         safe, unwritten = self._with_calls(safe)
         learnt = [
@@ -268,7 +277,7 @@ class ChatTemplate:
         text, places, masked = self._places(messages[: learnt[-1] + 1], learnt)
         tokens = self._tokens(text, spelt)
         stops = [stop for _, _, stop in tokens]
-        # Some tokens depend on what follows; training then follows the tokens that prompt() ends in.
+        # If a prompt's last token depends on the text after it, split there, so that training uses prompt()'s tokens.
         cuts = [
             first for first, _, _ in places if self._tokens(text[:first], spelt) != tokens[: bisect_right(stops, first)]
         ]
@@ -289,7 +298,7 @@ class ChatTemplate:
             end = stop
             while end > start and ids[end - 1] in self._special:
                 end -= 1
-            if any(token in self._special for token in ids[start:end]):  # which generated text is shown without
+            if any(token in self._special for token in ids[start:end]):  # generated texts are shown without them
                 return str(self.tokenizer.decode(ids[start:end], skip_special_tokens=True)).strip()
             return _spell(text[first : last if end == stop else starts[end]], spelt).strip()
 
@@ -303,7 +312,7 @@ class ChatTemplate:
         )
 
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end a response: the end of text, and what the template puts behind one."""
+        """Return the tokens that end a response: the end-of-text token and the one that the template writes."""
         example = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
         last = self.encode(example).tokens[-1]
         known: Any = self.tokenizer.eos_token_id
@@ -314,7 +323,7 @@ class ChatTemplate:
     def _places(
         self, messages: Sequence[Message], learnt: Sequence[int]
     ) -> tuple[str, list[Place], list[Place] | None]:
-        """The text of messages that end with a response, and where its responses to learn and its others are."""
+        """Return a conversation's text, and the places of the responses to learn and of the other responses."""
         text, final = self._final(messages)
         self._check_written(messages[:-1], text)
         if lost := _lost(messages[-1]["content"], text[final[0] :], thoughts=True):
@@ -337,7 +346,7 @@ class ChatTemplate:
         return text, [*places, final], None if hidden else masked
 
     def _earlier(self, messages: Sequence[Message], number: int, text: str) -> Place | None:
-        """The place of a response that is not the last; None where its prompt is not in the text."""
+        """Return the place of a response that is not the last; None if the text does not begin with its prompt."""
         if not number:
             return None
         try:
@@ -347,7 +356,7 @@ class ChatTemplate:
         return (len(asked), last, last) if text.startswith(asked) and len(asked) < last else None
 
     def _final(self, messages: Sequence[Message]) -> tuple[str, Place]:
-        """Render a conversation so that its last response follows its generation prompt; return text and span."""
+        """Render a conversation so that its last response follows its prompt; return text and place."""
         whole, asked = self.render(messages), self._asked(messages[:-1])
         said, first = whole, len(asked)
         if not whole.startswith(asked):
@@ -359,10 +368,10 @@ class ChatTemplate:
         return said, (first, closed if closed > first else len(said), len(said))
 
     def _after(self, messages: Sequence[Message], whole: str) -> str:
-        """Return the response with its end, where no whole chat begins with the text that asks for it.
+        """Return the last response with its end, for templates whose conversation does not begin with the prompt.
 
-        Some templates open a thought as they ask and cut thoughts out of responses; some write the system message only
-        while they ask.
+        Some templates open a thought in the prompt and remove thoughts from responses. Others write the system message
+        only in a prompt.
         """
         probed = [*messages[:-2], {**messages[-2], "content": _PROBE.format(1)}]
         answered = [*probed, _response(_PROBE.format(2))]
@@ -388,10 +397,10 @@ class ChatTemplate:
     # ------------------------------------------------------------ what a template leaves out
 
     def _check_written(self, messages: Sequence[Message], text: str) -> None:
-        """Check that a text holds every message and the tools; the last response of a conversation is none of them.
+        """Check that a rendered text contains all messages (without thoughts of responses) and tools.
 
         Raises:
-            DataError: a message is not in it, with its role.
+            DataError: A message or a tool is missing.
         """
         if not self.own:
             return
@@ -411,7 +420,7 @@ class ChatTemplate:
                 )
 
     def _dropped(self, messages: Sequence[Message]) -> frozenset[int]:
-        """The numbers of messages whose roles the template does not write."""
+        """Return the indices of messages that the template omits because of their role."""
         key = tuple((message["role"], bool(message["content"].strip())) for message in messages)
         calls = any(message.get("tool_calls") for message in messages)
         if calls or key not in self._dropped_of:
@@ -421,7 +430,7 @@ class ChatTemplate:
             ]
             try:
                 text = self.render(probed, asks=True)
-            except DataError:  # the template looks at contents, so probes say nothing
+            except DataError:  # the template checks contents, so placeholders do not work
                 return frozenset()
             found = frozenset(
                 number for number, (_, has_text) in enumerate(key) if has_text and _PROBE.format(number) not in text
@@ -436,9 +445,9 @@ class ChatTemplate:
         return {}
 
     def _with_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
-        """Messages with tool calls as the template writes them, and the numbers of those that it never does.
+        """Return the messages with tool calls in the template's format, and the indices of those that it never writes.
 
-        Templates differ in whether they take the arguments of a call as a mapping or as its JSON.
+        Some templates need the arguments of a call as a mapping, others as JSON.
         """
         calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
         found, refusal = list[tuple[list[Message], frozenset[int]]](), None
@@ -465,7 +474,7 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, [*self._special.values(), _OPEN])))
 
     def _hide(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-        """Messages without special tokens, and the texts that stand for those in the order of their numbers."""
+        """Replace special tokens in messages by numbered placeholders; return the messages and the replaced texts."""
         spelt: list[str] = []
 
         def hide(found: re.Match[str]) -> str:
@@ -485,7 +494,7 @@ class ChatTemplate:
         ], spelt
 
     def _tokens(self, text: str, spelt: Sequence[str], cuts: Sequence[int] = ()) -> list[tuple[int, int, int]]:
-        """Every token of a text, and where in it it begins and ends; none lies across one of the ``cuts``."""
+        """Tokenise a text; return each token with its start and end. No token spans one of the ``cuts``."""
         tokens, at = [], 0
         for first, last in pairwise([0, *cuts, len(text)]):
             for number, piece in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text[first:last])):
@@ -517,23 +526,26 @@ def _response(content: str) -> Message:
 
 
 def _common(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Return the length of the longest common prefix of two texts."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _spell(text: str, spelt: Sequence[str]) -> str:
-    """The text with its special tokens spelt out again."""
+    """Replace placeholders by the texts of special tokens."""
     return re.sub(f"{_OPEN}(\\d+){_CLOSE}", lambda found: spelt[int(found[1])], text)
 
 
 def _flat(text: str) -> str:
-    """The text without white space, which templates trim and add."""
+    """Return a text without white space, which templates strip and add."""
     return "".join(text.split())
 
 
 def _lost(content: str, text: str, *, thoughts: bool = False) -> str:
-    """The first part of a content that a text lacks, as it is or as JSON; ``thoughts`` may be written apart."""
+    """Return the first part of a content that a text does not contain, verbatim or as JSON; empty if there is none.
+
+    With ``thoughts`` the parts are the thoughts and the text around them, otherwise the whole content.
+    """
     flat = _flat(text)
     for part in re.split("</?think>", content) if thoughts else [content]:
         if _flat(part) not in flat and _flat(json.dumps(part, ensure_ascii=False)[1:-1]) not in flat:
@@ -550,7 +562,7 @@ def _left_out(messages: Sequence[Message], number: int, lost: str) -> DataError:
 
 
 def _with_arguments(message: Message, encodes: bool) -> Message:
-    """A message whose tool calls have their arguments as JSON, if ``encodes``."""
+    """Return a message; with ``encodes`` the arguments of its tool calls are JSON."""
     if not encodes or not message.get("tool_calls"):
         return message
     calls = [
@@ -563,7 +575,7 @@ def _with_arguments(message: Message, encodes: bool) -> Message:
 
 
 def _writes(message: Message, flat: str) -> bool:
-    """Check that a text holds the names and arguments of all tool calls of a message."""
+    """Return whether a text contains the names and arguments of all tool calls of a message."""
     return not any(
         _lost(text, flat)
         for call in message["tool_calls"]
@@ -572,7 +584,7 @@ def _writes(message: Message, flat: str) -> bool:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All texts within a JSON value."""
+    """Yield all strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):

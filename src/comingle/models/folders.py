@@ -1,4 +1,4 @@
-"""A base model as a folder in the Hugging Face layout, checked before loading, and its digests."""
+"""Base models in Hugging Face folders: checks before loading, loading without pickle, and digests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-# Architectures with a causal head; what else a config.json may name (masked, sequence-to-sequence) has none.
+# Suffixes of architectures with a causal head; masked and sequence-to-sequence models have other names.
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `folder` holds a configuration, a tokenizer and every file of the weights."""
+    """Return whether a folder holds a configuration, a tokenizer and all weight files."""
     if not (folder / "config.json").is_file() or not has_tokenizer(folder):
         return False
     try:
@@ -37,29 +37,36 @@ def is_complete(folder: Path) -> bool:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether `folder` holds a tokenizer of any of the known kinds."""
+    """Return whether a folder holds a tokenizer file of a known kind."""
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def read_folder(
     folder: Path, *, dtype: torch.dtype, device: torch.device, attention: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Model (on the CPU) and tokenizer (None where the folder holds none); never unpickles, never runs its code.
+    """Load a model on the CPU and its tokenizer; never unpickle, and never run code from the folder.
 
-    `device` is where the model will be moved to.
+    Args:
+        folder: A folder in the Hugging Face layout.
+        dtype: Number format of the weights.
+        device: Device to which the model will be moved, for a check of its memory.
+        attention: Attention implementation of transformers; None: transformers' choice.
+
+    Returns:
+        The model, and the tokenizer or None if the folder holds none.
 
     Raises:
-        BaseModelError: no configuration, not a causal or a quantised model, weights missing, pickled, damaged or larger
-            than memory.
+        BaseModelError: The configuration is missing, the model is not causal or is quantised, or the weights are
+            missing, pickled, damaged or larger than memory.
     """
     check_config(folder, _read_json(folder / "config.json"))
-    if (folder / _ADAPTER).is_file():  # which transformers would load too, or leave out where peft is not installed
+    if (folder / _ADAPTER).is_file():  # transformers would load it if peft is installed, else ignore it
         raise BaseModelError(
             f"base model {folder}: {_ADAPTER} says that an adapter lies beside the weights; merge it into them "
             "(peft: merge_and_unload), or move it out of this folder."
         )
     parameters = sum(_count_weights(path) for path in weight_files(folder))
-    for place in {torch.device("cpu"), device}:  # loaded there first
+    for place in {torch.device("cpu"), device}:  # weights are loaded on the CPU first
         require_memory(f"base model {folder}:", parameters, dtype, place)
     model = _load_model(folder, dtype=dtype, attention=attention)
     require_finite(folder, model)
@@ -67,12 +74,17 @@ def read_folder(
 
 
 def require_memory(what: str, parameters: int, dtype: torch.dtype, device: torch.device, advice: str = "") -> None:
-    """See that so many weights fit into what `device` has free, before the system ends the process for it.
+    """Check that weights fit into the free memory of a device, before the system kills the process.
 
-    `advice` is what to do besides taking a smaller base.
+    Args:
+        what: The model, for the message.
+        parameters: Number of weights.
+        dtype: Their number format.
+        device: The device; only CPUs and CUDA GPUs are checked.
+        advice: An alternative to a smaller base, for the message; empty: bfloat16 if that is smaller.
 
     Raises:
-        BaseModelError: they do not.
+        BaseModelError: They do not fit.
     """
     needed, free = parameters * dtype.itemsize, free_bytes(device) if device.type in ("cpu", "cuda") else math.inf
     if needed > free:
@@ -84,17 +96,17 @@ def require_memory(what: str, parameters: int, dtype: torch.dtype, device: torch
 
 
 def own_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """`config` without its own choice of kernels: a foreign one may name code on the hub, which would be run."""
+    """Remove a configuration's choice of kernels in place: it may name code on the hub, which would be run."""
     config._attn_implementation = None
     config._experts_implementation = None
     return config
 
 
 def check_config(where: Path, config: dict[str, Any]) -> None:
-    """Refuse a configuration that is not of a plain causal language model.
+    """Check that a configuration is that of a plain causal language model.
 
     Raises:
-        BaseModelError: encoder-decoder, masked or other architectures, quantised weights, no model type.
+        BaseModelError: It has another architecture (encoder-decoder, masked), quantised weights, or no model type.
     """
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
@@ -126,10 +138,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of the weights, which may be missing.
+    """Return the weight files of a folder; those that an index names need not exist.
 
     Raises:
-        BaseModelError: none are named, or they are pickled.
+        BaseModelError: There are none, or they are pickled.
     """
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
@@ -146,17 +158,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _count_weights(path: Path) -> int:
-    """Numbers in a file of weights, out of its header.
+    """Return the number of weights in a file, read from its header.
 
     Raises:
-        BaseModelError: missing, truncated or damaged.
+        BaseModelError: The file is missing, truncated or damaged.
     """
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         raise BaseModelError(f"base model {path.parent}: {path.name} is named in {_INDEX} but missing.")
     try:
-        with safe_open(path, framework="pt") as file:  # which compares the header with the length of the file
+        with safe_open(path, framework="pt") as file:  # compares the header with the file size
             return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     except SafetensorError as error:
         raise BaseModelError(
@@ -180,23 +192,23 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # a foreign file meets a foreign library here; whatever it says, the file is at fault
+    except Exception as error:  # transformers raises many types of error for invalid files
         raise BaseModelError(f"base model {folder}: transformers cannot load it: {one_line(error)}") from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
-        # transformers would go on with random weights in their place
+        # transformers only warns, and initialises them at random
         raise BaseModelError(f"base model {folder}: the weights lack {len(missing)} tensors, first {missing[0]!r}.")
     _require_places(folder, sorted(report["unexpected_keys"]))
     return model
 
 
 def _require_places(folder: Path, unexpected: Sequence[str]) -> None:
-    """Check that the model has a place for all weights in the files: transformers leaves out the others.
+    """Check that the model uses all tensors of the files, except for buffers that it computes itself.
 
-    ``unexpected`` are those that it left out. Buffers that the model computes itself are no loss.
+    ``unexpected`` names the tensors that transformers ignored.
 
     Raises:
-        BaseModelError: weights would be lost.
+        BaseModelError: Weights would be lost.
     """
     shapes = _shapes_of(folder, unexpected)
     lost = [name for name in unexpected if not _is_computed(name, shapes.get(name, []))]
@@ -209,7 +221,7 @@ def _require_places(folder: Path, unexpected: Sequence[str]) -> None:
 
 
 def _is_computed(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is a buffer of older files: rotary frequencies or a causal mask (GPT-2, GPT-J, GPT-NeoX)."""
+    """Return whether a tensor is a buffer of older files: rotary frequencies or a causal mask (GPT-2, -J, -NeoX)."""
     if re.search(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name):
         return True
     if re.search(r"(^|\.)(attn|attention)\.masked_bias$", name):
@@ -218,7 +230,7 @@ def _is_computed(name: str, shape: Sequence[int]) -> bool:
 
 
 def _shapes_of(folder: Path, names: Collection[str]) -> dict[str, list[int]]:
-    """Read the shapes of some tensors from the headers of the weights' files."""
+    """Read the shapes of some tensors from the headers of the weight files."""
     from safetensors import safe_open
 
     shapes: dict[str, list[int]] = {}
@@ -229,10 +241,10 @@ def _shapes_of(folder: Path, names: Collection[str]) -> dict[str, list[int]]:
 
 
 def require_finite(folder: Path, model: PreTrainedModel) -> None:
-    """See that every weight is a finite number; ``folder`` is what messages call the model.
+    """Check that all weights are finite; messages name ``folder``.
 
     Raises:
-        BaseModelError: one is not.
+        BaseModelError: A weight is infinite or NaN.
     """
     for name, tensor in model.named_parameters():
         if tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
@@ -240,10 +252,10 @@ def require_finite(folder: Path, model: PreTrainedModel) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of `folder`, None where it holds none.
+    """Load the tokenizer of a folder; return None if it holds none.
 
     Raises:
-        BaseModelError: it cannot be loaded.
+        BaseModelError: The tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -251,22 +263,22 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as above
+    except Exception as error:  # as in _load_model
         raise BaseModelError(f"base model {folder}: its tokenizer cannot be loaded: {one_line(error)}") from error
 
 
 def one_line(error: Exception) -> str:
-    """The first line of what `error` says, or its type."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 _ASIDE = ("transformers_version", "_name_or_path")
-"""What a configuration says of how it was written."""
+"""Keys of a configuration that do not describe the model."""
 
 
 def digest_folder(folder: Path) -> str:
-    """Of the files of the weights, read once, and of the configuration."""
+    """Return a digest of a folder's weight files, each read once, and its configuration."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     parts: list[Any] = [{key: value for key, value in config.items() if key not in _ASIDE}]
     for path in weight_files(folder):
@@ -276,24 +288,24 @@ def digest_folder(folder: Path) -> str:
 
 
 def digest_model(model: PreTrainedModel) -> str:
-    """Of all tensors, for a model that is in memory alone."""
+    """Return a digest of all tensors of a model in memory."""
     parts = [part for name, tensor in sorted(model.state_dict().items()) for part in (name, tensor)]
     return digest_all(*parts)
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Of what decides on the tokens of a text or, behind a colon, of a conversation; empty without a tokenizer."""
+    """Return digests of a tokenizer and of its chat template, joined by a colon; "" without a tokenizer."""
     if tokenizer is None:
         return ""
     return f"{_digest_tokens(tokenizer)}:{digest_all(getattr(tokenizer, 'chat_template', None) or '')}"
 
 
 def _digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of what decides on the tokens of a text, and of the tokens that begin and end one."""
+    """Return a digest of all that determines a text's tokens, and of the special tokens that begin, end and pad it."""
     ids = [getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")]
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return digest_all(type(tokenizer).__name__, tokenizer.get_vocab(), ids)
     content = json.loads(backend.to_str())
-    aside = ("truncation", "padding")  # settings of the last call
+    aside = ("truncation", "padding")  # settings of the last call only
     return digest_all({key: value for key, value in content.items() if key not in aside}, ids)

@@ -1,7 +1,8 @@
 """Text generation: sampling settings, greedy decoding and batches of prompts.
 
-Prompts of different lengths share every pass, filled on the left. What chooses tokens sees each row by itself, without
-its filling and with a random stream of its own, so a prompt is continued as it is alone (to rounding).
+Prompts of different lengths are padded on the left and share each forward pass. Each row has its own logits processors,
+which do not see its padding, and its own random generator. So a prompt's continuation does not depend on the other
+prompts in its batch, except for rounding.
 """
 
 from __future__ import annotations
@@ -25,11 +26,21 @@ from comingle.utils.errors import DataError, RecipeError, did_you_mean, is_numbe
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to continue a text, checked; the names are those of transformers' ``GenerationConfig``.
+    """Validated settings of text generation, named as in transformers' ``GenerationConfig``.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 and
-    ``no_repeat_ngram_size`` 0 change nothing. ``stop_strings`` end a text and stay in it, ``stop`` is cut off.
-    ``eos_token_id`` None is the base's own.
+    Args:
+        max_new_tokens: The largest number of new tokens.
+        min_new_tokens: The smallest number of new tokens.
+        temperature: Temperature of sampling; 0 for greedy decoding.
+        top_k: Sample from the k most probable tokens; 0: from all.
+        top_p: Sample from the most probable tokens with this total probability; 1: from all.
+        min_p: Exclude tokens below this share of the largest probability; 0: none.
+        repetition_penalty: Reduces the logits of tokens that have occurred, as in transformers; 1 for no penalty.
+        no_repeat_ngram_size: Length of n-grams that must not repeat; 0: all may.
+        stop: Strings that end a text and are removed from it.
+        stop_strings: Strings that end a text and stay in it.
+        eos_token_id: Tokens that end a text; None: those of the base model.
+        seed: Seed of each row's random generator.
     """
 
     max_new_tokens: int = 64
@@ -82,13 +93,13 @@ _BOOKKEEPING = {"transformers_version", "bos_token_id", "pad_token_id"}
 
 
 def read_sampling(config: object | None = None, **given: object) -> Sampling:
-    """The settings of a transformers ``GenerationConfig``, with those ``given`` by name over them; None is not given.
+    """Return validated settings from a transformers ``GenerationConfig`` and from keyword arguments, which override it.
 
-    Sampling is on where ``do_sample`` says so or, without it, where ``temperature`` is above 0. Without a ``config``,
-    ``top_p`` is 0.95.
+    Arguments that are None are ignored. ``do_sample`` switches sampling on or off; without it a ``temperature`` above 0
+    switches it on. Without a ``config`` the default of ``top_p`` is 0.95.
 
     Raises:
-        RecipeError: an unknown or unsupported name, a value out of range, or settings that contradict each other.
+        RecipeError: A name is unknown or unsupported, a value is out of range, or settings contradict each other.
     """
     typed = {key: value for key, value in given.items() if value is not None}
     values: dict[str, Any] = {**_of_config(config), **typed}
@@ -114,14 +125,14 @@ def read_sampling(config: object | None = None, **given: object) -> Sampling:
 
 
 def _of_config(config: object | None) -> dict[str, Any]:
-    """What a ``GenerationConfig`` says that is not transformers' default; its sampling only where it samples."""
+    """Return the values of a ``GenerationConfig`` that are not defaults; sampling values only if it samples."""
     if config is None:
         return {}
     tell = getattr(config, "to_diff_dict", None)
     if tell is None:
         raise RecipeError(f"generation_config: got {config!r:.60}, expected transformers.GenerationConfig(...)")
     values_told = {key: value for key, value in tell().items() if value is not None and key not in _BOOKKEEPING}
-    if not values_told.setdefault("do_sample", False):  # transformers ignores these, too
+    if not values_told.setdefault("do_sample", False):  # transformers ignores sampling values without do_sample, too
         values_told = {key: value for key, value in values_told.items() if key not in (*_SAMPLING_ONLY, "temperature")}
     return values_told
 
@@ -135,7 +146,7 @@ def _refuse_unsupported(key: str, value: object) -> None:
 
 
 def as_tuple(value: object) -> tuple[Any, ...]:
-    """One thing, or a list of them, as a tuple."""
+    """Return a list or tuple as a tuple, and any other value as a tuple of one item."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -160,10 +171,18 @@ def _require_agreement(do_sample: object, values: Mapping[str, object], typed: M
 
 
 def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
-    """Up to ``limit`` tokens after each prompt, on the CPU; what follows a prompt's end of text means nothing.
+    """Continue prompts by greedy decoding.
 
-    Prompts are filled with ``PAD`` on the left, and so is on the right what is said after one that leaves the base no
-    places for ``limit`` tokens: no base knows places beyond its last. Others' prompts change nothing for one.
+    A prompt whose continuation would exceed the base's maximum number of positions gets fewer tokens. The continuation
+    of a prompt does not depend on the others.
+
+    Args:
+        network: The base model with bound adapters; a row's index determines its user.
+        prompts: Token IDs, padded with ``PAD`` on the left.
+        limit: The maximum number of new tokens.
+
+    Returns:
+        New tokens on the CPU, padded with ``PAD`` on the right. Tokens after an end of text are meaningless.
     """
     lengths, most = (prompts != PAD).sum(1), getattr(network.config, "max_position_embeddings", None)
     room = (most - lengths).clamp(min=1, max=limit) if most else torch.full_like(lengths, limit)
@@ -171,7 +190,7 @@ def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"]
         return _continue(network, prompts, sizes[0])
     said = torch.full((len(prompts), max(sizes)), PAD, dtype=torch.int64)
     last = torch.arange(prompts.shape[1], device=prompts.device) == prompts.shape[1] - 1
-    for size in sizes:  # everybody is in every batch, as whose adapters these are follows from the place in it
+    for size in sizes:  # each batch has all rows, as the row index determines the adapters
         these = room == size
         some = prompts.masked_fill(~(these.unsqueeze(1) | last), PAD)
         found = _continue(network, some[:, -int(lengths[these].max()) :], size)
@@ -180,7 +199,7 @@ def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"]
 
 
 def _continue(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
-    """So many tokens, for which there are places."""
+    """Generate ``limit`` tokens, for which the base must have positions."""
     width, config = prompts.shape[1], network.generation_config
     generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
     with padded_attention(network):
@@ -196,15 +215,20 @@ def _continue(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit:
 
 
 def can_pad(network: PreTrainedModel) -> bool:
-    """Whether :func:`padded_attention` helps: a capped softmax in float64 (Gemma 2) knows no other attention."""
+    """Return whether the model supports padding: in float64 soft-capped attention (Gemma 2) does not."""
     return network.dtype != torch.float64 or getattr(network.config, "attn_logit_softcapping", None) is None
 
 
 @contextmanager
 def padded_attention(network: PreTrainedModel, *, padded: bool = True) -> Iterator[None]:
-    """Within, attention over padding has numbers in float64 too.
+    """Prevent NaN from attention over padding in float64, by using "sdpa" instead of "eager" attention.
 
-    The softmax of transformers' own attention is in float32, where the mask, float64's lowest number, is infinite.
+    transformers' eager attention computes the softmax in float32, in which the mask value (the lowest float64) is
+    infinite.
+
+    Args:
+        network: The model.
+        padded: Whether a prompt is padded; otherwise nothing changes.
     """
     config: Any = network.base_model.config
     style = config._attn_implementation
@@ -217,10 +241,10 @@ def padded_attention(network: PreTrainedModel, *, padded: bool = True) -> Iterat
 
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What is decoded of half a character."""
+"""The text that an incomplete character is decoded to."""
 
 _CONTEXT = 16
-"""So many tokens a character and the special tokens behind it may be."""
+"""The largest number of tokens of a character and of special tokens after it."""
 
 
 @torch.no_grad()
@@ -230,19 +254,23 @@ def continue_texts(
     prompts: Sequence[str | Sequence[int]],
     sampling: Sampling,
 ) -> list[str]:
-    """Continue each prompt (text or tokens); an empty text starts from the token between documents.
+    """Continue each prompt (text or tokens).
 
-    A text begins with the base's begin-of-text token where there is one; tokens are continued as they are.
+    A text gets the base's begin-of-text token if there is one; an empty text starts from the token between documents.
+    Tokens are used unchanged.
 
     Args:
-        network: the base with a user's adapters.
-        base: the tokenizer's, and the embedding's, which must have a row for each token of the prompts.
-        prompts: none gives no texts.
-        sampling: how tokens are chosen, and how many.
+        network: The base model with a user's adapters.
+        base: The base model, for its tokenizer and embedding.
+        prompts: The prompts; may be empty.
+        sampling: Settings of the generation.
+
+    Returns:
+        The new text of each prompt.
 
     Raises:
-        DataError: a prompt with its continuation is longer than the base can read, is empty and has no start, or has
-            tokens without a row in the embedding.
+        DataError: A prompt with its continuation exceeds the base's maximum number of positions, is empty although the
+            tokenizer has no token between documents, or has tokens without a row in the embedding.
         RecipeError: ``eos_token_id`` is not in the vocabulary.
     """
     if not prompts:
@@ -264,7 +292,7 @@ def continue_texts(
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
     after = [place_of(tokenizer, ids) if isinstance(p, str) else [] for ids, p in zip(encoded, prompts, strict=True)]
     watch = _Watch(tokenizer, width, ends, sampling.stop + sampling.stop_strings, after)
-    # Lengths change with every token: compiling for each of them would not pay.
+    # The length changes with each token, so compiling is not worthwhile.
     with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
         out = _generate(network, ids, mask, starts, ends, pad, sampling, watch)
     said = [added_text(tokenizer, after[i], row[width : watch.ends[i]]) for i, row in enumerate(out.tolist())]
@@ -272,14 +300,22 @@ def continue_texts(
 
 
 def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int]) -> str:
-    """What tokens add to the text of those before them: some tokenizers drop a space where a text begins."""
+    """Return the text that new tokens add to the text before them.
+
+    Decoding them alone could lose a space, which some tokenizers drop at the beginning of a text.
+
+    Args:
+        tokenizer: The tokenizer.
+        before: Tokens before them, as from :func:`place_of`.
+        tokens: The new tokens.
+    """
     old, new = (str(tokenizer.decode(some, skip_special_tokens=True)) for some in (before, [*before, *tokens]))
-    # Some make several of a half of a character, and of the whole one before it too.
+    # Some tokenizers decode an incomplete character to several characters, and change the one before it.
     return new[len(old) :] if new.startswith(old) else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def place_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """The last tokens of a prompt that are text by themselves, and give what follows its place."""
+    """Return the shortest suffix of a prompt that decodes to complete characters: the context of :func:`added_text`."""
     for count in range(1, min(len(ids), _CONTEXT) + 1):
         text = str(tokenizer.decode(ids[-count:], skip_special_tokens=True))
         if text and UNFINISHED not in text:
@@ -292,10 +328,13 @@ def encode_prompt(
 ) -> list[int]:
     """Return the tokens of a prompt (text or tokens); an empty one becomes the token between documents.
 
-    A text begins with the token ``begin``, once, also where it spells it out; a prompt of tokens stays as it is.
+    Args:
+        tokenizer: The tokenizer.
+        prompt: A text, or tokens, which are unchanged.
+        begin: Begin-of-text token to add to a text that does not start with it; None for none.
 
     Raises:
-        DataError: invalid Unicode, or an empty prompt where the tokenizer has no such token.
+        DataError: The text is invalid Unicode, or the prompt is empty and the tokenizer has no token between documents.
     """
     if isinstance(prompt, str):
         require_characters(prompt)
@@ -327,23 +366,33 @@ def _require_places(network: PreTrainedModel, encoded: Sequence[Sequence[int]], 
 
 
 def max_places(network: PreTrainedModel) -> int | None:
-    """How many tokens the base reads at once; None where its configuration does not say."""
+    """Return the base's maximum number of positions; None if its configuration has none."""
     places = getattr(network.config, "max_position_embeddings", None)
     return places if isinstance(places, int) and places > 0 else None
 
 
 def check_places(where: str, context: int, network: PreTrainedModel) -> None:
-    """Whether the base reads windows of ``context`` tokens at once.
+    """Check that a window does not exceed the base's maximum number of positions.
+
+    Args:
+        where: The setting that has the size, for the message.
+        context: Tokens of a window.
+        network: The base model.
 
     Raises:
-        RecipeError: it does not.
+        RecipeError: The window is too large.
     """
     if (most := max_places(network)) is not None and context > most:
         raise RecipeError(f"{where}: got {context:,}, but the base reads at most {most:,} tokens at once")
 
 
 def stop_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> tuple[int, ...]:
-    """The tokens after which a text ends.
+    """Return the tokens that end a text.
+
+    Args:
+        network: The base model.
+        tokenizer: Its tokenizer.
+        sampling: Settings, whose ``eos_token_id`` takes precedence.
 
     Raises:
         RecipeError: ``eos_token_id`` is not in the vocabulary.
@@ -386,7 +435,7 @@ def _generate(
         attention_mask=mask,
         generation_config=GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
-            do_sample=False,  # the rows draw by themselves
+            do_sample=False,  # each row's processors draw its token
             eos_token_id=list(ends) or None,
             pad_token_id=pad,
             use_cache=True,
@@ -397,11 +446,20 @@ def _generate(
 
 
 _COLDEST = 1e-6
-"""A lower temperature chooses no other tokens, and logits over it would not be finite."""
+"""The smallest temperature in use: below it tokens would not change, but logits would overflow."""
 
 
 def chooser_of(sampling: Sampling, prompt: int, ends: Sequence[int], device: torch.device) -> Callable[..., Tensor]:
-    """One row's processors, in transformers' own order; the last one draws and leaves a single token possible."""
+    """Return one row's logits processors, in transformers' order.
+
+    If sampling is on, the last one draws a token and sets the other logits to minus infinity.
+
+    Args:
+        sampling: Settings of the generation.
+        prompt: Tokens of the prompt without padding.
+        ends: Tokens that end a text.
+        device: Device of the logits.
+    """
     import transformers as library
 
     choosers: list[Any] = []
@@ -434,7 +492,7 @@ def _warpers(sampling: Sampling) -> list[Any]:
 
 
 class _Draw:
-    """Draws one token from a row's probabilities."""
+    """A logits processor that draws one token with a generator of its own."""
 
     def __init__(self, generator: torch.Generator):
         self.generator = generator
@@ -446,7 +504,16 @@ class _Draw:
 
 @dataclass
 class _Watch:
-    """Ends a row after a token of ``stop_ids`` or one of the ``stops``, and keeps where: ``ends``."""
+    """A stopping criterion that ends a row after a stop token or string, and records its length in ``ends``.
+
+    Args:
+        tokenizer: The tokenizer.
+        width: Tokens of the padded prompts.
+        stop_ids: Tokens that end a text.
+        stops: Strings that end a text.
+        after: For each row the context of :func:`added_text`.
+        ends: For each row its total length once it has ended, else None.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     width: int
@@ -469,5 +536,5 @@ class _Watch:
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
-    """``text`` up to the first of ``stops``."""
+    """Return ``text`` up to the first occurrence of one of ``stops``."""
     return text[: min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text))]

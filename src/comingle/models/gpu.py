@@ -1,13 +1,14 @@
 """Mixtures of experts on GPUs: Triton kernels and CUDA graphs.
 
-Used where ``runtime.gpu`` names ``triton``; ranks up to 32, bf16 and float32. No tensor with both an expert and a
-hidden axis exists, and the backward pass recomputes activations instead of keeping them.
+The Triton kernels are used if ``runtime.gpu`` names ``triton``, for ranks up to 32 in bf16 and float32. No tensor has
+both an expert and a hidden axis, and the backward pass recomputes activations instead of saving them.
 
-A pass of many small kernels waits for Python, which launches them one by one. A :class:`Recording` launches them once,
-with inputs that stay where they are in memory, and from then on copies its inputs there and replays. It has two graphs,
-one up to what the head reads and one for its gradients; the loss, the head and the optimiser are no part of it, and
-are launched as ever. All recordings of a model use the same memory, so one is replayed as a whole before the next is.
-On a CPU, which has no graphs, a replay is a plain call on the same memory: for tests alone.
+CUDA graphs are used if ``runtime.gpu`` names ``graphs``: launching many small kernels from Python is slow. A
+:class:`Recording` captures a pass once with static inputs; later passes copy their inputs there and replay. It has two
+graphs, one from the tokens to the last hidden states and one for the gradients. The output head, the loss and the
+optimiser are launched as usual. All recordings of a model share a memory pool, so the forward and backward pass of one
+must be complete before another is replayed. A CPU has no graphs: there a replay is a plain call on the same memory,
+which only tests use.
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ from comingle.utils.trees import Context, Tree
 
 MOST_RANKS = 32
 TOKENS, COLUMNS, SPAN = 32, 64, 2048
-"""A tile, and the tokens whose gradients of factors are summed by one program."""
+"""Size of a tile, and the number of tokens over which one program sums gradients of factors."""
 LEAST = 16
-"""The smallest inner dimension of a product of tiles."""
+"""The smallest inner dimension of a Triton product."""
 
 
 def with_triton(model: AdaptedModel) -> AdaptedModel:
-    """``runtime.gpu: [triton]``: the model, with Triton kernels for the hidden part of mixtures from now on.
+    """Use Triton kernels for expert mixtures from now on (``runtime.gpu: [triton]``), and return the model.
 
     Raises:
-        RecipeError: it is on no NVIDIA GPU, or there is no Triton.
+        RecipeError: The model is not on a CUDA GPU, or Triton is not installed.
     """
     expert_mlp.use(part_on(model.device))
     return model
 
 
 def part_on(device: torch.device) -> Part:
-    """What computes the hidden part of mixtures on a device.
+    """Return the Triton backend for a device.
 
     Raises:
-        RecipeError: as :func:`with_triton`.
+        RecipeError: As in :func:`with_triton`.
     """
     if find_spec("triton") is None:
         raise RecipeError("runtime.gpu: got 'triton', which is not installed here; pip install triton, or leave it out")
@@ -65,13 +66,19 @@ def part_on(device: torch.device) -> Part:
 
 
 class Part:
-    """The passes of :mod:`comingle.models.kernels.expert_mlp` on a GPU, and which tensors they accept."""
+    """The Triton backend: the functions of :mod:`comingle.models.kernels.expert_mlp` for a GPU."""
 
     def __init__(self, programs: ModuleType):
         self.programs = programs
 
     def supports(self, x: Tensor, act: expert_mlp.Activation, rank: int) -> bool:
-        """Whether the kernels are made for such tensors; they are asked for bases on CPUs too, as they are in use."""
+        """Return whether the kernels support such tensors; also called for bases on CPUs, as the backend is global.
+
+        Args:
+            x: Input of the MLP.
+            act: Its activation.
+            rank: LoRA rank.
+        """
         real = x.numel() > 0 and not isinstance(x, FakeTensor) and (x.is_cuda or self.programs.INTERPRETED)
         return real and x.dtype in DTYPES and act in ACTIVATION_CODES and rank <= MOST_RANKS
 
@@ -86,7 +93,7 @@ class Part:
         b: Sequence[Factor],
         a: Factor,
     ) -> tuple[SharedHidden, Last, Last]:
-        """As :func:`comingle.models.kernels.expert_mlp.forward`."""
+        """Compute :func:`comingle.models.kernels.expert_mlp.forward` with Triton. Args: as there."""
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
         chunks = -(-hidden // COLUMNS)
@@ -117,7 +124,7 @@ class Part:
         d_gated: Last,
         factors: bool,
     ) -> tuple[list[SharedHidden], First, Gates, list[Factor], Factor | None]:
-        """As :func:`comingle.models.kernels.expert_mlp.backward`."""
+        """Compute :func:`comingle.models.kernels.expert_mlp.backward` with Triton. Args: as there."""
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
         chunks = -(-hidden // COLUMNS)
@@ -148,7 +155,7 @@ class Part:
 def _given(
     bases: Sequence[Tensor], biases: Sequence[Tensor | None], z: Tensor, gates: Tensor, b: Sequence[Tensor], a: Tensor
 ) -> tuple[object, ...]:
-    """The kernels' first arguments; of what a plain MLP has once, the same twice, and any address for no bias."""
+    """Return the kernels' first arguments: a plain MLP's layer twice, and any tensor for a missing bias."""
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
     assert z.stride(2) == 1
     addresses = [bases[0] if bias is None else bias for bias in biases]
@@ -172,27 +179,30 @@ def _sizes(act: expert_mlp.Activation, biases: Sequence[Tensor | None], a: Tenso
 
 
 MOST = 16
-"""So many recordings a model has, one for each set of shapes; what comes later is not recorded."""
+"""The largest number of recordings of a model. There is one per set of shapes; further shapes are not recorded."""
 WARM = 3
-"""Passes before a recording, in which code is compiled and libraries choose."""
+"""Warm-up passes before a recording, in which code is compiled and libraries choose algorithms."""
 
 Key = tuple[Any, ...]
 Work = Callable[[], None]
 
 
 def recorded(model: AdaptedModel) -> AdaptedModel:
-    """``runtime.gpu: [graphs]``: the model, whose passes in training are recorded and replayed."""
+    """Return the model with training passes replayed from CUDA graphs (``runtime.gpu: [graphs]``)."""
     return RecordedModel(**vars(model))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedModel(AdaptedModel):
-    """A model with its recordings; those with fewer experts or users of it have the same."""
+    """A model with recorded training passes; restrictions to fewer experts or users share the recordings."""
 
     recordings: dict[Key, Recording | None] = field(default_factory=dict)
 
     def states(self, tensors: Tree, present: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor | float]:
-        """As any model's; replayed in training, unless somebody looks at gates on the way."""
+        """Return :meth:`AdaptedModel.states`, replayed from a recording in training. Args: as there.
+
+        The pass runs without a recording if gates are watched, or while another replay awaits its backward pass.
+        """
         trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
         watched = any(mlp.router.watched for mlp in self.adapters.experts.values())
         if not trained or watched or isinstance(inputs, FakeTensor):
@@ -210,8 +220,8 @@ class RecordedModel(AdaptedModel):
         return found if len(found) == 2 else (*found, recording.penalty)
 
     def _record(self, names: tuple[str, ...], given: Sequence[Tensor]) -> Recording | None:
-        """None where it cannot be recorded, which is told."""
-        # Not this model, which has the recording: the two would wait for the garbage collector, with a pass's memory.
+        """Record a pass; log a warning and return None if it cannot be captured."""
+        # Not ``self``, which holds the recording: a reference cycle would keep the memory of a pass.
         plain = AdaptedModel(**{f.name: getattr(self, f.name) for f in fields(AdaptedModel)})
         pools = [recording.pool for recording in self.recordings.values() if recording is not None]
 
@@ -230,7 +240,13 @@ class RecordedModel(AdaptedModel):
 
 
 class Recording:
-    """A function of tensors, and its gradients at those that require one, in memory that stays."""
+    """A function of tensors and its gradients, captured as CUDA graphs with static memory.
+
+    Args:
+        run: The function; returns hidden states and a penalty.
+        given: Inputs like those of later passes; gradients are computed for those that require one.
+        pool: Memory pool of the graphs; None: a new one.
+    """
 
     def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], given: Sequence[Tensor], pool: object):
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
@@ -247,7 +263,7 @@ class Recording:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody has replayed the forward pass and may still want gradients of that."""
+        """Whether a replay of the forward pass may still need its gradients."""
         taken = None if self.taken is None else self.taken()
         return taken is not None and not taken.done
 
@@ -270,13 +286,13 @@ class Recording:
 
 
 class Taken:
-    """One replay of a forward pass; ``done`` once it has had its gradients."""
+    """One replay of a forward pass; ``done`` after its backward pass."""
 
     done = False
 
 
 class _Replayed(torch.autograd.Function):
-    """Results are copies: the next replay writes over what a recording holds."""
+    """Autograd function that replays a recording. Results are copies, as the next replay overwrites static memory."""
 
     @staticmethod
     def forward(ctx: Context, recording: Recording, *given: Tensor) -> tuple[Tensor, ...]:
@@ -289,7 +305,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *reached: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        assert not ctx.taken.done  # its memory was given to the gradients of the first time
+        assert not ctx.taken.done  # the first backward pass has overwritten its memory
         recording, ctx.taken.done = ctx.recording, True
         for static, d in zip(recording.reached, reached, strict=True):
             if static is not None:
@@ -301,14 +317,14 @@ class _Replayed(torch.autograd.Function):
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """Within, transformers takes each row for one text, as ours are, and does not look whether it is several.
+    """Disable transformers' detection of packed sequences: each of our rows is one text.
 
-    It would look at positions, which waits for the device; while a graph is captured it cannot, and takes them for
-    several: then attention gets a mask, which FlashAttention has not, and compiled layers are compiled anew.
+    The detection reads positions, which synchronises with the device. During a capture it cannot, so it assumes packed
+    sequences: attention then gets a mask, which rules out FlashAttention and recompiles compiled layers.
     """
     from transformers import masking_utils
 
-    if (found := getattr(masking_utils, _LOOKS, None)) is None:  # not every version does
+    if (found := getattr(masking_utils, _LOOKS, None)) is None:  # missing in some versions
         yield
         return
     setattr(masking_utils, _LOOKS, lambda *_, **__: None)
@@ -323,17 +339,17 @@ _LOOKS = "find_packed_sequence_indices"
 
 @cache
 def beside(device: torch.device) -> torch.cuda.Stream:
-    """The stream of whatever is captured on a device: one alone, as cuBLAS keeps memory for each that it has seen."""
+    """Return the stream for all captures on a device; only one, as cuBLAS keeps a workspace per stream."""
     return torch.cuda.Stream(device)
 
 
 def warm(work: Work, device: torch.device) -> None:
-    """Do something as often as it takes before it can be captured, beside what is going on."""
+    """Run a function ``WARM`` times on the capture stream, as a capture requires; do nothing on a CPU."""
     if device.type != "cuda":
         return
     stream, computing = beside(device), torch.cuda.current_stream(device)
     stream.wait_stream(computing)
-    with torch.cuda.stream(stream):  # and on its device, which need not be the current one
+    with torch.cuda.stream(stream):  # also selects its device
         for _ in range(WARM):
             work()
     computing.wait_stream(stream)
@@ -341,12 +357,21 @@ def warm(work: Work, device: torch.device) -> None:
 
 
 def capture(work: Work, device: torch.device, pool: Any) -> Work:
-    """What does the same as ``work``, which is called once: replays its graph, or calls it where there are none."""
+    """Capture ``work`` as a CUDA graph and return the function that replays it; on a CPU call and return ``work``.
+
+    Args:
+        work: The function; it reads and writes static memory.
+        device: Its device.
+        pool: Memory pool of the graph.
+
+    Raises:
+        RuntimeError: The function cannot be captured.
+    """
     if device.type != "cuda":
         work()
         return work
     graph, stream = torch.cuda.CUDAGraph(), beside(device)
-    with torch.cuda.stream(stream):  # which a capture that fails does not put back
+    with torch.cuda.stream(stream):  # a failed capture does not restore the stream
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 work()
@@ -357,10 +382,10 @@ def capture(work: Work, device: torch.device, pool: Any) -> Work:
 
 
 def _end(device: torch.device, pool: Any) -> None:
-    """End an invalid capture for the allocator too, which torch does only where CUDA has ended it without complaint.
+    """Tell PyTorch's allocator that a failed capture has ended.
 
-    Else it would keep the pool, and as long as a capture is under way it gives nothing back that a stream has used.
-    Where torch has done it, the first call is refused.
+    PyTorch does so only if CUDA ends the capture without an error. Otherwise the allocator would keep the pool, and
+    would not free memory used on other streams. If PyTorch has done it already, the first call raises an error.
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)

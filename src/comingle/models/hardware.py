@@ -1,4 +1,4 @@
-"""Devices, number formats, memory and attention of a base model, and the settings of torch while it is used."""
+"""Devices, number formats, attention implementations and memory, and torch's global settings during a run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CGROUPS = (
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Set torch as it is in a new process, and put back afterwards how the caller had it; also a decorator.
+    """Reset torch's modes to those of a new process; restore the caller's on exit. Also usable as a decorator.
 
-    Covers what would change a run's numbers, or end it: ``no_grad``, ``inference_mode``, ``autocast``, and the default
-    dtype and device.
+    Resets the modes that change results or raise errors: ``no_grad``, ``inference_mode``, ``autocast``, default dtype
+    and default device.
     """
     dtype = torch.get_default_dtype()
     with ExitStack() as stack:
@@ -37,7 +37,7 @@ def torch_defaults() -> Iterator[None]:
         for kind in _AUTOCAST:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":  # a mode of torch's, which every call would pass through
+        if torch.get_default_device().type != "cpu":  # a torch function mode, which slows down every call
             stack.enter_context(torch.device("cpu"))
         if dtype != torch.float32:
             torch.set_default_dtype(torch.float32)
@@ -49,10 +49,10 @@ _AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 
 
 def resolve_device(device: str = "auto") -> torch.device:
-    """The device called `device`: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda", "cuda:N" or "mps".
+    """Return the device for "auto" (CUDA if available, else the CPU), "cpu", "cuda", "cuda:N" or "mps".
 
     Raises:
-        BaseModelError: no such device, or not on this machine.
+        BaseModelError: The name is unknown, or this machine has no such device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,10 +77,10 @@ def _require_cuda(device: torch.device) -> None:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The format of the weights: "auto" is bfloat16 where `device` multiplies it fast, else float32.
+    """Return the dtype of a name; "auto" is bfloat16 if ``device`` multiplies it fast, else float32.
 
     Raises:
-        BaseModelError: any other name than auto, bfloat16, float16, float32, float64.
+        BaseModelError: The name is not auto, bfloat16, float16, float32 or float64.
     """
     if dtype == "auto":
         return torch.bfloat16 if fast_bf16(device) else torch.float32
@@ -90,15 +90,18 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_attention(attention: str, device: torch.device) -> str | None:
-    """The attention implementation of transformers: "auto", "eager" or "sdpa"; None leaves the choice to transformers.
+    """Return transformers' attention implementation for "auto", "eager" or "sdpa".
+
+    Returns:
+        "eager" or "sdpa"; None leaves the choice to transformers.
 
     Raises:
-        BaseModelError: any other name.
+        BaseModelError: The name is unknown.
     """
     if attention == "auto":
-        # Measured on a CPU with 128 tokens in bfloat16: the backward pass of torch's fused attention (sdpa) makes the
-        # whole model's twice as slow as plain matmuls do. Elsewhere transformers takes sdpa for every family that has
-        # it (Gemma 2 has not: its attention logits are capped).
+        # Measured on a CPU with 128 tokens in bfloat16: with sdpa the backward pass of the whole model takes twice as
+        # long as with plain matmuls. On other devices transformers chooses sdpa for every family that supports it
+        # (Gemma 2 does not: its attention logits are soft-capped).
         return "eager" if device.type == "cpu" else None
     if attention not in ATTENTIONS:
         raise BaseModelError(f"attention: got {attention!r}, allowed are auto, {', '.join(ATTENTIONS)}.")
@@ -106,11 +109,16 @@ def resolve_attention(attention: str, device: torch.device) -> str | None:
 
 
 def require_room(what: str, count: int, parameters: int, kind: str = "models") -> None:
-    """See that so many models fit into this machine's memory, in float32 and with nothing else in it; ``kind`` is what
-    messages call them.
+    """Check that models in float32 fit into this machine's total memory, before the system kills the process.
+
+    Args:
+        what: The setting that asks for them, for the message.
+        count: Number of models.
+        parameters: Number of parameters of one.
+        kind: Their name in the message.
 
     Raises:
-        RecipeError: they do not, so that drawing them would end with the process killed.
+        RecipeError: They do not fit.
     """
     needed, there = 4 * count * parameters, psutil.virtual_memory().total
     if needed > there:
@@ -121,29 +129,34 @@ def require_room(what: str, count: int, parameters: int, kind: str = "models") -
 
 
 def require_bytes(what: str, needed: int, advice: str = "") -> None:
-    """See that so many bytes fit into this machine's memory, with nothing else in it; ``what`` are they.
+    """Check that data fits into this machine's total memory.
+
+    Args:
+        what: The data, in the plural, for the message.
+        needed: Its bytes.
+        advice: Appended to the message.
 
     Raises:
-        RecipeError: they do not.
+        RecipeError: It does not fit.
     """
     if needed > (there := psutil.virtual_memory().total):
         raise RecipeError(f"{what} are {needed / 2**30:,.0f} GiB; this machine has {there / 2**30:,.0f}{advice}")
 
 
 def fast_bf16(device: torch.device) -> bool:
-    """Whether `device` multiplies bfloat16 matrices faster than float32 ones."""
+    """Return whether a device multiplies bfloat16 matrices faster than float32 ones."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
         return False
-    # Processors that have avx512_fp16 are Intel's with AMX. Where a virtual machine hides that, what is left multiplies
-    # bfloat16 at half the rate of float32: measured, 159 and 285 GFLOP/s of two cores.
+    # Processors with avx512_fp16 are Intel's with AMX. If a virtual machine hides AMX, they multiply bfloat16 at about
+    # half the speed of float32 (measured on two cores: 159 and 285 GFLOP/s).
     features = cpu_features()
     return "amx_bf16" in features or ("avx512_bf16" in features and "avx512_fp16" not in features)
 
 
 def cpu_features() -> set[str]:
-    """What the processor can do, as PyTorch or Linux calls it."""
+    """Return the processor's features by their names in PyTorch or Linux."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older torch
     if capabilities is not None:
         return {name for name, present in capabilities().items() if present is True}
@@ -153,7 +166,7 @@ def cpu_features() -> set[str]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this machine, or the container that limits it, has left for a new process on ``device``."""
+    """Return the bytes that a process can still allocate on a device; on CPUs within the limits of a container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = int(psutil.virtual_memory().available)
@@ -168,10 +181,13 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
 def keep_buffers() -> bool:
-    """Keep glibc from returning every large buffer to the system, only to page it in again at the next step.
+    """Make glibc keep large freed buffers instead of returning them to the system.
 
-    A training step frees and allocates the same hundreds of megabytes over and over; by default each large block is
-    mapped and unmapped by the kernel, which zeroes it page by page. Returns whether the allocator took the settings.
+    A training step frees and allocates the same hundreds of megabytes each time. By default the kernel maps, zeroes and
+    unmaps each large block again.
+
+    Returns:
+        Whether the allocator accepted the settings.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -184,14 +200,13 @@ def keep_buffers() -> bool:
 
 
 def peak_memory_bytes() -> int:
-    """Peak resident memory of this process, plus the peaks of what it has allocated on GPUs; a run need not be on the
-    one that is current."""
+    """Return the peak resident memory of this process plus the peak memory that it has allocated on each GPU."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return _peak_resident() + sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus)
 
 
 def _peak_resident() -> int:
-    """Linux hands ``ru_maxrss`` on from the process that started this one, so there the kernel's own mark is read."""
+    """Return the peak resident memory. On Linux a process inherits its parent's ``ru_maxrss``, so VmHWM is read."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024

@@ -1,21 +1,21 @@
-"""Adapters injected into a frozen causal language model; an MLP becomes a mixture of LoRA experts.
+"""Injection of adapters into a frozen causal language model, in which each MLP becomes a mixture of LoRA experts.
 
-An expert is the whole MLP with its own LoRA on every linear; the outputs are mixed after the last one::
+An expert is the whole MLP with its own LoRA on every linear layer. The experts' outputs are mixed::
 
     y = sum_j p_j MLP_j(x)                                     with sum_j p_j = 1
 
-Since the probabilities sum to one, every product with a base weight is shared exactly (W1, W2 base weights; s the LoRA
-scale; A_j, B_j expert j's factors)::
+As the probabilities sum to one, all experts share each product with a base weight, without approximation (W1, W2 are
+base weights, s is the LoRA scale, A_j and B_j are the factors of expert j)::
 
     h_j = act(W1 x + b1 + s B1_j A1_j x)                       gated MLPs: h_j = act(gate_j x) * up_j x
     y   = W2 (sum_j p_j h_j) + b2 + s sum_j p_j B2_j A2_j h_j
 
-so W1 x and the product with W2 are computed once, not once per expert. ``mix: linear`` is cheaper still and a
-*different* function: the gates multiply in rank space at each linear, ``W x + s B_cat (p * (A_cat x))``.
+So W1 x and the product with W2 are computed once instead of once per expert. ``mix: linear`` costs even less but is a
+*different* function: each linear layer multiplies the gates into the rank dimension, ``W x + s B_cat (p * (A_cat x))``.
 
 :func:`inject` replaces every attention linear by a :class:`LoraLinear` and every MLP by a :class:`RoutedMLP`, and
-returns the :class:`Adapters`: the layout of what each user trains, and :meth:`Adapters.bind`, which hands a cohort's
-tensors to the modules. The base's own parameters are not touched.
+returns the :class:`Adapters`: the layout of each user's trainable tensors, and :meth:`Adapters.bind`, which assigns a
+cohort's tensors to the modules. The base's parameters do not change.
 """
 
 from __future__ import annotations
@@ -56,11 +56,17 @@ Tokens = Float[Tensor, "users n width"]
 
 
 class RoutedMLP(nn.Module):
-    """Takes the place of a block's MLP; ``factors`` and ``router`` are bound before each forward pass.
+    """A mixture of LoRA experts that replaces a block's MLP; ``factors`` and ``router`` are bound before each pass.
 
-    ``first`` holds the linears that read the MLP's input (one, or gate and up), ``last`` the linear that writes its
-    output. ``factors[name]`` is ``(A, B)`` with shapes ``(users, experts, rank, d_in)`` and
-    ``(users, experts, rank, d_out)`` for the keys ``up``, ``down`` and, in gated MLPs, ``gate``.
+    ``factors[name]`` is ``(A, B)`` with shapes ``(users, experts, rank, d_in)`` and ``(users, experts, rank, d_out)``
+    for the keys ``up``, ``down`` and, in gated MLPs, ``gate``.
+
+    Args:
+        first: The linear layers that read the MLP's input: ``up``, and ``gate`` in gated MLPs.
+        last: The linear layer that writes the MLP's output.
+        act: Name of the activation, as in transformers.
+        scale: LoRA scale.
+        mix: "output" or "linear": what the gates multiply.
     """
 
     factors: dict[str, tuple[Tensor, Tensor]]
@@ -76,7 +82,7 @@ class RoutedMLP(nn.Module):
         self.factors = {}
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """Mixture of the users' experts; rows of ``x`` are user-major."""
+        """Return the mixture of each user's experts; the rows of ``x`` are ordered by user."""
         users = self.factors["down"][0].shape[0]
         tokens = x.reshape(users, -1, x.shape[-1])
         if self.mix == "output" and self._decodes(x, users):
@@ -94,7 +100,7 @@ class RoutedMLP(nn.Module):
         return known and expert_mlp.fits_rows(x, users, *(base_weight(linear)[0] for linear in linears))
 
     def _mix_rows(self, x: Tokens) -> Tokens:
-        """:meth:`_mix_outputs` of one token for each of a few texts."""
+        """Compute :meth:`_mix_outputs` for one token of each of a few texts, with native code."""
         a_and_b = {name: (a.to(x.dtype), b.to(x.dtype)) for name, (a, b) in self.factors.items()}
         first = [(base_weight(linear), a_and_b[name]) for name, linear in self.first.items()]
         return expert_mlp.experts(
@@ -109,13 +115,13 @@ class RoutedMLP(nn.Module):
         return cast(Tensor, _Mixture.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
 
     def _mix_natively(self, part: object, x: Tokens) -> Tokens:
-        """:meth:`_mix_outputs` with :class:`_NativeMixture`; the router's logits are part of the first thin product."""
+        """Compute :meth:`_mix_outputs` with :class:`_NativeMixture`; the product with A includes the router's."""
         names = [*self.first, "down"]
         a, b = zip(*((f.to(x.dtype).contiguous() for f in self.factors[name]) for name in names), strict=True)
         router = [] if self.router.weight is None else [self.router.weight.to(x.dtype)]
         alias, thin = _Enter.apply(x, torch.cat([*(factor.flatten(1, 2) for factor in a[:-1]), *router], 1))
         z, logits = thin.tensor_split([sum(factor.shape[1] * factor.shape[2] for factor in a[:-1])], -1)
-        # Native code reads plain memory: uniform gates are one row that repeats.
+        # Native code needs contiguous memory, but uniform gates are an expanded row.
         gates = (self.router.choose(logits.float(), x) if router else self.router(x)).contiguous()
         weights = [t for linear in (*self.first.values(), self.last) for t in base_weight(linear)]
         x = alias if x.requires_grad else x
@@ -137,9 +143,9 @@ class RoutedMLP(nn.Module):
 
 
 class _Mixture(torch.autograd.Function):
-    """The equations of the module docstring with a hand-written backward pass.
+    """The expert mixture of the module docstring, with a hand-written backward pass.
 
-    Arguments after ``first``: (A, B) of each first linear and of the last, then (W, b) of the same linears.
+    Arguments after ``first``: (A, B) of each first linear layer and of the last, then (W, b) of the same layers.
     """
 
     @staticmethod
@@ -147,7 +153,7 @@ class _Mixture(torch.autograd.Function):
         (a_first, b_first, a_last, b_last), bases = _sort(rest, first)
         u, experts, rank = a_last.shape[:3]
         n = x.shape[1]
-        # One product for all first linears and experts: (u, n, first * experts * rank) -> (first, u * experts, n, rank)
+        # One product for all first layers and experts: (u, n, first * experts * rank) -> (first, u * experts, n, rank)
         z = torch.bmm(x, _side_by_side(a_first).mT).mul_(scale)
         z = z.view(u, n, first, experts, rank).permute(2, 0, 3, 1, 4).reshape(first, u * experts, n, rank)
         products = [F.linear(x, *base) for base in bases[:-1]]
@@ -168,7 +174,7 @@ class _Mixture(torch.autograd.Function):
         (a_first, b_first, a_last, b_last), bases = _sort(rest, first)
         u, experts, n, _ = h.shape
         rank = a_last.shape[2]
-        wants = ctx.needs_input_grad[5:]  # of (A, B) pairs in order, then of base weights (never)
+        wants = ctx.needs_input_grad[5:]  # (A, B) pairs in order, then base weights (never True)
 
         d_mixed = dy @ bases[-1][0]
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT).view(u, n, experts, rank).transpose(1, 2)
@@ -196,10 +202,9 @@ class _Mixture(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """The mixture's input, and its products with all thin matrices that read it: the first linears' A, the router.
+    """The mixture's input, and its product with all narrow matrices that read it: A of the first layers, the router.
 
-    One thin product instead of several, and in the backward pass their gradient is added to the rest of the input's
-    as it is computed.
+    This replaces several narrow products by one. The backward pass accumulates its gradient into the input's gradient.
     """
 
     @staticmethod
@@ -211,15 +216,16 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Context, d_x: Tokens, d_thin: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, wide = ctx.saved_tensors
         want_x, want_wide = ctx.needs_input_grad
-        # In place: d_x was made by _NativeMixture, and nobody else has it.
+        # In place: only this function holds d_x, which _NativeMixture has allocated.
         return d_x.baddbmm_(d_thin, wide) if want_x else None, torch.bmm(turn(d_thin), x) if want_wide else None
 
 
 class _NativeMixture(torch.autograd.Function):
-    """The rest, with everything of the hidden width in native code, which keeps none of it but the base's products.
+    """The expert mixture after :class:`_Enter`; native code computes all tensors of the hidden width.
 
-    ``part`` has the two passes, as the module :mod:`~comingle.models.kernels.expert_mlp`. Arguments after ``first``: B
-    of each first linear, A and B of the last, then (W, b) of the same linears.
+    Of those only the base's products are saved for the backward pass. ``part`` is the kernel backend: an object with
+    ``forward`` and ``backward`` like the module :mod:`~comingle.models.kernels.expert_mlp`. Arguments after ``first``:
+    B of each first linear layer, A and B of the last, then (W, b) of the same layers.
     """
 
     @staticmethod
@@ -265,12 +271,12 @@ class _NativeMixture(torch.autograd.Function):
 def _sort_native(
     rest: Sequence[Any], first: int
 ) -> tuple[Sequence[Tensor], tuple[Tensor, Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
-    """Split the flat arguments into B of first linears, (A, B) of the last, base weights, base biases."""
+    """Split the flat arguments into B of the first layers, (A, B) of the last, base weights, base biases."""
     return rest[:first], (rest[first], rest[first + 1]), rest[first + 2 :: 2], rest[first + 3 :: 2]
 
 
 def _side_by_side(factors: Sequence[Tensor]) -> Float[Tensor, "users columns width"]:
-    """All experts' factors of several linears as one matrix per user."""
+    """Concatenate all experts' factors of several linear layers to one matrix per user."""
     flat = [f.flatten(1, 2) for f in factors]
     return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
 
@@ -278,7 +284,7 @@ def _side_by_side(factors: Sequence[Tensor]) -> Float[Tensor, "users columns wid
 def _sort(
     rest: Sequence[Any], first: int
 ) -> tuple[tuple[Any, Any, Tensor, Tensor], list[tuple[Tensor, Tensor | None]]]:
-    """Split the flat arguments into (A of first linears, B of first linears, A of last, B of last) and base pairs."""
+    """Split the flat arguments into (A of first layers, B of first layers, A of last, B of last) and base pairs."""
     factors, weights = rest[: 2 * first + 2], rest[2 * first + 2 :]
     bases = list(zip(weights[::2], weights[1::2], strict=True))
     return (factors[0 : 2 * first : 2], factors[1 : 2 * first : 2], factors[-2], factors[-1]), bases
@@ -287,14 +293,17 @@ def _sort(
 logger = logging.getLogger("comingle")
 
 Linear = tuple[str, nn.Module, tuple[int, ...], tuple[str, ...]]
-"""A linear that gets a LoRA: name, module, leading dimensions of the factors, roles along the expert axis."""
+"""A linear layer that gets a LoRA: name, module, leading dimensions of the factors, roles along the expert axis."""
 
 
 def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None:
-    """A change of a weight has at most the rank of its smaller side; what is above is trained and sent for nothing.
+    """Check that no rank is larger than useful: a weight's change has at most the rank of its smaller dimension.
+
+    Logs a warning if the largest rank exceeds the smaller dimension of some weights: the excess is trained and uploaded
+    without effect.
 
     Raises:
-        RecipeError: a rank above both sides together of every weight, where factors dwarf what they change.
+        RecipeError: The largest rank exceeds d_in + d_out of every weight.
     """
     shapes = {name: tuple(base_weight(linear)[0].shape) for name, linear, _, _ in linears}
     user = int(ranks.argmax())
@@ -317,7 +326,16 @@ def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None
 
 @torch.no_grad()
 def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> None:
-    """With adapters at zero the mixture is the MLP that it replaces, or the family's MLP has something more to it."""
+    """Check that with zero adapters the mixture computes the same function as the MLP that it replaces.
+
+    Args:
+        original: The MLP of the base model.
+        mlp: The mixture; its factors and router are overwritten.
+        family: Class of the base model, for the message.
+
+    Raises:
+        BaseModelError: The outputs differ, so the MLP computes more than act, gate, up and down.
+    """
     _require_one_input(original, family)
     weights = {name: base_weight(linear)[0] for name, linear in [*mlp.first.items(), ("down", mlp.last)]}
     up = weights["up"]
@@ -329,7 +347,7 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
     x = torch.linspace(-1, 1, 4 * up.shape[1], dtype=up.dtype, device=up.device).view(1, 4, -1)
     wanted, got = original(x), mlp(x)
     error = (got - wanted).double().norm() / wanted.double().norm()
-    if error > (0.05 if up.dtype in SHORT else 1e-4):  # rounding is far below
+    if error > (0.05 if up.dtype in SHORT else 1e-4):  # rounding errors are far smaller
         raise BaseModelError(
             f"{family}: its MLP is not act, gate, up and down alone (with adapters at zero the output differs by "
             f"{error:.1%}), so comingle cannot adapt it"
@@ -337,7 +355,7 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
 
 
 def _require_one_input(original: nn.Module, family: str) -> None:
-    """Some MLPs are handed more than their input, as Bloom's is the residual that it adds."""
+    """Raise an error if an MLP takes more than one input; Bloom's, for example, also gets the residual that it adds."""
     needed = [
         p.name
         for p in signature(original.forward).parameters.values()
@@ -352,9 +370,9 @@ def _require_one_input(original: nn.Module, family: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCounts:
-    """How many experts each MLP block has: ``generalists`` for everybody, ``specialists`` per user.
+    """Numbers of experts of each MLP: ``generalists`` is equal for all users, ``specialists`` has one number per user.
 
-    Experts are ordered generalists first; a user with fewer specialists than another is padded and masked.
+    Generalists come first on the expert axis. Users with fewer specialists than others are padded and masked.
     """
 
     generalists: int
@@ -362,26 +380,32 @@ class ExpertCounts:
 
     @property
     def width(self) -> int:
-        """Experts of the user who has most: the stacked tensors' expert axis."""
+        """The largest number of experts of a user, which is the size of the expert axis."""
         return self.generalists + max(self.specialists)
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The role of each place on the expert axis."""
+        """The role of each index on the expert axis."""
         return (GENERALIST,) * self.generalists + (SPECIALIST,) * max(self.specialists)
 
     def present(self) -> Bool[Tensor, "users experts"]:
-        """Which experts each user has."""
+        """Return True where a user has an expert."""
         counts = self.generalists + torch.tensor(self.specialists)
         return torch.arange(self.width) < counts.unsqueeze(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """The injected modules, the layout of a user's trainable tensors, and which experts and rank each user has.
+    """The injected modules, with the layout of a user's trainable tensors and each user's experts and rank.
 
-    ``scales`` are the users' LoRA scales ``alpha / sqrt(rank)``. The modules multiply by ``scale``, the smallest of
-    everybody's.
+    Args:
+        layout: Names, shapes and roles of a user's trainable tensors.
+        present: True where a user has an expert.
+        ranks: Each user's LoRA rank.
+        scales: Each user's LoRA scale, ``alpha / sqrt(rank)``.
+        scale: The LoRA scale that the modules apply: the smallest of all users.
+        attention: The attention modules by name.
+        experts: The expert mixtures by name.
     """
 
     layout: Layout
@@ -393,51 +417,55 @@ class Adapters:
     experts: dict[str, RoutedMLP]
 
     def only(self, users: Sequence[int]) -> Adapters:
-        """Of some users, numbered anew; the modules stay as wide as everybody's."""
+        """Return the adapters of some users, renumbered from 0; the modules keep their width."""
         at = list(users)
         return replace(self, present=self.present[at], ranks=self.ranks[at], scales=self.scales[at])
 
     def without(self, roles: frozenset[str]) -> Adapters:
-        """Of fewer experts, for tensors that :func:`comingle.utils.trees.restrict` has cut to the other roles."""
+        """Return the adapters without the experts of these roles.
+
+        :func:`comingle.utils.trees.restrict` removes the same experts from tensors.
+        """
         experts = next(slot.roles for slot in self.layout.slots if slot.roles != (ATTENTION,))
         keep = [i for i, role in enumerate(experts) if role not in roles]
         return replace(self, present=self.present[:, keep])
 
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
-        """Hand ``tensors`` (leading dimension ``len(users)``) to the modules for the next forward passes."""
+        """Assign ``tensors`` (leading dimension ``len(users)``) to the modules for the next forward passes."""
         self.place(*self.of_users(tensors, users))
 
     def of_users(self, tensors: Tree, users: Sequence[int]) -> tuple[Tree, Bool[Tensor, "users experts"]]:
-        """What passes depend on: the tensors by the modules' scale, and which experts these users have."""
+        """Return the arguments of :meth:`place`: tensors rescaled to the modules' scale, and the users' experts."""
         if bool((self.scales != self.scale).any()):
             tensors = self._scaled(tensors, users)
         return tensors, self.present[list(users)].to(next(iter(tensors.values())).device)
 
     def place(self, tensors: Tree, present: Bool[Tensor, "users experts"]) -> None:
-        """:meth:`bind` what :meth:`of_users` has found."""
+        """Assign the results of :meth:`of_users` to the modules."""
         for name, lora in self.attention.items():
             lora.factors = factors_of(tensors, name, lora.scale)
         for name, mlp in self.experts.items():
             mlp.factors = {k: factors_of(tensors, f"{name}.{k}", mlp.scale) for k in (*mlp.first, "down")}
             mlp.router.weight, mlp.router.keys = tensors.get(f"{name}.router"), mlp.factors["up"][0]
             mlp.router.present = present
-            mlp.router.penalty = None  # of the last pass, and this one may have no router
+            mlp.router.penalty = None  # remove that of the last pass: this one may have no router
 
     def _scaled(self, tensors: Tree, users: Sequence[int]) -> Tree:
-        """What a user's own scale differs from the modules' goes into A."""
+        """Multiply A by the ratio of each user's scale to the modules' scale."""
         ratio = (self.scales / self.scale)[list(users)]
         a = {name: t for name, t in tensors.items() if name.endswith(".a")}
         return tensors | {name: t * ratio.to(t).view(-1, *[1] * (t.dim() - 1)) for name, t in a.items()}
 
     def penalties(self) -> Tensor | float:
-        """Load-balancing penalty of the last forward pass, mean over blocks: ``(users,)``, or 0 if there is none."""
+        """Return each user's load-balancing penalty of the last pass, averaged over blocks; 0.0 without a penalty."""
         by_block = [mlp.router.penalty for mlp in self.experts.values() if mlp.router.penalty is not None]
         return torch.stack(by_block).mean(0) if by_block else 0.0
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
-        """True where a user really has a parameter: off for padding, and for the router of a user with one expert.
+        """Return True where a user has a parameter, False for padding and for the router of a user with one expert.
 
-        ``ranks`` replaces the users' own, for methods that change them.
+        Args:
+            ranks: Replaces the users' ranks, for methods that change them.
         """
         ranks = self.ranks if ranks is None else ranks
         return torch.cat([self._own(slot, ranks).flatten(1) for slot in self.layout.slots], 1)
@@ -458,10 +486,10 @@ class Adapters:
 
 
 def ranks_of(settings: AdaptersSection, users: int) -> Int[Tensor, " users"]:
-    """The rank of each of ``users`` users.
+    """Return the rank of each user.
 
     Raises:
-        RecipeError: as many numbers were given as there are not users.
+        RecipeError: The recipe has a list of ranks whose length is not the number of users.
     """
     ranks = (settings.rank,) * users if isinstance(settings.rank, int) else settings.rank
     if len(ranks) != users:
@@ -478,15 +506,22 @@ def inject(
     gating: Gating | None = None,
     residual: int | None = None,
 ) -> Adapters:
-    """Replace the targets of every decoder layer of ``model`` by adapters, in place.
+    """Replace the target modules of every decoder layer of ``model`` by adapters, in place.
 
-    A router exists where ``routed`` and some user has more than one expert; ``gating`` says how it weighs them, where a
-    softmax over logits does not. ``residual`` is the rank of what stands frozen beside each LoRA
-    (:mod:`comingle.models.lora`), None for nothing.
+    Args:
+        model: The base model.
+        settings: Ranks, scale and target modules.
+        counts: How many experts each user has.
+        routed: Add a router to each MLP, if some user has more than one expert.
+        gating: How routers compute gates; None: a softmax over logits.
+        residual: Rank of the frozen residual beside each LoRA (:mod:`comingle.models.lora`); None for no residual.
+
+    Returns:
+        The modules, and the layout of a user's trainable tensors.
 
     Raises:
-        BaseModelError: unknown family, or targets or an activation that it cannot adapt.
-        RecipeError: a rank above what some weight can have.
+        BaseModelError: The family, its target modules or its activation are not supported.
+        RecipeError: A rank is larger than some weight can have.
     """
     targets = find_targets(model, settings.targets)
     ranks = ranks_of(settings, len(counts.specialists))
@@ -508,7 +543,7 @@ def inject(
         for key, linear in [*mlp.first.items(), ("down", mlp.last)]:
             linears.append((f"{name}.{key}", linear, (counts.width, rank), counts.roles))
     check_ranks(ranks, linears)
-    # All A, all B, all routers, so that whatever a phase trains is one run of columns.
+    # All A, then all B, then all routers: the columns that a phase trains are contiguous.
     slots = [_a_slot(*linear) for linear in linears] + [_b_slot(*linear) for linear in linears]
     if routed and counts.width > 1:
         slots += [_router_slot(name, mlp, counts.width, rank) for name, mlp in experts.items()]
@@ -535,13 +570,13 @@ def _routed_mlp(
     first["up"] = layer.get_submodule(targets.up)
     mlp = RoutedMLP(first=first, last=layer.get_submodule(targets.down), act=act, scale=scale, mix=settings.mix)
     mlp.router.top_k = settings.top_k
-    # Favouring expert 0 only makes sense where it is the one generalist.
+    # Balancing towards expert 0 only makes sense if it is the only generalist.
     mlp.router.balance = "uniform" if settings.balance == "generalist" and counts.generalists != 1 else settings.balance
     return mlp
 
 
 def _part(name: str, experts: dict[str, RoutedMLP]) -> str:
-    """The last MLP is the head, as the last layer of a net is."""
+    """Return "head" for tensors of the last MLP, as for the last layer of a net, else "body"."""
     return "head" if name.startswith(f"{list(experts)[-1]}.") else "body"
 
 
@@ -551,7 +586,7 @@ def _place(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> None:
         return
     leaves = [name for name, child in layer.named_children() if not list(child.children())]
     activations = [name for name in leaves if "activation" in name and not name.endswith("norm")]
-    if not activations:  # it would act a second time, on the mixture's output
+    if not activations:  # else it would apply to the mixture's output again
         raise BaseModelError(f"adapters.targets.mlp: '' needs a layer with an activation module; got {sorted(leaves)}")
     layer.set_submodule(targets.up, mlp)
     for name in (targets.down, *activations):

@@ -2,10 +2,10 @@
 
 A window has ``context + 1`` tokens: its first ``context`` are the inputs, its last ``context`` the targets.
 
-Where a base's tokenizer begins every text with a token, ``begin``, every window begins with it, also those from the
-middle of a document. It takes one of the ``context`` inputs and is never a target. The token behind it is predicted
-from it where the stream begins; elsewhere it stands for the text before it, and is read and not predicted
-(:func:`hide`), since what follows ``begin`` is the beginning of a text.
+If a base's tokenizer begins every text with a token, ``begin``, then every window begins with it, also windows from the
+middle of a document. It takes one of the ``context`` inputs and is never a target. The next token is a target if it is
+the first of the stream. Elsewhere it is an input but not a target (:func:`hide`), because the model expects the
+beginning of a text after ``begin``.
 """
 
 from __future__ import annotations
@@ -24,29 +24,31 @@ from comingle.utils.errors import PluginError, RecipeError
 from comingle.utils.registry import Registry
 
 PAD = -1
-"""Fills the last evaluation window; never a token."""
+"""Padding of the last evaluation window; never a token id."""
 
 
 def hide(tokens: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
-    """Tokens as they stand in a window where they are read but not predicted: ``-2 - token``, which is negative too.
+    """Encode tokens that are inputs but not targets as ``-2 - token``, which is negative too.
 
-    Hiding twice gives the tokens back.
+    Hiding twice restores the tokens.
     """
     return PAD - 1 - tokens
 
 
 def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch context"]:
-    """What a model reads of windows: all but the last place, hidden tokens shown, and 0 for ``PAD``."""
+    """Return the token ids that a model reads: without the last position, hidden tokens decoded, and 0 for ``PAD``."""
     tokens = windows[..., :-1]
     return torch.where(tokens < 0, hide(tokens), tokens).clamp(min=0)
 
 
 def prompt_ends(windows: Int[Tensor, "*batch window"]) -> Int64[Tensor, "*batch"]:
-    """The place among the inputs of the last token before all that is predicted; where that is the first of all, as in
-    plain text, of the last token from which something is predicted."""
+    """Return the position among the inputs of the last token before the first target.
+
+    In plain text, where the first position already has a target, return the last position that has one.
+    """
     predicted = (windows[..., 1:] >= 0).long()
     first, places = predicted.argmax(-1), torch.arange(predicted.shape[-1], device=windows.device)
-    begun = (first == 1) & (windows[..., 0] >= 0)  # plain text behind a begin-of-text token
+    begun = (first == 1) & (windows[..., 0] >= 0)  # plain text after a begin-of-text token
     return torch.where((first > 0) & ~begun, first, (predicted * places).amax(-1))
 
 
@@ -58,10 +60,17 @@ def random_windows(
     generator: torch.Generator,
     begin: int | None = None,
 ) -> Int64[Tensor, "count window"]:
-    """Draw windows with replacement, uniform over all starts: ``tokens - context``, with ``begin`` one more.
+    """Draw windows with replacement.
 
-    The starts are drawn where the generator lives and used where the stream lives, so a CPU generator gives the same
-    windows on every device. The stream must hold one window (see :func:`comingle.data.text.streams.check`).
+    Uniform over all ``tokens - context`` starts, or one more with ``begin``. Starts are drawn on the generator's device
+    and used on the stream's, so a CPU generator gives the same windows on every device.
+
+    Args:
+        stream: Token ids of at least one window (see :func:`comingle.data.text.streams.check`).
+        count: Number of windows.
+        context: Inputs per window.
+        generator: Generator of the starts.
+        begin: Begin-of-text token, if the base has one.
     """
     width = context + (begin is None)
     starts = torch.randint(len(stream) - width + 1, (count, 1), generator=generator, device=generator.device)
@@ -73,18 +82,24 @@ def random_windows(
 def evaluation_windows(
     stream: Int[Tensor, " tokens"], *, context: int, begin: int | None = None
 ) -> Int64[Tensor, "windows window"]:
-    """Cut consecutive windows so that every token is a target exactly once.
+    """Cut a stream into consecutive windows so that every token is a target exactly once.
 
-    Their stride is ``context``, and the first token of the stream is no target. With ``begin`` it is one, and the
-    stride is ``context - 1``, so that the token that is read and not predicted is the last target of the window before.
+    The stride is ``context``, and the first token of the stream is no target. With ``begin`` it is one, and the stride
+    is ``context - 1``: the first token of a window, which is no target there, is the last target of the previous
+    window.
 
-    The last window is filled on the right with ``PAD``. A position whose target is ``PAD`` carries no loss; as inputs
-    the pads must be valid ids, which :func:`inputs_of` sees to::
+    The last window is padded on the right with ``PAD``. A position whose target is ``PAD`` has no loss. Inputs must be
+    valid token ids, so :func:`inputs_of` replaces the pads::
 
         inputs, targets = inputs_of(windows), windows[:, 1:]
         loss_nats = cross_entropy(logits(inputs), targets.clamp(min=PAD), ignore_index=PAD)
 
-    Under causal attention no counted target sees such a pad. A stream without targets gives no window.
+    Under causal attention the pads do not affect a position with a target. A stream without targets gives no windows.
+
+    Args:
+        stream: Token ids.
+        context: Inputs per window.
+        begin: Begin-of-text token, if the base has one.
     """
     if begin is None:
         return _cut(stream, width=context + 1, stride=context, count=-(-count_targets(stream) // context))
@@ -97,9 +112,14 @@ def evaluation_windows(
 def fixed_windows(
     stream: Int[Tensor, " tokens"], *, context: int, begin: int | None = None
 ) -> Int64[Tensor, "windows window"]:
-    """Cut a stream into windows that have no token in common: each token is in one of them, always in the same.
+    """Cut a stream into disjoint windows; each token is always in the same window.
 
-    The last one is filled on the right with ``PAD``, and left out where a single token would be all of it.
+    The last window is padded on the right with ``PAD``, and omitted if it would hold a single token.
+
+    Args:
+        stream: Token ids.
+        context: Inputs per window.
+        begin: Begin-of-text token, if the base has one.
     """
     width = context + (begin is None)
     count = -(-len(stream) // width) - (len(stream) % width == 1)
@@ -112,7 +132,7 @@ def _cut(stream: Int[Tensor, " tokens"], *, width: int, stride: int, count: int)
         return torch.empty((0, width), dtype=torch.int64, device=stream.device)
     padded = torch.full(((count - 1) * stride + width,), PAD, dtype=torch.int64, device=stream.device)
     padded[: len(stream)] = stream[: len(padded)]
-    # Copied, because windows that share their border tokens in memory must not be written to.
+    # Copied, because overlapping views must not be written to.
     return padded.unfold(0, width, stride).contiguous()
 
 
@@ -123,29 +143,38 @@ def _is_first(windows: Int64[Tensor, "windows width"]) -> Bool[Tensor, "windows 
 def begin_windows(
     windows: Int64[Tensor, "*batch width"], begin: int, *, at_start: Bool[Tensor, "*batch 1"]
 ) -> Int64[Tensor, "*batch window"]:
-    """Put ``begin`` before pieces of a stream, and hide the first token of those that are not from its start."""
+    """Prepend ``begin`` to pieces of a stream, and hide the first token of pieces from its middle.
+
+    Args:
+        windows: Pieces of a stream.
+        begin: Begin-of-text token.
+        at_start: Mask of the pieces from the stream's start.
+    """
     first = torch.where(at_start, windows[..., :1], hide(windows[..., :1]))
     return torch.cat([torch.full_like(first, begin), first, windows[..., 1:]], dim=-1)
 
 
 def count_targets(stream: Int[Tensor, " tokens"]) -> int:
-    """Tokens that are predicted from at least one before them: all but the first."""
+    """Return the number of tokens with a predecessor: all but the first."""
     return max(0, len(stream) - 1)
 
 
 Losses = Callable[[Sequence[int], Int[Tensor, "slots batch window"]], Float[Tensor, "slots batch context"]]
-"""Loss in nats of every position; entry s of the first dimension uses model number ``models[s]``."""
+"""Function that returns the loss in nats of every position; slot s uses model number ``models[s]``."""
 
 Gates = Callable[[], Float[Tensor, "layers slots n experts"]]
-"""The routers' output in the pass that :data:`Losses` made last; ``n`` is batch times context, batch first."""
+"""Function that returns the routers' gates in the last pass of :data:`Losses`.
+
+``n`` is batch times context, batch first.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Sum of losses over ``tokens`` predicted tokens.
+    """Sum of losses over ``tokens`` targets.
 
-    ``expert_scores``: for each layer the mean gate of each expert over the tokens that were predicted from (CoMiGS,
-    Figures 4 and 10); empty without routers.
+    ``expert_scores`` holds for each layer each expert's mean gate over the positions with a target (CoMiGS, Figures 4
+    and 10); it is empty without routers.
     """
 
     loss_nats: float
@@ -159,23 +188,23 @@ class Score:
 
     @property
     def measures(self) -> dict[str, float]:
-        """What is reported; the first is what models are compared by."""
+        """Reported values by name; models are compared by the first."""
         return {"perplexity": self.perplexity, "loss_nats": self.mean_loss}
 
     @property
     def perplexity(self) -> float:
-        """``exp`` of the mean loss; infinite where that overflows."""
+        """``exp`` of the mean loss; infinite if that overflows."""
         return perplexity_of(self.mean_loss)
 
 
 def perplexity_of(mean_loss: float) -> float:
-    """``exp`` of a mean loss in nats; infinite where that overflows."""
+    """Return ``exp`` of a mean loss in nats; infinite if that overflows."""
     return math.inf if mean_loss >= 700 else math.exp(mean_loss)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Windows of one set for one pass through one slot."""
+    """Windows of one set that one slot processes in one pass."""
 
     owner: int
     windows: Int[Tensor, "batch window"]
@@ -192,7 +221,18 @@ def score_streams(
     gates: Gates | None = None,
     begin: int | None = None,
 ) -> list[Score]:
-    """Score stream i with model ``models[i]``, each cut into windows of which at most ``batch`` are in a slot."""
+    """Score stream i with model ``models[i]``.
+
+    Args:
+        losses: Losses of a pass.
+        streams: Token ids of each stream.
+        models: Number of the model for each stream.
+        context: Inputs per window.
+        batch: Largest number of windows in a slot.
+        slots: Slots of a pass.
+        gates: Gates of the last pass, to average; None without routers.
+        begin: Begin-of-text token, if the base has one.
+    """
     parts = [evaluation_windows(stream, context=context, begin=begin).split(batch) for stream in streams]
     return score_windows(losses, parts, models, slots=slots, gates=gates)
 
@@ -206,16 +246,23 @@ def score_windows(
     slots: int,
     gates: Gates | None = None,
 ) -> list[Score]:
-    """Score set i, ``parts[i]``, with model ``models[i]``; with ``gates``, also how much each expert said.
+    """Score the windows ``parts[i]`` with model ``models[i]``.
 
-    Each part is a job; any ``slots`` jobs share a pass, whosever they are, so users with long and short tests waste
-    nothing on each other.
+    Each part is a job, and a pass processes any ``slots`` jobs, so long and short test sets of users fill passes
+    together.
+
+    Args:
+        losses: Losses of a pass.
+        parts: Windows of each set, split into parts that fill one slot each.
+        models: Number of the model for each set.
+        slots: Slots of a pass.
+        gates: Gates of the last pass, to average; None without routers.
     """
     sums = [0.0] * len(parts)
     counts = [0] * len(parts)
     said: list[Tensor | float] = [0.0] * len(parts)
     jobs = [_Job(i, windows) for i, parts_of_one in enumerate(parts) for windows in parts_of_one if len(windows)]
-    jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))  # equal sizes together, always in one order
+    jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))  # group equal sizes, in a deterministic order
     for start in range(0, len(jobs), slots):
         group = jobs[start : start + slots]
         windows = _together([job.windows for job in group])
@@ -230,7 +277,7 @@ def score_windows(
 
 
 def _together(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch window"]:
-    """Parts of several jobs in one tensor, filled with ``PAD``."""
+    """Stack the windows of several jobs, padded with ``PAD``."""
     rows, width = max(len(part) for part in parts), max(part.shape[1] for part in parts)
     windows = torch.full((len(parts), rows, width), PAD, dtype=torch.int64)
     for slot, part in enumerate(parts):
@@ -241,7 +288,7 @@ def _together(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch w
 def _sum_gates(
     gates: Float[Tensor, "layers slots n experts"], windows: Int[Tensor, "slots batch window"]
 ) -> list[Float[Tensor, "layers experts"]]:
-    """Each slot's gates, summed over the positions that have a target."""
+    """Return each slot's gates, summed over the positions that have a target."""
     counted = (windows[..., 1:] >= 0).flatten(1).to(gates)
     return list(torch.einsum("lsne,sn->sle", gates, counted).double().cpu())
 
@@ -251,24 +298,30 @@ def _mean_gates(total: Tensor | float, tokens: int) -> tuple[tuple[float, ...], 
 
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Losses ``(n,)`` of outputs ``(n, outputs)`` and targets: class numbers ``(n,)`` or real numbers ``(n, d)``."""
+"""Function that returns losses ``(n,)`` for outputs ``(n, outputs)`` and targets.
+
+Targets are class numbers ``(n,)`` or real numbers ``(n, d)``.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss and its name; of ``classes``, outputs are logits and targets class numbers, so there is an accuracy."""
+    """A loss and its name.
+
+    With ``classes``, outputs are logits and targets are class numbers, so accuracy is defined.
+    """
 
     name: str
     function: LossFunction
     classes: bool
     paired: bool = False
-    """Whether it takes an output for each class, or for each number of a target."""
+    """Whether outputs correspond to classes, or to the numbers of a target."""
 
     def __call__(self, outputs: Float[Tensor, "*batch outputs"], targets: Tensor) -> Float[Tensor, "*batch"]:
-        """Loss of every sample.
+        """Return the loss of every sample.
 
         Raises:
-            RecipeError: the function gave something else than one number a sample.
+            RecipeError: The function did not return one number per sample.
         """
         batch = outputs.shape[:-1]
         losses: Any = self.function(outputs.flatten(0, -2), targets.flatten(0, len(batch) - 1))
@@ -285,9 +338,9 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """``torch.nn.MSELoss``'s mean over the outputs.
+    """Return the mean over the outputs, as in ``torch.nn.MSELoss``.
 
-    FLoRAL's text has half the sum of squares (appendix G.1), its code and its reference numbers this.
+    FLoRAL's text defines half the sum of squares (appendix G.1); its code and reported numbers use the mean.
     """
     return (outputs - targets).square().mean(-1)
 
@@ -300,7 +353,7 @@ def _of_outputs(name: str, loss: Callable[..., Tensor]) -> Loss:
 
 
 CROSS_ENTROPY = Loss(name="cross_entropy", function=_cross_entropy, classes=True, paired=True)
-"""In nats."""
+"""Cross-entropy in nats."""
 MSE = Loss(name="mse", function=_mse, classes=False, paired=True)
 
 _OWN: Mapping[str, Any] = {
@@ -312,15 +365,22 @@ _OWN: Mapping[str, Any] = {
 }
 
 LOSSES: Registry[Any] = Registry("comingle.losses", _OWN)
-"""By name: a :class:`Loss`, or a function of outputs and targets; real ones are means over the outputs of a sample."""
+"""Losses by name: a :class:`Loss`, or a function of outputs and targets.
+
+Losses of real targets are means over a sample's outputs.
+"""
 
 
 def find_loss(named: str | Loss | LossFunction, *, classes: bool) -> Loss:
-    """A loss by name, or made of a function, of which ``classes`` says whether targets are class numbers.
+    """Return a loss by name, or wrap a function.
+
+    Args:
+        named: A key of :data:`LOSSES`, a loss, or a function.
+        classes: Whether a function's targets are class numbers.
 
     Raises:
-        RecipeError: no such loss.
-        PluginError: a plug-in's is no function.
+        RecipeError: No loss has this name.
+        PluginError: The plug-in's loss is not a function.
     """
     found: Any = named
     if isinstance(named, str):
@@ -338,7 +398,7 @@ def find_loss(named: str | Loss | LossFunction, *, classes: bool) -> Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleScore:
-    """A user's mean loss over ``samples`` samples, in nats for classes; accuracy is in [0, 1], None for a regression.
+    """A user's mean loss over ``samples`` samples, in nats for classes; accuracy in [0, 1], or None for regression.
 
     Both are NaN without samples.
     """
@@ -348,11 +408,11 @@ class SampleScore:
     samples: int
 
     expert_scores = ()
-    """There are no experts."""
+    """Empty, because nets have no routers."""
 
     @property
     def measures(self) -> dict[str, float]:
-        """What is reported; the first is what models are compared by."""
+        """Reported values by name; models are compared by the first."""
         return (
             {"loss": self.mean_loss} if self.accuracy is None else {"accuracy": self.accuracy, "loss": self.mean_loss}
         )

@@ -1,13 +1,12 @@
-"""Stacked users' layers in the form that is fastest, where ``vmap`` has another.
+"""Faster forms of nets that are stacked over users, in place of ``vmap``.
 
-Under ``vmap`` a norm whose gamma and beta differ between users is three passes over the activations. A norm of all
-users' channels side by side has the same values in one, because no channel (or group of channels) meets another.
-A net of linears alone needs no ``vmap``: samples of all users are one batch, in which only parameters
-know whose they are. Then nothing stands between the products but themselves.
+Under ``vmap``, a norm whose gamma and beta differ between users takes three passes over the activations. One norm over
+all users' channels has the same values in one pass, because channels (or groups of channels) are independent
+(:class:`FusedNorms`).
 
-Layers without parameters do the same to each sample, whoever's it is. Linears are batched products over users
-(:class:`~comingle.models.side_by_side.Folded`), convolutions and what stands behind them steps of
-:mod:`comingle.models.kernels.convolutions`.
+A net of linears and pointwise functions needs no ``vmap``: the samples of all users form one batch, and each linear is
+a batched product over users (:class:`Folded`). In nets with convolutions, a convolution and the norm, ReLU and pooling
+after it are one native step (:class:`Chained`, :mod:`comingle.models.kernels.convolutions`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor  # no public name tells whether a vmap is left
+from torch._C._functorch import is_batchedtensor  # no public function says whether a vmap level remains
 from torch.overrides import TorchFunctionMode
 
 from comingle.models.kernels import convolutions
@@ -39,7 +38,7 @@ _NORM_SIGNATURES: Mapping[Any, Signature] = {norm: signature(norm) for norm in (
 
 
 class FusedNorms(TorchFunctionMode):
-    """While this is entered, ``F.batch_norm`` and ``F.group_norm`` in a ``vmap`` over users are one call for all.
+    """Run ``F.batch_norm`` and ``F.group_norm`` inside a ``vmap`` over users as one call for all users.
 
     Running statistics change in place, so each user's must be contiguous.
     """
@@ -47,7 +46,7 @@ class FusedNorms(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
-        """``func``, or what stands for it."""
+        """Call ``func``, or its fused form."""
         if func not in _NORM_SIGNATURES:
             return func(*args, **(kwargs or {}))
         given = _NORM_SIGNATURES[func].bind(*args, **(kwargs or {}))
@@ -56,20 +55,20 @@ class FusedNorms(TorchFunctionMode):
 
 
 class _SideBySide(torch.autograd.Function):
-    """Has a rule for ``vmap``, made of what autograd knows, and no derivative of its own."""
+    """A norm with a rule for ``vmap``, composed of differentiable operations; it has no derivative of its own."""
 
     @staticmethod
     def forward(norm: Any, *args: Any) -> Tensor:
-        """What has no users is the plain norm."""
+        """Call the plain norm, outside of ``vmap``."""
         return norm(*args)
 
     @staticmethod
     def setup_context(ctx: Context, inputs: object, output: object) -> None:
-        """Nothing is kept."""
+        """Save nothing."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
-        """One norm of all users' channels, by way of the next ``vmap`` where there is one; settings are one user's."""
+        """Compute one norm over all users' channels; nested ``vmap`` levels are applied recursively."""
         (norm, x, *rest), users = args, info.batch_size
         x = x.movedim(in_dims[1], 1) if in_dims[1] is not None else x.unsqueeze(1).expand(-1, users, *x.shape[1:])
         rest = [_join(v, at, users) if isinstance(v, Tensor) else v for v, at in zip(rest, in_dims[2:], strict=True)]
@@ -82,7 +81,7 @@ class _SideBySide(torch.autograd.Function):
 
 
 def _join(values: Tensor, users_at: int | None, users: int) -> Tensor:
-    """``(users * channels,)``."""
+    """Return the values of all users as ``(users * channels,)``."""
     return (values.expand(users, -1) if users_at is None else values.movedim(users_at, 0)).flatten()
 
 
@@ -95,45 +94,51 @@ _FOLDED: Mapping[Any, Callable[..., Tensor]] = {F.linear: _linear}
 
 
 FOLDING = (nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
-"""Modules that do the same to each sample whatever others are in its batch, but for what :data:`_FOLDED` stands for."""
+"""Modules that process samples independently of each other; :data:`_FOLDED` replaces those with parameters."""
 
 
 def folds(net: nn.Module) -> bool:
-    """Whether all users' samples can go through a net as one batch, within :class:`Folded`."""
+    """Return whether the samples of all users can go through a net as one batch, within :class:`Folded`."""
     return all(type(m) in FOLDING and getattr(m, "start_dim", 1) == 1 for m in net.modules())
 
 
 class Folded(TorchFunctionMode):
-    """While this is entered, layers take ``(users * batch, ...)``, user after user, and parameters ``(users, ...)``."""
+    """Run layers on samples ``(users * batch, ...)``, user-major, with parameters ``(users, ...)``."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
-        """``func``, or what stands for it."""
+        """Call ``func``, or its batched form."""
         return _FOLDED.get(func, func)(*args, **(kwargs or {}))
 
 
 @runtime_checkable
 class Form(Protocol):
-    """A net for all users at once, in another form than ``vmap``'s."""
+    """A net that runs for all users at once without ``vmap``."""
 
     def takes(self, inputs: Tensor) -> bool:
-        """Whether it is made for such inputs, and faster."""
+        """Return whether this form supports the inputs ``(users, batch, ...)`` and is faster than ``vmap``."""
         ...
 
     def __call__(self, tensors: Tree, inputs: Tensor, *, train: bool) -> Tensor:
-        """Outputs ``(users, batch, ...)`` by tensors ``(users, ...)``; running statistics change in place."""
+        """Return outputs ``(users, batch, ...)``; running statistics in ``tensors`` change in place.
+
+        Args:
+            tensors: Parameters and statistics ``(users, ...)``.
+            inputs: Samples ``(users, batch, ...)``.
+            train: Run in training mode.
+        """
         ...
 
 
 LARGE = 1024
-"""Entries of a weight from which on its gradient is best made in the weight's own order; measured on CPUs."""
+"""Smallest number of entries of a weight whose gradient is computed in the weight's own layout; measured on CPUs."""
 
 
 class _Products(torch.autograd.Function):
     """``x_u W_u^T`` for each user u.
 
-    Autograd's own gradient of a weight is transposed, and a step with it takes longer than the product.
+    Autograd's own gradient of a weight is transposed, and an optimiser step with it takes longer than the product.
     """
 
     @staticmethod
@@ -153,14 +158,14 @@ class _Products(torch.autograd.Function):
 
 
 FEW = 16
-"""Channels that fill a vector register of float32: oneDNN's convolutions are slow below, in the usual layout."""
+"""Channels that fill a vector register of float32; with fewer, oneDNN's convolutions are slow in the usual layout."""
 
 
 def channels_last(tensors: Tree) -> Tree:
-    """The same, with channels innermost in the weights ``(users, ..., out, in, height, width)`` of few channels.
+    """Convert convolution weights with few channels to the channels-last layout.
 
-    What such a convolution yields is laid out so too, and so is all that follows it. Measured on CPUs: a ResNet with 8
-    channels gains, VGG with 16 and more loses.
+    The weights are ``(users, ..., out, in, height, width)``. The outputs of such a convolution and of all later layers
+    have the same layout. Measured on CPUs: a ResNet with 8 channels is faster, VGG with 16 and more is slower.
     """
     few = {name for name, t in tensors.items() if t.dim() > 4 and t.shape[-4] < FEW and t.device.type == "cpu"}
     return {name: _channels_last(t) if name in few else t for name, t in tensors.items()}
@@ -171,30 +176,30 @@ def _channels_last(weight: Tensor) -> Tensor:
 
 
 _BY_SAMPLE = (*FOLDING, nn.Dropout, nn.AdaptiveAvgPool2d, nn.AvgPool2d, nn.MaxPool2d)
-"""Modules that do the same to each sample, whatever others are in its batch."""
+"""Modules that process samples independently of each other."""
 
 
 _POINTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Identity)
 
 
 class UnknownLayerError(Exception):
-    """A net that has to stay under ``vmap``."""
+    """The net has a layer that requires ``vmap``."""
 
 
 class Chain(nn.Sequential):
-    """A ``Sequential`` in which a convolution, its norm, ReLU and pooling are one step."""
+    """A ``Sequential`` that runs a convolution and the norm, ReLU and pooling after it as one step."""
 
     steps: list[Callable[[Tensor], Tensor]]
 
     def forward(self, input: Tensor) -> Tensor:
-        """All steps."""
+        """Run all steps."""
         for step in self.steps:
             input = step(input)
         return input
 
 
 class Sum(nn.Module):
-    """ReLU of the sum of what a chain that ends in a convolution's step and another module make of the same."""
+    """ReLU of the sum of two branches: a chain that ends in a convolution, and another module."""
 
     def __init__(self, chain: Chain, other: nn.Module, crowd: Crowd, names: Sequence[str]) -> None:
         super().__init__()
@@ -203,10 +208,10 @@ class Sum(nn.Module):
         *self.first, last = chain.steps
         assert isinstance(last, Step)
         self.last, self.crowd = replace(last, relu=True), crowd
-        self.other = [other]  # in a list, so that it has one name
+        self.other = [other]  # in a list, so that it is registered once
 
     def forward(self, x: Tensor) -> Tensor:
-        """``relu(chain(x) + other(x))``."""
+        """Return ``relu(chain(x) + other(x))``."""
         (other,), left, x = self.other, self.first, self.crowd.lanes(x)
         made = x
         if left and isinstance(left[0], Step):
@@ -219,11 +224,14 @@ class Sum(nn.Module):
 
 
 FEWEST = 10
-"""Images of a user from which on native code is faster; below, vectors of images are mostly empty. Measured on CPUs."""
+"""Smallest number of images per user for which native code is faster; with fewer, vectors of images are mostly empty.
+
+Measured on CPUs.
+"""
 
 
 def form_of(net: nn.Module) -> Chained | None:
-    """The form of a net that has convolutions, where native code can be compiled and is made for it."""
+    """Return the native form of a net with convolutions; None if it is unsupported or cannot be compiled."""
     if not all(convolutions.fits(p) for p in net.parameters()):
         return None
     try:
@@ -237,7 +245,7 @@ class Chained:
     """A net with the same parameters, under the same names, for samples of all users.
 
     Raises:
-        UnknownLayerError: the net has a module that may mix samples, or no convolution.
+        UnknownLayerError: The net has a module that may mix samples, or no convolution.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -247,7 +255,13 @@ class Chained:
             raise UnknownLayerError
 
     def __call__(self, tensors: Tree, inputs: Tensor, *, train: bool) -> Tensor:
-        """Outputs ``(users, batch, outputs)`` of inputs ``(users, batch, ...)``."""
+        """Return outputs ``(users, batch, outputs)``.
+
+        Args:
+            tensors: Parameters and statistics ``(users, ...)``.
+            inputs: Samples ``(users, batch, ...)``.
+            train: Run in training mode.
+        """
         self.crowd.users, self.crowd.images = inputs.shape[:2]
         self.net.train(train)
         with Folded():
@@ -255,11 +269,11 @@ class Chained:
         return self.crowd.flat(outputs).unflatten(0, inputs.shape[:2])
 
     def takes(self, inputs: Tensor) -> bool:
-        """Whether native code is made for such inputs ``(users, batch, ...)``, and faster."""
+        """Return whether native code supports inputs ``(users, batch, ...)`` and is faster."""
         return convolutions.supports(inputs) and inputs.shape[1] >= FEWEST
 
     def telling(self) -> AbstractContextManager[None]:
-        """Within, it takes tensors without data and makes what takes as much room: costs are counted so."""
+        """Accept tensors without data and only allocate what a pass would, to count costs."""
         return convolutions.telling()
 
     def _chained(self, net: nn.Module) -> nn.Module:
@@ -295,17 +309,17 @@ class Chained:
         return made
 
     def _on(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """A module on samples in the order that it can have."""
+        """Return the module, with its inputs converted to plain samples unless it works on either layout."""
         return module if isinstance(module, (Chain, Sum, *_POINTWISE)) else lambda x: module(self.crowd.flat(x))
 
 
 def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
-    """By name, and as often as a child is there: ``named_children`` has each once."""
+    """Return all children by name, repeated ones included; ``named_children`` lists each once."""
     return [(name, child) for name, child in net._modules.items() if child is not None]
 
 
 def _step(following: Sequence[nn.Module], crowd: Crowd) -> tuple[Step, int] | None:
-    """The step that some modules begin with, and of how many."""
+    """Return the step that the next modules form and their number, or None."""
     convolution, *rest = following
     if type(convolution) is not nn.Conv2d or not _plain(convolution):
         return None
@@ -329,13 +343,13 @@ def _has_statistics(norm: nn.Module) -> bool:
 
 
 def _square(size: int | tuple[int, ...]) -> int:
-    """The side of a square window, else 0."""
+    """Return the side of a square window, or 0 for other windows."""
     sides = {size} if isinstance(size, int) else set(size)
     return sides.pop() if len(sides) == 1 else 0
 
 
 def _apart(pool: nn.Module) -> bool:
-    """Whether it is max-pooling of square windows that do not overlap."""
+    """Return whether a module is max-pooling of square windows that do not overlap."""
     if type(pool) is not nn.MaxPool2d or pool.ceil_mode or pool.return_indices:
         return False
     size = _square(pool.kernel_size)

@@ -1,11 +1,11 @@
 """Models stacked over users: small nets trained whole, and language models with a client-level mixture of adaptors.
 
-Parameters ``(users, ...)`` go through ``torch.func.functional_call`` under ``vmap``, so users are a batch dimension
-here too. A user's model may be a mixture (:class:`~comingle.models.routers.ClientMixture`) of C adaptor sets or of C
-whole models; then the components are the leading axis of their tensors.
+Parameters ``(users, ...)`` go through ``torch.func.functional_call`` under ``vmap``, so users are a batch dimension. A
+user's model may be a mixture (:class:`~comingle.models.routers.ClientMixture`) of C adaptor sets or of C whole models;
+then the components are the leading axis of a user's tensors.
 
-The base of language models is one module for all; only adaptors and routers are stacked over users, so that ``vmap``
-shares every product with a base weight.
+The base of language models is one module for all users. Only adaptors and routers are stacked, so ``vmap`` shares each
+product with a base weight.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _PLACES = {"shared": GENERALIST, "own": SPECIALIST, "head": SPECIALIST, "gate": 
 class GatedPair(nn.Module):
     """``head(g_0(x) shared(x) + g_1(x) own(x))``, where g is the softmax of the gate's two outputs.
 
-    ``shared`` and ``own`` map samples to equally many features (Yi et al. 2024, arXiv:2402.01350).
+    ``shared`` and ``own`` map samples to the same number of features (Yi et al. 2024, arXiv:2402.01350).
     """
 
     def __init__(self, shared: nn.Module, own: nn.Module, head: nn.Module, gate: nn.Module):
@@ -66,16 +66,22 @@ class GatedPair(nn.Module):
         self.shared, self.own, self.head, self.gate = shared, own, head, gate
 
     def forward(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch outputs"]:
-        """What the head makes of the mixed features."""
+        """Return the head's outputs for the mixed features."""
         gates = self.gate(inputs).softmax(-1)
         return self.head(gates[:, :1] * self.shared(inputs) + gates[:, 1:] * self.own(inputs))
 
 
 def gated_pair(shared: nn.Module, local: nn.Module, *, inputs: int, seed: int) -> GatedPair:
-    """Two nets of one architecture, the first without its head, with a linear gate on the flattened sample.
+    """Combine two nets of one architecture with a linear gate on the flattened sample.
+
+    Args:
+        shared: Net whose feature extractor is shared; its head is dropped.
+        local: Net whose feature extractor and head are local.
+        inputs: Entries of a sample.
+        seed: Seed of the gate.
 
     Raises:
-        RecipeError: nets that are a single layer: there are no features to share.
+        RecipeError: The nets are a single layer, so there are no features to share.
     """
     (shared, _), (local, head) = split(shared), split(local)
     with torch.random.fork_rng(devices=()):
@@ -85,7 +91,11 @@ def gated_pair(shared: nn.Module, local: nn.Module, *, inputs: int, seed: int) -
 
 
 def split(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
-    """A net's feature extractor, and its head: the last of its layers."""
+    """Return a net's feature extractor and its head, which is its last layer.
+
+    Raises:
+        RecipeError: The net is not an ``nn.Sequential`` of several layers.
+    """
     parts = list(net.named_children())
     if parts and not isinstance(net, nn.Sequential):
         kind = type(net).__name__
@@ -96,7 +106,7 @@ def split(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
 
 
 def place(slot: Slot) -> Slot:
-    """The slot of a :class:`GatedPair` with its role; running statistics have whose they are as their factor."""
+    """Return the slot of a :class:`GatedPair` with its role; for running statistics, with their part as the factor."""
     part = slot.name.partition(".")[0]
     if slot.roles == (STATISTICS,):
         return replace(slot, factor=part)
@@ -107,7 +117,7 @@ _ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
 
 
 def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
-    """Of the first net, or of all ``side_by_side`` with a router over them."""
+    """Return the layout of the first net, or, with ``side_by_side``, of all nets as components with a router."""
     if side_by_side:
         slots = [*_models(nets), _router(len(nets))]
     else:
@@ -116,7 +126,7 @@ def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
 
 
 def row_of(net: nn.Module, layout: Layout) -> Float[Tensor, " columns"]:
-    """A net's values, as a row of the matrix that such a layout names the columns of."""
+    """Return a net's values as one row of the matrix with this layout."""
     tensors = _tensors(net)
     return torch.cat([tensors[slot.name][0].flatten().cpu() for slot in layout.slots])
 
@@ -126,7 +136,7 @@ def _router(clusters: int) -> Slot:
 
 
 def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
-    """Parameters and running statistics with their roles; other buffers stay the net's own."""
+    """Return parameters and running statistics with their roles; other buffers are not stacked."""
     by_name = {name: (p.detach(), BASE) for name, p in net.named_parameters()}
     return by_name | {name: (b, STATISTICS) for name, b in net.named_buffers() if b.is_floating_point()}
 
@@ -144,14 +154,14 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 def _parts(net: nn.Module) -> dict[str, str]:
-    """Of each module of a net whether it is a "norm", the "head" (the last that has parameters), or "body"."""
+    """Map each module to "norm", "head" (the last module with parameters) or "body"."""
     last = [name.rpartition(".")[0] for name, _ in net.named_parameters()][-1:]
     modules = net.named_modules()
     return {n: "norm" if isinstance(m, _NORMS) else "head" if n in last else "body" for n, m in modules}
 
 
 def _models(nets: Sequence[nn.Module]) -> list[Slot]:
-    """Whole models side by side: components in the mixture's sense, so that servers weigh each by its users."""
+    """Return the slots of whole models as components of a mixture, so that servers weigh each by its users."""
     parts = [_tensors(net) for net in nets]
     slots = []
     for name, (_, role) in parts[0].items():
@@ -162,14 +172,14 @@ def _models(nets: Sequence[nn.Module]) -> list[Slot]:
 
 
 def _adapted(model: FloralModel) -> list[Slot]:
-    """Base, adaptors, router and statistics of a net with adaptors in it."""
+    """Return the slots of base, adaptors, router and statistics of a net with adaptors."""
     draws, values = initialisers(model), dict(model.named_parameters()) | dict(model.named_buffers())
     slots, layers = [], model.layers()
     for name, role in roles(model).items():
         value = values[name].detach()
         kinds = (role,) * (model.num_clusters if role == ADAPTOR else 1)
         init = draws.get(name, _given(value))
-        # Whose statistics these are: an adapted norm's own, or those of a base, with adaptors or without.
+        # Statistics belong to an adapted norm, or to a norm of the base.
         factor = ("adaptor" if name.rpartition(".")[0] in layers else "base") if role == STATISTICS else ""
         slots.append(Slot(name=name, shape=tuple(value.shape), roles=kinds, init=init, factor=factor))
     return slots
@@ -185,12 +195,26 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
-"""Modules of torch's that may draw; of what is not torch's nobody knows."""
+"""Modules of torch that may draw random numbers; modules from elsewhere are assumed to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackedModel(Model):
-    """A net, the columns of a user's copy of it, and how components are mixed."""
+    """A net stacked over users.
+
+    Args:
+        name: Name of the net.
+        net: One copy of the net; its own values are not used.
+        layout: Columns of a user's copy.
+        users: Number of users.
+        device: Device of the tensors.
+        dtype: Dtype of the computations.
+        mixture: How components are mixed; None without components.
+        others: Further initial models for the server.
+        loss: Loss of outputs and targets.
+        compiled: Allow a native form of the net.
+        batchwise: A sample's output in training depends on its batch.
+    """
 
     name: str
     net: nn.Module
@@ -201,42 +225,40 @@ class StackedModel(Model):
     mixture: ClientMixture | None = None
     others: Float[Tensor, "others columns"] | None = None
     loss: Loss = MSE
-    """Of outputs and targets."""
     compiled: bool = False
-    """Whether the net may have a form made of native code."""
     batchwise: bool = False
 
     @property
     def mixes_probabilities(self) -> bool:
-        """Whether a mixture of predictions is one of probabilities, not of outputs."""
+        """Whether predictions are mixed as probabilities, not as outputs."""
         return self.loss.classes and self.mixture is not None and self.mixture.at == "samples"
 
     @property
     def other_starts(self) -> Float[Tensor, "others columns"]:
-        """Further models that a server may begin with, initialised differently from what users start from."""
+        """Further initial models for the server, one per row, initialised differently from the users' own."""
         return torch.zeros(0, self.layout.columns) if self.others is None else self.others
 
     def only(self, users: Sequence[int]) -> StackedModel:
-        """Some users, who are all alike."""
+        """Return the model of some users, who are all alike."""
         return replace(self, users=len(users))
 
     @property
     def base_parameters(self) -> int:
-        """Those of one copy of the net."""
+        """Number of parameters of one copy of the net."""
         return sum(p.numel() for p in self.net.parameters())
 
     @property
     def ranks(self) -> Int[Tensor, " users"]:
-        """Ranks are the net's own here, not the users'."""
+        """Zeros; ranks belong to the net, not to users."""
         return torch.zeros(self.users, dtype=torch.int64)
 
     @property
     def scales(self) -> Float[Tensor, " users"]:
-        """No user has a scale of its own."""
+        """Ones; users have no scales of their own."""
         return torch.ones(self.users)
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
-        """Everybody has every parameter."""
+        """Return True for all: every user has every parameter."""
         return torch.ones(1, self.layout.columns, dtype=torch.bool, device=self.device).expand(self.users, -1)
 
     @cached_property
@@ -246,7 +268,7 @@ class StackedModel(Model):
 
     @contextmanager
     def randomness(self, *key: object) -> Iterator[None]:
-        """What is random in a net (dropout) draws from a stream of the step's, so that a resumed run draws the same."""
+        """Seed the random numbers of a pass, such as dropout, with the key, so that a resumed run draws the same."""
         if not self._drops:
             yield
             return
@@ -266,11 +288,17 @@ class StackedModel(Model):
         train: bool = False,
         shares: Float[Tensor, "users clusters batch"] | None = None,
     ) -> tuple[Float[Tensor, "users batch ..."], float]:
-        """Loss of every sample of a :data:`Batch`, 0 where there is none, and no penalty.
+        """Return the loss of every sample of a :data:`Batch`, 0 where there is none, and no penalty.
 
-        Running statistics change in ``tensors``. ``shares`` are each sample's own, where the mixture is at samples: in
-        place of its user's. Where it is at losses, the value is ``sum_c pi_c f(w_c)`` and the gradient of each
-        component that of its own loss alone (FLoRAL, eq. 4): pi weighs it in the aggregation.
+        Running statistics change in ``tensors``. For a mixture of losses, the value is ``sum_c pi_c f(w_c)``, and each
+        component's gradient is that of its own loss alone (FLoRAL, eq. 4); pi weighs it in the aggregation.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            batch: A :data:`Batch`.
+            train: Run in training mode.
+            shares: Mixture weights of each sample, in place of the user's; only for mixtures of samples' losses.
         """
         if self.mixture is None or self.mixture.at not in ("losses", "samples"):
             return self._own_losses(tensors, batch, train), 0.0
@@ -283,14 +311,21 @@ class StackedModel(Model):
         return mixed.detach() + (alone - alone.detach()), 0.0
 
     def _own_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
-        """Losses of the users' models as they are, mixed or not."""
+        """Return the losses of the users' models, whether mixed or not."""
         inputs, targets, present = batch
         return self.loss(self._outputs(tensors, inputs, train), targets).masked_fill(~present, 0)
 
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
     ) -> Float[Tensor, "users clusters batch"]:
-        """Loss of every sample under each component alone."""
+        """Return the loss of every sample under each component alone.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            batch: A :data:`Batch`.
+            train: Run in training mode.
+        """
         inputs, targets, present = batch
         outputs = self._components(tensors, inputs, train)
         wide = targets.unsqueeze(1).expand(*outputs.shape[:2], *targets.shape[1:])
@@ -299,11 +334,17 @@ class StackedModel(Model):
     def predict(
         self, tensors: Tree, users: Sequence[int], batch: Float[Tensor, "users batch ..."]
     ) -> Float[Tensor, "users batch ..."]:
-        """Outputs for inputs, in evaluation mode."""
+        """Return the outputs for inputs, in evaluation mode.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            batch: Inputs.
+        """
         return self._outputs(tensors, batch, False)
 
     def shares(self, tensors: Tree) -> Float[Tensor, "users *layers clusters"]:
-        """Each user's mixture, maybe layer by layer; in training the engine has put noise into the router's logits."""
+        """Return each user's mixture weights pi; in training the engine has added noise to the router's logits."""
         assert self.mixture is not None
         return self.mixture.shares(tensors[CLIENT_ROUTER])
 
@@ -324,7 +365,7 @@ class StackedModel(Model):
         )
 
     def _merged_outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
-        """Outputs of the one model ``sum_c pi_c w_c``, whose running statistics then are all components'."""
+        """Return the outputs of ``sum_c pi_c w_c``; its running statistics replace those of all components."""
         merged = merge_models(tensors, self.shares(tensors))
         statistics = {s.name: merged[s.name].detach() for s in self.layout.only({STATISTICS}).slots}
         outputs = self._run_alone(train, merged | statistics, inputs)
@@ -333,7 +374,7 @@ class StackedModel(Model):
         return outputs
 
     def _components(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users clusters batch ..."]:
-        """Outputs of each component alone."""
+        """Return the outputs of each component alone."""
         assert self.mixture is not None
         if self.mixture.of == "models":
             models = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
@@ -341,7 +382,7 @@ class StackedModel(Model):
             return self._run(train, inner, models, inputs)
         one_hot = torch.eye(self.mixture.clusters, dtype=self.dtype, device=inputs.device)
         statistics = {slot.name for slot in self.layout.only({STATISTICS}).slots} if train else set()
-        # In training every component has its own pass of running statistics, which the user's mixture then averages.
+        # In training each component updates its own running statistics; the user's mixture then averages them.
         wide = {
             n: t.unsqueeze(1).repeat_interleave(len(one_hot), 1) if n in statistics else t for n, t in tensors.items()
         }
@@ -363,7 +404,7 @@ class StackedModel(Model):
             return vmap(call, randomness="different")(channels_last(tensors), *others)
 
     def _run_alone(self, train: bool, tensors: Tree, inputs: Tensor) -> Float[Tensor, "users batch ..."]:
-        """Outputs of one net of each user's own."""
+        """Return the outputs of one net per user."""
         if self.form is not None and self.form.takes(inputs):
             return self.form(tensors, inputs, train=train)
         if not self._folds:
@@ -374,7 +415,7 @@ class StackedModel(Model):
 
     @cached_property
     def form(self) -> Form | None:
-        """Native code that runs all users' nets at once; None under ``vmap``."""
+        """Native form that runs all users' nets at once; None to use ``vmap``."""
         if not self.compiled:
             return None
         from comingle.models.side_by_side import form_of
@@ -396,12 +437,12 @@ class StackedModel(Model):
 
     @torch.no_grad()
     def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
-        """The adaptors' gradients preconditioned (FLoRAL eq. 36), all others as they are."""
+        """Return the gradients, those of adaptors preconditioned (FLoRAL eq. 36)."""
         return gradients if self._pairs is None else precondition(self._pairs, tensors, gradients)
 
     @torch.no_grad()
     def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
-        """Base and adaptors, these centred under p(c) and their mean in the base (FLoRAL eq. 37)."""
+        """Return base and adaptors: adaptors centred under p(c), their mean added to the base (FLoRAL eq. 37)."""
         return tensors if self._pairs is None else centre(self._pairs, tensors, shares)
 
 
@@ -417,12 +458,21 @@ def stack(
     compiled: bool = False,
     batchwise: bool = False,
 ) -> StackedModel:
-    """Copies of a net for ``users`` users.
+    """Stack copies of a net over users.
 
-    ``nets`` holds one net, maybe a ``GatedPair``, or a :class:`FloralModel` where the mixture is of adaptors; or
-    differently initialised ones: as many as there are clusters where the mixture is of whole models, or as the server
-    begins with where there is none. All users start from their values, or from the first's. ``batchwise`` says that a
-    net is so that has no norm of torch's by which that is known.
+    All users start from the values of the given nets; with several nets and no mixture, from the first.
+
+    Args:
+        nets: One net, which is a :class:`FloralModel` for a mixture of adaptors; or several with different initial
+            values: one per cluster for a mixture of whole models, or the server's initial models without a mixture.
+        name: Name of the model.
+        users: Number of users.
+        mixture: How components are mixed.
+        device: Device of the tensors; the CPU by default.
+        dtype: Dtype of the computations.
+        loss: Loss of outputs and targets.
+        compiled: Allow a native form of the net.
+        batchwise: A sample's output in training depends on its batch; needed only where no norm of torch shows it.
     """
     device = device or torch.device("cpu")
     nets = [net.to(device, dtype) for net in nets]
@@ -451,7 +501,7 @@ def _sees_batches(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedLanguageModel(StackedModel):
-    """Users' adaptors and routers over one base; a batch is windows of tokens."""
+    """The users' adaptors and routers over one base; a batch is windows of tokens."""
 
     base: Base
     head: Head
@@ -460,14 +510,21 @@ class MixedLanguageModel(StackedModel):
     def _own_losses(
         self, tensors: Tree, batch: Int[Tensor, "users batch window"], train: bool
     ) -> Float[Tensor, "users batch context"]:
-        """Next-token loss in nats at every position; a negative target carries no loss."""
+        """Return the next-token loss in nats at every position; 0 where the target is negative."""
         inputs, targets = inputs_of(batch), batch[..., 1:]
         return cross_entropy(self._outputs(tensors, inputs, train), self.head, targets)
 
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, train: bool = False
     ) -> Float[Tensor, "users clusters batch context"]:
-        """The loss at every position under each component alone."""
+        """Return the loss in nats at every position under each component alone.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            batch: Windows of tokens.
+            train: Run in training mode.
+        """
         inputs, targets = inputs_of(batch), batch[..., 1:]
         hidden = self._components(tensors, inputs, train)
         wide = targets.unsqueeze(1).expand(hidden.shape[:-1])
@@ -476,16 +533,31 @@ class MixedLanguageModel(StackedModel):
     def predict(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
     ) -> Float[Tensor, "users batch context"]:
-        """Losses with the adaptors mixed in the weights, wherever the mixture stands in training."""
+        """Return the losses with adaptors mixed in the weights, whatever level the mixture has in training.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            batch: Windows of tokens.
+        """
         return self._own_losses(tensors, batch, False)
 
     @torch.no_grad()
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """Each user speaks by itself."""
+        """Continue the prompts greedily, one user after another.
+
+        Args:
+            tensors: Tensors of ``users``.
+            users: Numbers of the users.
+            prompts: Token ids, padded on the left with ``PAD``.
+            limit: Largest number of new tokens.
+        """
         parts, prompts = [], prompts.to(self.device)
-        with torch.compiler.set_stance("force_eager"):  # lengths change with every token: compiling would not pay
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # lengths change with every token, so compiling would not pay off
             for row, of_user in enumerate(prompts):
                 mine = {name: t[row : row + 1] for name, t in tensors.items()}
                 personal = self.of_one_user(mine)
@@ -495,7 +567,7 @@ class MixedLanguageModel(StackedModel):
         return torch.stack([F.pad(part, (0, width - part.shape[1]), value=PAD) for part in parts])
 
     def of_one_user(self, tensors: Tree) -> FloralModel:
-        """The whole causal language model (``.model``) of one user: its own adaptors over the base's very weights."""
+        """Return one user's whole causal language model (``.model``): its adaptors over the base's shared weights."""
         base, net = self.base.model, self.net
         assert isinstance(net, FloralModel)
         copied = own_copy(net, tensors, shared=(*base.parameters(), *base.buffers()))
@@ -506,17 +578,17 @@ class MixedLanguageModel(StackedModel):
 
     @property
     def base_parameters(self) -> int:
-        """The base's parameters."""
+        """Number of parameters of the base."""
         return self.base.model.num_parameters()
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Nobody trains the base."""
+        """Replace the weights of the base, which no user trains, by fake tensors."""
         size, head = fakes.size_of(self.base.model), self.head.with_tensors(lambda real: fakes.of(real, self.device))
         fakes.replace(self.net, self.device)
         return replace(self, head=head), size
 
     def _run(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
-        # Embedded first: some families look at token numbers for padding, which vmap cannot follow.
+        # Embed first: some families search the token ids for padding, which vmap does not support.
         tensors, inputs, *rest = stacked
         return super()._run(False, call, tensors, self.embedding(inputs), *rest)
 
@@ -528,7 +600,15 @@ class MixedLanguageModel(StackedModel):
 def mix_language_model(
     base: Base, mixture: ClientMixture, *, users: int, rank: int, alpha: float
 ) -> MixedLanguageModel:
-    """LoRA adaptors for each component on every linear of the blocks; ``alpha`` is the factor of their output."""
+    """Return a base with LoRA adaptors for each component on every linear of the blocks.
+
+    Args:
+        base: The frozen base.
+        mixture: How components are mixed.
+        users: Number of users.
+        rank: Rank of the adaptors.
+        alpha: Factor of the adaptors' outputs.
+    """
     network = share_weights(base.model)
     net = floral(
         backbone(network),
@@ -539,7 +619,7 @@ def mix_language_model(
         norm=False,
         per_layer=mixture.per_layer,
         copy=False,
-        generator=torch.Generator(),  # values are drawn again, for each user; torch's own stream stays untouched
+        generator=torch.Generator(),  # values are drawn again for each user; torch's global generator stays untouched
     )
     stacked = stack([net], name=base.name, users=users, mixture=mixture, device=base.device, dtype=base.dtype)
     slots = tuple(s for s in stacked.layout.slots if not {BASE, STATISTICS} & set(s.roles))

@@ -1,1 +1,1 @@
-"""What may happen to an upload on its way: clipping, noise, and the account of what has been revealed."""
+"""Privacy and robustness of uploads: clipping, noise, accounting, secure aggregation and robust rules."""

@@ -1,7 +1,7 @@
-"""How much has been revealed: epsilon at a delta, by the accountants of Google's ``dp-accounting``.
+"""Privacy accounting: epsilon at a delta, computed by Google's ``dp-accounting``.
 
-Neighbours are populations of which one user's data is there or not, with a change of zero (Kairouz et al. 2021); the
-names and the number of the users are public. Where so many users are drawn without replacement, and for "local", one
+Neighbouring populations differ in the presence of one user's data, an absent user having a change of zero (Kairouz et
+al. 2021); the names and the number of the users are public. For sampling without replacement, and for "local", one
 user's data is replaced by any other, which moves the sum by twice the clip norm.
 """
 
@@ -31,14 +31,18 @@ _log = logging.getLogger("comingle")
 _SPENT = "%s: one more round would exceed the privacy budget, so they train no more; others go on"
 
 Participation = float | tuple[tuple[int, ...], ...]
-"""A fraction of the users, or lists of numbers, as in ``Training``."""
+"""A fraction of the users, or lists of users by round, as in ``Training``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """What one round reveals of a user: a Gaussian of deviation ``noise`` times its sensitivity.
+    """Gaussian release of one round, as seen by one user; its standard deviation is ``noise`` times the sensitivity.
 
-    ``rate`` is the chance to be drawn, each user by itself; ``sample`` of ``users`` are drawn without replacement.
+    Args:
+        noise: Noise multiplier.
+        rate: Probability of each user to be drawn, for Poisson sampling.
+        sample: Number of users drawn without replacement; 0 for other sampling.
+        users: Number of users that they are drawn from.
     """
 
     noise: float
@@ -48,17 +52,24 @@ class Release:
 
     @property
     def sampled(self) -> bool:
-        """Whether who takes part is drawn, and nobody knows who was."""
+        """Whether participants are drawn in secret."""
         return self.rate < 1 or self.sample > 0
 
 
 def sample_size(participation: float, users: int) -> int:
-    """How many users a fraction is."""
+    """Return the number of users that a fraction stands for."""
     return max(1, math.ceil(participation * users - 1e-9))
 
 
 def expected(privacy: PrivacySection, participation: Participation, users: int, number: int) -> float:
-    """Over how many users a round's sum is divided, whoever takes part: public, so that it reveals nothing."""
+    """Return the divisor of a round's sum: a public number of users, which reveals nothing about who takes part.
+
+    Args:
+        privacy: Settings.
+        participation: As in ``Training``.
+        users: Number of users of the run.
+        number: Number of the round, from 0.
+    """
     if isinstance(participation, tuple):
         return float(len(set(participation[number % len(participation)])))
     drawn_alone = privacy.sampling == "poisson" and privacy.secure_aggregation is None
@@ -66,22 +77,30 @@ def expected(privacy: PrivacySection, participation: Participation, users: int, 
 
 
 _NOBODY = 200.0
-"""An epsilon that protects nobody. Beyond it the bound of ``rdp`` is taken, a few per cent above that of ``pld``, whose
-grid of privacy losses grows to minutes and gigabytes."""
+"""An epsilon without practical protection. Above it the bound of ``rdp`` is used.
+
+That bound is a few per cent above that of ``pld``, whose grid of privacy losses would take minutes and gigabytes.
+"""
 
 
 @lru_cache(maxsize=1 << 12)
 def epsilon(release: Release, count: int, delta: float, accountant: str) -> float:
-    """What ``count`` such releases have revealed; an upper bound.
+    """Return an upper bound of the epsilon of ``count`` releases.
+
+    Args:
+        release: One of the releases.
+        count: Number of releases.
+        delta: Probability that epsilon does not hold.
+        accountant: "rdp" or "pld".
 
     Raises:
-        RecipeError: the package is not installed.
+        RecipeError: The package is not installed.
     """
     if count == 0:
         return 0.0
     dp = _package()
     event, relation = dp.GaussianDpEvent(release.noise), dp.NeighboringRelation.ADD_OR_REMOVE_ONE
-    if release.sample:  # of which no privacy loss distribution is known
+    if release.sample:  # its privacy loss distribution is not known
         relation, accountant = dp.NeighboringRelation.REPLACE_ONE, "rdp"
         event = dp.SampledWithoutReplacementDpEvent(release.users, release.sample, event)
     elif release.rate < 1:
@@ -98,7 +117,7 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a warning for each order of Renyi's divergence that is left out, which makes the bound no less true."""
+    """Suppress a warning for each Renyi order that is skipped; the bound holds without them."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -109,7 +128,7 @@ def _quiet() -> Iterator[None]:
 
 
 def accountant_of(privacy: PrivacySection, release: Release) -> str:
-    """By which account epsilon is computed."""
+    """Return the name of the accountant for a release."""
     return "rdp" if release.sample else privacy.accountant
 
 
@@ -118,12 +137,14 @@ _MOST = 2.0**20
 
 
 def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], Release]) -> float:
-    """Return the least noise multiplier, to a few parts in ten thousand, with which ``count`` releases spend epsilon.
+    """Return the smallest noise multiplier with which ``count`` releases stay within epsilon.
+
+    It is found by bisection, to a few parts in ten thousand.
 
     Args:
-        privacy: Has epsilon, delta and the accountant.
+        privacy: Settings with epsilon, delta and the accountant.
         count: Releases of a whole run.
-        release: From a noise multiplier to what one of them reveals.
+        release: Maps a noise multiplier to what one release reveals.
 
     Raises:
         RecipeError: No noise is enough, or the package is not installed.
@@ -137,7 +158,7 @@ def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], 
         return epsilon(release(z), count, privacy.delta, accountant)
 
     high = 1.0
-    while spends(high, "rdp") > target:  # which is fast, and never below the other
+    while spends(high, "rdp") > target:  # fast, and never below the other accountant
         high *= 2
         if high > _MOST:
             raise RecipeError(f"privacy.epsilon: got {target:g}, for which no noise up to {_MOST:g} is enough")
@@ -152,7 +173,14 @@ def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a user does in a run: ``steps`` with noise in each of ``rounds``, of ``batch`` examples in the mean."""
+    """Work of a user in a run.
+
+    Args:
+        examples: Examples of the user.
+        batch: Expected number of examples in a step.
+        steps: Noisy steps in a round.
+        rounds: Rounds of the run.
+    """
 
     examples: int
     batch: int
@@ -161,26 +189,28 @@ class Work:
 
     @property
     def rate(self) -> float:
-        """The chance of an example to be in a batch."""
+        """Probability of an example to be in a batch."""
         return min(1.0, self.batch / max(1, self.examples))
 
     @property
     def expected(self) -> float:
-        """How many examples a batch has in the mean, by which sums are divided: public, whoever was drawn."""
+        """Expected number of examples in a batch: the divisor of sums, public whatever is drawn."""
         return max(1.0, self.rate * self.examples)
 
     @property
     def planned(self) -> int:
-        """Steps with noise of the whole run."""
+        """Noisy steps in the whole run."""
         return self.steps * self.rounds
 
 
 @lru_cache(maxsize=1 << 12)
 def multiplier_of(privacy: PrivacySection, work: Work) -> float:
-    """A user's noise multiplier: as given, or the least with which all that is planned spends epsilon.
+    """Return a user's noise multiplier.
+
+    If only epsilon is given, it is the smallest one with which the planned steps stay within epsilon.
 
     Raises:
-        RecipeError: no noise is enough, or the package that computes it is not installed.
+        RecipeError: No noise is enough, or the package that computes it is not installed.
     """
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
@@ -188,7 +218,13 @@ def multiplier_of(privacy: PrivacySection, work: Work) -> float:
 
 
 def spent_by(privacy: PrivacySection, work: Work, steps: int) -> float:
-    """Epsilon of a user's examples after so many steps with noise."""
+    """Return the epsilon of a user's examples after some noisy steps.
+
+    Args:
+        privacy: Settings.
+        work: Work of the user.
+        steps: Noisy steps so far.
+    """
     if steps == 0:
         return 0.0
     release = Release(noise=multiplier_of(privacy, work), rate=work.rate)
@@ -197,15 +233,15 @@ def spent_by(privacy: PrivacySection, work: Work, steps: int) -> float:
 
 @dataclass(kw_only=True)
 class Account(ABC):
-    """The releases of each user so far, and the epsilon that they have spent.
+    """Releases of each user so far, and the epsilon that they have spent.
 
     Args:
-        privacy: Has the budget.
+        privacy: Settings with the budget.
         participation: As in ``Training``.
-        users: All of a run; of no use on a client.
+        users: All users of a run; not used on a client.
         counts: Releases of each user.
-        warned: Users of whom the log has said that their budget is spent.
-        works: From names to what each user does in a run, for accounts of single examples.
+        warned: Users whose spent budget the log has warned about.
+        works: Returns the work of each user by name, for accounts of single examples.
     """
 
     privacy: PrivacySection
@@ -224,7 +260,13 @@ class Account(ABC):
     @classmethod
     @abstractmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return what a round reveals of a user; the noise multiplier must be known."""
+        """Return what a round reveals of a user; the noise multiplier must be known.
+
+        Args:
+            privacy: Settings.
+            participation: As in ``Training``.
+            users: Number of users of the run.
+        """
 
     @property
     def sampled(self) -> bool:
@@ -233,14 +275,14 @@ class Account(ABC):
 
     @abstractmethod
     def epsilon_of(self, user: int, count: int) -> float:
-        """Return what ``count`` releases of a user, by number, reveal."""
+        """Return the epsilon of ``count`` releases of a user, given by index."""
 
     @abstractmethod
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return what ``count`` uploads, or rounds of ``work``, of a client's user reveal with its own noise."""
+        """Return the epsilon of ``count`` uploads, or rounds of ``work``, of a client's user with its own noise."""
 
     def charge(self, users: Sequence[int]) -> None:
-        """Count a release of each of these users."""
+        """Count one release of each of these users."""
         self.counts[list(users)] += 1
 
     def charge_uploads(self, users: Sequence[int]) -> None:
@@ -248,7 +290,7 @@ class Account(ABC):
         self.charge(users)
 
     def affordable(self, members: Sequence[int]) -> list[int]:
-        """Return the users for whom one more release stays within the budget; warn once of each other."""
+        """Return the users whose budget allows one more release; warn once about each other user."""
         budget = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
         counts = self.counts.tolist()
         found = [user for user in members if self.epsilon_of(user, counts[user] + 1) <= budget]
@@ -259,7 +301,7 @@ class Account(ABC):
 
     @property
     def spent(self) -> dict[str, object]:
-        """Epsilon of the user of whom most was revealed, and of all users where they differ."""
+        """Epsilon of the user with the largest one, and of all users if they differ."""
         each = [self.epsilon_of(user, count) for user, count in enumerate(self.counts.tolist())]
         differ = {"users": dict(zip(self.users, each, strict=True))} if len(set(each)) > 1 else {}
         return {"epsilon": max(each, default=0.0), "delta": self.privacy.delta, **differ}
@@ -270,9 +312,9 @@ class Account(ABC):
 
     @abstractmethod
     def forecast(self, planned: int) -> dict[str, object]:
-        """Return what a whole run will have revealed of the user of whom most is.
+        """Return the epsilon after a whole run, of the user with the largest one.
 
-        Where the noise is given and a budget too, a run of fewer rounds than planned stays within it.
+        If both noise and budget are given, the run may stop before ``planned`` rounds to stay within the budget.
 
         Args:
             planned: Rounds of the run in which something of that user is released.
@@ -280,13 +322,19 @@ class Account(ABC):
 
 
 class UploadAccount(Account):
-    """Gaussian releases of whole users: each round in which something of a user is uploaded."""
+    """Gaussian releases of whole users: one for each round in which a user uploads something."""
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return what a round reveals of a user, who may be hidden by not having been drawn."""
+        """Return what a round reveals of a user; secret sampling reveals less.
+
+        Args:
+            privacy: Settings.
+            participation: As in ``Training``.
+            users: Number of users of the run.
+        """
         z = privacy.multiplier
-        # The server of a secure sum knows who is in it, and so do they: nobody is hidden by not having been drawn.
+        # The server and the users of a secure sum know who is in it, so sampling hides no user.
         if isinstance(participation, tuple) or participation >= 1 or privacy.secure_aggregation is not None:
             return Release(noise=z)
         if privacy.sampling == "poisson":
@@ -295,7 +343,7 @@ class UploadAccount(Account):
 
     @property
     def release(self) -> Release:
-        """What a round of this run reveals of a user."""
+        """Release of a round of this run."""
         return self.release_of(self.privacy, self.participation, len(self.users))
 
     @property
@@ -304,17 +352,17 @@ class UploadAccount(Account):
         return self.release.sampled
 
     def epsilon_of(self, user: int, count: int) -> float:
-        """Return what ``count`` releases reveal, which is the same for all users."""
+        """Return the epsilon of ``count`` releases, the same for all users."""
         release = self.release
         return epsilon(release, count, self.privacy.delta, accountant_of(self.privacy, release))
 
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return what ``count`` uploads of a client's user reveal with its own noise."""
+        """Return the epsilon of ``count`` uploads of a client's user with its own noise."""
         release = self.release_of(self.privacy, 1.0, 1)
         return epsilon(release, count, self.privacy.delta, self.privacy.accountant)
 
     def charge(self, users: Sequence[int]) -> None:
-        """Count a release; where users are drawn in secret it is one of all, whoever was drawn."""
+        """Count one release of each of these users, or of all users if participants are drawn in secret."""
         super().charge(range(len(self.users)) if self.sampled else users)
 
     def metrics(self, clip_norm: float) -> dict[str, object]:
@@ -329,7 +377,7 @@ class UploadAccount(Account):
         }
 
     def forecast(self, planned: int) -> dict[str, object]:
-        """Return what a whole run of ``planned`` releases will have revealed of a user."""
+        """Return the epsilon after a whole run of ``planned`` releases."""
         count = affordable_releases(self.privacy, planned, lambda count: self.epsilon_of(0, count))
         return {
             "mechanism": self.privacy.mechanism,
@@ -344,42 +392,48 @@ class UploadAccount(Account):
 
 
 class ReplacingAccount(UploadAccount):
-    """Gaussian releases of uploads that have their own noise: neighbours replace a user's data."""
+    """Gaussian releases of uploads with their own noise; neighbours replace a user's data."""
 
     replaces = True
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return what an upload reveals: replacing a user's data moves it by twice the clip norm."""
+        """Return what an upload reveals: replacing a user's data moves it by twice the clip norm.
+
+        Args:
+            privacy: Settings.
+            participation: Not used.
+            users: Not used.
+        """
         return Release(noise=privacy.multiplier / 2)
 
 
 class StepAccount(UploadAccount):
-    """Rounds of local steps with noise, each user's with its own number of examples.
+    """Rounds of noisy local steps, for users with different numbers of examples.
 
-    A round counts when a user was asked to take its steps, whether or not their outcome was sent.
+    A round counts once a user is asked to take its steps, even if their result is never sent.
     """
 
     @property
     def sampled(self) -> bool:
-        """Whether participants are drawn in secret: who takes part is no secret here."""
+        """False: participants are not secret here."""
         return False
 
     def charge_uploads(self, users: Sequence[int]) -> None:
-        """Count nothing: the steps behind uploads were charged when they were asked for."""
+        """Count nothing: steps are charged when they are requested."""
 
     def epsilon_of(self, user: int, count: int) -> float:
-        """Return what ``count`` rounds reveal of an example of a user, by number."""
+        """Return the epsilon of ``count`` rounds for an example of a user, given by index."""
         work = self.works().get(self.users[user])
         return 0.0 if work is None else spent_by(self.privacy, work, count * work.steps)
 
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return what ``count`` rounds reveal of an example of a client's user."""
+        """Return the epsilon of ``count`` rounds for an example of a client's user."""
         assert work is not None
         return spent_by(self.privacy, work, count * work.steps)
 
     def metrics(self, clip_norm: float) -> dict[str, object]:
-        """Return the epsilon so far, with noise multipliers of each user where they differ."""
+        """Return the epsilon so far, with the noise multiplier of each user if they differ."""
         works, counts = self.works(), dict(zip(self.users, self.counts.tolist(), strict=True))
         multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
         differ = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
@@ -394,7 +448,7 @@ class StepAccount(UploadAccount):
         }
 
     def forecast(self, planned: int) -> dict[str, object]:
-        """Return what a whole run will have revealed of the user of whom most is; rounds follow from :attr:`works`."""
+        """Return the epsilon after a whole run, of the user with the largest one; rounds follow from :attr:`works`."""
 
         def ends(work: Work) -> tuple[float, Work, int]:
             rounds = affordable_releases(self.privacy, work.rounds, lambda rounds: self.own_epsilon(rounds, work))
@@ -414,18 +468,24 @@ class StepAccount(UploadAccount):
 
 
 def affordable_releases(privacy: PrivacySection, planned: int, spends: Callable[[int], float]) -> int:
-    """Return how many of the planned releases stay within the budget; ``spends`` is the epsilon of so many."""
+    """Return how many of the planned releases stay within the budget.
+
+    Args:
+        privacy: Settings with the budget.
+        planned: Planned releases.
+        spends: Maps a number of releases to its epsilon.
+    """
     budget = math.inf if privacy.epsilon is None else privacy.epsilon
     return bisect_right(range(1, planned + 1), budget, key=spends)
 
 
 def most_releases(schedule: Sequence[Sequence[int]]) -> int:
-    """In how many rounds the user takes part who takes part most often."""
+    """Return the number of rounds of the user who takes part most often."""
     return max(Counter(user for members in schedule for user in members).values(), default=0)
 
 
 def _package() -> Any:
-    """Return ``dp_accounting``, which is optional and has no types.
+    """Return the optional package ``dp_accounting``, which has no types.
 
     Raises:
         RecipeError: It is not installed.
@@ -440,10 +500,15 @@ def _package() -> Any:
 
 
 def check_delta(privacy: PrivacySection, name: str, examples: int) -> None:
-    """Check that delta means something for so many examples of a user.
+    """Check that delta is small enough for a user's number of examples.
+
+    Args:
+        privacy: Settings with delta.
+        name: Name of the user, for the message.
+        examples: Examples of the user.
 
     Raises:
-        RecipeError: It would allow one of them to be published.
+        RecipeError: Delta would allow one of the examples to be published.
     """
     if privacy.delta * examples >= 1:
         raise RecipeError(

@@ -2,9 +2,9 @@
 
 A run has a list of mechanisms, on its clients and on its server. In a round
 
-1. a mechanism that protects single examples makes the gradients of what is shared (``client_gradients``),
+1. a mechanism that protects single examples computes the gradients of the shared tensors (``client_gradients``),
 2. each may clip, noise or mask what users upload (``client_update``),
-3. the server passes the uploads through ``server_sum`` of each, and its method aggregates what comes out,
+3. the server passes the uploads through ``server_sum`` of each, and its method aggregates the result,
 4. ``account`` counts what was revealed (:class:`comingle.privacy.accounting.Account`), and ``admit`` decides on the
    next round's participants.
 
@@ -27,26 +27,26 @@ from comingle.privacy.accounting import Account, Work
 from comingle.utils.trees import Layout, Tree
 
 REFERENCE = "reference/"
-"""Prefix of a user's copies of the tensors that it downloaded, against which its change is measured."""
+"""Prefix of the user's copies of downloaded tensors, from which its change is measured."""
 CLIP_NORM = "clip_norm"
-"""Name of the clip norm in downloads, where it is adaptive, and in a user's state."""
+"""Key of the clip norm in downloads, if it is adaptive, and in a user's state."""
 WITHIN = "within"
-"""Name of the report whether a user's change was within an adaptive clip norm: 1 or 0."""
+"""Key of the report whether a user's change was within an adaptive clip norm: 1 or 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """Uploads of a cohort before they leave: float64 changes against the last download.
+    """Uploads of a cohort before they are sent: float64 changes from the last download.
 
     Args:
         changes: Tensors ``(users, *shape)``.
         bounds: Clip norm of each user.
-        names: The users.
-        ranks: Their LoRA ranks.
-        counts: Their amounts of training data.
-        round_number: Of the round that the uploads end, from 1.
-        reports: Numbers that leave beside the tensors.
-        masked: The upload in place of download plus change, where it is not made of tensors of the model.
+        names: Names of the users.
+        ranks: LoRA rank of each user.
+        counts: Amount of training data of each user.
+        round_number: Number of the round that the uploads end, from 1.
+        reports: Numbers to send with the tensors.
+        masked: Upload to send instead of download plus change, for mechanisms that send no model tensors.
     """
 
     changes: Tree
@@ -61,14 +61,14 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateStep:
-    """One optimiser step of a cohort on what it shares.
+    """One optimiser step of a cohort on its shared tensors.
 
     Args:
-        works: Each user's amount of work, from which sampling rates follow.
+        works: Each user's amount of work, which determines its sampling rate.
         streams: Each user's key of the random streams of this step.
         batch: Examples of a user in one pass.
-        clipped_sums: From numbers of examples ``(users, n)``, ``PAD`` for none, and a clip norm to the float64 sums of
-            clipped gradients and of losses over them.
+        clipped_sums: Maps indices of examples ``(users, n)``, padded with ``PAD``, and a clip norm to the float64 sums
+            of clipped gradients and of losses.
     """
 
     works: Sequence[Work]
@@ -79,7 +79,14 @@ class PrivateStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRound:
-    """A round at the server: its number (from 0), the users whose uploads arrived, and the method's server."""
+    """A round on the server.
+
+    Args:
+        number: Number of the round, from 0.
+        names: Users whose uploads arrived.
+        server: Server of the method.
+        kept: Its state.
+    """
 
     number: int
     names: Sequence[str]
@@ -98,7 +105,13 @@ def one_model(server: Server, kept: Tree) -> Tree:
 
 
 def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]]) -> Received:
-    """Return the model plus a float64 mean change as the only upload of a round, which belongs to no user."""
+    """Return the model plus a float64 mean change as the only upload of a round, which belongs to no user.
+
+    Args:
+        model: The model.
+        change: Mean change.
+        roles: Roles of each tensor.
+    """
     return Received(
         users=[],
         tensors={name: (t.double() + change[name].to(t.device)).to(t.dtype).unsqueeze(0) for name, t in model.items()},
@@ -111,10 +124,11 @@ def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What a robust rule has made of a round's uploads, for the events of a run.
+    """Result of a robust rule on the uploads of a round, for the run's events.
 
-    ``counted`` is how much of each user's upload counts, from 0 to 1: :class:`comingle.privacy.robust.Combined`, and
-    with norm-bound by what its change was shortened. Empty where the uploads were too few, as ``reason`` says.
+    ``counted`` is how much of each user's upload counts, from 0 to 1, as in :class:`comingle.privacy.robust.Combined`;
+    for norm-bound, the factor by which its change was shortened. It is empty if there were too few uploads, as
+    ``reason`` says.
     """
 
     rule: str
@@ -123,7 +137,7 @@ class Judged:
 
     @property
     def left_out(self) -> list[str]:
-        """Users whose uploads changed nothing."""
+        """Users whose uploads had no effect."""
         return [name for name, share in self.counted.items() if share == 0]
 
     def as_event(self, done: int) -> dict[str, object]:
@@ -142,9 +156,9 @@ class PrivacyMechanism:
 
     key: str = ""
     account: Account | None = field(init=False, default=None)
-    """What has been revealed so far, for mechanisms with noise."""
+    """Account of what has been revealed so far, for mechanisms with noise."""
     judged: Judged | None = field(init=False, default=None)
-    """What the mechanism made of the last round's uploads, for its event."""
+    """Result of the mechanism on the last round's uploads, for its event."""
 
     # ---------------------------------------------------------------- before a run
 
@@ -152,14 +166,19 @@ class PrivacyMechanism:
         """Check that the mechanism covers a method and the settings of a recipe.
 
         Raises:
-            RecipeError: It does not; gives the reason.
+            RecipeError: It does not; the message gives the reason.
         """
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
         """Check that the mechanism covers the tensors and the number of users of a run.
 
+        Args:
+            method: The method.
+            layout: Layout of the model's tensors.
+            users: Number of users.
+
         Raises:
-            RecipeError: It does not; gives the reason.
+            RecipeError: It does not; the message gives the reason.
         """
 
     def check_rounds(self, sizes: Collection[int], *, same_ranks: bool) -> None:
@@ -181,39 +200,39 @@ class PrivacyMechanism:
         raise NotImplementedError
 
     def client_update(self, update: Update) -> Update:
-        """Return uploads clipped, with noise, or behind masks."""
+        """Return the uploads, clipped, with noise, or masked."""
         return update
 
     # ---------------------------------------------------------------- on the server
 
     def admit(self, members: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
-        """Return the participants of round ``number`` (from 0), of those who were drawn; None ends the run.
+        """Return the participants of a round among those selected; None ends the run.
 
         Args:
-            members: Users, by number.
-            number: Of the round.
+            members: Indices of the selected users.
+            number: Number of the round, from 0.
             releases: Whether anything is uploaded in the round.
         """
         return list(members)
 
     def download(self, users: int) -> Tree:
-        """Return tensors ``(users, 1)`` that users download beside their models."""
+        """Return tensors ``(users, 1)`` for users to download with their models."""
         return {}
 
     def server_sum(self, received: Received, about: ServerRound) -> Received | None:
-        """Return what the method's server aggregates in place of the uploads; None leaves its state as it is."""
+        """Return what the server aggregates instead of the uploads; None leaves its state unchanged."""
         return received
 
     def skip_round(self, received: Sequence[int]) -> None:
-        """End a round without aggregation, in which uploads of these users were received."""
+        """End a round without aggregation; ``received`` are the users whose uploads arrived."""
         self.judged = None
 
     def warn(self, numbers: int, rounds: int) -> str | None:
         """Return a warning for a run that cannot work, else None.
 
         Args:
-            numbers: How many numbers a user shares.
-            rounds: Of the whole run.
+            numbers: Parameters that a user shares.
+            rounds: Rounds of the run.
         """
         return None
 
@@ -221,7 +240,7 @@ class PrivacyMechanism:
 
     @property
     def state(self) -> Tree:
-        """Tensors of the server's checkpoint."""
+        """Tensors for the server's checkpoint."""
         return {}
 
     @property
@@ -230,16 +249,16 @@ class PrivacyMechanism:
         return frozenset()
 
     def restore(self, state: Tree) -> None:
-        """Set the state to that of a checkpoint, which has the tensors of others too."""
+        """Restore the state from a checkpoint, which also has tensors of other objects."""
 
     @property
     def metrics(self) -> dict[str, object]:
-        """Metrics of a run: what was spent, and with which settings."""
+        """Metrics of a run: the privacy spent, and the settings behind it."""
         return {}
 
 
 def overrides(mechanism: PrivacyMechanism, hook: str) -> bool:
-    """Return whether a mechanism has a hook of its own."""
+    """Return whether a mechanism overrides a hook."""
     return getattr(type(mechanism), hook) is not getattr(PrivacyMechanism, hook)
 
 
@@ -256,7 +275,13 @@ def start_references(shared: Tree, bound: float) -> Tree:
 
 
 def keep_references(kept: Tree, shared: Tree, bounds: Float[Tensor, " users"] | None) -> None:
-    """Keep what was downloaded, in place: shared tensors, and the clip norm where there is a new one."""
+    """Store downloaded tensors, and the clip norm if there is a new one, in a user's state.
+
+    Args:
+        kept: State of the users, changed in place.
+        shared: Downloaded tensors, ``(users, *shape)``.
+        bounds: New clip norm of each user, or None.
+    """
     for name, t in shared.items():
         kept[REFERENCE + name].copy_(t)
     if bounds is not None:
@@ -264,7 +289,7 @@ def keep_references(kept: Tree, shared: Tree, bounds: Float[Tensor, " users"] | 
 
 
 def without_bound(tensors: Tree) -> tuple[Tensor | None, Tree]:
-    """Return the clip norms ``(users,)`` of a download, or None, and its other tensors."""
+    """Split a download into its clip norms ``(users,)``, or None, and its other tensors."""
     if CLIP_NORM not in tensors:
         return None, tensors
     return tensors[CLIP_NORM][:, 0], {name: t for name, t in tensors.items() if name != CLIP_NORM}
@@ -276,14 +301,14 @@ def protect_uploads(
     """Pass a cohort's uploads through all mechanisms.
 
     Args:
-        mechanisms: Of the run, in order.
+        mechanisms: Mechanisms of the run, in order.
         tensors: Shared tensors ``(users, *shape)`` after the local steps.
-        cohort: Its state has the last download.
-        counts: Users' amounts of training data.
-        round_number: Of the upload.
+        cohort: The users; their state has the last download.
+        counts: Amount of training data of each user.
+        round_number: Number of the round, from 1.
 
     Returns:
-        What users send (download plus change, in the dtype of ``tensors``, or masked numbers), and what they report.
+        The users' uploads (download plus change, in the dtype of ``tensors``, or masked numbers), and their reports.
     """
     references = {name: cohort.kept[REFERENCE + name] for name in tensors}
     update = Update(

@@ -64,17 +64,17 @@ from comingle.utils.errors import RecipeError, run_checks
 from comingle.utils.trees import STATISTICS, Layout, Tree
 
 COUNTS, BOUND = "privacy/releases", "privacy/clip_norm"
-"""Checkpoint keys of the releases of each user, and of the clip norm."""
+"""Checkpoint keys of the number of releases of each user, and of the clip norm."""
 
 
 @dataclass(kw_only=True)
 class DifferentialPrivacy(PrivacyMechanism):
-    """A mechanism that a recipe names, with an account of Gaussian releases of whole users.
+    """Base class of the mechanisms that a recipe can name, with an account of Gaussian releases of whole users.
 
     Args:
         privacy: Settings, with the noise multiplier once it is known.
         participation: As in ``Training``.
-        users: All users of the run; of no use on a client.
+        users: All users of the run; not used on a client.
         bound: Clip norm of the next round.
     """
 
@@ -84,7 +84,7 @@ class DifferentialPrivacy(PrivacyMechanism):
     bound: float = 0.0
 
     account_type: ClassVar[type[Account]] = UploadAccount
-    """What a round reveals, and of whom."""
+    """Type of the account: it defines what a round reveals."""
 
     def __post_init__(self) -> None:
         self.bound = self.bound or self.privacy.first_bound
@@ -99,7 +99,7 @@ class DifferentialPrivacy(PrivacyMechanism):
     # ---------------------------------------------------------------- before a run
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that noise, or a sum, covers all that the method's users send."""
+        """Check that noise, or a secure sum, covers all that the method's users send."""
         self.check_noise()
         if method.placement.pooled:
             raise RecipeError(f"privacy: method {method.name} pools everybody's data, which no noise on uploads covers")
@@ -119,7 +119,7 @@ class DifferentialPrivacy(PrivacyMechanism):
             )
 
     def check_noise(self) -> None:
-        """Check that the settings say how much noise there is.
+        """Check that the settings determine the amount of noise.
 
         Raises:
             RecipeError: They do not.
@@ -128,7 +128,7 @@ class DifferentialPrivacy(PrivacyMechanism):
             raise RecipeError("privacy: says nothing of the noise; give noise_multiplier, or epsilon for the whole run")
 
     def unsupported(self, method: Method) -> str:
-        """Return why the mechanism does not cover a method that shares something; empty where it does."""
+        """Return the reason why the mechanism does not cover a method that shares something; empty if it does."""
         if method.server.clipped_mean:
             return ""
         return (
@@ -151,7 +151,13 @@ class DifferentialPrivacy(PrivacyMechanism):
             raise RecipeError("privacy.weight_cap: is not read where training.weighting is uniform")
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
-        """Check that delta means something for so many users, and that noise can be added to what is shared."""
+        """Check that delta is small enough for the number of users, and that noise can be added to the shared tensors.
+
+        Args:
+            method: The method.
+            layout: Layout of the model's tensors.
+            users: Number of users.
+        """
         if not self.privacy.noisy:
             return
         if self.privacy.protects == "user" and self.privacy.delta * users >= 1:
@@ -167,15 +173,15 @@ class DifferentialPrivacy(PrivacyMechanism):
             )
 
     def warn(self, numbers: int, rounds: int) -> str | None:
-        """Return a warning where the noise drowns what users can change, else None.
+        """Return a warning if the noise exceeds all that users can change, else None.
 
-        In a round the mean change is at most the clip norm C, and the noise on it has norm ``z C sqrt(d) / n``, or
-        ``z C sqrt(d / n)`` with noise at each user. Over R rounds changes add up to ``R C``, noise to ``sqrt(R)`` times
-        its norm.
+        In a round the mean change is at most the clip norm C, and the noise on it has norm ``z C sqrt(d) / n``, or ``z
+        C sqrt(d / n)`` with noise added by each user. Over R rounds changes add up to ``R C``, noise to ``sqrt(R)``
+        times its norm.
 
         Args:
-            numbers: d, how many numbers a user shares.
-            rounds: R, of the whole run, each of which releases something.
+            numbers: Parameters d that a user shares.
+            rounds: Rounds R of the whole run, each with a release.
         """
         if not self.privacy.noisy:
             return None
@@ -193,10 +199,16 @@ class DifferentialPrivacy(PrivacyMechanism):
             "example, which protects each example of a user instead of the user"
         )
 
-    # ---------------------------------------------------------------- who takes part
+    # ---------------------------------------------------------------- participants
 
     def admit(self, members: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
-        """Draw participants in secret where the account relies on that; leave out users whose budget is spent."""
+        """Draw participants in secret if the account relies on that; leave out users whose budget is spent.
+
+        Args:
+            members: Indices of the selected users.
+            number: Number of the round, from 0.
+            releases: Whether anything is uploaded in the round.
+        """
         if self.account is None:
             return list(members)
         if self.account.sampled:
@@ -204,7 +216,7 @@ class DifferentialPrivacy(PrivacyMechanism):
         return (self.account.affordable(members) or None) if releases else list(members)
 
     def draw(self, number: int) -> list[int]:
-        """Draw the participants of round ``number`` (from 0), which only the key determines."""
+        """Draw the participants of round ``number`` (from 0) with the key."""
         assert isinstance(self.participation, float | int)
         lots = [float(uniform(1, self.key, name, number, "participation")[0]) for name in self.users]
         everyone = range(len(lots))
@@ -213,25 +225,25 @@ class DifferentialPrivacy(PrivacyMechanism):
         return sorted(sorted(everyone, key=lots.__getitem__)[: sample_size(self.participation, len(lots))])
 
     def expected(self, number: int) -> float:
-        """Return the number of users by which the sum of round ``number`` (from 0) is divided."""
+        """Return the divisor of the sum of round ``number`` (from 0)."""
         return expected(self.privacy, self.participation, len(self.users), number)
 
     # ---------------------------------------------------------------- state and results
 
     @property
     def state(self) -> Tree:
-        """Releases and clip norm, if there is noise."""
+        """Number of releases of each user, and the clip norm, if there is noise."""
         if self.account is None:
             return {}
         return {COUNTS: self.account.counts.clone(), BOUND: torch.tensor(self.bound, dtype=torch.float64)}
 
     @property
     def by_user(self) -> frozenset[str]:
-        """The key of the releases."""
+        """Key of the number of releases."""
         return frozenset() if self.account is None else frozenset({COUNTS})
 
     def restore(self, state: Tree) -> None:
-        """Set releases and clip norm to those of a checkpoint."""
+        """Restore the number of releases and the clip norm from a checkpoint."""
         if self.account is not None:
             self.account.counts, self.bound = state[COUNTS].cpu().clone(), float(state[BOUND])
 
@@ -242,16 +254,16 @@ class DifferentialPrivacy(PrivacyMechanism):
 
 
 class Central(DifferentialPrivacy):
-    """Users clip their changes; the server clips them again, and adds noise to the sum.
+    """Central differential privacy: users clip their changes; the server clips them again and adds noise to the sum.
 
     The clip norm may follow a quantile of the users' norms (Andrew et al. 2021, arXiv:1905.03871). With secure sums
     each user adds a part of the noise, see :class:`comingle.privacy.secure_sum.SecureSum`.
     """
 
     def client_update(self, update: Update) -> Update:
-        """Clip changes and weigh them; report whether they were within an adaptive clip norm."""
+        """Clip changes and apply weights; report whether changes were within an adaptive clip norm."""
         if self.privacy.secure_aggregation is not None:
-            return update  # which clips them to a norm that rounding leaves
+            return update  # the secure sum clips, to a norm that leaves room for rounding
         clipped_update = clip_update(update, self.privacy)
         if not self.privacy.adaptive:
             return clipped_update
@@ -263,9 +275,9 @@ class Central(DifferentialPrivacy):
         return {CLIP_NORM: torch.full((users, 1), self.bound, dtype=torch.float64)} if self.privacy.adaptive else {}
 
     def server_sum(self, received: Received, about: ServerRound) -> Received | None:
-        """Return the model moved by the mean change with noise, as one upload.
+        """Return the model plus the mean change with noise, as one upload.
 
-        Uploads are clipped here once more, whatever users have sent. Where nobody was drawn there is noise alone.
+        Uploads are clipped again here, so the server need not trust users. Without participants the sum is noise only.
         """
         model, uploads, users = about.model, received.tensors, len(about.names)
         told = {n: t.unsqueeze(0).expand(users, *t.shape) for n, t in model.items()} if uploads else {}
@@ -278,10 +290,10 @@ class Central(DifferentialPrivacy):
         """Return the mean change with noise, float64: ``(sum_u clip(change_u) + noise) / expected``.
 
         Args:
-            changes: ``(users, *shape)``, empty where nobody was drawn.
+            changes: Changes ``(users, *shape)``; empty if no user was drawn.
             like: The model, for its shapes.
-            number: Of the round, from 0.
-            within: Who was within an adaptive clip norm, which then changes.
+            number: Number of the round, from 0.
+            within: 1 for each user within an adaptive clip norm, which is then updated; None if there are no reports.
         """
         users = self.expected(number)
         sums = self.sums(changes, like)
@@ -292,23 +304,27 @@ class Central(DifferentialPrivacy):
         return {name: t / users for name, t in noised.items()}
 
     def sums(self, changes: Tree, like: Tree) -> Tree:
-        """Return ``sum_u clip(change_u)``: no user moves it by more than the bound, whatever it sends."""
+        """Return ``sum_u clip(change_u)``: no upload moves it by more than the clip norm."""
         if not changes:
             return {name: torch.zeros_like(t, dtype=torch.float64) for name, t in like.items()}
         return {name: t.sum(0) for name, t in clipped(changes, self.bound).items()}
 
     def _count_noise(self, users: float) -> float:
-        """Deviation of the noise on the count of those within the bound: a twentieth of the users."""
+        """Return the standard deviation of the noise on the count of users within the clip norm."""
         return max(users / 20, self.privacy.multiplier)
 
     def _multiplier(self, users: float) -> float:
-        """The model's part of the noise, so that with the count's it is as much as it says (Andrew et al., Thm. 1)."""
+        """Return the noise multiplier for the model such that both releases together have the given one.
+
+        The other release is that of the count (Andrew et al. 2021, Theorem 1).
+        """
         return (self.privacy.multiplier**-2 - (2 * self._count_noise(users)) ** -2) ** -0.5
 
     def _adapt(self, within: Tensor | None, users: float, number: int) -> None:
-        """``bound *= exp(-rate (share - quantile))``; each user counts as +-1/2, which half a clip's noise hides.
+        """Set ``bound *= exp(-rate (share - quantile))``, with noise on the share of users within the bound.
 
-        What noise has made of a share that none can be is cut off, so no step is longer than ``exp(rate)``.
+        Each user counts as +1/2 or -1/2, so the noise has half the sensitivity of a count. The noisy share is clamped
+        to [0, 1], so no step is longer than ``exp(rate)``.
         """
         centred = float((within.double() - 0.5).sum()) if within is not None else 0.0
         noise = self._count_noise(users) * float(gaussian((1,), self.key, number, "count noise", repr(centred))[0])
@@ -317,16 +333,16 @@ class Central(DifferentialPrivacy):
 
 
 class Local(DifferentialPrivacy):
-    """Users clip their changes and add noise to them, whatever the server does."""
+    """Local differential privacy: users clip their changes and add noise, whatever the server does."""
 
     account_type = ReplacingAccount
 
     def unsupported(self, method: Method) -> str:
-        """Return nothing: each upload is covered by itself."""
+        """Return an empty string: noise covers each upload by itself."""
         return ""
 
     def client_update(self, update: Update) -> Update:
-        """Clip changes, weigh them and add noise, each user's from a stream of its own."""
+        """Clip changes, apply weights and add noise, from a separate stream for each user."""
         changes = clip_update(update, self.privacy).changes
         rows = [
             add_noise(
@@ -340,17 +356,17 @@ class Local(DifferentialPrivacy):
         return replace(update, changes=without_padding(noised, update.ranks))
 
     def skip_round(self, received: Sequence[int]) -> None:
-        """Charge uploads that were sent, though they change nothing."""
+        """Charge uploads that were sent, although they change nothing."""
         super().skip_round(received)
         assert self.account is not None
         self.account.charge(received)
 
 
 class Unnoised(DifferentialPrivacy):
-    """No noise: secure sums alone, which :class:`comingle.privacy.secure_sum.SecureSum` makes."""
+    """No noise: secure sums only, which :class:`comingle.privacy.secure_sum.SecureSum` computes."""
 
     def check_noise(self) -> None:
-        """Check that there is a secure sum, and that nothing is said of noise."""
+        """Check that there is a secure sum, and that no noise is given."""
         if self.privacy.secure_aggregation is None:
             raise RecipeError("privacy.mechanism: none needs secure_aggregation; by itself it hides nothing")
         if self.privacy.noise_multiplier is not None or self.privacy.epsilon is not None:
@@ -358,21 +374,21 @@ class Unnoised(DifferentialPrivacy):
 
 
 class Example(DifferentialPrivacy):
-    """Each local step on what is shared is taken on a sum of clipped gradients of single examples, with noise.
+    """DP-SGD: each local step on shared tensors uses a noisy sum of clipped gradients of single examples.
 
-    Source: Abadi et al. 2016, "Deep Learning with Differential Privacy", arXiv:1607.00133, Algorithm 1. An example is
-    drawn by itself with a chance of its own (Poisson sampling), and the sum of clipped gradients is divided by the
-    number that is expected. Neighbours are data sets of which one example is there, or adds nothing; how many there are
-    is public.
+    Source: Abadi et al. 2016, "Deep Learning with Differential Privacy", arXiv:1607.00133, Algorithm 1. Each example is
+    drawn independently (Poisson sampling), and the sum of clipped gradients is divided by the expected number of
+    examples. Neighbouring data sets differ in whether one example is present or contributes nothing; their size is
+    public.
 
-    Draws and noise depend on the user's key and on what the step begins with. So whoever asks for a round again with
-    other tensors gets another batch and other noise, and whoever asks with the same ones gets the same answer.
+    Draws and noise depend on the user's key and on the tensors at the start of the step. A server that requests a round
+    again with other tensors gets another batch and other noise; with the same tensors it gets the same answer.
     """
 
     account_type = StepAccount
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that what is sent is a function of noised gradients, and that these are all clipped."""
+        """Check that all that is sent is a function of noisy gradients, and that all of these are clipped."""
         super().supports(method, recipe)
         if (clip_norm := recipe.training.experts.clip_norm) is not None:
             raise RecipeError(
@@ -392,11 +408,11 @@ class Example(DifferentialPrivacy):
             )
 
     def unsupported(self, method: Method) -> str:
-        """Return why what is sent would be more than a function of noised gradients."""
+        """Return the reason why uploads would be more than a function of noisy gradients; empty if they are not."""
         return _entangled(method)
 
     def check_weights(self, recipe: Recipe) -> None:
-        """Check that all users weigh the same."""
+        """Check that all users have the same weight."""
         if recipe.training.weighting != "uniform" or self.privacy.weight_cap is not None:
             raise RecipeError(
                 "training.weighting: with privacy.mechanism: example all users weigh the same, and no amounts of data "
@@ -404,13 +420,13 @@ class Example(DifferentialPrivacy):
             )
 
     def warn(self, numbers: int, rounds: int) -> str | None:
-        """Return None: the noise is that of users' steps, not of uploads."""
+        """Return None: the noise is in users' steps, not in uploads."""
         return None
 
     # ---------------------------------------------------------------- on a client
 
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return the mean losses of a batch, and the sums of clipped gradients with noise over its expected size."""
+        """Return the mean losses of a batch, and its noisy sums of clipped gradients divided by its expected size."""
         drawn = [self.draw_examples(work, *stream) for work, stream in zip(step.works, step.streams, strict=True)]
         sums: Tree = {}
         losses = torch.zeros(len(drawn), dtype=torch.float64)
@@ -426,11 +442,17 @@ class Example(DifferentialPrivacy):
         return means, {name: torch.stack([row[name] for row in rows]) for name in sums}
 
     def draw_examples(self, work: Work, *stream: str | int) -> Int64[Tensor, " drawn"]:
-        """Draw the numbers of those examples of a user that are in a batch."""
+        """Return the indices of a user's examples in a batch."""
         return torch.from_numpy(np.flatnonzero(uniform(work.examples, self.key, *stream, "examples") < work.rate))
 
     def noised(self, sums: Tree, work: Work, *stream: str | int) -> Tree:
-        """Return ``(sum of clipped gradients + N(0, (z C)^2)) / expected``, float64, of one user."""
+        """Return one user's ``(sum of clipped gradients + N(0, (z C)^2)) / expected``, float64.
+
+        Args:
+            sums: Sums of clipped gradients.
+            work: Work of the user.
+            stream: Key of the random stream.
+        """
         deviation = multiplier_of(self.privacy, work) * self.privacy.first_bound
         found = add_noise(sums, deviation, self.key, *stream, "example noise")
         return {name: t / work.expected for name, t in found.items()}
@@ -438,7 +460,13 @@ class Example(DifferentialPrivacy):
     # ---------------------------------------------------------------- on the server
 
     def admit(self, members: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
-        """Return the users whose budget allows a round's steps, which are counted."""
+        """Return the users whose budget allows the steps of a round, and charge them.
+
+        Args:
+            members: Indices of the selected users.
+            number: Number of the round, from 0.
+            releases: Not used.
+        """
         assert self.account is not None
         found = self.account.affordable(members)
         self.account.charge(found)
@@ -457,15 +485,15 @@ def make_mechanisms(
     users: Sequence[str] = (),
     key: str = "",
 ) -> tuple[PrivacyMechanism, ...]:
-    """Return the mechanisms of a run in the order in which they see uploads: noise, a secure sum, a robust rule.
+    """Return the mechanisms of a run in the order in which they process uploads: noise, a secure sum, a robust rule.
 
     Args:
-        privacy: The recipe's section.
-        aggregation: Its rule, unless it is the mean.
-        sums: How uploads are summed, once users and rounds are known.
+        privacy: Section of the recipe.
+        aggregation: Section of the recipe; without effect if its rule is the mean.
+        sums: Secure sums of the run, once users and rounds are known.
         participation: As in ``Training``.
         users: All users, on the server.
-        key: Of the noise.
+        key: Key of the noise.
     """
     found: list[PrivacyMechanism] = []
     if privacy is not None:
@@ -479,23 +507,37 @@ def make_mechanisms(
 
 
 def check_supported(method: Method, recipe: Recipe) -> None:
-    """Ask all mechanisms of a recipe whether they support the method and the other settings.
+    """Check that all mechanisms of a recipe support the method and the other settings.
 
     Raises:
         RecipeError: One or more do not; the message has a line for each.
     """
     found = make_mechanisms(recipe.privacy, recipe.aggregation)
-    in_order = sorted(found, key=lambda one: not isinstance(one, SecureSum))  # which needs most of a method
+    in_order = sorted(found, key=lambda one: not isinstance(one, SecureSum))  # the strictest about methods
     run_checks(*(partial(mechanism.supports, method, recipe) for mechanism in in_order))
 
 
 def release_of(privacy: PrivacySection, participation: Participation, users: int) -> Release:
-    """Return what a round of a recipe reveals of a user; the noise multiplier must be known."""
+    """Return what a round of a recipe reveals of a user; the noise multiplier must be known.
+
+    Args:
+        privacy: Section of the recipe.
+        participation: As in ``Training``.
+        users: Number of users of the run.
+    """
     return MECHANISMS[privacy.mechanism].load().account_type.release_of(privacy, participation, users)
 
 
 def calibrate(privacy: PrivacySection, participation: Participation, users: int, count: int) -> float:
-    """Return the least noise multiplier, to a few parts in ten thousand, with which ``count`` releases spend epsilon.
+    """Return the smallest noise multiplier with which ``count`` releases stay within epsilon.
+
+    It is found by bisection, to a few parts in ten thousand.
+
+    Args:
+        privacy: Settings with epsilon, delta and the accountant.
+        participation: As in ``Training``.
+        users: Number of users of the run.
+        count: Releases of the whole run.
 
     Raises:
         RecipeError: No noise is enough, or the package that computes it is not installed.
@@ -506,13 +548,13 @@ def calibrate(privacy: PrivacySection, participation: Participation, users: int,
 
 
 def clip_update(update: Update, privacy: PrivacySection) -> Update:
-    """Return changes ``change_u min(1, bound_u / norm_u)``, times each user's weight."""
+    """Return the changes ``change_u min(1, bound_u / norm_u)``, times each user's weight."""
     weights = capped_weights(update.counts, privacy.weight_cap)
     return replace(update, changes=scaled(clipped(update.changes, update.bounds), weights))
 
 
 def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users most"]:
-    """Return the numbers of all users, filled with ``PAD`` to a multiple of ``size`` of which there is at least one."""
+    """Stack indices of examples, padded with ``PAD`` to a multiple of ``size``, at least one."""
     most = max(1, -(-max(len(numbers) for numbers in drawn) // size)) * size
     whole = torch.full((len(drawn), most), PAD, dtype=torch.int64)
     for row, numbers in zip(whole, drawn, strict=True):
@@ -520,11 +562,11 @@ def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users 
     return whole
 
 
-# -------------------------------------------------------------------- what methods must not do
+# -------------------------------------------------------------------- unsupported methods
 
 
 def _uncovered(method: Method) -> str:
-    """What of a user's data would leave besides clipped tensors, with any mechanism."""
+    """Return which data of a user would be sent besides clipped tensors, with any mechanism; empty if none."""
     parts = method.client.parts
     if reported := sorted(name for part in parts for name in part.reports):
         return f"its users report {', '.join(reported)} with each upload, which clipping and noise do not cover"
@@ -538,11 +580,11 @@ def _uncovered(method: Method) -> str:
 
 
 _HOOKS = ("received", "begin", "stepped", "end", "penalty")
-"""What a part may do in a round besides its phases, and may read data for."""
+"""Client hooks that run in a round besides phases, and may read data."""
 
 
 def _entangled(method: Method) -> str:
-    """Why what is sent would be more than a function of noised gradients."""
+    """Return the reason why uploads would be more than a function of noisy gradients; empty if they are not."""
     client, trained = method.client, method.client.trained
     if method.placement.mixture is not None:
         return "the shares by which users mix components are trained without noise, and weigh every gradient"

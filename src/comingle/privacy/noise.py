@@ -1,9 +1,9 @@
 """Clipping and noise, for users' updates and for gradients of single examples.
 
-A stream is derived from the key, what it is for, and what it is added to. So the same release made again, by a run
-that goes on after a stop, has the same noise, which reveals nothing new; and another one never has, as the difference
-of two releases with one noise would be the difference of what was to be hidden. Generators as torch's are for
-simulation: their state can be computed from what they have drawn.
+Noise is drawn from a stream derived from the key, a purpose, and the values that the noise is added to. A resumed run
+that repeats a release therefore adds the same noise, which reveals nothing new. Different values never get the same
+noise: the difference of two such releases would reveal the difference of the values. Generators such as torch's are
+not safe here, as their state can be computed from their output.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from comingle.utils.trees import Tree
 
 
 def norms(changes: Tree) -> Float[Tensor, " users"]:
-    """L2 norm of everything that a user would send, float64, so that a cohort's are those of its users alone."""
+    """Return the L2 norm of all tensors of each user, ``(users,)``, float64.
+
+    In float64 a cohort's norms are equal to those computed for each user alone.
+    """
     return torch.stack([t.double().reshape(len(t), -1).square().sum(1) for t in changes.values()]).sum(0).sqrt()
 
 
 def scaled(changes: Tree, factors: Float[Tensor, " users"]) -> Tree:
-    """Each user's tensors times a number of its own, float64."""
+    """Return each user's tensors times the user's factor, float64."""
     return {name: t.double() * factors.view(-1, *[1] * (t.dim() - 1)).to(t.device) for name, t in changes.items()}
 
 
@@ -41,15 +44,25 @@ def capped_weights(counts: Sequence[int], cap: int | None) -> Float[Tensor, " us
 
 
 def clipped(changes: Tree, bound: Float[Tensor, " users"] | float) -> Tree:
-    """``change * min(1, bound / norm)``, float64; what is not finite becomes zero."""
+    """Return ``change * min(1, bound / norm)``, float64, with zeros for non-finite values.
+
+    Args:
+        changes: Tensors ``(users, *shape)``.
+        bound: Clip norm, of all users or of each.
+    """
     lengths = norms(changes)
     factors = (bound / lengths.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1.0)
     kept = scaled(changes, torch.where(lengths.isfinite(), factors, 0.0))
-    return {name: t.nan_to_num_(0.0, 0.0, 0.0) for name, t in kept.items()}  # of finite changes nothing is changed
+    return {name: t.nan_to_num_(0.0, 0.0, 0.0) for name, t in kept.items()}  # finite changes stay as they are
 
 
 def without_padding(tree: Tree, ranks: Tensor) -> Tree:
-    """LoRA factors ``(users, ..., rank, width)`` with zeros beyond each user's rank; 0 stands for no LoRA."""
+    """Return LoRA factors ``(users, ..., rank, width)`` with zeros above each user's rank.
+
+    Args:
+        tree: Tensors by name; those that end in ".a" or ".b" are factors.
+        ranks: Rank of each user; 0 stands for no LoRA.
+    """
     if not bool(ranks.any()):
         return tree
     return {name: t * _real(t, ranks) if name.endswith((".a", ".b")) else t for name, t in tree.items()}
@@ -64,7 +77,13 @@ _BITS = 53
 
 
 def gaussian(shape: tuple[int, ...], key: str, *parts: str | int) -> Tensor:
-    """Standard normal numbers, float64, by Box and Muller's transform of a keyed stream."""
+    """Return standard normal numbers, float64, by the Box-Muller transform of a keyed stream.
+
+    Args:
+        shape: Shape of the tensor.
+        key: Secret key.
+        parts: Purpose of the stream.
+    """
     count = int(np.prod(shape, dtype=np.int64))
     half = (count + 1) // 2
     first, second = uniform(2 * half, key, *parts).reshape(2, half)
@@ -74,13 +93,26 @@ def gaussian(shape: tuple[int, ...], key: str, *parts: str | int) -> Tensor:
 
 
 def uniform(count: int, key: str, *parts: str | int) -> np.ndarray:
-    """Numbers in (0, 1), float64."""
+    """Return uniform numbers in (0, 1), float64, from a keyed stream.
+
+    Args:
+        count: How many.
+        key: Secret key.
+        parts: Purpose of the stream.
+    """
     stream = hashlib.shake_256(json.dumps([key, *parts]).encode("ascii")).digest(8 * count)
     return ((np.frombuffer(stream, dtype="<u8") >> np.uint64(64 - _BITS)) + 0.5) * 2.0**-_BITS
 
 
 def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree:
-    """Each tensor, float64, with noise of its own."""
+    """Return a tree with Gaussian noise, from a separate stream for each tensor, float64.
+
+    Args:
+        tree: Tensors, float64.
+        deviation: Standard deviation of the noise.
+        key: Secret key.
+        parts: Purpose of the noise.
+    """
     stamp = digest(tree)
     return {
         name: t + deviation * gaussian(tuple(t.shape), key, *parts, name, stamp).to(t.device)
@@ -89,7 +121,7 @@ def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree
 
 
 def digest(tree: Tree) -> str:
-    """A name of what a tree holds."""
+    """Return the SHA-256 digest of a tree's names and values."""
     seen = hashlib.sha256()
     for name in sorted(tree):
         seen.update(name.encode() + tree[name].detach().cpu().contiguous().numpy().tobytes())
@@ -97,15 +129,15 @@ def digest(tree: Tree) -> str:
 
 
 def new_key() -> str:
-    """A key that nobody knows."""
+    """Return a new random key."""
     return secrets.token_hex(32)
 
 
 def kept_key(folder: Path, *, begun: bool = False) -> str:
-    """The key in a folder, readable by its owner alone; made where there is none, unless a run has ``begun`` with one.
+    """Return the key in a folder, readable by its owner only; create it if there is none and the run has not begun.
 
     Raises:
-        RunError: it is there and is no key, or is gone.
+        RunError: The key is damaged, or a run that has begun has lost it.
     """
     path, key = folder / KEY, new_key()
     if begun and not path.exists():

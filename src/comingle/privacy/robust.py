@@ -1,8 +1,8 @@
-"""Robust aggregation: rules, and the mechanism that applies one of them at the server.
+"""Robust aggregation: rules, and the mechanism that applies one of them on the server.
 
-Krum, Bulyan and the geometric median take all that a user uploads as one vector: distances are sums over its tensors.
-Distances are computed from differences in float64, never from products: one huge upload must not round the others'
-distances away. Each rule also says how much of each upload counts in what it makes of all.
+Krum, Bulyan and the geometric median treat all tensors of an upload as one vector: distances are sums over tensors.
+Distances are computed from differences in float64, not from products, so that one huge upload cannot round away the
+distances of the others. Each rule also returns how much each upload counts in its result.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from comingle.utils.trees import Tree
 _log = logging.getLogger("comingle")
 
 SMOOTHING, STEPS, ENOUGH = 1e-6, 1000, 1e-9
-"""Of the geometric median: the least distance (nu), the most steps, and when a step is too small to go on."""
+"""Settings of the geometric median: smallest distance (nu), step limit, and relative step length at which it stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Combined:
-    """What a rule makes of all uploads, and how much of each counts in it, from 0 to 1.
+    """Result of a rule, and how much each upload counts in it, from 0 to 1.
 
-    ``counted`` is 1 or 0 for rules that choose whole uploads, else the share of the coordinates in which an upload's
-    own value is used; for the geometric median its weight over the median weight, at most 1.
+    ``counted`` is 1 or 0 for rules that choose whole uploads, else the share of coordinates in which the upload's value
+    is used; for the geometric median it is the upload's weight over the median weight, at most 1.
     """
 
     tensors: Tree
@@ -43,7 +43,7 @@ class Combined:
 
 
 def coordinate_median(uploads: Tree) -> Combined:
-    """Of each coordinate by itself the median; of an even number the mean of the two in the middle.
+    """Return the median of each coordinate; with an even number of uploads, the mean of the two in the middle.
 
     Source: Yin et al. 2018, arXiv:1803.01498, option I.
     """
@@ -51,7 +51,7 @@ def coordinate_median(uploads: Tree) -> Combined:
 
 
 def trimmed_mean(uploads: Tree, hostile: int) -> Combined:
-    """Of each coordinate by itself the mean without the ``hostile`` smallest and largest.
+    """Return the mean of each coordinate without the ``hostile`` smallest and largest values.
 
     Source: Yin et al. 2018, arXiv:1803.01498, option II.
     """
@@ -59,7 +59,7 @@ def trimmed_mean(uploads: Tree, hostile: int) -> Combined:
 
 
 def krum(uploads: Tree, hostile: int) -> Combined:
-    """The one upload that is first in :func:`krum_order`.
+    """Return the first upload in :func:`krum_order`.
 
     Source: Blanchard et al. 2017, arXiv:1703.02757.
     """
@@ -67,18 +67,21 @@ def krum(uploads: Tree, hostile: int) -> Combined:
 
 
 def multi_krum(uploads: Tree, hostile: int) -> Combined:
-    """The mean of the ``n - hostile - 2`` uploads that are first in :func:`krum_order`.
+    """Return the mean of the first ``n - hostile - 2`` uploads in :func:`krum_order`.
 
-    Source: Blanchard et al. 2017, arXiv:1703.02757, section 4; so many as Damaskinos et al. 2019 (AggregaThor) allow.
+    Source: Blanchard et al. 2017, arXiv:1703.02757, section 4; the number is the largest that Damaskinos et al. 2019
+    (AggregaThor) allow.
     """
     order = krum_order(squared_distances(uploads), hostile)
     return _mean_of(uploads, order[: len(order) - hostile - 2])
 
 
 def bulyan(uploads: Tree, hostile: int) -> Combined:
-    """Krum chooses ``n - 2 hostile`` uploads one by one; of each coordinate the mean of those nearest to the median.
+    """Choose ``n - 2 hostile`` uploads one by one with Krum; return the mean of the values nearest to the median.
 
-    These are ``n - 4 hostile``. Where few are left to choose from, Krum looks at one neighbour at least.
+    In each coordinate the mean is over ``n - 4 hostile`` values. Krum uses at least one neighbour, even when few
+    uploads are left.
+
     Source: El Mhamdi et al. 2018, arXiv:1802.07927, Algorithm 2.
     """
     distances = squared_distances(uploads)
@@ -92,10 +95,11 @@ def bulyan(uploads: Tree, hostile: int) -> Combined:
 
 
 def geometric_median(uploads: Tree, weights: Float[Tensor, " users"]) -> Combined:
-    """The point with the least weighted sum of distances, by the smoothed Weiszfeld algorithm; float64.
+    """Return the point with the smallest weighted sum of distances, by the smoothed Weiszfeld algorithm; float64.
 
-    ``v = sum_u b_u x_u / sum_u b_u`` with ``b_u = w_u / max(nu, |v - x_u|)``, from the coordinates' medians on instead
-    of the mean, which a single upload may have carried off.
+    ``v = sum_u b_u x_u / sum_u b_u`` with ``b_u = w_u / max(nu, |v - x_u|)``. It starts from the coordinate-wise median
+    instead of the mean, which a single upload can move arbitrarily far.
+
     Source: Pillutla et al. 2022, arXiv:1912.13445, Algorithm 2.
     """
     point, pull = {name: _median(t).double() for name, t in uploads.items()}, weights
@@ -111,7 +115,7 @@ def geometric_median(uploads: Tree, weights: Float[Tensor, " users"]) -> Combine
 
 
 def norm_bound(changes: Tree, bound: float | None = None) -> Tree:
-    """Changes shortened to an L2 norm of ``bound``, without one to the median of their norms; float64.
+    """Return changes scaled down to an L2 norm of at most ``bound``, by default the median of their norms; float64.
 
     Source: Sun et al. 2019, "Can You Really Backdoor Federated Learning?", arXiv:1911.07963, norm thresholding.
     """
@@ -119,16 +123,17 @@ def norm_bound(changes: Tree, bound: float | None = None) -> Tree:
 
 
 def squared_distances(uploads: Tree) -> Float[Tensor, "users users"]:
-    """Of everybody's whole upload from everybody's, float64."""
+    """Return the squared distances between all uploads, float64."""
     parts = [t.double().reshape(len(t), -1) for t in uploads.values()]
     plain = "donot_use_mm_for_euclid_dist"
     return torch.stack([torch.cdist(p, p, compute_mode=plain).square().cpu() for p in parts]).sum(0)
 
 
 def krum_order(distances: Float[Tensor, "users users"], hostile: int) -> list[int]:
-    """Uploads by the sum of their squared distances from their ``n - hostile - 2`` nearest others, least first.
+    """Return the uploads' indices by the sum of squared distances to their ``n - hostile - 2`` nearest others.
 
-    Two who are each other's only neighbours have the same: then by their distances from all, not by who is first.
+    The smallest sum is first. Ties, as of two uploads that are each other's only neighbour, are broken by the sum of
+    all distances, not by position.
     """
     others = distances.clone().fill_diagonal_(torch.inf)
     scores = others.topk(max(1, len(others) - hostile - 2), largest=False).values.sum(1)
@@ -137,11 +142,11 @@ def krum_order(distances: Float[Tensor, "users users"], hostile: int) -> list[in
 
 
 Chosen = Callable[[Float[Tensor, "users ..."]], Int[Tensor, "chosen ..."]]
-"""Of each coordinate by itself, whose values are used."""
+"""Function that returns, for each coordinate, the indices of the users whose values are used."""
 
 
 def _by_coordinate(uploads: Tree, chosen: Chosen) -> Combined:
-    """The means of the values that are chosen, and how often each upload's are."""
+    """Return the means of the chosen values, and how often each upload's values are chosen."""
     users, tensors = len(next(iter(uploads.values()))), {}
     used = torch.zeros(users, dtype=torch.float64)
     for name, t in uploads.items():
@@ -152,7 +157,7 @@ def _by_coordinate(uploads: Tree, chosen: Chosen) -> Combined:
 
 
 def _mean_of(uploads: Tree, chosen: Sequence[int]) -> Combined:
-    """The mean of whole uploads."""
+    """Return the mean of whole uploads."""
     numbers = torch.tensor(chosen)
     counted = torch.zeros(len(next(iter(uploads.values()))), dtype=torch.float64).index_fill(0, numbers, 1.0)
     return Combined(tensors={name: _mean(t[chosen]) for name, t in uploads.items()}, counted=counted)
@@ -172,22 +177,22 @@ def _median(t: Float[Tensor, "users ..."]) -> Tensor:
 
 
 def _mean(t: Float[Tensor, "users ..."]) -> Tensor:
-    """In float64, so that many users' sum is not rounded; in the uploads' format again."""
+    """Return the mean, computed in float64 and cast back to the uploads' dtype."""
     return t.double().mean(0).to(t.dtype)
 
 
 WEIGHTED = ("geometric-median", "norm-bound")
-"""Rules in which users' weights are of use."""
+"""Rules that use the users' weights."""
 
 
 @dataclass(kw_only=True)
 class RobustRule(PrivacyMechanism):
-    """A robust rule in place of the mean of uploads, some of which may be hostile."""
+    """Applies a robust rule instead of the mean, as some uploads may be hostile."""
 
     aggregation: AggregationSection
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that the rule can take the place of the method's mean."""
+        """Check that the rule can replace the method's mean."""
         rule, privacy = self.aggregation.rule, recipe.privacy
         if method.placement.pooled:
             raise RecipeError(f"aggregation: method {method.name} pools everybody's data, among which no rule chooses")
@@ -235,7 +240,7 @@ class RobustRule(PrivacyMechanism):
             )
 
     def server_sum(self, received: Received, about: ServerRound) -> Received | None:
-        """Return what the rule makes of uploads; None where too few have arrived."""
+        """Return the result of the rule; None if too few uploads have arrived."""
         self.judged = None
         if not received.tensors:
             return received
@@ -247,7 +252,7 @@ class RobustRule(PrivacyMechanism):
 
 
 def _unbounded(method: Method) -> str:
-    """Why no change can be bounded."""
+    """Return the reason why changes cannot be bounded; empty if they can."""
     if method.server.knows_starts:
         return ""
     if method.server.peer_to_peer:
@@ -259,7 +264,7 @@ def _unbounded(method: Method) -> str:
 
 
 def _unknown(method: Method) -> str:
-    """Why uploads cannot be put together without looking at who sent them."""
+    """Return the reason why uploads cannot be aggregated without knowing their senders; empty if they can."""
     if method.server.clipped_mean:
         return ""
     allowed = "" if _unbounded(method) else "; allowed: norm-bound"
@@ -267,16 +272,22 @@ def _unknown(method: Method) -> str:
 
 
 _DIGITS = 4
-"""Of what events say; what counts a little is not said to count nothing."""
+"""Digits of the shares in events; a small share is not rounded to 0."""
 
 
 def defended(
     aggregation: AggregationSection, received: Received, started: Tree, names: Sequence[str]
 ) -> tuple[Received | None, Judged]:
-    """Uploads with shortened changes, or the one upload of nobody that the rule makes of all; and whose counted.
+    """Return the aggregated uploads, and how much each counts: uploads with shortened changes, or a single upload.
 
-    ``started`` is what each of the round's users had before it trained, ``names`` are theirs. None where too few
-    uploads have arrived for the rule: the server's model then stays as it is.
+    Args:
+        aggregation: Settings.
+        received: Uploads of the round.
+        started: Tensors of each participant before it trained, ``(users, *shape)``.
+        names: Names of the participants.
+
+    Returns:
+        None for the uploads if there are too few for the rule: the server's model then stays unchanged.
     """
     rule = aggregation.rule
     if not aggregation.enough(len(received.weights)):
@@ -293,7 +304,7 @@ def defended(
 
 
 def _of_all(received: Received, tensors: Tree) -> Received:
-    """The one upload of nobody."""
+    """Return one upload that belongs to no user."""
     return Received(
         users=[],
         tensors={name: t.to(received.tensors[name].dtype).unsqueeze(0) for name, t in tensors.items()},
@@ -305,7 +316,7 @@ def _of_all(received: Received, tensors: Tree) -> Received:
 
 
 def capped(weights: Float[Tensor, " users"]) -> Float[Tensor, " users"]:
-    """No weight above the median of the round's: an amount of data can be a lie."""
+    """Return weights clamped to their median, normalised: users may lie about their amount of data."""
     return (most := weights.clamp(max=float(weights.quantile(0.5)))) / most.sum()
 
 
@@ -331,7 +342,10 @@ def _combined(aggregation: AggregationSection, received: Received) -> Combined:
 def _bounded(
     aggregation: AggregationSection, received: Received, started: Tree
 ) -> tuple[Tree, Float[Tensor, " users"]]:
-    """What each user had plus its shortened change, of smaller ranks without what is beyond them; and by how much."""
+    """Return each user's initial tensors plus its shortened change, and the factors by which changes were shortened.
+
+    Padding above smaller ranks is zero.
+    """
     had = without_padding(started, received.ranks)
     changes = {name: t.double() - had[name].double() for name, t in received.tensors.items()}
     shortened = norm_bound(changes, None if isinstance(aggregation.bound, str) else aggregation.bound)

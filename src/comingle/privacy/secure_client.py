@@ -1,11 +1,11 @@
 """The client's side of secure aggregation: messages, session, keys, pairwise masks and Shamir shares.
 
-A session goes forward only. Whatever it has been asked it answers again with the same bytes and never for others: two
-answers under the same masks would let the server take the masks off. So what it has been asked is written down, by
-``save``, before the answer leaves, and stays written when everything else of a user is undone.
+A session only moves forward. It answers a repeated request with the same bytes and refuses a different one: two answers
+under the same masks would let the server remove the masks. Therefore each request is recorded with ``save`` before the
+answer is sent, and the record stays when a user's other state is rolled back.
 
-Keys are X25519 (RFC 7748) and HKDF-SHA256 (RFC 5869) with a text that says what for. Masks are a stream of ChaCha20
-(RFC 8439), shares are sealed by ChaCha20-Poly1305; all of them are from the package ``cryptography``. Every key is for
+Keys are X25519 (RFC 7748) and HKDF-SHA256 (RFC 5869) with a text for their purpose. Masks are a ChaCha20 stream
+(RFC 8439), shares are sealed with ChaCha20-Poly1305; all come from the package ``cryptography``. Each key is used for
 one purpose and one message, so nonces are zero.
 
 The secret is the value at 0 of a polynomial of degree ``threshold - 1`` over the integers modulo a prime, whose other
@@ -46,29 +46,52 @@ from comingle.protocol.messages import Download, Upload
 from comingle.utils.errors import MessageError, RecipeError
 from comingle.utils.trees import Tree
 
-# ---------------------------------------------------------------- from a user
+# ---------------------------------------------------------------- messages from a user
 
 
 def keys_message(name: str, done: int, public: bytes) -> Upload:
-    """A user's public keys."""
+    """Return a message with a user's public keys.
+
+    Args:
+        name: The user.
+        done: Number of the round.
+        public: The keys.
+    """
     return upload(name, done, {KEYS: _tensor([public])})
 
 
 def shares_message(name: str, done: int, given: Mapping[str, bytes]) -> Upload:
-    """What a user has for others, or its shares of others' secrets, in the order in which it knows them."""
+    """Return a message with a user's sealed shares for others, or its shares of others' secrets.
+
+    Args:
+        name: The user.
+        done: Number of the round.
+        given: Shares by user, in the order in which the server expects them.
+    """
     return upload(name, done, {SHARES: _tensor(list(given.values()))})
 
 
 def masked_message(name: str, done: int, masked: np.ndarray) -> Upload:
-    """A masked upload."""
+    """Return a message with a masked upload.
+
+    Args:
+        name: The user.
+        done: Number of the round.
+        masked: The upload.
+    """
     return upload(name, done, {VECTOR: as_tensor(masked).unsqueeze(0)})
 
 
 def read_keys(message: Upload | Download | None, name: str, done: int) -> bytes:
-    """A user's public keys.
+    """Return the public keys in a user's message.
+
+    Args:
+        message: The message.
+        name: The user.
+        done: Number of the round.
 
     Raises:
-        MessageError: it is something else.
+        MessageError: The message is not of this user and round, or has other contents.
     """
     return _bytes(_only(message, name, done, KEYS), 1, PUBLIC)[0]
 
@@ -76,13 +99,35 @@ def read_keys(message: Upload | Download | None, name: str, done: int) -> bytes:
 def read_shares(
     message: Upload | Download | None, name: str, done: int, of: Sequence[str], *, sealed: bool
 ) -> dict[str, bytes]:
-    """What a user has for these others, or its shares of their secrets."""
+    """Return the sealed shares for these others in a user's message, or its shares of their secrets.
+
+    Args:
+        message: The message.
+        name: The user.
+        done: Number of the round.
+        of: The others, in the order of the message.
+        sealed: Whether the shares are sealed.
+
+    Raises:
+        MessageError: The message is not of this user and round, or has other contents.
+    """
     parts = _bytes(_only(message, name, done, SHARES), len(of), SEALED if sealed else SHARE)
     return dict(zip(of, parts, strict=True))
 
 
 def read_masked(message: Upload | Download | None, name: str, done: int, entries: int, word: int) -> np.ndarray:
-    """A masked upload of so many entries."""
+    """Return the masked upload in a user's message.
+
+    Args:
+        message: The message.
+        name: The user.
+        done: Number of the round.
+        entries: Number of entries of the upload.
+        word: Bits of an entry.
+
+    Raises:
+        MessageError: The message is not of this user and round, or has other contents.
+    """
     t = _only(message, name, done, VECTOR)
     if t.dtype != DTYPES[word] or tuple(t.shape) != (1, entries):
         raise MessageError(
@@ -91,29 +136,53 @@ def read_masked(message: Upload | Download | None, name: str, done: int, entries
     return as_words(t[0])
 
 
-# ---------------------------------------------------------------- from the server
+# ---------------------------------------------------------------- messages from the server
 
 
 def roster_message(name: str, done: int, roster: Mapping[str, bytes]) -> Download:
-    """Who has advertised, with which keys; a user's own does not travel."""
+    """Return a message with the users who advertised and their public keys.
+
+    Args:
+        name: The receiving user, whose own keys are left out.
+        done: Number of the round.
+        roster: Public keys by user.
+    """
     return download(name, done, roster, {KEYS: _tensor(list(roster.values()))})
 
 
 def sealed_message(name: str, done: int, sealed: Mapping[str, bytes]) -> Download:
-    """What others have for a user."""
+    """Return a message with the shares that others sealed for a user.
+
+    Args:
+        name: The receiving user.
+        done: Number of the round.
+        sealed: Sealed shares by user.
+    """
     return download(name, done, sealed, {SHARES: _tensor(list(sealed.values()))})
 
 
 def survivors_message(name: str, done: int, survivors: Sequence[str]) -> Download:
-    """Who is in the sum."""
+    """Return a message with the users in the sum.
+
+    Args:
+        name: The receiving user.
+        done: Number of the round.
+        survivors: Users in the sum.
+    """
     return download(name, done, survivors, {})
 
 
 def read_roster(message: Upload | Download | None, name: str, done: int, own: bytes) -> dict[str, bytes]:
-    """Who has advertised, and with which keys; this user's are its ``own``.
+    """Return the users who advertised, with their public keys.
+
+    Args:
+        message: The message.
+        name: The receiving user.
+        done: Number of the round.
+        own: Public keys of the receiving user, which the message leaves out.
 
     Raises:
-        MessageError: it is something else.
+        MessageError: The message is not for this user and round, or has other contents.
     """
     senders, tensors = _said(message, name, done)
     others = [sender for sender in senders if sender != name]
@@ -122,17 +191,35 @@ def read_roster(message: Upload | Download | None, name: str, done: int, own: by
 
 
 def read_sealed(message: Upload | Download | None, name: str, done: int) -> dict[str, bytes]:
-    """What others have for this user."""
+    """Return the shares that others sealed for this user.
+
+    Args:
+        message: The message.
+        name: The receiving user.
+        done: Number of the round.
+
+    Raises:
+        MessageError: The message is not for this user and round, or has other contents.
+    """
     senders, tensors = _said(message, name, done)
     return dict(zip(senders, _bytes(tensors.get(SHARES), len(senders), SEALED), strict=True))
 
 
 def read_survivors(message: Upload | Download | None, name: str, done: int) -> list[str]:
-    """Who is in the sum."""
+    """Return the users in the sum.
+
+    Args:
+        message: The message.
+        name: The receiving user.
+        done: Number of the round.
+
+    Raises:
+        MessageError: The message is not for this user and round.
+    """
     return list(_said(message, name, done)[0])
 
 
-# ---------------------------------------------------------------- as tensors
+# ---------------------------------------------------------------- messages as tensors
 
 
 def _tensor(parts: Sequence[bytes]) -> Tensor:
@@ -163,14 +250,21 @@ def _said(message: Upload | Download | None, name: str, done: int) -> tuple[tupl
 
 
 Record = dict[str, Any]
-"""What is written down of a session, as JSON has it."""
+"""Record of a session, as in JSON."""
 
 
 @dataclass(kw_only=True)
 class Session:
-    """One user in one sum. ``seed`` is 32 random bytes, of which all its secrets are made; ``done`` is what it did.
+    """Session of one user in one sum.
 
-    ``roster`` are all who advertised, with their keys, in the server's order; ``sealed`` what those sent who shared.
+    Args:
+        terms: Terms of the sum.
+        name: The user.
+        seed: 32 random bytes from which all secrets are derived.
+        save: Called with the record before an answer is sent.
+        roster: Public keys of all users who advertised, in the server's order.
+        sealed: Sealed shares from the users who have shared.
+        done: Digest of the request in each step taken.
     """
 
     terms: Terms
@@ -181,11 +275,11 @@ class Session:
     sealed: dict[str, bytes] = field(default_factory=dict)
     done: dict[str, str] = field(default_factory=dict)
 
-    # ---------------------------------------------------------------- what is written down
+    # ---------------------------------------------------------------- record
 
     @property
     def record(self) -> Record:
-        """All of it."""
+        """Complete state of the session, for JSON."""
         return {
             "terms": asdict(self.terms),
             "name": self.name,
@@ -197,7 +291,7 @@ class Session:
 
     @classmethod
     def of(cls, record: Record, save: Callable[[Record], None]) -> Session:
-        """The session of which this was written down."""
+        """Restore a session from its record."""
         terms = Terms(**{**record["terms"], "users": tuple(record["terms"]["users"])})
         return cls(
             terms=terms,
@@ -209,18 +303,18 @@ class Session:
             done=dict(record["done"]),
         )
 
-    # ---------------------------------------------------------------- what it is asked
+    # ---------------------------------------------------------------- steps
 
     def advertise(self) -> bytes:
-        """The public keys."""
+        """Return the public keys."""
         self._once("advertise", "")
         return public_of(self._secret("sealing")) + public_of(self._secret("masking"))
 
     def share(self, roster: Mapping[str, bytes]) -> dict[str, bytes]:
-        """For each other user its shares of this one's secrets, sealed.
+        """Return sealed shares of this user's secrets for each other user.
 
         Raises:
-            MessageError: these are not the round's users, are too few, or another roster was answered.
+            MessageError: The roster has other users than the round or too few, or differs from an earlier one.
         """
         self._check_roster(roster)
         asked = {name: key.hex() for name, key in roster.items()}
@@ -232,16 +326,16 @@ class Session:
         }
 
     def mask(self, sealed: Mapping[str, bytes], upload: np.ndarray) -> np.ndarray:
-        """The upload, whole numbers modulo ``2^word``, under this user's masks with all who have shared.
+        """Return the upload, integers modulo ``2^word``, masked with all users who have shared.
 
         Raises:
-            MessageError: they are too few, or something else was masked already.
+            MessageError: There are too few users, or another upload was masked before.
         """
         if not set(sealed) <= set(self.roster) - {self.name}:
             raise MessageError("secure aggregation: shares of somebody who has not advertised")
         self._require(len(sealed) + 1, "have shared")
         for name, one in sealed.items():
-            self._opened(name, one)  # before anything leaves
+            self._opened(name, one)  # raises before anything is sent
         asked = {name: one.hex() for name, one in sealed.items()}
         self._once("mask", asked, after="share", sealed=dict(sealed))
         masked = upload + mask(self._secret("own mask"), self.terms.entries, self.terms.word)
@@ -252,10 +346,10 @@ class Session:
         return masked
 
     def unmask(self, survivors: Sequence[str]) -> dict[str, bytes]:
-        """For each who has shared: its own mask's share if it is in the sum, its masking key's if it is not.
+        """Return a share for each user who has shared: of its own mask if it is in the sum, else of its masking key.
 
         Raises:
-            MessageError: they are too few, this user is not among them, or other survivors were answered.
+            MessageError: There are too few survivors, this user is not among them, or they differ from earlier ones.
         """
         everyone = self.sharers
         if len(set(survivors)) != len(survivors) or not {self.name} <= set(survivors) <= set(everyone):
@@ -266,7 +360,7 @@ class Session:
 
     @property
     def sharers(self) -> list[str]:
-        """Who has shared, in the roster's order."""
+        """Users who have shared, in the roster's order."""
         return [name for name in self.roster if name == self.name or name in self.sealed]
 
     # ---------------------------------------------------------------- secrets
@@ -275,7 +369,7 @@ class Session:
         return derive(self.seed, "secret", purpose, self.terms.digest, self.name, *about)
 
     def _shares(self) -> dict[str, bytes]:
-        """Everybody's: of the own mask's seed, and of the masking key."""
+        """Return all users' shares of the seed of the own mask and of the masking key."""
         points = {name: at for at, name in enumerate(self.roster, start=1)}
         every = json.dumps({name: key.hex() for name, key in self.roster.items()})
         parts = [
@@ -297,15 +391,15 @@ class Session:
         return text
 
     def _sealing(self, name: str, *, sends: bool) -> bytes:
-        """The key of what is sent to somebody, or by it."""
+        """Return the key that seals shares for another user, or from it."""
         common = agree(self._secret("sealing"), self.roster[name][:KEY])
         sender, receiver = (self.name, name) if sends else (name, self.name)
         return derive(common, "seal", self.terms.digest, sender, receiver)
 
-    # ---------------------------------------------------------------- each once
+    # ---------------------------------------------------------------- checks
 
     def _once(self, what: str, asked: object, *, after: str = "", **learnt: object) -> None:
-        """Write down what was asked, and what it says; the same again is no other, and anything else is refused."""
+        """Record a request and its contents; accept a repeated one, refuse a different one."""
         if after and after not in self.done:
             raise MessageError(f"secure aggregation: {what} before {after}")
         digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
@@ -335,7 +429,14 @@ class Session:
 
 
 def pair_mask(private: bytes, public: bytes, pair: tuple[str, str], terms: Terms) -> np.ndarray:
-    """The mask that two users have in common; who comes first by name adds it, the other takes it away."""
+    """Return the common mask of two users; the first by name adds it, the other subtracts it.
+
+    Args:
+        private: Private masking key of one user.
+        public: Public masking key of the other.
+        pair: Names of the two users.
+        terms: Terms of the sum.
+    """
     key = derive(agree(private, public), "mask", terms.digest, *sorted(pair))
     return mask(key, terms.entries, terms.word)
 
@@ -348,10 +449,10 @@ _TYPES = {32: np.dtype("<u4"), 64: np.dtype("<u8")}
 
 @cache
 def _part(name: str) -> Any:
-    """A module of ``cryptography``, which needs not be there where nothing is sent over a network.
+    """Import a module of ``cryptography``, which is only needed for secure sums.
 
     Raises:
-        RecipeError: it is not installed.
+        RecipeError: The package is not installed.
     """
     try:
         return importlib.import_module(f"cryptography.hazmat.primitives.{name}")
@@ -362,21 +463,21 @@ def _part(name: str) -> Any:
 
 
 def derive(secret: bytes, *purpose: str | int) -> bytes:
-    """A key for one purpose out of a secret."""
+    """Derive a key for one purpose from a secret."""
     made = _part("kdf.hkdf").HKDF(_part("hashes").SHA256(), KEY, None, json.dumps(purpose).encode())
     return made.derive(secret)
 
 
 def public_of(private: bytes) -> bytes:
-    """The public half of a key of 32 random bytes."""
+    """Return the public key of a private key of 32 random bytes."""
     return _part("asymmetric.x25519").X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def agree(private: bytes, public: bytes) -> bytes:
-    """What two users have in common, each of its own private and the other's public key.
+    """Return the common secret of two users, from the private key of one and the public key of the other.
 
     Raises:
-        MessageError: the public key is none.
+        MessageError: The public key is invalid.
     """
     x25519 = _part("asymmetric.x25519")
     try:
@@ -387,28 +488,45 @@ def agree(private: bytes, public: bytes) -> bytes:
 
 
 def mask(key: bytes, entries: int, word: int) -> np.ndarray:
-    """``entries`` numbers that are uniform modulo ``2^word`` for whoever has not the key."""
+    """Return ``entries`` numbers that are uniform modulo ``2^word`` without knowledge of the key.
+
+    Args:
+        key: Key of the mask.
+        entries: How many.
+        word: Bits of a number.
+    """
     kind = _TYPES[word]
     return np.frombuffer(stream(key, entries * kind.itemsize), dtype=kind)
 
 
 def stream(key: bytes, count: int) -> bytes:
-    """So many bytes of a key's stream."""
+    """Return the first ``count`` bytes of a key's ChaCha20 stream."""
     ciphers = _part("ciphers")
     cipher = ciphers.Cipher(ciphers.algorithms.ChaCha20(key, _NO_COUNTER), None)
     return cipher.encryptor().update(bytes(count))
 
 
 def seal(key: bytes, text: bytes, about: str) -> bytes:
-    """A text for who has the key: encrypted, and bound to what it is about. A key seals one text."""
+    """Encrypt and authenticate a text, bound to ``about``; a key must seal only one text.
+
+    Args:
+        key: Key of the text.
+        text: The text.
+        about: Context that must be given again to decrypt.
+    """
     return _part("ciphers.aead").ChaCha20Poly1305(key).encrypt(_NO_NONCE, text, about.encode())
 
 
 def unseal(key: bytes, sealed: bytes, about: str) -> bytes:
-    """The text.
+    """Decrypt a sealed text.
+
+    Args:
+        key: Key of the text.
+        sealed: The sealed text.
+        about: Context that it was sealed with.
 
     Raises:
-        MessageError: it was sealed with another key, for something else, or has changed on the way.
+        MessageError: It was sealed with another key or context, or was changed.
     """
     invalid = importlib.import_module("cryptography.exceptions").InvalidTag
     try:
@@ -418,14 +536,21 @@ def unseal(key: bytes, sealed: bytes, about: str) -> bytes:
 
 
 PRIME = 2**256 + 297
-"""The smallest prime above all secrets of 32 bytes."""
+"""Smallest prime above all secrets of 32 bytes."""
 
 _WIDE = 48
-"""Bytes of which a coefficient is made: modulo the prime they are uniform to one part in 2^127."""
+"""Random bytes per coefficient; modulo the prime they are uniform to one part in 2^127."""
 
 
 def split(secret: bytes, points: Sequence[int], threshold: int, key: bytes) -> dict[int, bytes]:
-    """The shares of a secret of 32 bytes at some points from 1; the coefficients are those of a secret key's stream."""
+    """Return Shamir shares of a secret of 32 bytes at points from 1.
+
+    Args:
+        secret: The secret.
+        points: Points of the users.
+        threshold: Number of shares that reveal the secret.
+        key: Key of the stream of coefficients.
+    """
     assert len(secret) == KEY
     assert all(0 < point < PRIME for point in points)
     drawn = stream(key, _WIDE * (threshold - 1))
@@ -435,17 +560,17 @@ def split(secret: bytes, points: Sequence[int], threshold: int, key: bytes) -> d
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """The secret, out of at least ``threshold`` shares by their points.
+    """Reconstruct a secret from at least ``threshold`` shares by point.
 
     Raises:
-        MessageError: they are fewer, or are shares of no secret.
+        MessageError: There are fewer shares, or they are not of a secret.
     """
     if len(shares) < threshold:
         raise MessageError(f"secure aggregation: {len(shares)} shares; needed: {threshold}")
     points = sorted(shares)[:threshold]
     values = {point: int.from_bytes(shares[point]) for point in points}
     secret = 0
-    for point in points:  # Lagrange's polynomials at 0
+    for point in points:  # Lagrange polynomials at 0
         above = below = 1
         for other in points:
             if other != point:
@@ -457,7 +582,7 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
 
 
 def _value(coefficients: Sequence[int], point: int) -> int:
-    """Horner's rule."""
+    """Evaluate a polynomial with Horner's rule."""
     value = 0
     for coefficient in reversed(coefficients):
         value = (value * point + coefficient) % PRIME

@@ -1,4 +1,4 @@
-"""The server's side of secure aggregation, and a rehearsal in one process."""
+"""The server's side of secure aggregation, and a simulation in one process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from comingle.utils.errors import MessageError, NoSumError
 
 @dataclass(kw_only=True)
 class SumCollector:
-    """What the server has of one sum.
+    """State of the server in one secure sum.
 
-    ``roster`` are the keys of who advertised, ``sealed[user][other]`` what a user sealed for another, ``masked`` the
-    sum of what ``survivors`` have masked, and ``opened[user][other]`` a user's share of another's secret.
+    Args:
+        terms: Terms of the sum.
+        roster: Public keys of the users who advertised.
+        sealed: ``sealed[user][other]`` is what a user sealed for another.
+        masked: Sum of the masked uploads.
+        survivors: Users whose masked uploads arrived.
+        opened: ``opened[user][other]`` is a user's share of another's secret.
     """
 
     terms: Terms
@@ -32,51 +37,55 @@ class SumCollector:
     survivors: list[str] = field(default_factory=list)
     opened: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
-    # ---------------------------------------------------------------- what arrives
+    # ---------------------------------------------------------------- uploads
 
     def advertised(self, name: str, public: bytes) -> None:
-        """A user's keys.
+        """Store a user's public keys.
 
         Raises:
-            MessageError: they are none.
+            MessageError: They have a wrong length or are another user's.
         """
         if len(public) != PUBLIC or public in self.roster.values():
             raise MessageError("secure aggregation: keys of another length, or another user's")
         self.roster[name] = public
 
     def shared(self, name: str, sealed: Mapping[str, bytes]) -> None:
-        """What a user has for every other."""
+        """Store a user's sealed shares for all others."""
         assert set(sealed) == set(self.roster) - {name}
         self.sealed[name] = dict(sealed)
 
     def added(self, name: str, masked: np.ndarray) -> None:
-        """A user's masked upload; only the sum of them is kept."""
+        """Add a user's masked upload to the sum; uploads are not kept."""
         assert name in self.sealed
         assert name not in self.survivors
         self.masked = masked.copy() if self.masked is None else self.masked + masked
         self.survivors.append(name)
 
     def unmasked(self, name: str, opened: Mapping[str, bytes]) -> None:
-        """A user's shares of everybody's secrets."""
+        """Store a user's shares of all sharers' secrets."""
         assert set(opened) == set(self.sharers)
         self.opened[name] = dict(opened)
 
-    # ---------------------------------------------------------------- what is sent
+    # ---------------------------------------------------------------- downloads
 
     @property
     def sharers(self) -> list[str]:
-        """Who has shared, in the roster's order."""
+        """Users who have shared, in the roster's order."""
         return [name for name in self.roster if name in self.sealed]
 
     def sealed_for(self, name: str) -> dict[str, bytes]:
-        """What the others have sealed for a user."""
+        """Return the shares that the other users sealed for a user."""
         return {other: self.sealed[other][name] for other in self.sharers if other != name}
 
     def require(self, there: Sequence[str] | Mapping[str, object], what: str) -> None:
-        """Whether enough users have come so far.
+        """Check that enough users have completed a step.
+
+        Args:
+            there: Users who have.
+            what: The step, for the message.
 
         Raises:
-            NoSumError: they have not, so nothing is revealed of anybody.
+            NoSumError: Too few users have, so nothing is revealed of any user.
         """
         if len(there) < self.terms.threshold:
             terms = self.terms
@@ -85,10 +94,13 @@ class SumCollector:
     # ---------------------------------------------------------------- the sum
 
     def total(self, largest: int) -> np.ndarray:
-        """The sum of the survivors' uploads, int64; no entry of any is above ``largest`` in magnitude.
+        """Return the sum of the survivors' uploads, int64.
+
+        Args:
+            largest: Largest magnitude of an entry of any upload.
 
         Raises:
-            NoSumError: too few have opened their shares, or what comes out is no such sum.
+            NoSumError: Too few users have revealed their shares, or the result is out of range.
         """
         self.require(self.opened, "have unmasked")
         assert self.masked is not None
@@ -103,7 +115,7 @@ class SumCollector:
         return signed
 
     def _take_off_pairs(self, total: np.ndarray, gone: str) -> None:
-        """The masks that survivors have in common with who was lost after sharing."""
+        """Remove the pairwise masks between survivors and a user who dropped out after sharing."""
         private = self._secret_of(gone)
         if secure_client.public_of(private) != self.roster[gone][KEY:]:
             raise NoSumError(f"round {self.terms.round}: shares of {gone!r} give another key")
@@ -124,12 +136,20 @@ class SumCollector:
 
 
 Answers = Callable[[str, str], bool]
-"""Whether a user answers in a step."""
+"""Function of a step and a user: whether the user answers."""
 
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """One sum of ``uploads``, entries modulo ``2^word`` by user. ``received`` is all that the server gets, by step."""
+    """Simulation of one secure sum in a single process, with real messages.
+
+    Args:
+        terms: Terms of the sum.
+        uploads: Upload of each user, numbers modulo ``2^word``.
+        answers: Whether a user answers in a step.
+        received: All messages that the server receives, as step, user and bytes.
+        sent: All messages that it sends.
+    """
 
     terms: Terms
     uploads: Mapping[str, np.ndarray]
@@ -145,10 +165,13 @@ class Rehearsal:
         }
 
     def total(self, largest: int) -> np.ndarray:
-        """The sum of who is in it, ``server.survivors``.
+        """Return the sum of the uploads of ``server.survivors``.
+
+        Args:
+            largest: Largest magnitude of an entry of any upload.
 
         Raises:
-            NoSumError: too few have answered in a step.
+            NoSumError: Too few users have answered in a step.
         """
         server, done = self.server, self.terms.round
         for name, user in self.users.items():
@@ -196,9 +219,14 @@ class Rehearsal:
 
 
 def rehearsed(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> np.ndarray:
-    """The sum of these uploads, in a federation that adds in no other way (``InProcess.masked``).
+    """Return the secure sum of uploads in a simulated federation that sums in no other way (``InProcess.masked``).
+
+    Args:
+        terms: Terms of the sum.
+        uploads: Upload of each user, numbers modulo ``2^word``.
+        largest: Largest magnitude of an entry of any upload.
 
     Raises:
-        NoSumError: too few users.
+        NoSumError: There are too few users.
     """
     return Rehearsal(terms=terms, uploads=uploads).total(largest)

@@ -1,10 +1,10 @@
 """Secure sums: fixed-point grid, message sizes, and the sum itself.
 
-Users send their changes against what they have downloaded, on a grid, so that masks can hide them. Where there is noise
-each user adds a part of it: the parts of ``threshold - colluders`` users make the noise that the account counts, and
-there is no sum of fewer than ``threshold``. A part is a rounded Gaussian of many steps of the grid; a sum of them is as
-good as the Gaussian of their joint deviation (Kairouz et al. 2021, arXiv:2102.06387, bound the difference for discrete
-Gaussians: exponentially small in the squared deviation).
+Users send their changes from the last download as integers on a grid, so that masks can hide them. If there is noise,
+each user adds a part of it: the parts of ``threshold - colluders`` users make up the noise of the account, and there is
+no sum of fewer than ``threshold`` uploads. A part is a rounded Gaussian with a standard deviation of many grid steps.
+The sum of parts is treated as the Gaussian of their joint standard deviation; for discrete Gaussians Kairouz et al.
+2021 (arXiv:2102.06387) bound the difference: exponentially small in the squared standard deviation.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from comingle.utils.errors import NoSumError, RecipeError
 from comingle.utils.trees import Layout, Tree
 
 DTYPES = {32: torch.int32, 64: torch.int64}
-"""How a tensor holds numbers modulo ``2^word``; they are read without a sign."""
+"""Dtypes of numbers modulo ``2^word``; their bits are read as unsigned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Multiples of ``step`` up to ``bound`` in magnitude, as whole numbers of ``bits`` bits, the sign included.
+    """Multiples of ``step`` up to ``bound`` in magnitude, as integers of ``bits`` bits including the sign.
 
-    A number within the bound is sent as the nearest multiple, so it is wrong by at most half a step, and a sum of n by
-    at most n / 2 steps. Rounding is to the nearest and not at random: the same upload is the same bytes again.
+    A number within the bound is rounded to the nearest multiple, with an error of at most half a step; a sum of n has
+    at most n / 2 steps. Rounding is not random, so the same upload always gives the same bytes.
     """
 
     bound: float
@@ -47,83 +47,105 @@ class Grid:
 
     @property
     def levels(self) -> int:
-        """The largest whole number."""
+        """Largest integer."""
         return 2 ** (self.bits - 1) - 1
 
     @property
     def step(self) -> float:
-        """The distance of two neighbours."""
+        """Distance of neighbouring grid points."""
         return self.bound / self.levels
 
     def slack(self, entries: int) -> float:
-        """By how much rounding may lengthen ``entries`` numbers together (L2)."""
+        """Return the largest increase of the L2 norm of ``entries`` numbers by rounding."""
         return self.step * math.sqrt(entries) / 2
 
     def place(self, values: Float[Tensor, ...]) -> Int[Tensor, ...]:
-        """The nearest multiples, as whole numbers; what is beyond the bound is put on it."""
+        """Return the nearest grid points as integers; values beyond the bound are clamped."""
         return self.cut((values.double() / self.step).round()).long()
 
     def cut(self, levels: Tensor) -> Tensor:
-        """Whole numbers within the bound."""
+        """Clamp integers to the bound."""
         return levels.clamp(-self.levels, self.levels)
 
     def beyond(self, values: Float[Tensor, "users ..."]) -> list[int]:
-        """How many of each user's numbers are out of range, or are none."""
+        """Return how many of each user's numbers are beyond the bound or not finite."""
         return (~(values.abs() <= self.bound)).flatten(1).sum(1).tolist()
 
 
 def flat(tree: Tree) -> Float[Tensor, "users entries"]:
-    """Each user's tensors one behind the other, in the order of their names."""
+    """Return each user's tensors, flattened and concatenated in the order of their names, float64."""
     return torch.cat([tree[name].double().flatten(1) for name in sorted(tree)], 1)
 
 
 def shaped(row: Float[Tensor, " entries"], like: Tree) -> Tree:
-    """The tensors again, with the shapes of ``like``, which has no dimension of users."""
+    """Split a vector into tensors with the shapes of ``like``, which has no dimension of users.
+
+    This is the inverse of :func:`flat`.
+    """
     parts = torch.split(row, [like[name].numel() for name in sorted(like)])
     return {name: part.view(like[name].shape) for name, part in zip(sorted(like), parts, strict=True)}
 
 
 def as_words(row: Tensor) -> np.ndarray:
-    """Whole numbers modulo ``2^word``, without a sign."""
+    """Return integers as unsigned numbers modulo ``2^word``."""
     numbers = row.contiguous().numpy()
     return numbers.view(f"<u{numbers.itemsize}")
 
 
 def as_tensor(words: np.ndarray) -> Tensor:
-    """The same with a sign, as tensors have them."""
+    """Return unsigned numbers as a tensor of signed integers; the inverse of :func:`as_words`."""
     return torch.from_numpy(np.ascontiguousarray(words).view(f"<i{words.itemsize}").copy())
 
 
 KEYS, SHARES, VECTOR = "keys", "shares", "sum"
-"""By which names tensors travel: public keys, shares, and what is summed."""
+"""Names of tensors in messages: public keys, shares, and the masked upload."""
 
 KEY = 32
 """Bytes of every key and seed."""
 PUBLIC = 2 * KEY
-"""Bytes of a user's two public keys: that for sealing, that for masks."""
+"""Bytes of a user's two public keys, for sealing and for masks."""
 SHARE = KEY + 1
 """Bytes of a share."""
 SEALED = 2 * SHARE + 16
-"""Bytes of what one user sends another: two shares, encrypted and authenticated."""
+"""Bytes of a sealed message between two users: two shares, encrypted and authenticated."""
 
 _NOBODYS = torch.zeros(1, dtype=torch.int64)
-"""No LoRA rank: padding is masked too."""
+"""LoRA rank in messages of the protocol: none, as padding is masked too."""
 
 
 def upload(name: str, done: int, tensors: dict[str, Tensor]) -> Upload:
-    """What a user sends of round ``done``."""
+    """Return a user's message to the server in round ``done``.
+
+    Args:
+        name: The user.
+        done: Number of the round, from 1.
+        tensors: Contents.
+    """
     return Upload(round=done, users=(name,), tensors=tensors, ranks=_NOBODYS)
 
 
 def download(
     name: str, done: int, senders: Mapping[str, bytes] | Sequence[str], tensors: dict[str, Tensor]
 ) -> Download:
-    """What it receives, of these others."""
+    """Return a message from the server to a user in round ``done``.
+
+    Args:
+        name: The user.
+        done: Number of the round, from 1.
+        senders: Users that the contents come from.
+        tensors: Contents.
+    """
     return Download(version=done, users=(name,), tensors=tensors, ranks=_NOBODYS, senders=tuple(senders))
 
 
 def sent_bytes(terms: Terms, name: str, count: int) -> int:
-    """What a user sends for a sum of ``count`` users, if nobody is lost."""
+    """Return the bytes that a user sends for a sum of ``count`` users if none drops out.
+
+    Args:
+        terms: Terms of the sum.
+        name: The user.
+        count: Number of users.
+    """
     done = terms.round
     vector = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
     sealed, opened = (_empty(rows, width) for rows, width in ((count - 1, SEALED), (count, SHARE)))
@@ -132,12 +154,18 @@ def sent_bytes(terms: Terms, name: str, count: int) -> int:
 
 
 def keys_bytes(terms: Terms, name: str) -> int:
-    """What a user sends for a sum of which nothing came."""
+    """Return the bytes that a user sends for a sum that fails after the first step."""
     return packed_bytes(upload(name, terms.round, {KEYS: _empty(1, PUBLIC)}))[0]
 
 
 def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
-    """What it receives for a sum of these users, besides the model."""
+    """Return the bytes that a user receives for a sum, besides the model.
+
+    Args:
+        terms: Terms of the sum.
+        name: The user.
+        names: All users of the sum.
+    """
     done, others = terms.round, [other for other in names if other != name]
     messages = (
         download(name, done, names, {KEYS: _empty(len(names), PUBLIC)}),
@@ -154,23 +182,27 @@ def _empty(rows: int, width: int) -> Tensor:
 logger = logging.getLogger("comingle")
 
 RANGE = 8.0
-"""The largest magnitude of an entry of a change where neither the recipe nor a clip norm says one."""
+"""Default for the largest magnitude of an entry of a change, without a setting or clip norm."""
 
 TAIL = 12
-"""Noise of more deviations is cut off; with a chance below 1e-32 an entry has any."""
+"""Standard deviations beyond which noise is cut off; an entry reaches that with a probability below 1e-32."""
 
 MOST_SLACK = 0.1
-"""The part of the clip norm that rounding may need."""
+"""Largest part of the clip norm that rounding may use."""
 
 LEAST_STEPS = 1000
-"""A user's noise has a deviation of at least so many steps of the grid."""
+"""Smallest standard deviation of a user's noise, in grid steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """The sums of a run, of which users and server know all the settings; rounds are counted from 1.
+    """Secure sums of a run: settings that users and server share. Rounds are counted from 1.
 
-    With ``weighted`` the sum of the users' weights is the last entry, masked as all are.
+    Args:
+        privacy: Settings with ``secure_aggregation``.
+        participation: As in ``Training``.
+        users: All users of the run.
+        weighted: Whether users have weights; their sum is then the last entry, masked like the others.
     """
 
     privacy: PrivacySection
@@ -180,7 +212,7 @@ class Sums:
 
     @property
     def secure(self) -> SecureSection:
-        """The settings."""
+        """Section ``secure_aggregation``."""
         assert self.privacy.secure_aggregation is not None
         return self.privacy.secure_aggregation
 
@@ -190,28 +222,35 @@ class Sums:
         return self.secure.word(len(self.users))
 
     def expected(self, done: int) -> int:
-        """How many users a round asks."""
+        """Return the number of users that a round selects."""
         return int(expected(self.privacy, self.participation, len(self.users), done - 1))
 
     def least(self, done: int) -> int:
-        """Without how many there is no sum."""
+        """Return the smallest number of uploads in a round's sum."""
         return self.secure.least(self.expected(done))
 
     def deviation(self, done: int) -> float:
-        """Of a user's part of the noise."""
+        """Return the standard deviation of a user's part of the noise."""
         if not self.privacy.noisy:
             return 0.0
         return self.privacy.multiplier * self.privacy.first_bound / math.sqrt(self.least(done) - self.secure.colluders)
 
     def grid(self, done: int) -> Grid:
-        """On which a round's uploads lie: a change no longer than the clip norm, and the noise."""
+        """Return the grid of a round's uploads, large enough for a clipped change and the noise."""
         bound = self.secure.range or RANGE
         if self.privacy.noisy:
             bound = self.privacy.first_bound + TAIL * self.deviation(done)
         return Grid(bound=bound, bits=self.secure.bits)
 
     def terms(self, run: str, done: int, size: int, asked: tuple[str, ...]) -> Terms:
-        """What everybody knows of a round's sum of so many shared numbers, for which these users are asked."""
+        """Return the public terms of a round's sum.
+
+        Args:
+            run: Name of the run.
+            done: Number of the round, from 1.
+            size: Number of shared parameters.
+            asked: Users selected for the round.
+        """
         return Terms(
             run=run,
             round=done,
@@ -223,10 +262,10 @@ class Sums:
         )
 
     def check(self) -> None:
-        """Whether every round can have a sum, and the noise fits its grid.
+        """Check that every round can have a sum, and that the noise fits its grid.
 
         Raises:
-            RecipeError: not so; says why.
+            RecipeError: Not so; the message says why.
         """
         rounds = len(self.participation) if isinstance(self.participation, tuple) else 1
         secure, where = self.secure, "privacy.secure_aggregation"
@@ -242,10 +281,10 @@ class Sums:
                 raise RecipeError(f"{where}.bits: got {secure.bits}, too few for so little noise; give more")
 
     def check_size(self, size: int) -> None:
-        """Whether so many numbers can be rounded without making a change much longer.
+        """Check that rounding ``size`` numbers does not make a change much longer.
 
         Raises:
-            RecipeError: they cannot.
+            RecipeError: It does.
         """
         if self.privacy.noisy and self.grid(1).slack(size) > MOST_SLACK * self.privacy.first_bound:
             raise RecipeError(
@@ -254,20 +293,28 @@ class Sums:
             )
 
     def sent_bytes(self, name: str, size: int) -> int:
-        """What a user sends in a round in which nobody is lost."""
+        """Return the bytes that a user sends in a round in which none drops out."""
         return sent_bytes(self.terms("", 1, size, self.users), name, self.expected(1))
 
     def received_bytes(self, name: str, size: int) -> int:
-        """What it receives, besides the model."""
+        """Return the bytes that a user receives in a round, besides the model."""
         others = [other for other in self.users if other != name]
         return received_bytes(self.terms("", 1, size, self.users), name, [name, *others][: self.expected(1)])
 
-    # ---------------------------------------------------------------- what users put into it
+    # ---------------------------------------------------------------- on clients
 
     def uploads(
         self, changes: Tree, weights: Float[Tensor, " users"], names: Sequence[str], key: str, done: int
     ) -> Int[Tensor, "users entries"]:
-        """What each user sends, before its masks: whole numbers modulo ``2^word``."""
+        """Return each user's upload before masks: integers modulo ``2^word``.
+
+        Args:
+            changes: Changes ``(users, *shape)``.
+            weights: Weights of the users, up to 1.
+            names: Names of the users.
+            key: Key of the noise.
+            done: Number of the round, from 1.
+        """
         grid = self.grid(done)
         if self.privacy.noisy:
             levels = self._noised(changes, weights, names, key, done)
@@ -278,7 +325,7 @@ class Sums:
         return levels.to(DTYPES[self.word])
 
     def _cut(self, changes: Tree, weights: Tensor, names: Sequence[str], done: int) -> Int[Tensor, "users entries"]:
-        """Entries within the range; who had any beyond it is told."""
+        """Return changes clamped to the range, with a warning for users whose changes exceed it."""
         grid, values = self.grid(done), flat(changes).cpu()
         for name, beyond in zip(names, grid.beyond(values), strict=True):
             if beyond:
@@ -292,7 +339,7 @@ class Sums:
     def _noised(
         self, changes: Tree, weights: Tensor, names: Sequence[str], key: str, done: int
     ) -> Int[Tensor, "users entries"]:
-        """Changes no longer than the clip norm, after rounding too, each with its user's part of the noise."""
+        """Return changes within the clip norm, even after rounding, each with its user's part of the noise."""
         grid, entries = self.grid(done), sum(t[0].numel() for t in changes.values())
         bound = self.privacy.first_bound - grid.slack(entries)
         levels = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
@@ -304,22 +351,32 @@ class Sums:
         return grid.cut(levels + (torch.stack(drawn) * steps).round().long())
 
     def _whole(self, weights: Float[Tensor, " users"], grid: Grid) -> Int[Tensor, " users"]:
-        """Weights up to 1 as whole numbers; nobody's is 0."""
+        """Return weights up to 1 as integers of at least 1."""
         return (weights.double() * grid.levels).round().clamp(1, grid.levels).long()
 
-    # ---------------------------------------------------------------- what comes out
+    # ---------------------------------------------------------------- on the server
 
     def require(self, there: int, done: int) -> None:
-        """Whether a round's users are enough for a sum.
+        """Check that the users who advertised keys are enough for a sum.
 
         Raises:
-            NoSumError: they are not.
+            NoSumError: They are not.
         """
         if there < (least := self.least(done)):
             raise NoSumError(no_sum(done, there, self.expected(done), "have advertised", least))
 
     def mean(self, total: np.ndarray | Int[Tensor, " entries"], like: Tree, senders: int, done: int) -> Tree:
-        """The mean change, float64: with noise over all whom the round asked, else over the weights in the sum."""
+        """Return the mean change, float64.
+
+        Args:
+            total: Sum of the uploads.
+            like: The model, for its shapes.
+            senders: Number of uploads in the sum.
+            done: Number of the round, from 1.
+
+        Returns:
+            The sum over the weights in it; with noise, over the number of users that the round selects.
+        """
         numbers, grid = torch.as_tensor(total), self.grid(done)
         over = float(senders)
         if self.weighted:
@@ -332,21 +389,21 @@ class Sums:
 
 @dataclass(kw_only=True)
 class SecureSum(PrivacyMechanism):
-    """Uploads behind masks, so that the server sees their sum alone; with a part of the noise where there is any.
+    """Masks uploads so that the server sees only their sum; adds a part of the noise if there is any.
 
-    The server has no hook here: it never sees an upload. A backend carries the messages of the protocol and hands over
+    The server has no hook here: it never sees an upload. A backend carries the messages of the protocol and passes on
     the total, see :meth:`comingle.training.server.ServerHalf.aggregate_sum`.
 
     Args:
-        privacy: With ``secure_aggregation``.
-        sums: How uploads are summed; None before users and rounds are known.
+        privacy: Settings with ``secure_aggregation``.
+        sums: Secure sums of the run; None before users and rounds are known.
     """
 
     privacy: PrivacySection
     sums: Sums | None = None
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that a sum is all that the server needs."""
+        """Check that the server only needs a sum."""
         where, privacy, secure = "privacy.secure_aggregation", self.privacy, self.privacy.secure_aggregation
         assert secure is not None
         if method.shared and method.server.kind != "sum":
@@ -370,12 +427,18 @@ class SecureSum(PrivacyMechanism):
             raise RecipeError(f"{where}.range: is not read with noise, where it follows from privacy.clip_norm")
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
-        """Check that rounding does not make changes much longer."""
+        """Check that rounding does not make changes much longer.
+
+        Args:
+            method: The method.
+            layout: Layout of the model's tensors.
+            users: Not used.
+        """
         if self.sums is not None and method.shared:
             self.sums.check_size(layout.count(method.shared))
 
     def client_update(self, update: Update) -> Update:
-        """Return changes as whole numbers modulo ``2^word``, before their masks."""
+        """Return changes as integers modulo ``2^word``, before masks."""
         assert self.sums is not None
         weights = capped_weights(update.counts, self.privacy.weight_cap)
         whole = self.sums.uploads(update.changes, weights, update.names, self.key, update.round_number)

@@ -1,4 +1,4 @@
-"""Requests and chats as tokens, and tokens as answers."""
+"""Prompts as tokens, tokens as the API's response bodies, and a chat in the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from comingle.utils.errors import DataError, require_user
 
 
 class Prompts:
-    """Texts, tokens and messages as prompts for one base."""
+    """Encodes texts, tokens and messages as prompts for one base."""
 
     def __init__(self, base: Base) -> None:
         assert base.tokenizer is not None
@@ -28,28 +28,29 @@ class Prompts:
         self.begin = base.begin
 
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Messages in the base's chat template, or the plain one where it has none, up to where the answer begins.
+        """Encode messages, up to the beginning of the answer, with the base's chat template (or the plain one).
 
         Raises:
-            DataError: the template refuses them, or a token has no row in the embedding.
+            DataError: The template refuses the messages, or a token has no row in the embedding.
         """
         tokens = encode_prompt(self.tokenizer, self.template.prompt(messages))
         self.base.require_rows(tokens, "the messages")
         return tokens
 
     def chat_ends(self) -> tuple[int, ...]:
-        """The tokens that end an answer in a chat.
+        """Return the tokens that end an answer in a chat.
 
         Raises:
-            DataError: the base knows none.
+            DataError: The base has none.
         """
         return chat_ends(self.base)
 
     def of_texts(self, prompt: Any) -> list[list[int]]:
-        """A text, tokens, or a list of either.
+        """Encode a text, tokens, or a list of either.
 
         Raises:
-            DataError: no prompt, an empty one that the tokenizer cannot begin, or a token outside the vocabulary.
+            DataError: There is no prompt, an empty one that the tokenizer cannot begin, or a token outside the
+                vocabulary.
         """
         many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
         if not many:
@@ -64,11 +65,12 @@ class Prompts:
 
 
 DONE = "data: [DONE]\n\n"
+"""The last event of a stream."""
 
 
 @dataclass(kw_only=True)
 class Choice:
-    """One text of an answer, as far as it has come."""
+    """One text of an answer, as generated so far."""
 
     text: str = ""
     said: list[Chosen] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Choice:
     finish: Finish | None = None
 
     def add(self, piece: Piece, ends: Sequence[int]) -> list[Chosen]:
-        """Take in one piece; returns its token, unless that only ends the text."""
+        """Append a piece, and return its token in a list, which is empty if the token only ends the text."""
         self.text += piece.text
         self.count += piece.chosen is not None
         self.finish = piece.finish
@@ -87,13 +89,22 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What all chunks of one answer have in common."""
+    """Values common to all chunks of one answer.
+
+    Args:
+        chat: Whether it answers a chat request rather than a completion request.
+        model: The user whose model answers.
+        tokenizer: Decodes tokens for the log probabilities.
+        probable: Whether the client has requested log probabilities.
+        prompt_tokens: Tokens of all prompts.
+        made: When the answer was created, in seconds since 1970.
+        key: Random part of the answer's ID.
+    """
 
     chat: bool
     model: str
     tokenizer: PreTrainedTokenizerBase
     probable: bool
-    """Whether tokens' probabilities were asked for."""
     prompt_tokens: int
     made: int = field(default_factory=lambda: int(time.time()))
     key: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -101,7 +112,7 @@ class Answer:
     # ------------------------------------------------------------ whole
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, object]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         return {
             **self._head("chat.completion" if self.chat else "text_completion"),
             "choices": [self._choice(number, choice) for number, choice in enumerate(choices)],
@@ -116,7 +127,7 @@ class Answer:
         return {"index": number, "message": message, **said}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-        """How many tokens were read and written."""
+        """Return the numbers of prompt tokens, generated tokens, and both."""
         new = sum(choice.count for choice in choices)
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -127,16 +138,23 @@ class Answer:
     # ------------------------------------------------------------ in chunks
 
     def chunk(self, choices: Sequence[Mapping[str, object]], usage: Mapping[str, int] | None = None) -> str:
-        """One event."""
+        """Return one server-sent event of a stream."""
         body = {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
         return event(body if usage is None else {**body, "usage": usage})
 
     def first(self, number: int) -> dict[str, object]:
-        """Whose turn it is: how a chat's chunks begin."""
+        """Return the first choice of a chat's stream, which carries the role."""
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def part(self, number: int, text: str, said: Sequence[Chosen], finish: Finish | None) -> dict[str, object]:
-        """What was added."""
+        """Return a choice of a stream's chunk with newly generated text.
+
+        Args:
+            number: Index of the choice.
+            text: The new text.
+            said: Its tokens.
+            finish: Why the text has ended; None if it has not.
+        """
         rest = {"logprobs": self._logprobs(said), "finish_reason": finish}
         if not self.chat:
             return {"index": number, "text": text, **rest}
@@ -173,17 +191,17 @@ class Answer:
 
 
 def event(body: Mapping[str, object]) -> str:
-    """One server-sent event."""
+    """Format a server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 Show = Callable[[str], None]
-"""Is handed the text as it comes."""
+"""Called with each piece of text as it is generated."""
 
 
 @dataclass(kw_only=True)
 class Chat:
-    """A conversation with one of the people of an engine, or plain texts that are continued where ``plain``."""
+    """A conversation with one user's model; with ``plain``, independent texts that the model continues."""
 
     engine: Engine
     user: str
@@ -194,28 +212,28 @@ class Chat:
     seed: int | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     last: tuple[str, list[int], str] | None = None
-    """Of the last answer: who gave it, after which tokens, and what."""
+    """The last answer: its user, the prompt's tokens and the text."""
 
     def __post_init__(self) -> None:
         self.prompts = Prompts(self.engine.people[self.user].model.base)
 
     def switch(self, user: str) -> None:
-        """Speak with somebody else, about what has been said.
+        """Continue the conversation with another user's model.
 
         Raises:
-            DataError: nobody of that name.
+            DataError: There is no such user.
         """
         self.user = require_user(user, list(self.engine.people))
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Delete the conversation."""
         self.messages, self.last = [], None
 
     def say(self, text: str, show: Show) -> str:
-        """What the user's model answers, shown as it comes.
+        """Return the model's answer, and pass each piece to ``show`` as it is generated.
 
         Raises:
-            DataError: it is too long, or the base's template refuses it.
+            DataError: The conversation is too long, or the base's template refuses it.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._prompt(text)
@@ -226,19 +244,26 @@ class Chat:
         return answer
 
     def compare(self, models: Mapping[str, tuple[Engine, str]], text: str) -> dict[str, str]:
-        """What several models say to the same words at the same place of the conversation, each by its title.
+        """Return the answers of several models to the same message, without adding them to the conversation.
+
+        Args:
+            models: Engine and user by title.
+            text: The message.
+
+        Returns:
+            The answers by title.
 
         Raises:
-            DataError: as :meth:`say`.
+            DataError: As for :meth:`say`.
         """
         prompt = self._prompt(text)
         return {title: self._answer(engine, name, prompt, str) for title, (engine, name) in models.items()}
 
     def route(self) -> Routing:
-        """Where the tokens of the last answer went.
+        """Return the expert that each token of the last answer was routed to.
 
         Raises:
-            DataError: there is no answer yet, or no router.
+            DataError: There is no answer yet, or no router.
         """
         if self.last is None or not self.last[2]:
             raise DataError("/route: no answer yet, or an empty one")
@@ -264,7 +289,7 @@ class Chat:
         try:
             while engine.busy:
                 engine.step()
-        except BaseException:  # Ctrl-C ends an answer, and no more than that
+        except BaseException:  # Ctrl-C cancels the answer only.
             engine.drop(InterruptedError())
             raise
         return "".join(said)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over one engine: models, completions and chats of everybody's."""
+"""OpenAI-compatible server over one engine: models, completions and chats of all users."""
 
 from __future__ import annotations
 
@@ -51,9 +51,13 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def make_app(engine: Engine, keys: Keys, limits: Limits, *, answers: bool = True) -> FastAPI:
-    """The server as an ASGI application; the engine is stepped for as long as it lives.
+    """Return the server as an ASGI application, which runs the engine until it shuts down.
 
-    ``answers`` says whether the models were made to answer, rather than to continue a text: what the page begins with.
+    Args:
+        engine: The users' models.
+        keys: Which keys open which models.
+        limits: Limits on requests.
+        answers: Whether the models answer messages rather than continue a text; decides how the page starts.
     """
     service = Service(engine, keys, limits, answers=answers)
 
@@ -81,7 +85,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 class Service:
-    """The routes, and what they share."""
+    """Request handlers and their shared state."""
 
     def __init__(self, engine: Engine, keys: Keys, limits: Limits, *, answers: bool) -> None:
         self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
@@ -92,7 +96,7 @@ class Service:
     # ------------------------------------------------------------ who asks
 
     async def same_site(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Without keys, refuse requests that a page of another site makes through this machine's browser."""
+        """Without keys, refuse requests that another site's page sends through a browser on this machine."""
         host = hostname(request.headers.get("host", ""))
         if not self.keys.needed and not is_loopback(host):
             return Refused(400, f"got the host {host!r}; without keys only this machine is answered").response()
@@ -102,7 +106,7 @@ class Service:
         return await call_next(request)
 
     def _opened(self, request: Request) -> tuple[str, ...]:
-        """The models that the request's key opens."""
+        """Return the users whose models the request's key opens; refuse a key that opens none."""
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         names = self.keys.opens(key.strip() if kind.lower() == "bearer" else "")
         if self.keys.needed and not names:
@@ -133,7 +137,7 @@ class Service:
     # ------------------------------------------------------------ models
 
     async def page(self) -> Response:
-        """The page, which is told whether it needs a key."""
+        """Return the chat page, marked if it needs a key."""
         text = PAGE.read_text(encoding="utf-8")
         text = text.replace("<html ", "<html data-keys ", 1) if self.keys.needed else text
         return HTMLResponse(
@@ -141,24 +145,24 @@ class Service:
         )
 
     async def models(self, request: Request) -> dict[str, object]:
-        """The users whose models the key opens."""
+        """List the users whose models the key opens."""
         return {"object": "list", "data": [self._told(name) for name in self._opened(request)]}
 
     async def model(self, request: Request, name: str) -> dict[str, object]:
-        """One of them."""
+        """Return the entry of one user's model."""
         if name not in self._opened(request):
             raise no_model(name)
         return self._told(name)
 
     def _told(self, name: str) -> dict[str, object]:
-        """What the standard says of a model, and what our page asks for."""
+        """Return a model's entry in the OpenAI format, with two fields for the chat page."""
         own = {"answers": self.answers, "routed": self.engine.people[name].model.routed}
         return {"id": name, "object": "model", "created": self.started, "owned_by": "comingle", **own}
 
     # ------------------------------------------------------------ answers
 
     async def chat(self, request: Request) -> Response:
-        """Messages, answered."""
+        """Answer messages."""
         self._opened(request)
         asked = await self._read(request, ChatRequest)
         self._admit(request, asked.model)
@@ -169,7 +173,7 @@ class Service:
         return await self._answer(request, asked, [prompt], ends)
 
     async def complete(self, request: Request) -> Response:
-        """Texts, continued."""
+        """Continue texts."""
         self._opened(request)
         asked = await self._read(request, CompletionRequest)
         self._admit(request, asked.model)
@@ -177,7 +181,7 @@ class Service:
         return await self._answer(request, asked, self._told_wrong(lambda: self.prompts.of_texts(asks)), None)
 
     async def route(self, request: Request) -> Response:
-        """Which expert each token of an answer went to, in every layer."""
+        """Return the expert that each token of an answer is routed to, in every layer."""
         self._opened(request)
         asked = await self._read(request, RouteRequest)
         self._admit(request, asked.model)
@@ -213,7 +217,7 @@ class Service:
             raise Refused(400, told, code="context_length_exceeded", param=param)
 
     def _new_tokens(self, prompt: int, wanted: int | None, param: str) -> int:
-        """How many new tokens an answer may have: what was asked for, or what there is room for."""
+        """Return the limit on new tokens: the requested number, or as many as the context has room for."""
         if wanted is not None and wanted > self.limits.max_tokens:
             raise Refused(
                 400, f"max_tokens: got {wanted:,}; allowed: up to {self.limits.max_tokens:,}", param="max_tokens"
@@ -264,10 +268,10 @@ class Service:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on an address; taken before a model is loaded, so that a port in use is said at once.
+    """Open a socket. Call it before loading a model, so that a port in use is reported at once.
 
     Raises:
-        RunError: somebody else has it, or there is no such address.
+        RunError: The address is in use or does not exist.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -277,7 +281,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(place: socket.socket) -> str:
-    """Where a browser finds it."""
+    """Return the URL of a socket for a browser."""
     host, port = place.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -291,7 +295,16 @@ def serve(
     answers: bool,
     ready: Callable[[str], None],
 ) -> None:
-    """Answer until the process is told to end; ``ready`` is called with the address."""
+    """Answer requests until the process receives a signal to stop.
+
+    Args:
+        people: Model by user.
+        place: The socket to listen on.
+        keys: Key by user; None for none.
+        limits: Limits on requests.
+        answers: Whether the models answer messages rather than continue a text.
+        ready: Called with the URL before the first request.
+    """
     app = make_app(Engine(people, rows=limits.rows), Keys(people, keys), limits, answers=answers)
     config = uvicorn.Config(app, log_level="warning", ws="none", access_log=False, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)

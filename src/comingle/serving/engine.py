@@ -1,7 +1,8 @@
 """Continuous batching over all users' models.
 
-A step reads the prompts of those who wait, as far as there is room, and then gives every row its next token. Nothing
-here knows of threads or of the network: :mod:`comingle.serving.schemas` steps, :mod:`comingle.serving.api` asks.
+A step reads the prompts of waiting requests while rows are free, and then generates a token for every row. The engine
+knows neither threads nor the network: :mod:`comingle.serving.schemas` calls ``step``, and :mod:`comingle.serving.api`
+submits requests.
 """
 
 from __future__ import annotations
@@ -40,9 +41,13 @@ from comingle.utils.errors import DataError, require_user
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A token, the log probability that the model gave it, and the likeliest tokens with theirs, likeliest first.
+    """A sampled token.
 
-    The probabilities are the model's own, before temperature and the like. ``at``: how long the text is before it.
+    Args:
+        token: The token.
+        logprob: Its log probability under the model, before temperature and other settings; None if not requested.
+        top: The most likely tokens with theirs, in descending order.
+        at: Length of the text before the token, in characters.
     """
 
     token: int
@@ -52,17 +57,17 @@ class Chosen:
 
 
 class Chooser:
-    """Chooses a row's tokens as ``generate`` does, with a random stream of the row's own."""
+    """Samples a row's tokens as ``generate`` does, with a random stream of its own."""
 
     def __init__(
         self, sampling: Sampling, prompt: int, ends: tuple[int, ...], device: torch.device, logprobs: int | None
     ) -> None:
         self.pick: Callable[..., Tensor] = chooser_of(sampling, prompt, ends, device)
-        self.plain = not self.pick  # an empty list of processors: the likeliest token
+        self.plain = not self.pick  # An empty list of processors means greedy decoding.
         self.device, self.logprobs = device, logprobs
 
     def __call__(self, logits: Float[Tensor, " vocab"], tokens: list[int]) -> Chosen:
-        """The token after ``tokens``."""
+        """Return the token that follows ``tokens``."""
         scores = logits.float().unsqueeze(0)
         if not self.plain:
             scores = self.pick(torch.tensor([tokens], device=self.device), scores.clone())
@@ -76,9 +81,15 @@ class Chooser:
 
 
 class Writer:
-    """The text of one answer: characters come whole, and nothing is told of which a stop may be made.
+    """Incremental detokenizer of one answer.
 
-    It follows the text of the tokens ``after`` which it stands, of which the last few are enough.
+    It returns complete characters only, and holds back text that may be the beginning of a stop string.
+
+    Args:
+        tokenizer: Decodes the tokens.
+        stops: Strings that end the text.
+        ends: Tokens that end the text.
+        after: Tokens before the text; the last few suffice. They decide whether the text begins with a space.
     """
 
     def __init__(
@@ -91,31 +102,31 @@ class Writer:
     ) -> None:
         self.tokenizer, self.stops, self.ends = tokenizer, tuple(stops), frozenset(ends)
         self.tokens = list(after)
-        self.read, self.before = len(after), 0  # tokens[before:read] are text already, and give the next one its place
+        self.read, self.before = len(after), 0  # tokens[before:read] are decoded, and are context for the next one
         self.text = ""
         self.told = 0
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The text that is certain after one more token."""
+        """Add a token and return the text that no later token can change."""
         self.tokens.append(token)
         self._read(last=token in self.ends)
         self.stopped = token in self.ends or any(stop in self.text for stop in self.stops)
         return self.finish() if self.stopped else self._tell(len(self.text) - self._held())
 
     def finish(self) -> str:
-        """The rest of the text, up to a stop."""
+        """Return the rest of the text up to a stop string."""
         self._read(last=True)
         self.text = cut_at(self.text, self.stops)
         return self._tell(len(self.text))
 
     def _read(self, *, last: bool) -> None:
-        """Each token is decoded after the one before it: some tokenizers drop a space where their text begins."""
+        """Decode the new tokens after the previous ones: some tokenizers drop a space at the beginning of a text."""
         added = added_text(self.tokenizer, self.tokens[self.before : self.read], self.tokens[self.read :])
-        if added.endswith(UNFINISHED) and not last:  # what follows may make another character of it
+        if added.endswith(UNFINISHED) and not last:  # The next token may complete the character.
             return
         self.text += added
-        if self._decode(self.read, len(self.tokens)):  # a special token is no text, and gives no place
+        if self._decode(self.read, len(self.tokens)):  # A special token has no text, so it is no context.
             self.before = self.read
         self.read = len(self.tokens)
 
@@ -123,7 +134,7 @@ class Writer:
         return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True))
 
     def _held(self) -> int:
-        """How many of the last characters a stop may begin with."""
+        """Return the length of the longest suffix with which a stop string begins."""
         most = len(self.text) + 1
         begun = (n for stop in self.stops for n in range(1, min(len(stop), most)) if self.text.endswith(stop[:n]))
         return max(begun, default=0)
@@ -136,14 +147,14 @@ class Writer:
 logger = logging.getLogger("comingle")
 
 PROMPT_TOKENS = 2048
-"""Of prompts, with what fills them up, are read in one pass: those who are being answered wait for it."""
+"""Limit on prompt tokens, with padding, in one forward pass; rows being generated wait for it."""
 
 Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one step adds to an answer: a token, the text that is certain by now, and at the end why it ends."""
+    """Result of one step for one text: a token, newly certain text, and at the end why the text has ended."""
 
     text: str
     chosen: Chosen | None = None
@@ -153,10 +164,16 @@ class Piece:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """A text of some user's to continue. ``tell`` is called with each piece, from whoever steps.
+    """A text to continue with a user's model.
 
-    ``logprobs``: how many likeliest tokens come with each token's probability; None: no probabilities. ``continues``:
-    whether it goes on with the prompt's text, so that it may begin with a space; an answer does not.
+    Args:
+        name: The user.
+        prompt: The prompt's tokens.
+        sampling: How tokens are sampled.
+        tell: Called with each piece, in the thread that calls :meth:`Engine.step`.
+        logprobs: Number of most likely tokens to return with each token's log probability; None for no probabilities.
+        continues: Whether the text continues the prompt's, so that it may begin with a space. An answer does not.
+        cancelled: Set to free the row before the next step.
     """
 
     name: str
@@ -166,7 +183,6 @@ class Request:
     logprobs: int | None = None
     continues: bool = False
     cancelled: bool = False
-    """Set by whoever does not want the rest: the row is free from the next step on."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -178,7 +194,7 @@ class _Row:
 
 
 class Engine:
-    """The models of one run's people over one base in memory."""
+    """Generates text with the models of one run's users over one base in memory."""
 
     def __init__(self, people: Mapping[str, PersonalModel], *, rows: int) -> None:
         base = next(iter(people.values())).model.base
@@ -200,10 +216,10 @@ class Engine:
     # ------------------------------------------------------------ asked from outside
 
     def check(self, request: Request) -> None:
-        """Whether a request can be answered.
+        """Check that a request can be answered.
 
         Raises:
-            DataError: no such user, no prompt, or it is longer with what may follow than the base reads at once.
+            DataError: There is no such user or no prompt, or prompt and new tokens exceed the base's context length.
         """
         require_user(request.name, self.people)
         if not request.prompt:
@@ -220,20 +236,25 @@ class Engine:
         """Queue a request.
 
         Raises:
-            DataError: as :meth:`check`.
+            DataError: As for :meth:`check`.
         """
         self.check(request)
         self.waiting.append(request)
 
     def ends(self, request: Request) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """Return the tokens that end an answer."""
         return stop_tokens(self.network, self.tokenizer, request.sampling)
 
     def route(self, name: str, prompt: list[int], text: list[int]) -> Routing:
-        """Where the tokens of ``text`` go in a user's model, behind ``prompt``; between two steps.
+        """Return how a user's model routes the tokens of ``text``. Call it between two steps.
+
+        Args:
+            name: The user.
+            prompt: Tokens before the text.
+            text: The tokens.
 
         Raises:
-            DataError: there are no routers.
+            DataError: The model has no routers.
         """
         self._bound = False
         tokens = torch.tensor([*prompt, *text])
@@ -243,28 +264,28 @@ class Engine:
 
     @property
     def free(self) -> int:
-        """How many rows nobody has."""
+        """Number of free rows."""
         return self.cache.most - len(self.active)
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do."""
+        """Whether a step has work to do."""
         return bool(self.active or self.waiting)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Let rows go that are cancelled, read prompts that wait, and give every row a token."""
+        """Free the rows of cancelled requests, read waiting prompts, and generate a token for every row."""
         for number in reversed(range(len(self.active))):
             if self.active[number].request.cancelled:
                 self._leave(number)
-        # Lengths change with every token: compiling for each of them would not pay.
+        # Lengths change with every token, so compiling for each would cost more than it saves.
         with torch.compiler.set_stance("force_eager"), padded_attention(self.network):
             self._join()
             if self.active:
                 self._decode()
 
     def drop(self, error: Exception) -> None:
-        """Answer everybody with an error, and begin anew."""
+        """Answer all requests with an error and free all rows."""
         for request in [*(row.request for row in self.active), *self.waiting]:
             request.tell(Piece(text="", error=error))
         self.active, self._bound = [], False
@@ -274,7 +295,7 @@ class Engine:
     # ------------------------------------------------------------ a step
 
     def _join(self) -> None:
-        """Add rows, each with its first token."""
+        """Add rows for waiting requests, each with its first token."""
         taken: list[Request] = []
         while self.waiting and len(self.active) + len(taken) < self.cache.most:
             if self.waiting[0].cancelled:
@@ -306,7 +327,7 @@ class Engine:
         return _Row(request=request, chooser=chooser, writer=writer, tokens=list(request.prompt))
 
     def _read(self, requests: list[Request], lengths: list[int], cache: DynamicCache) -> Float[Tensor, "rows vocab"]:
-        """The logits after each prompt."""
+        """Return the logits after each prompt."""
         width = max(lengths)
         ids = torch.tensor([[0] * (width - len(r.prompt)) + r.prompt for r in requests])
         mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)
@@ -314,7 +335,7 @@ class Engine:
         return self._pass(ids, mask, places, cache)
 
     def _decode(self) -> None:
-        """One more token for every row."""
+        """Generate a token for every row."""
         if not self._bound:
             self.rows.bind(slice(0, len(self.active)))
             self._bound = True
@@ -337,12 +358,12 @@ class Engine:
         return out.logits[:, -1]
 
     def _tell(self, first: int, logits: Float[Tensor, "rows vocab"]) -> None:
-        """Choose a token for every row from ``first`` on, tell it, and let go who has finished."""
+        """Sample a token for each row from ``first`` on, pass it to the request, and free rows that have finished."""
         for number in reversed(range(first, len(self.active))):
             row = self.active[number]
             try:
                 piece = self._piece(row, row.chooser(logits[number - first], row.tokens))
-            except Exception as error:  # of this row alone: the others' answers go on
+            except Exception as error:  # Other rows are not affected.
                 logger.exception("a token of %r could not be chosen", row.request.name)
                 row.request.tell(Piece(text="", error=error))
                 self._leave(number)

@@ -1,11 +1,11 @@
-"""Rows of one batch over one base, and their cache of keys and values.
+"""Rows of one batch over one base, and their key-value cache.
 
-All rows end at the same place, the newest token, and begin where their texts do: what lies before a row's beginning is
-masked, as with prompts that are filled on the left. So one step writes one place for all rows, and every kind of
-attention that transformers has (causal, in a sliding window, with ALiBi) sees what it sees in ``generate``.
+All rows end at the same position, that of the newest token, and start where their texts do: positions before a row's
+start are masked, as with left-padded prompts. A step therefore writes one position for all rows, and every kind of
+attention in transformers (causal, sliding window, ALiBi) sees what it sees in ``generate``.
 
-A row holds a copy of its user's adapters, so that every product with a base weight is shared and every product with an
-adapter is one of a batch: the engine's users, with a batch of one each.
+A row holds a copy of its user's adapters. Products with base weights are shared by all rows; products with adapters
+are batched, as in training with a batch of one per user.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from comingle.models.stacked import MixedLanguageModel
 from comingle.utils.trees import CLIENT_ROUTER, Tree, lora_pairs
 
 ROOM = 256
-"""Places are added so many at a time."""
+"""The cache grows by multiples of this many positions."""
 
 States = Float[Tensor, "rows heads places width"]
 Stores = Float[Tensor, "most heads room width"]
@@ -41,7 +41,7 @@ Window = Float[Tensor, "rows heads window width"]
 
 
 class _Layer(DynamicLayer):
-    """One layer's keys and values: a window of two larger tensors, which a step is written into."""
+    """Keys and values of one layer: a window of two larger tensors, into which steps are written."""
 
     def __init__(self, cache: RowCache) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _Layer(DynamicLayer):
     def update(
         self, key_states: States, value_states: States, *args: object, **kwargs: object
     ) -> tuple[Window, Window]:
-        """Write a step behind the window, and return the window with it."""
+        """Write a step after the window, and return the window with it."""
         at, count = self.cache.stop, key_states.shape[-2]
         window = slice(self.cache.start, at + count)
         rows = slice(len(self.cache.begins))
@@ -61,16 +61,19 @@ class _Layer(DynamicLayer):
         return keys, values
 
     def get_seq_length(self) -> int:
-        """How many places come before the step that is under way."""
+        """Return the number of positions before the current step."""
         return self.cache.stop - self.cache.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The window with the step, and where it begins."""
+        """Return the length of the window with the current step, and the window's offset."""
         return self.get_seq_length() + query_length, 0
 
 
 class RowCache(Cache):
-    """Up to ``most`` rows; ``begins`` says where each one's text begins, ``start`` and ``stop`` bound the window."""
+    """Key-value cache of up to ``most`` rows.
+
+    ``begins`` holds the position where each row's text begins; ``start`` and ``stop`` bound the window of all rows.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__(layers=[])
@@ -78,15 +81,15 @@ class RowCache(Cache):
         self.start = self.stop = self.room = 0
 
     def lengths(self) -> Int[Tensor, " rows"]:
-        """How many tokens of each row are in it."""
+        """Return the number of cached tokens of each row."""
         return self.stop - torch.tensor(self.begins)
 
     def mask(self) -> Bool[Tensor, "rows places"]:
-        """Which places of the window and of the step that follows it belong to each row."""
+        """Return which positions of the window and of the next step belong to each row."""
         return torch.arange(self.start, self.stop + 1) >= torch.tensor(self.begins).unsqueeze(1)
 
     def join(self, prompts: Cache, lengths: Sequence[int]) -> None:
-        """Add rows whose prompts, filled on the left, have been read into a cache of their own."""
+        """Add rows whose left-padded prompts have been read into the cache ``prompts``."""
         read: list[Any] = prompts.layers
         if not self.begins:
             self.start = self.stop = 0
@@ -95,19 +98,19 @@ class RowCache(Cache):
             for store, states in zip(own.stores, (other.keys, other.values), strict=True):
                 for row, length in enumerate(lengths):
                     place = store[len(self.begins) + row]
-                    # Zeros, not what a row left here: a masked place counts zero times its values, which a NaN is not.
+                    # Clear an old row's values: attention multiplies masked positions by zero, and 0 * NaN is NaN.
                     place[:, : self.stop - length] = 0
                     place[:, self.stop - length : self.stop] = states[row, :, -length:]
         self.begins += [self.stop - length for length in lengths]
         self.start = min(self.begins)
 
     def advance(self) -> None:
-        """The step that was written is part of the window."""
+        """Extend the window by the step that was written."""
         self.stop += 1
         self._provide(self.layers, 0)
 
     def leave(self, row: int) -> None:
-        """Take a row out; the last one takes its place."""
+        """Remove a row and move the last one to its index."""
         last = len(self.begins) - 1
         if row != last:
             for layer in self.layers:
@@ -118,7 +121,7 @@ class RowCache(Cache):
         self.start = min(self.begins, default=self.stop)
 
     def _provide(self, like: Sequence[Any], longest: int) -> None:
-        """Room for rows of up to ``longest`` tokens before the window's end, and for a step behind it."""
+        """Reserve room for rows of up to ``longest`` tokens before the window's end, and for a step after it."""
         if longest <= self.stop < self.room:
             return
         if not self.layers:
@@ -139,10 +142,10 @@ class RowCache(Cache):
 
 
 class Rows(ABC):
-    """``most`` rows, and the people whose models they can be."""
+    """``most`` rows of a batch, each with the model of one user."""
 
     network: PreTrainedModel
-    """The causal language model; computes what the rows that were bound last do."""
+    """The causal language model; computes the models of the rows that were bound last."""
 
     def __init__(self, people: Mapping[str, PersonalModel], most: int) -> None:
         self.own = {name: self._tree(person) for name, person in people.items()}
@@ -151,7 +154,7 @@ class Rows(ABC):
         self.names = [""] * most
 
     def set(self, row: int, name: str) -> None:
-        """Give a row to a user."""
+        """Assign a row to a user."""
         if self.names[row] != name:
             for slot, tensor in self.own[name].items():
                 self.stacked[slot][row] = tensor[0]
@@ -162,19 +165,19 @@ class Rows(ABC):
         self.set(to, self.names[row])
 
     def bind(self, rows: slice) -> None:
-        """Have the network compute what some rows' users' models do, a text for each row."""
+        """Make the network compute the models of these rows' users, one text per row."""
         self._bind({name: t[rows] for name, t in self.stacked.items()}, self.names[rows])
 
     @abstractmethod
     def _tree(self, person: PersonalModel) -> Tree:
-        """A person's adapters as ``(1, ...)``."""
+        """Return a user's adapters with shapes ``(1, ...)``."""
 
     @abstractmethod
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None: ...
 
 
 class AdaptedRows(Rows):
-    """Of models with experts and routers."""
+    """Rows of models with experts and routers."""
 
     def __init__(self, people: Mapping[str, PersonalModel], most: int) -> None:
         super().__init__(people, most)
@@ -190,7 +193,7 @@ class AdaptedRows(Rows):
 
 
 class MixedRows(Rows):
-    """Of client-level mixtures: C components of rank r are, mixed for a user, one LoRA of rank C r."""
+    """Rows of client-level mixtures: C components of rank r, mixed for a user, are one LoRA of rank C r."""
 
     def __init__(self, people: Mapping[str, PersonalModel], most: int) -> None:
         super().__init__(people, most)
@@ -219,7 +222,7 @@ class MixedRows(Rows):
 
 
 class EnsembleRows(Rows):
-    """Of whole models whose predictions are mixed: a row has the adapters of all of its user's, and their weights."""
+    """Rows of ensembles: each has the adapters of all of its user's models, and their weights."""
 
     def __init__(self, people: Mapping[str, PersonalModel], most: int) -> None:
         super().__init__(people, most)
@@ -244,7 +247,7 @@ KINDS: dict[type, type[Rows]] = {
 
 
 def rows_of(people: Mapping[str, PersonalModel], most: int) -> Rows:
-    """Rows for people of one run."""
+    """Return rows for the users of one run."""
     rows = KINDS[type(next(iter(people.values())).model)](people, most)
     head = rows.network.get_output_embeddings()
     if type(head) is nn.Linear:
@@ -253,12 +256,12 @@ def rows_of(people: Mapping[str, PersonalModel], most: int) -> Rows:
 
 
 def prepare(network: PreTrainedModel) -> None:
-    """Make a base ready for steps of few rows on a CPU, in place.
+    """Prepare a base in place for steps of few rows on a CPU.
 
-    Compiled code (:mod:`comingle.models.kernels.expert_mlp`), where it is in use, takes weights as they are. Elsewhere
-    float32 is stored column by column: PyTorch's products with few rows are faster so. For a base that nobody else has,
-    as transformers does not save weights that lie so. Measured with 8 rows on SmolLM2-135M, one thread: a step in 128
-    ms in place of 168; with one row little changes.
+    Compiled code (:mod:`comingle.models.kernels.expert_mlp`), if enabled, takes weights as they are. Otherwise float32
+    weights are stored in column-major order, with which PyTorch's products of few rows are faster. Do not use it for a
+    base that is shared with other code: transformers cannot save weights in this order. Measured with 8 rows on
+    SmolLM2-135M, one thread: 128 ms per step instead of 168 ms; with one row there is little change.
     """
     for module in network.modules():
         weight = module.weight if isinstance(module, nn.Linear) else None
@@ -268,7 +271,7 @@ def prepare(network: PreTrainedModel) -> None:
 
 
 def pretrained(person: PersonalModel) -> PersonalModel:
-    """Somebody who speaks as the base does: whatever the adapters read, they add nothing, and nothing is sharpened."""
-    adds = (".b", f".{OUT}", CLIENT_ROUTER)  # of a router of zeros models weigh the same, each to the power of 1
+    """Return a user's model that behaves as the base does: adapters add zeros, mixtures leave logits unchanged."""
+    adds = (".b", f".{OUT}", CLIENT_ROUTER)  # A router of zeros gives all models equal weights and exponent 1.
     silent = {name: torch.zeros_like(t) if name.endswith(adds) else t for name, t in person.tensors.items()}
     return replace(person, name="pretrained", tensors=cast(dict[str, Tensor], silent))

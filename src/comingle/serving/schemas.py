@@ -1,4 +1,4 @@
-"""Requests and errors of the OpenAI API, and the engine's thread that answers them."""
+"""Request schemas and errors of the OpenAI API, and the thread that runs the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from comingle.serving.engine import Engine, Piece, Request
 Result = TypeVar("Result")
 
 UNSUPPORTED = "unsupported"
-"""Type of the error for a key of the standard with a value that is not supported."""
+"""Error type for a key of the OpenAI API with a value that is not supported."""
 
 _LONGEST_STOP = 1000
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -43,7 +43,7 @@ def _only(*allowed: object) -> BeforeValidator:
 
 
 Nothing = Annotated[None, _only(*_EMPTY)]
-"""A key of the standard that is not supported: null or empty."""
+"""A key of the OpenAI API that is not supported: null or empty."""
 
 
 def _as_list(value: object) -> object:
@@ -51,7 +51,7 @@ def _as_list(value: object) -> object:
 
 
 def _joined(value: object) -> object:
-    """Join the parts of a message, which are text."""
+    """Join the parts of a message, which must be text."""
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
         return value
     for part in value:
@@ -75,14 +75,14 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Whether a last chunk says how many tokens there were."""
+    """Options of a stream; ``include_usage`` adds a last chunk with the numbers of tokens."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class SamplingKeys(_Strict):
-    """Keys of a completion that decide how tokens are sampled."""
+    """Request keys that decide how tokens are sampled."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -92,13 +92,13 @@ class SamplingKeys(_Strict):
     frequency_penalty: Annotated[None, _only(None, 0)] = None
     presence_penalty: Annotated[None, _only(None, 0)] = None
     logit_bias: Nothing = None
-    # As other servers of this API have them beside the standard.
+    # Extensions that other servers of this API have.
     top_k: int | None = Field(default=None, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
 
     def sampling(self, new: int, seed: int) -> Sampling:
-        """With the standard's defaults: temperature 1, nothing cut off."""
+        """Return the sampling settings, with the API's defaults: temperature 1, no truncation."""
         return Sampling(
             max_new_tokens=new,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -112,7 +112,7 @@ class SamplingKeys(_Strict):
 
 
 class _Request(SamplingKeys):
-    """Keys of both kinds of completions. ``user`` and its like are labels, which change nothing."""
+    """Keys of both kinds of completions. ``user`` and similar labels have no effect."""
 
     model: str
     n: int | None = Field(default=None, ge=1)
@@ -129,16 +129,16 @@ class _Request(SamplingKeys):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the last chunk of a stream says how many tokens there were."""
+        """Whether a stream's last chunk contains the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class ChatMessage(_Strict):
-    """One turn; also an answer of this server as a client sends it back, with all that is null in it."""
+    """One turn; accepts the server's own answers as clients send them back, null keys included."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
-    # Not supported: templates have no place for them.
+    # Not supported: templates do not use them.
     name: Nothing = None
     refusal: Nothing = None
     annotations: Nothing = None
@@ -148,12 +148,12 @@ class ChatMessage(_Strict):
     tool_call_id: Nothing = None
 
     def plain(self) -> dict[str, str]:
-        """As the base's templates know it."""
+        """Return the message as chat templates expect it."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
 class _WithoutTools(_Request):
-    """Keys of tools, which are not supported."""
+    """Keys for tools, which are not supported."""
 
     function_call: Annotated[None, _only(None, "none", "auto")] = None
     functions: Nothing = None
@@ -164,7 +164,7 @@ class _WithoutTools(_Request):
 
 
 class _TextAlone(_WithoutTools):
-    """Keys of other than plain text, and of services that other servers have beside it; they are not supported."""
+    """Keys for other modalities and hosted services, which are not supported."""
 
     audio: Annotated[None, _only(None)] = None
     modalities: Annotated[None, _only(None, [], ["text"])] = None
@@ -182,7 +182,7 @@ class _TextAlone(_WithoutTools):
 
 
 class ChatRequest(_TextAlone):
-    """``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -200,17 +200,17 @@ class ChatRequest(_TextAlone):
 
     @property
     def wanted(self) -> int | None:
-        """New tokens at most."""
+        """Limit on new tokens."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def likeliest(self) -> int | None:
-        """How many likeliest tokens come with each token's probability."""
+        """Number of most likely tokens to return with each token's log probability; None for no probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(_Request):
-    """``POST /v1/completions``; a prompt is a text, tokens, a list of either, or null for a new document."""
+    """Body of ``POST /v1/completions``; a prompt is a text, tokens, a list of either, or null for a new document."""
 
     prompt: str | list[str] | list[int] | list[list[int]] | None
     logprobs: int | None = Field(default=None, ge=0, le=5)
@@ -221,17 +221,17 @@ class CompletionRequest(_Request):
 
     @property
     def wanted(self) -> int | None:
-        """New tokens at most; the standard's default."""
+        """Limit on new tokens; the API's default is 16."""
         return self.max_tokens or 16
 
     @property
     def likeliest(self) -> int | None:
-        """How many likeliest tokens come with each token's probability."""
+        """Number of most likely tokens to return with each token's log probability; None for no probabilities."""
         return self.logprobs
 
 
 class RouteRequest(_Strict):
-    """``POST /v1/route``, which is this server's own: where the tokens of an answer went."""
+    """Body of ``POST /v1/route``, an extension that returns the experts that tokens are routed to."""
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
@@ -252,7 +252,15 @@ KINDS = {
 
 
 class Refused(Exception):
-    """A request that is not answered."""
+    """A request that is refused.
+
+    Args:
+        status: HTTP status.
+        message: The error message.
+        code: Error code of the OpenAI API.
+        param: The offending key.
+        after: Seconds after which the client may retry.
+    """
 
     def __init__(
         self,
@@ -267,12 +275,12 @@ class Refused(Exception):
         self.status, self.code, self.param, self.after = status, code, param, after
 
     def body(self) -> dict[str, object]:
-        """The standard's error body."""
+        """Return the error body of the OpenAI API."""
         kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """As it is sent."""
+        """Return the HTTP response."""
         headers = {} if self.after is None else {"Retry-After": str(max(1, round(self.after)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -291,19 +299,19 @@ def wrong(error: ValidationError) -> Refused:
 
 
 def no_model(name: str) -> Refused:
-    """No such model, or none that the key opens: which of the two is not said."""
+    """Return the error for an unknown model or one that the key does not open, without revealing which."""
     return Refused(404, f"no model {name!r} for this key", code="model_not_found", param="model")
 
 
 class Talk:
-    """The way of pieces from the engine's thread to the event loop."""
+    """Transfers pieces from the engine's thread to the event loop."""
 
     def __init__(self) -> None:
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
         self.requests: list[Request] = []
 
     def teller(self, number: int) -> Callable[[Piece], None]:
-        """Hands over the pieces of one text."""
+        """Return a callback that queues the pieces of one text."""
 
         def tell(piece: Piece) -> None:
             if not self.loop.is_closed():
@@ -312,7 +320,7 @@ class Talk:
         return tell
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """All pieces of all texts; whoever stops listening has them all cancelled."""
+        """Yield the pieces of all texts; cancel all requests when the caller stops iterating."""
         left = len(self.requests)
         try:
             while left:
@@ -327,7 +335,7 @@ class Talk:
 
 
 async def whole(talk: Talk, ends: Sequence[int]) -> list[Choice]:
-    """All texts, when they have ended."""
+    """Return all texts once they have ended."""
     choices = [Choice() for _ in talk.requests]
     async with aclosing(talk.pieces()) as pieces:
         async for number, piece in pieces:
@@ -336,7 +344,14 @@ async def whole(talk: Talk, ends: Sequence[int]) -> list[Choice]:
 
 
 async def stream(talk: Talk, answer: Answer, ends: Sequence[int], *, usage: bool) -> AsyncIterator[str]:
-    """The texts as they come, as server-sent events."""
+    """Yield an answer as server-sent events.
+
+    Args:
+        talk: Source of the pieces.
+        answer: Values common to all chunks.
+        ends: Tokens that end a text.
+        usage: Whether to add a chunk with the numbers of tokens.
+    """
     choices = [Choice() for _ in talk.requests]
     try:
         async with aclosing(talk.pieces()) as pieces:
@@ -355,7 +370,7 @@ async def stream(talk: Talk, answer: Answer, ends: Sequence[int], *, usage: bool
 
 
 async def while_connected(http: Http, work: Awaitable[Result]) -> Result | None:
-    """What ``work`` comes to; None where the client goes away first, and then it is cancelled."""
+    """Return the result of ``work``; cancel it and return None if the client disconnects first."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -375,11 +390,11 @@ logger = logging.getLogger("comingle")
 
 
 class Overloaded(Exception):
-    """As many requests wait as may."""
+    """The queue of waiting requests is full."""
 
 
 class Worker:
-    """Steps ``engine`` in a thread of its own; at most ``queue`` requests wait for a row."""
+    """Runs ``engine`` in a thread; at most ``queue`` requests wait for a row."""
 
     def __init__(self, engine: Engine, *, queue: int) -> None:
         self.engine, self.queue = engine, queue
@@ -390,11 +405,11 @@ class Worker:
         self._thread.start()
 
     def ask(self, requests: list[Request]) -> None:
-        """Queue requests: all of them, or none.
+        """Queue all requests or none.
 
         Raises:
-            Overloaded: not all of them find a place.
-            DataError: one cannot be answered.
+            Overloaded: The queue has no room for all.
+            DataError: A request cannot be answered.
         """
         for request in requests:
             self.engine.check(request)
@@ -406,7 +421,7 @@ class Worker:
             self._changed.notify()
 
     def call(self, job: Callable[[], Result]) -> Future[Result]:
-        """Have something computed between two steps, as the modules belong to the step under way."""
+        """Run ``job`` in the engine's thread between two steps, since a step uses the modules."""
         future: Future[Result] = Future()
         with self._changed:
             if len(self._jobs) >= self.queue:
@@ -416,7 +431,7 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """End the thread after the step under way."""
+        """End the thread after the current step."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -433,7 +448,7 @@ class Worker:
             try:
                 if self.engine.busy:
                     self.engine.step()
-            except Exception as error:  # whatever it is, those who wait are told, and the next are answered
+            except Exception as error:  # Fail the current requests, and keep answering later ones.
                 logger.exception("a step failed")
                 self.engine.drop(error)
 

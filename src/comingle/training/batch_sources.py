@@ -1,7 +1,7 @@
-"""Batch sources: what yields a user's batches and scores held-out data.
+"""Batch sources: they yield the batches of users and score held-out data.
 
-A batch is drawn as integers ``(users, batch, ...)`` before anything is read: windows of tokens, or numbers of samples.
-``PAD`` marks what carries no loss.
+A batch is drawn as integers ``(users, batch, ...)`` before any data is read: windows of tokens, or numbers of samples.
+``PAD`` marks places that have no loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from comingle.data.conversations.scoring import AnswerScore
-from comingle.data.populations import listed
+from comingle.data.populations import as_sequence
 from comingle.data.samples.samples import epoch
 from comingle.methods.base import Phase, Stream
 from comingle.models.scoring import PAD, Gates, SampleScore, Score
@@ -24,122 +24,163 @@ from comingle.training.settings import Portions, RunPlan
 from comingle.utils.seeds import generator
 
 AnyScore = Score | SampleScore | AnswerScore
-"""Text, samples and answers are scored alike: ``mean_loss`` and ``measures``."""
+"""Score of text, samples or answers; all have ``mean_loss`` and ``measures``."""
 
 AnyUser = Any
-"""A user: ``name``, and splits ``train``, ``valid`` and ``test`` of a type that depends on the kind of data. A protocol
-would not do: to check it at run time reads the data of users who are read when something asks for it."""
+"""A user: ``name``, and splits ``train``, ``valid`` and ``test`` of a type that depends on the kind of data.
+
+Not a protocol: checking one at run time would read the data of users that is loaded lazily."""
 
 AnySplit = Any
-"""A split of a user's data, of a type that depends on the kind: a stream of tokens, conversations or samples."""
+"""A split of the data of a user: a token stream, conversations or samples, depending on the kind."""
 
 Predict = Callable[[Sequence[int], Any], Tensor]
-"""What the models of the given rows make of a batch, one row's after the other: losses of text, outputs for samples."""
+"""Maps rows and a batch to the predictions of their models, row by row: losses of text, outputs for samples."""
 
 Generate = Callable[[Sequence[int], Tensor, int], Tensor]
-"""The tokens with which the models of the given rows go on after prompts, at most so many: see ``models.greedy``."""
+"""Maps rows, prompts and a limit to at most that many tokens that continue them; see ``models.greedy``."""
 
 SCORED_PER_SLOT = 16
 
 
 class BatchShapes:
-    """Shapes of the batches of a source, by which costs are counted without data."""
+    """Shapes of the batches of a source, to count costs without data."""
 
     plan: RunPlan
     batch_size: int
 
     scores_more = False
-    """Whether more is scored at once than trained on, so that scoring may need most memory."""
+    """Whether scoring passes are larger than training passes, so that they may set the peak memory."""
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many samples the batches of one pass have on which a user trains, and those over which it sweeps."""
+        """Return the sizes of the batches of one epoch that a user trains on, and of those it sweeps over."""
         one_step = (self.batch_size,)
         return one_step, one_step
 
     def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int[Tensor, "users count ..."]:
-        """A batch as :meth:`draw` has it, without data: windows of ``context + 1`` tokens."""
+        """Return a fake batch in the shape of :meth:`Batches.draw`, with ``context + 1`` tokens per window.
+
+        Args:
+            users: Number of users.
+            count: Number of windows or samples of each user.
+            fake: Converts a tensor on the meta device to a fake one.
+        """
         return fake(torch.empty(users, count, self.plan.training.context + 1, dtype=torch.int64, device="meta"))
 
     def blank_inputs(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Tensor:
-        """What a model predicts from when it is scored, without data."""
+        """Return fake inputs of a model that is scored.
+
+        Args:
+            users: Number of users.
+            count: Number of windows or samples of each user.
+            fake: Converts a tensor on the meta device to a fake one.
+        """
         return self.blank(users, count, fake)
 
     def scored_at_once(self, users: Sequence[AnyUser], portions: Portions) -> int:
-        """How many windows or samples of a user go through the model at once when it is scored."""
+        """Return the number of windows or samples of a user in one scoring pass."""
         return portions.sequences
 
 
 class Batches(ABC):
-    """What draws users' batches and puts them on the device that computes."""
+    """Draws the batches of users and moves them to the device that computes."""
 
     @abstractmethod
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int[Tensor, "users batch ..."]:
-        """Return a batch for each trainer, which follows from (seed, user, round, purpose, step, repeat) alone."""
+        """Return a batch for each trainer; it depends only on (seed, user, round, purpose, step, repeat).
+
+        Args:
+            trainers: Numbers of the trainers.
+            phase: Phase that the batches are for.
+            round_number: The round, counted from 0.
+            step: Local step within the round; -1 before the first one.
+            repeat: Repeat of the phase within the step.
+        """
 
     def move(self, drawn: Int[Tensor, "users batch ..."], device: torch.device) -> Int[Tensor, "users batch ..."]:
         """Return a drawn batch on the device that computes."""
         return drawn.to(device)
 
     def prefetch(self) -> None:  # noqa: B027 (optional)
-        """Begin to copy the next batch while the device computes."""
+        """Start to copy the next batch while the device computes."""
 
 
 class BatchSource(Batches, BatchShapes):
-    """What yields users' batches and scores held-out data; ``trainers`` own the data and are named by number."""
+    """Source of training batches that also scores held-out data; ``trainers`` own the data."""
 
     unit: str
-    """What data is counted in."""
+    """Unit in which data is counted, "tokens" or "samples"."""
     trainers: Sequence[AnyUser]
 
     @abstractmethod
     def portions(self, device: torch.device, columns: int) -> Portions:
-        """What goes through the model at once, on a device, where a user has so many columns."""
+        """Return how many users and sequences one pass has on a device, with ``columns`` parameters per user."""
 
     @abstractmethod
     def steps(self, trainer: int) -> int:
-        """Local iterations of a trainer in one round."""
+        """Return the number of local steps of a trainer in one round."""
 
     @abstractmethod
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
-        """Batches that stand for each trainer's training data as a whole."""
+        """Yield batches that represent the whole training data of each trainer."""
 
     def examples(self, trainer: int) -> int:
-        """How many training examples a trainer has, of which privacy hides each by itself."""
+        """Return the number of training examples of a trainer, each of which example-level privacy protects."""
         raise NotImplementedError(f"{type(self).__name__}: has no examples that could be numbered")
 
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int[Tensor, "users batch ..."]:
-        """RunPlan examples of these numbers as :meth:`draw` has them, ``PAD`` for none; each as if it were alone."""
+        """Return training examples by number, in the form of :meth:`draw`. Each is read as if it were alone.
+
+        Args:
+            trainers: Numbers of the trainers.
+            numbers: Numbers of the examples of each trainer; ``PAD`` for none.
+            round_number: The round, counted from 0.
+        """
         raise NotImplementedError(f"{type(self).__name__}: has no examples that could be numbered")
 
     @abstractmethod
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch ..."]]:
-        """Batches that have each loss of the trainers' validation data once, filled with ``PAD``."""
+        """Yield batches that contain each loss of the validation data once, padded with ``PAD``."""
 
     def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch ..."]) -> Any:
-        """What was drawn, as the model takes it: windows are drawn as what they are."""
+        """Return a drawn batch in the form that the model takes; windows of tokens are returned unchanged.
+
+        Args:
+            stream: Split that the batch was drawn from.
+            trainers: Numbers of the trainers.
+            drawn: The drawn batch.
+        """
         return drawn
 
     @abstractmethod
     def counted(self, drawn: Int[Tensor, "users batch ..."]) -> Int[Tensor, " users"]:
-        """How many losses each user's part of a batch has."""
+        """Return the number of losses in the batch of each user."""
 
     @abstractmethod
     def seen(self, trainer: int) -> int:
-        """How many losses (tokens or samples) a trainer's local iterations of one round have."""
+        """Return the number of losses (tokens or samples) in the local steps of one round of a trainer."""
 
     def scoring(self, part: AnySplit) -> int:
-        """How much is scored in an evaluation on a set of a user, in what :meth:`seen` counts."""
+        """Return the cost of scoring a split, in the unit of :meth:`seen`."""
         return len(part)
 
     @abstractmethod
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> Sequence[AnyScore]:
-        """Score set i with the model of row ``rows[i]``."""
+        """Score set i with the model of row ``rows[i]``.
+
+        Args:
+            predict: Predictions of the models.
+            sets: Splits to score.
+            rows: Row of the model for each set.
+            portions: Number of users and sequences in one pass.
+            gates: Collects the gates of routers; None if there are none.
+        """
 
     def examine(
         self,
@@ -150,64 +191,80 @@ class BatchSource(Batches, BatchShapes):
         portions: Portions,
         gates: Gates | None,
     ) -> Sequence[AnyScore]:
-        """The final score of test sets, for which a model may be asked to generate; else the same as any score."""
+        """Return the final scores of test sets, which may require generated text; by default those of :meth:`score`.
+
+        Args:
+            predict: Predictions of the models.
+            generate: Text that the models generate.
+            sets: Splits to score.
+            rows: Row of the model for each set.
+            portions: Number of users and sequences in one pass.
+            gates: Collects the gates of routers; None if there are none.
+        """
         return self.score(predict, sets, rows, portions, gates)
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> BatchSource:
-        """Return the source with ``fake`` tensors in the place of what it holds of users' data."""
+        """Return the source with ``fake`` tensors in place of the data of users."""
         return self
 
 
 class PassBatchSource(BatchSource):
-    """Each round every user goes ``local_epochs`` times over its train samples, in an order of its own.
+    """Source in which each user makes ``local_epochs`` shuffled passes over its training samples per round.
 
-    The last batch of a pass may be smaller; where it has fewer than ``least`` samples it is left out. ``trainers`` have
-    a name, and ``train`` and ``valid`` sets with a length.
+    The last batch of a pass may be smaller; it is dropped if it has fewer than ``least`` samples. ``trainers`` have a
+    name, and ``train`` and ``valid`` sets with a length.
     """
 
     unit = "samples"
     even = False
-    """Whether all batches have one shape, whoever shares a step."""
+    """Whether all batches have one shape, so that a batch does not depend on the other users of its step."""
 
     def __init__(self, trainers: Sequence[AnyUser], plan: RunPlan, batch_size: int, *, least: int = 1):
-        self.trainers, self.plan, self.batch_size, self.least = listed(trainers), plan, batch_size, least
+        self.trainers, self.plan, self.batch_size, self.least = as_sequence(trainers), plan, batch_size, least
         self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
         self._round = -1
 
     @abstractmethod
     def count(self, trainer: int, stream: Stream) -> int:
-        """How many samples a trainer has."""
+        """Return the number of samples of a trainer."""
 
     def examples(self, trainer: int) -> int:
-        """Samples or conversations."""
+        """Return the number of training samples or conversations of a trainer."""
         return self.count(trainer, "train")
 
     def _batches(self, count: int) -> int:
-        """Batches of one pass over so many samples."""
+        """Return the number of batches in one pass over ``count`` samples."""
         full, rest = divmod(count, self.batch_size)
         return full + (rest >= self.least)
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """A last batch with fewer than ``least`` is not trained on."""
+        """Return the batch sizes of one pass, without and with batches smaller than ``least``."""
         count, size = len(user.train), self.batch_size
         every = tuple(min(size, count - first) for first in range(0, count, size))
         return tuple(one for one in every if one == size or one >= self.least), every
 
     def steps(self, trainer: int) -> int:
-        """Batches of all local epochs."""
+        """Return the number of batches of all local epochs."""
         return self.plan.training.local_epochs * self._batches(self.count(trainer, "train"))
 
     def seen(self, trainer: int) -> int:
-        """RunPlan samples of a round."""
+        """Return the number of training samples of one round."""
         count = self.count(trainer, "train")
         return self.plan.training.local_epochs * min(count, self._batches(count) * self.batch_size)
 
     def numbers(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch"]:
-        """The next batch of each trainer's shuffled pass, as large as the largest of them, or if ``even`` as any.
+        """Return the sample numbers of the next batch of each trainer, padded with ``PAD``.
 
-        ``PAD`` fills the others.
+        The batch is as wide as the largest of these batches; if ``even``, as the batch size.
+
+        Args:
+            trainers: Numbers of the trainers.
+            phase: Phase that the batches are for.
+            round_number: The round, counted from 0.
+            step: Local step within the round; -1 before the first one.
+            repeat: Repeat of the phase within the step.
         """
         self.enter(round_number)
         purpose = f"{phase.purpose}/{phase.stream}" if step >= 0 else "before"
@@ -216,7 +273,7 @@ class PassBatchSource(BatchSource):
         return drawn if self.even else drawn[:, : max(1, int((drawn != PAD).sum(1).max()))]
 
     def enter(self, round_number: int) -> None:
-        """Take note of the round: orders follow from it, so they are kept for its steps alone."""
+        """Set the current round, and drop the cached orders of earlier rounds."""
         if round_number != self._round:
             self._order, self._round = {}, round_number
 
@@ -232,7 +289,7 @@ class PassBatchSource(BatchSource):
         return self._order[key][at]
 
     def every(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
-        """All samples of each trainer, in order."""
+        """Yield the numbers of all samples of each trainer, in order, padded with ``PAD``."""
         counts = torch.tensor([self.count(trainer, stream) for trainer in trainers]).unsqueeze(1)
         for first in range(0, int(counts.max()), self.batch_size):
             at = torch.arange(first, first + self.batch_size).expand(len(counts), -1)
@@ -241,12 +298,12 @@ class PassBatchSource(BatchSource):
 
 Drawn = Int[Tensor, "users batch ..."]
 Place = tuple[tuple[int, ...], Phase, int, int, int]
-"""Users, phase, round, step and repeat of a batch: the arguments of a source's ``draw``."""
+"""Trainers, phase, round, step and repeat of a batch: the arguments of :meth:`Batches.draw`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A batch as it was drawn, and its copy on the device if it was prefetched."""
+    """A drawn batch, and its copy on the device if it was prefetched."""
 
     place: Place
     drawn: Drawn
@@ -254,11 +311,11 @@ class Batch:
 
 
 class Prefetcher(Batches):
-    """Batches that are on the GPU before they are needed: drawn and copied during the step before.
+    """Batches that are drawn and copied to the GPU during the previous step.
 
-    What a batch holds follows from (user, round, phase, step, repeat) alone, so a prefetched one is the same. It is
-    copied out of pinned memory on a stream of its own, which the computation waits for before it reads. Which batch
-    comes next is a guess, wrong if the cohort changes: then it is drawn again.
+    A batch depends only on (user, round, phase, step, repeat), so a prefetched batch equals one drawn later. It is
+    copied from pinned memory on a separate CUDA stream, which the computation waits for before it reads the batch. The
+    next batch is a guess: if the cohort changes, the batch is drawn again.
     """
 
     def __init__(self, batch_source: BatchSource, device: torch.device):
@@ -268,7 +325,15 @@ class Prefetcher(Batches):
         self.ready: dict[Phase, Batch] = {}
 
     def draw(self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int) -> Drawn:
-        """Return the batch that the source draws."""
+        """Return the batch that the source draws, prefetched if possible.
+
+        Args:
+            trainers: Numbers of the trainers.
+            phase: Phase that the batches are for.
+            round_number: The round, counted from 0.
+            step: Local step within the round; -1 before the first one.
+            repeat: Repeat of the phase within the step.
+        """
         place = (tuple(trainers), phase, round_number, step, repeat)
         early = self.ready.pop(phase, None)
         if early is None or early.place != place:
@@ -277,16 +342,16 @@ class Prefetcher(Batches):
         return early.drawn
 
     def move(self, drawn: Drawn, device: torch.device) -> Drawn:
-        """Return the batch on the device; copy it now unless it is the one drawn last."""
+        """Return the batch on the device; copy it now unless it was prefetched."""
         if self.now is None or drawn is not self.now.drawn or self.now.there is None:
             return drawn.to(device)
         computing = torch.cuda.current_stream(device)
         computing.wait_stream(self.stream)
-        self.now.there.record_stream(computing)  # so that its memory is not given away while it is read
+        self.now.there.record_stream(computing)  # so that its memory is not reused while it is read
         return self.now.there
 
     def prefetch(self) -> None:
-        """Draw the batch that the current phase takes next, and begin to copy it."""
+        """Draw the next batch of the current phase and start to copy it."""
         place = None if self.now is None else self._following(self.now.place)
         if place is None or (place[1] in self.ready and self.ready[place[1]].place == place):
             return
@@ -297,7 +362,7 @@ class Prefetcher(Batches):
 
     def _following(self, place: Place) -> Place | None:
         trainers, phase, number, step, repeat = place
-        if step < 0:  # before the first step, where every batch is another phase's
+        if step < 0:  # before the first step, each batch is for a different phase
             return None
         if repeat + 1 < phase.steps:
             return trainers, phase, number, step, repeat + 1

@@ -1,6 +1,7 @@
-"""Clients: their users' rows, data and optimizer state; download, local rounds, upload.
+"""Clients: the tensors, data and optimizer state of users; they download, take local steps and upload.
 
-Users are a batch dimension over one frozen base; nothing couples them. A user on a machine of its own is one row.
+Users are a batch dimension over one frozen base model; no operation mixes them. A user on a machine of its own is a
+batch of one row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.config.settings import MEMORY
-from comingle.data.populations import Numbers, drawn, names_of
+from comingle.data.populations import UserNumbers, draw_users, names_of
 from comingle.methods.base import ClientHook, Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
@@ -55,13 +56,13 @@ from comingle.utils.registry import Registry
 from comingle.utils.trees import CLIENT_ROUTER, Tree, assign, restrict
 
 MAX_LISTED_USERS = 100
-"""Of so many users who were skipped events tell."""
+"""Largest number of skipped users that the start event and the metrics list by name."""
 
 MAX_MESSAGE_VALUES = 2**24
-"""Of so many numbers messages are made at once, where all users have one."""
+"""Largest number of tensor entries for which messages are made in one batch."""
 
 Population = Sequence[AnyUser]
-"""Users have a name, and what they train, validate and test on."""
+"""Users, each with a name and train, validation and test data."""
 
 STORES: Registry[Any] = Registry(
     "comingle.stores",
@@ -70,23 +71,26 @@ STORES: Registry[Any] = Registry(
         "disk-bf16": "comingle.training.storage.disk:on_disk_bf16",
     },
 )
-"""Classes that keep users' tensors outside of memory, by the value of ``runtime.store``."""
+"""Stores that keep users' tensors outside of memory, by the value of ``runtime.store``."""
 
 
 def batch_size(plan: RunPlan, users: int) -> int:
-    """Sequences or samples in a trainer's step: a pooled one sees as many as its users would have together."""
+    """Return the number of sequences or samples in one local step.
+
+    The one trainer of pooled data takes as many as its users would take together.
+    """
     return plan.training.batch_size * (users if plan.method.placement.pooled else 1)
 
 
 class Roster:
-    """Who takes part in a run.
+    """The users and trainers of a run, and the rows of the state that belong to them.
 
     Args:
-        plan: The plan of the run.
-        trainers: Owners of rows of the state: the users, or the one trainer of pooled data. If a method keeps several
-            copies, row ``copy * len(trainers) + i`` is a copy of trainer i.
+        plan: Plan of the run.
+        trainers: Owners of the rows: the users, or the one trainer of pooled data. If a method keeps several copies,
+            row ``copy * len(trainers) + i`` is a copy of trainer i.
         users: The users.
-        skipped: Users who were left out beforehand, and why.
+        skipped: Users who were left out before the run, with the reason.
         skipped_rows: Number of rows of data that were left out.
     """
 
@@ -103,74 +107,77 @@ class Roster:
         self.plan, self.trainers, self.users = plan, trainers, users
         self.skipped, self.skipped_rows = skipped, skipped_rows
         self.names = names_of(trainers)
-        self.numbers = Numbers(self.names)
-        self.population_names = self.names  # where others have theirs elsewhere, they too
+        self.numbers = UserNumbers(self.names)
+        self.population_names = self.names  # of all users of the run, in other processes too
         self.rows = placement.copies * len(trainers)
         last = self.rows - len(trainers)
         self.row_of: Sequence[int] = [last] * len(users) if placement.pooled else range(last, last + len(users))
-        """The row whose model each user has."""
+        """Row that holds the model of each user."""
         self.batch_size = batch_size(plan, len(users))
 
     @property
     def method(self) -> Method:
-        """The method of the run."""
+        """Method of the run."""
         return self.plan.method
 
     @property
     def left_out(self) -> JsonObject:
-        """Skipped users (of many some) and the number of skipped rows, for the start event and the metrics."""
+        """Skipped users, at most :data:`MAX_LISTED_USERS` by name, and the number of skipped rows.
+
+        Part of the start event and of the metrics.
+        """
         shown = dict(islice(self.skipped.items(), MAX_LISTED_USERS))
         more = {"skipped": len(self.skipped)} if len(shown) < len(self.skipped) else {}
         rows = {"skipped_rows": self.skipped_rows} if self.skipped_rows else {}
         return ({"skipped_users": shown, **more} if shown else {}) | rows
 
     def owners(self, rows: Sequence[int]) -> list[int]:
-        """The trainer to whom each row belongs."""
+        """Return the number of the trainer that owns each row."""
         return [row % len(self.trainers) for row in rows]
 
     def name(self, row: int) -> str:
-        """Name of the trainer to whom a row belongs."""
+        """Return the name of the trainer that owns a row."""
         return self.names[row % len(self.trainers)]
 
     @cached_property
     def scored(self) -> Sequence[int]:
-        """The users who are evaluated, by number: all, or those who were drawn once for the whole run."""
+        """Numbers of the users who are evaluated: all, or a sample that is drawn once per run."""
         count = self.plan.evaluation.users
         if count is None or count >= len(self.population_names):
             return range(len(self.users))
-        chosen = drawn(self.population_names, count, self.plan.seed, "evaluation")
+        chosen = draw_users(self.population_names, count, self.plan.seed, "evaluation")
         if len(self.population_names) == len(self.users):
             return chosen
-        return Numbers(names_of(self.users)).there([self.population_names[number] for number in chosen])
+        return UserNumbers(names_of(self.users)).existing([self.population_names[number] for number in chosen])
 
     @property
     def scored_users(self) -> list[AnyUser]:
-        """The same users themselves."""
+        """Users who are evaluated."""
         return [self.users[number] for number in self.scored]
 
     @property
     def scored_rows(self) -> list[int]:
-        """The rows whose models they use."""
+        """Rows of the models of the users who are evaluated."""
         return [self.row_of[number] for number in self.scored]
 
     @property
     def scored_trainers(self) -> Sequence[int]:
-        """Those who train these models."""
+        """Numbers of the trainers of the models that are evaluated."""
         return [0] if self.method.placement.pooled else self.scored
 
 
 class Users(Roster):
-    """The users' tensors over one frozen base model.
+    """Tensors of the users over one frozen base model.
 
     Args:
         model: The model that all users train.
-        plan: The plan of the run.
-        trainers: As of :class:`Roster`.
-        users: As of :class:`Roster`.
-        batch_source: The trainers' batch source, or what makes it when something needs it.
+        plan: Plan of the run.
+        trainers: See :class:`Roster`.
+        users: See :class:`Roster`.
+        batch_source: Batch source of the trainers, or a function that makes it on first use.
         reads: Whether users' data may be read now.
-        skipped: As of :class:`Roster`.
-        skipped_rows: As of :class:`Roster`.
+        skipped: See :class:`Roster`.
+        skipped_rows: See :class:`Roster`.
     """
 
     def __init__(
@@ -187,9 +194,9 @@ class Users(Roster):
     ):
         super().__init__(plan, trainers=trainers, users=users, skipped=skipped, skipped_rows=skipped_rows)
         self.model, method = model, plan.method
-        self.stopped_after: int | None = None  # where the privacy budget allows no more rounds
+        self.stopped_after: int | None = None  # the round that the privacy budget no longer allows
         self.steps = Steps(model=model, plan=plan, trainers=len(trainers), source=batch_source)
-        # Where nobody has more than one expert there is no router, and nothing to do in its phase.
+        # Without a second expert there is no router, so its phase is skipped.
         self.phases = [phase for phase in method.client.phases if model.layout.touching(phase.roles).slots]
         self.scorer = Scorer(steps=self.steps)
         self.shares = bool(model.layout.mask(method.shared).any())
@@ -205,12 +212,12 @@ class Users(Roster):
 
     @property
     def batch_source(self) -> BatchSource:
-        """The trainers' data."""
+        """Batch source of the trainers."""
         return self.steps.batch_source
 
     @property
     def portions(self) -> Portions:
-        """What goes through the model at once."""
+        """Number of users and sequences in one forward pass."""
         return self.steps.portions
 
     # ---------------------------------------------------------------- state
@@ -228,7 +235,10 @@ class Users(Roster):
         return draw(self.model.layout, self.plan.seed, "server")
 
     def begin(self, rows: Sequence[int]) -> State:
-        """What some rows are before the first round: it follows from the seed and whose they are, and nothing else."""
+        """Return the state of some rows before the first round.
+
+        It depends on nothing but the seed and the owners' names, so a store can leave out rows that were never trained.
+        """
         layout, method, owners = self.model.layout, self.method, self.owners(rows)
         names, model = [self.names[owner] for owner in owners], self.model.only(owners)
         state = initial_state(
@@ -259,10 +269,10 @@ class Users(Roster):
         return state
 
     def require_validation(self, there: bool) -> None:
-        """Whether somebody has validation data.
+        """Check that at least one user has validation data.
 
         Raises:
-            DataError: nobody has.
+            DataError: No user has any.
         """
         if not there:
             raise DataError(
@@ -271,7 +281,7 @@ class Users(Roster):
             )
 
     def update_masks(self) -> None:
-        """Take note of the users' ranks, which are part of the state."""
+        """Recompute the masks of padding after ranks were restored or changed; in memory, zero the padding."""
         if not self.state.in_memory:
             self.mask, ranks = self.model.only([0]).mask(), self.model.ranks
             alike = isinstance(self.method.placement.specialists, int) and bool((ranks == ranks[0]).all())
@@ -288,28 +298,37 @@ class Users(Roster):
         return any(part.resizes for part in self.method.client.parts)
 
     def apply_masks(self, cohort: Cohort) -> None:
-        """Zero the padding of users whose ranks have changed; in memory :meth:`update_masks` does so for all users."""
+        """Zero the padding of a cohort whose ranks may have changed; in memory, :meth:`update_masks` does so."""
         if self._resizes and not self.state.in_memory:
             _zero_masked(cohort.part, self.masks(cohort.rows, cohort.part))
 
     def masks(self, rows: Sequence[int], part: State) -> Bool[Tensor, "some columns"]:
-        """True where users really have a parameter; ``part`` is their state."""
+        """Return a mask that is True where a row has a parameter and False where it is padded.
+
+        Args:
+            rows: Numbers of the rows.
+            part: State of these rows, with their ranks.
+        """
         if not self.state.in_memory:
             return self.model.only(self.owners(rows)).mask(part.ranks.cpu())
         return self.mask[list(rows)]
 
     @property
     def users_per_message(self) -> int:
-        """Of how many users messages are made at once, where there are more."""
+        """Largest number of users whose messages are made in one batch."""
         users = self.portions.users
         return users * max(1, MAX_MESSAGE_VALUES // (users * self.model.layout.columns))
 
     def cohort(
         self, rows: list[int], round_number: int, *, looks_back: bool = False, state: State | None = None
     ) -> Cohort:
-        """Some users to be worked on together; who ``looks_back`` remembers what the users have now.
+        """Return some users as a cohort that is trained in one batch.
 
-        ``state`` is what they are taken from, where that is not all that the users have.
+        Args:
+            rows: Rows of the cohort.
+            round_number: The round, counted from 0.
+            looks_back: Whether the cohort keeps a copy of its tensors as they are now.
+            state: State to take the rows from; that of all users if None.
         """
         part = (state or self.state).take(rows)
         return Cohort(
@@ -337,18 +356,21 @@ def _zero_masked(state: State, mask: Bool[Tensor, "some columns"]) -> None:
 
 
 class Clients(Users):
-    """What everybody receives, sends, and scores."""
+    """Users that download, upload and are scored."""
 
     # ---------------------------------------------------------------- messages
 
     def stale(self, version: int, members: Sequence[int]) -> list[int]:
-        """Whoever of these has not received what the server has had since ``version``."""
+        """Return those members that have not downloaded version ``version`` of the server yet."""
         versions = self.state.versions[list(members)].tolist()
         return [member for member, received in zip(members, versions, strict=True) if received < version]
 
     @torch.no_grad()
     def receive(self, download: Download) -> None:
-        """Everybody who is addressed takes one model, or makes one of several."""
+        """Write a download into the state of the users it is addressed to.
+
+        A client hook of the method may combine several downloaded models into one.
+        """
         members = self.numbers(download.users)
         layout, state = self.model.layout, self.state.without_moments()
         cohort = self.cohort(members, download.version, state=state)
@@ -358,7 +380,7 @@ class Clients(Users):
             made = part.receive(cohort, models, download.senders) if made is None else made
         taken = {name: t[:, 0] for name, t in models.items()} if made is None else made
         assign(cohort.tensors, layout, self.method.received, taken)
-        if cohort.mask is not None:  # a server may answer users of unequal size alike
+        if cohort.mask is not None:  # a server may send one model to users of different ranks
             cohort.part.rows.mul_(cohort.mask)
         if change_updates(self.mechanisms):
             keep_references(cohort.kept, restrict(cohort.tensors, layout, self.method.shared), bounds)
@@ -368,12 +390,12 @@ class Clients(Users):
         state.put(members, cohort.part)
 
     def receive_verdict(self, verdict: Download) -> None:
-        """Keep what everybody has, if the server says that it is the best so far."""
+        """Store the current models as the best ones if the server reports the lowest loss so far."""
         if bool(verdict.tensors[LOWEST].all()):
             self.state.remember(verdict.version)
 
     def _completed(self, cohort: Cohort, download: Download) -> Tree:
-        """What peers have sent, with what a wire left out because its receiver has it."""
+        """Return the models of peers, with the own model of each receiver, which the wire format leaves out."""
         models = download.tensors
         if len(download.senders) <= next(iter(models.values())).shape[1]:
             return models
@@ -381,9 +403,18 @@ class Clients(Users):
         return insert_own(models, restrict(cohort.tensors, self.model.layout, self.method.shared), at)
 
     def upload(self, members: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
-        """What these users send after their local steps: copies of what is shared, and what they report.
+        """Return the upload of some users after their local steps.
 
-        What rounding takes away is kept for their next upload, unless this one is only made so that it ``counts``.
+        Rounding errors of int8 uploads are kept and added to the next upload.
+
+        Args:
+            members: Numbers of the users.
+            round_number: The round, counted from 1.
+            losses: Mean training losses ``(users,)`` to report.
+            counts: Whether the upload is made only to count its bytes; then rounding errors are not kept.
+
+        Returns:
+            Copies of the shared tensors ``(users, *shape)``, and the reports of the method.
         """
         state = self.state.without_moments()
         cohort = self.cohort(list(members), round_number, state=state)
@@ -416,18 +447,18 @@ class Clients(Users):
 
     @property
     def models(self) -> Models:
-        """Everybody's tensors as they are now, by row."""
+        """Current tensors of all rows, by row number."""
         owners = range(self.rows) if self.rows == len(self.trainers) else self.owners(range(self.rows))
         return Models(rows=self.state.rows_of, owners=owners)
 
     def evaluate(self) -> Sequence[AnyScore]:
-        """Test score of whoever is evaluated with the model that it has now, and how much each of its experts said."""
+        """Return the test score of each evaluated user with its current model, and its mean gate per expert."""
         if not self.scored:
             return []
         return self.scorer.examine(self.models, [user.test for user in self.scored_users], self.scored_rows)
 
     def validate(self) -> dict[str, float]:
-        """Mean loss in nats on the validation data of all who are evaluated and have any."""
+        """Return the mean validation loss in nats of each evaluated user that has validation data, by name."""
         pairs = zip(self.scored_rows, self.scored_users, strict=True)
         frozen_columns = [(row, user) for row, user in pairs if len(user.valid)]
         if not frozen_columns:
@@ -439,24 +470,24 @@ class Clients(Users):
 
     @property
     def chosen_round(self) -> int:
-        """After how many rounds users have had the models with which the run ends."""
+        """Number of rounds after which users had the models with which the run ends."""
         if self.state.best:
             return int(self.state.best["round"])
         return self.rounds_done
 
     @property
     def rounds_done(self) -> int:
-        """After how many rounds the run ends: as planned, or before the privacy budget would be exceeded."""
+        """Number of rounds of the run: as planned, or fewer if the privacy budget is spent earlier."""
         return self.plan.training.rounds * self.method.trains if self.stopped_after is None else self.stopped_after
 
     def choose(self) -> None:
-        """End with the models of the best round, where that is asked for."""
+        """Restore the models of the best round if the recipe selects it."""
         if self.state.best:
             self.state = self.state.restored_best()
             self.update_masks()
 
     def trainable_parameters(self) -> list[int]:
-        """Number of parameters that each user who is evaluated really trains."""
+        """Return the number of parameters that each evaluated user trains, without padding."""
         trained = self.model.layout.mask(self.method.client.trained).to(self.mask.device)
         copies, counts = range(self.method.placement.copies), dict[int, int]()
         for some in cohorts(self.scored_trainers, self.users_per_message):
@@ -466,7 +497,7 @@ class Clients(Users):
         return [counts[owner] for owner in self.owners(self.scored_rows)]
 
     def upload_bytes(self) -> list[int]:
-        """Bytes that each of them sends in an exchange in which it takes part; 0 where there is none."""
+        """Return the upload size in bytes per round of each evaluated user; 0 if nothing is shared."""
         if not self.shares:
             return [0] * len(self.scored)
         if (sums := self.plan.sums) is not None:
@@ -480,14 +511,18 @@ class Clients(Users):
 
 
 Tick = Callable[[], None]
-"""Called after every local iteration of a cohort."""
+"""Function that is called after each local step of a cohort."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRound:
-    """What one round of local work yielded: mean training loss per participant, training tokens or samples, seconds.
+    """Result of the local steps of one round.
 
-    ``rejected`` says whose work is left out, and why.
+    Attributes:
+        losses: Mean training loss in nats of each participant, by number.
+        rejected: Reason for each participant whose work is left out.
+        tokens: Number of training tokens or samples.
+        seconds: Duration of the local steps.
     """
 
     losses: dict[int, float]
@@ -497,15 +532,24 @@ class LocalRound:
 
 
 EMPTY_ROUND = LocalRound(losses={}, rejected={}, tokens=0, seconds=0.0)
-"""A round in which nobody takes part."""
+"""Result of a round without participants."""
 
 
 def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tick = lambda: None) -> LocalRound:
-    """Local iterations of every member, cohort by cohort.
+    """Take the local steps of all participants, cohort by cohort.
+
+    Args:
+        clients: All clients.
+        members: Numbers of the participants.
+        round_number: The round, counted from 0.
+        tick: Called after each local step of a cohort.
+
+    Returns:
+        Mean losses, rejected participants, and what was trained on.
 
     Raises:
-        DivergenceError: a user's loss is not finite; names the user and the round.
-        RecipeError: there is not enough memory; says which setting to lower.
+        DivergenceError: The loss of a user is not finite; names the user and the round.
+        RecipeError: A pass does not fit into memory; names the setting to lower.
     """
     with within_memory(clients.portions, len(members), clients.model.device):
         return _train(clients, members, round_number, tick)
@@ -543,11 +587,11 @@ def _train(clients: Clients, members: Sequence[int], round_number: int, tick: Ti
 
 
 def _work(clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: Tick) -> Float[Tensor, "steps users"]:
-    """The local iterations of a cohort in one round, ``steps`` of each user. Returns every training loss."""
+    """Take the local steps of a cohort, ``steps`` of each user, and return all training losses."""
     for part in clients.method.client.parts:
         part.begin(cohort)
     if clients.method.client.tuning and clients.phases[0].label == TUNING:
-        cohort.forget(clients.method.client.trained)  # of this nothing outlives the tuning
+        cohort.forget(clients.method.client.trained)  # tuning starts with new moments
     history = []
     for step in range(int(steps.max())):
         history.append(clients.steps.iteration(cohort, clients.phases, step, step < steps))
@@ -556,7 +600,11 @@ def _work(clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: 
 
 
 def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> None:
-    """Users who are not finite end the run; where the method drops them, they have not taken part."""
+    """Undo the round of users whose values are not finite if the method drops them; otherwise raise.
+
+    Raises:
+        DivergenceError: The method does not drop such users.
+    """
     for user, what in broken.items():
         if cohort.before is None or not clients.method.client.drops_nonfinite:
             raise diverged(cohort.names[user], what, clients.steps.suspects(cohort.rows[user], cohort.part.rows[user]))
@@ -567,11 +615,15 @@ def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> 
 
 @contextmanager
 def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] | None = None) -> Iterator[None]:
-    """Where the method finetunes: everybody's tensors as another local round makes them, until the end of the block.
+    """Fine-tune the models for the duration of the block; restore the state on exit.
 
-    Its batches have a random stream of their own, and nothing of it is left behind. Learning rates are those of the
-    round after ``done`` (None: of the round with whose models the run ends; at most of the last). Another one within
-    such a block changes nothing.
+    Only methods that fine-tune do so. A nested block changes nothing. The local round has a random stream of its own.
+
+    Args:
+        clients: All clients.
+        done: Number of rounds done; sets the learning rates, which are at most those of the last round. None stands for
+            the round with whose models the run ends.
+        members: Numbers of the trainers to fine-tune; those that are evaluated if None.
     """
     if not clients.method.client.finetunes or any(phase.label == TUNING for phase in clients.phases):
         yield
@@ -592,9 +644,11 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
 
 @torch.no_grad()
 def settle(clients: Clients, *, ends: bool = True) -> None:
-    """What follows from users' models as they are now, before they are scored; the same however often it is done.
+    """Run the ``settle`` hooks of the method before models are scored; running them again changes nothing.
 
-    Before the run ``ends``, it is of those who are scored.
+    Args:
+        clients: All clients.
+        ends: Whether the run ends; before that, only users who are evaluated are updated.
     """
     parts = [part for part in clients.method.client.parts if type(part).settle is not ClientHook.settle]
     trainers, copies = len(clients.trainers), clients.method.placement.copies
@@ -608,7 +662,7 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
 
 
 def finish(clients: Clients) -> None:
-    """What users do once, after the last exchange: their last copies become their models."""
+    """Run the ``finish`` hooks of the method once after the last exchange; they write the final models."""
     trainers, copies = len(clients.trainers), clients.method.placement.copies
     parts = clients.method.client.finishing
     for some in cohorts(range(trainers), clients.users_per_message) if parts else ():

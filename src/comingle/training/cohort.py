@@ -1,4 +1,4 @@
-"""Cohorts: users trained in one batch."""
+"""Cohorts: users that are trained in one batch, and the scoring of their models."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from comingle.training.steps import Steps, within_memory
 from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
 
 Rows = Callable[[Sequence[int]], Float[Tensor, "slots columns"]]
-"""The tensors of some models, by number."""
+"""Maps numbers of models to their tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Models to be scored: the tensors of each, by number, and the trainer whose experts and rank it has."""
+    """Models to score: their tensors, by number, and the trainer whose experts and rank each model has."""
 
     rows: Rows
     owners: Sequence[int]
@@ -36,7 +36,7 @@ class Models:
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer:
-    """Scores models with what trains them."""
+    """Scores models with the batch source and the model of the local steps."""
 
     steps: Steps
 
@@ -46,7 +46,13 @@ class Scorer:
         return self.steps.model.routed
 
     def examine(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> Sequence[AnyScore]:
-        """The final score of test set i with model ``numbers[i]``, and how much each of its experts said."""
+        """Return the final score of test set i with model ``numbers[i]``, and its mean gates.
+
+        Args:
+            models: Models to choose from.
+            sets: Test sets.
+            numbers: Number of the model for each set.
+        """
         batch_source = self.steps.batch_source
         score = partial(
             batch_source.examine, partial(self.predict, models), partial(self.generate, models), sets, numbers
@@ -59,18 +65,36 @@ class Scorer:
     def score(
         self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int], gates: Gates | None = None
     ) -> Sequence[AnyScore]:
-        """Score set i, a token stream or samples, with model ``numbers[i]``."""
+        """Score set i with model ``numbers[i]``.
+
+        Args:
+            models: Models to choose from.
+            sets: Token streams, conversations or samples.
+            numbers: Number of the model for each set.
+            gates: Collects the gates of routers.
+        """
         return self.steps.batch_source.score(partial(self.predict, models), sets, numbers, self.steps.portions, gates)
 
     def mean_loss(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> float:
-        """Mean loss in nats over sets."""
+        """Return the mean over sets of the mean loss in nats.
+
+        Args:
+            models: Models to choose from.
+            sets: Sets to score.
+            numbers: Number of the model for each set.
+        """
         return fmean(score.mean_loss for score in self.score(models, sets, numbers))
 
     def predict(self, models: Models, numbers: Sequence[int], batch: Tensor) -> Float[Tensor, "slots batch ..."]:
-        """What model ``numbers[slot]`` makes of each slot's batch.
+        """Return the predictions of model ``numbers[slot]`` for the batch of each slot.
+
+        Args:
+            models: Models to choose from.
+            numbers: Number of the model in each slot.
+            batch: Inputs ``(slots, batch, ...)``.
 
         Raises:
-            RecipeError: there is not enough memory for it.
+            RecipeError: The pass does not fit into memory.
         """
         device, owners = self.steps.model.device, [models.owners[number] for number in numbers]
         with within_memory(self.steps.portions, len(numbers), device):
@@ -79,7 +103,14 @@ class Scorer:
     def generate(
         self, models: Models, numbers: Sequence[int], prompts: Tensor, limit: int
     ) -> Int64[Tensor, "slots batch new"]:
-        """How model ``numbers[slot]`` goes on after each slot's prompts."""
+        """Return the tokens that model ``numbers[slot]`` generates after the prompts of each slot.
+
+        Args:
+            models: Models to choose from.
+            numbers: Number of the model in each slot.
+            prompts: Prompts ``(slots, batch, tokens)``.
+            limit: Largest number of new tokens.
+        """
         tensors = self.steps.tensors(models.rows(numbers))
         return self.steps.model.generate(tensors, [models.owners[n] for n in numbers], prompts, limit)
 
@@ -90,7 +121,7 @@ Losses = Callable[[Any], Float[Tensor, "users models batch ..."]]
 
 @dataclass(frozen=True)
 class TrainSweep:
-    """Batches that stand for the training data of a cohort, to be asked about again and again."""
+    """Cached batches that represent the training data of a cohort, for several evaluations of models."""
 
     batch_source: BatchSource
     users: Sequence[int]
@@ -104,19 +135,19 @@ class TrainSweep:
         return [part for batch in drawn for part in batch.split(self.portions.sequences, dim=1)]
 
     def losses_by_batch(self, losses: Losses) -> list[Float[Tensor, "users models batch ..."]]:
-        """Losses batch after batch, 0 where there is nothing."""
+        """Return the losses of each batch; 0 at padding."""
         return [losses(self.batch_source.read("train", self.users, drawn.to(self.device))) for drawn in self._batches]
 
     def responsibilities(
         self, prior: Float[Tensor, "users models"], losses: Losses
     ) -> list[Float[Tensor, "models samples"]]:
-        """``q_m(s) ~ prior_m exp(-loss_m(s))`` of every training sample of each user, in their order."""
+        """Return ``q_m(s) ~ prior_m exp(-loss_m(s))``, normalised over models, for each training sample s in order."""
         shares = (prior.log().unsqueeze(2) - torch.cat(self.losses_by_batch(losses), 2)).softmax(1)
         counts = torch.cat([drawn != PAD for drawn in self._batches], 1).sum(1).tolist()
         return [of_user[:, :count] for of_user, count in zip(shares, counts, strict=True)]
 
     def means(self, losses: Losses) -> Float[Tensor, "users models"]:
-        """Mean losses."""
+        """Return the mean loss of each user under each model."""
         total = torch.stack([batch_losses.flatten(2).sum(2) for batch_losses in self.losses_by_batch(losses)]).sum(0)
         counts = torch.stack([self.batch_source.counted(drawn).cpu() for drawn in self._batches]).sum(0)
         return total / counts.to(total).unsqueeze(1)
@@ -124,10 +155,13 @@ class TrainSweep:
 
 @dataclass(kw_only=True)
 class Cohort(CohortTensors):
-    """Users, with what they take steps and are scored with.
+    """Users of a cohort, with everything they need to take steps and to be scored.
 
-    ``trainers`` are all users, of whom these are some; ``initial`` gives what rows had before any training, for
-    methods that ask for it.
+    Attributes:
+        steps: Local steps.
+        scorer: Scorer of models.
+        trainers: All trainers of the run.
+        initial: Returns the tensors of rows before any training, for methods that reset to them.
     """
 
     steps: Steps
@@ -137,22 +171,26 @@ class Cohort(CohortTensors):
 
     @property
     def copy(self) -> Int[Tensor, " users"]:
-        """Which copy each row is."""
+        """Copy of its user that each row holds, counted from 0."""
         return torch.tensor(self.rows, device=self.part.rows.device) // len(self.trainers)
 
     @property
     def router_rate(self) -> float:
-        """The router's learning rate in this round."""
+        """Learning rate of the router in this round."""
         plan = self.steps.plan
         return learning_rate(plan.training.router, self.round_number, plan.training.rounds)
 
     def reset(self, roles: frozenset[str]) -> None:
-        """Make the tensors of some roles what they were before any training."""
+        """Reset the tensors of some roles to their values before any training."""
         columns = self.layout.mask(roles).to(self.part.rows.device)
         self.part.rows[:, columns] = self.initial(self.rows)[:, columns]
 
     def forget(self, roles: frozenset[str]) -> None:
-        """Moments begin at zero again, which an optimiser corrects by the number of its steps: so these do too."""
+        """Reset the moments of some roles to zero.
+
+        The step count of an optimizer is reset too if these are all the roles that it trains: bias correction counts
+        steps from zero moments.
+        """
         columns = self.layout.mask(roles).to(self.part.rows.device)
         for moments in (self.part.first, self.part.second):
             moments[:, columns[: moments.shape[1]]] = 0
@@ -161,12 +199,12 @@ class Cohort(CohortTensors):
             count.mul_(0 if bool(columns[self.layout.mask(whole)].all()) else 1)
 
     def take_steps(self, phase: Phase) -> None:
-        """The optimiser steps of a phase, before the others."""
+        """Take the optimizer steps of a phase before the local steps of the round."""
         self.steps.take(self, phase, -1)
 
     @torch.no_grad()
     def component_losses(self) -> Float[Tensor, "users clusters"]:
-        """Mean training loss in nats under each component; 0 for users without data."""
+        """Return the mean training loss in nats under each component; 0 for users without data."""
         model, mixture = self.steps.model, self.steps.plan.method.placement.mixture
         assert mixture is not None
         losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
@@ -178,21 +216,28 @@ class Cohort(CohortTensors):
 
     @torch.no_grad()
     def divide_samples(self) -> None:
-        """Every training sample's own mixture, for this round, and each user's as their mean (FedEM, eq. 7 and 8)."""
+        """Set mixture weights for each training sample in this round, and the mixture of a user to their mean.
+
+        Source: FedEM, eq. 7 and 8.
+        """
         tensors, owners, model = self.steps.tensors(self.part.rows), self.owners, self.steps.model
         sweep = self._sweep(owners)
         prior = model.shares(tensors)
         shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))
         self.sample_shares = shares
         means = torch.stack([of_user.mean(1) for of_user in shares])
-        smallest = torch.finfo(means.dtype).tiny  # or a component would be lost for good
+        smallest = torch.finfo(means.dtype).tiny  # a weight of exactly 0 could never grow again
         self.tensors[CLIENT_ROUTER].copy_(means.clamp(min=smallest).log())
 
     @torch.no_grad()
     def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
-        """Mean loss in nats of each model on each user's training data, as it is drawn for the round.
+        """Return the mean loss in nats of each model on the training batches that each user draws for the round.
 
-        What a user does not share is as in its row. Users without data have zeros.
+        Args:
+            models: Shared tensors ``(users, models, *shape)``. Local tensors come from the rows of the cohort.
+
+        Returns:
+            Mean losses; 0 for users without data.
         """
         layout, shared = self.layout, self.steps.plan.method.shared
         count = next(iter(models.values())).shape[1]
@@ -206,7 +251,11 @@ class Cohort(CohortTensors):
         return losses
 
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
-        """Mean validation loss in nats of each model on each user's text; what is not shared is as in its row."""
+        """Return the mean validation loss in nats of each model on the data of each user.
+
+        Args:
+            models: Shared tensors ``(users, models, *shape)``. Local tensors come from the rows of the cohort.
+        """
         layout, shared = self.layout, self.steps.plan.method.shared
         count = next(iter(models.values())).shape[1]
         pairs = [(user, model) for user in range(len(self.rows)) for model in range(count)]
@@ -223,7 +272,11 @@ class Cohort(CohortTensors):
         return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, count)
 
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
-        """Every loss in nats on each user's validation data under each component, filled up with zeros."""
+        """Return every loss in nats on the validation data of each user under each component, padded with zeros.
+
+        Args:
+            powers: Powers of the components, in which the losses are differentiable.
+        """
         model, batch_source, tensors = self.steps.model, self.steps.batch_source, self.steps.tensors(self.part.rows)
         device, found, taken = self.part.rows.device, [], {} if powers is None else dict[str, Any](powers=powers)
         for drawn in batch_source.held_out(self.owners):
@@ -234,7 +287,15 @@ class Cohort(CohortTensors):
 
     @torch.no_grad()
     def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
-        """Of users without training data zeros."""
+        """Return the mean direction of the inputs of each router; zeros for users without training data.
+
+        Args:
+            instances: Number of random training instances of each user.
+            whole: Whether to average the inputs over the whole window instead of using the end of the prompt.
+
+        Returns:
+            Means of unit vectors ``(users, width)``, by the name of the router's tensor.
+        """
         found = {n: torch.zeros_like(t[:, 0]) for n, t in self.tensors.items() if n.endswith(f".{ROUTER}")}
         for some, owners in self._with_data():
             tensors, seen = self.steps.tensors(self.part.rows[some]), self.part.rows.new_zeros(len(some), 1)
@@ -248,7 +309,7 @@ class Cohort(CohortTensors):
         return found
 
     def _instances(self, owners: Sequence[int], count: int) -> Iterator[Int[Tensor, "users batch window"]]:
-        """Batches of random training instances, ``count`` of each user; ``PAD`` alone stands for none."""
+        """Yield batches with ``count`` random training instances of each user, padded with ``PAD``."""
         batch_source, phase, seen = self.steps.batch_source, Phase(roles=frozenset(), label="instances"), 0
         for repeat in range(-(-count // batch_source.batch_size)):
             drawn = batch_source.draw(owners, phase, self.round_number, 0, repeat).to(self.part.rows.device)
@@ -257,11 +318,11 @@ class Cohort(CohortTensors):
             yield drawn.masked_fill((number > count).unsqueeze(-1), PAD)
 
     def copies(self) -> Float[Tensor, "copies users columns"]:
-        """Every set of tensors that the users train: the cohort holds all copies of each, one after the other."""
+        """Return the tensors of all copies; the cohort holds the copies one after another."""
         return self.part.rows.clone().view(self.steps.plan.method.placement.copies, -1, self.part.rows.shape[1])
 
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
-        """Mean validation loss in nats of one user (by place) with these tensors as its model."""
+        """Return the mean validation loss in nats of the user at place ``user`` with ``candidate`` as its model."""
         owner = self.owners[user]
         models = Models(rows=lambda numbers: candidate.expand(len(numbers), -1), owners=[owner])
         return self.scorer.mean_loss(models, [self.trainers[owner].valid], [0])
@@ -269,7 +330,7 @@ class Cohort(CohortTensors):
     # ---------------------------------------------------------------- helpers
 
     def _with_data(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Those who have training data, as many as go through the model at once: their places, and who they are."""
+        """Yield the places and the trainers of users with training data, as many as fit one pass at a time."""
         trainers, owners = self.trainers, self.owners
         some = [i for i, owner in enumerate(owners) if len(trainers[owner].train)]
         for group in cohorts(some, self.steps.portions.users):
@@ -281,6 +342,6 @@ class Cohort(CohortTensors):
         )
 
     def _losses(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:
-        """What the models of these rows lose on their users' batches."""
+        """Return a function from batches to the losses of the models of these rows."""
         tensors, model = self.steps.tensors(rows), self.steps.model
         return lambda batch: model.losses(tensors, owners, batch)[0].unsqueeze(1)

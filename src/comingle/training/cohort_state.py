@@ -1,8 +1,8 @@
-"""The part of the state that belongs to a cohort, and its optimizers.
+"""Tensors of a cohort and the optimizers that update them.
 
-AdamW and SGD are elementwise, so one update of a ``(users, columns)`` matrix is exactly what each user's own optimiser
-would have done. torch's optimisers keep one step count per tensor; here users may have taken different numbers of steps
-(partial participation), so the update is written out. Moments are float32 at least.
+AdamW and SGD are elementwise, so one update of a ``(users, columns)`` matrix equals an update by a separate optimizer
+per user. The optimizers of torch keep one step count per tensor. Here users may have taken different numbers of steps
+(partial participation), so the update is written out. Moments are at least float32.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from comingle.utils.trees import STATISTICS, Layout, Tree, flatten
 
 @dataclass(kw_only=True)
 class CohortTensors(base.Cohort):
-    """Users whose tensors are ``part``; ``rows`` are their rows in the state of all, ``owners`` the trainers to whom
-    these belong, ``names`` their names.
+    """Users of a cohort and their tensors.
 
-    ``before`` is what they began the round with, ``across`` what their first copies did, where that is asked for.
-    ``mask`` is None where nobody's tensors are padded. ``sample_shares`` are each user's training samples' own mixtures
-    ``(clusters, samples)``.
+    Attributes:
+        layout: Layout of the columns.
+        rows: Numbers of the rows in the state of all users.
+        owners: Numbers of the trainers that own the rows.
+        names: Names of the owners.
+        part: State of these rows.
+        round_number: The round, counted from 0.
+        before: Parameters at the start of the round, if the method needs them.
+        across: Parameters of the first copy of each user at the start of the round, if the method needs them.
+        mask: True where a user has a parameter; None without padding.
+        sample_shares: Mixture weights of each training sample ``(clusters, samples)``, one tensor per user.
     """
 
     layout: Layout
@@ -46,34 +53,34 @@ class CohortTensors(base.Cohort):
 
     @property
     def tensors(self) -> Tree:
-        """Views of the users' tensors."""
+        """Views of the tensors of the users, by name."""
         return self.layout.views(self.part.rows)
 
     @property
     def began(self) -> Tree:
-        """What they were when the round began."""
+        """Tensors at the start of the round, by name."""
         assert self.before is not None
         return self.layout.views(self.before)
 
     @property
     def exchanged(self) -> Tree:
-        """What their first copies were when the round began."""
+        """Tensors of the first copy of each user at the start of the round, by name."""
         assert self.across is not None
         return self.layout.views(self.across)
 
     @property
     def kept(self) -> Tree:
-        """What parts of the method keep of each user."""
+        """Tensors that the client hooks keep for each user."""
         return self.part.kept
 
     @property
     def ranks(self) -> Int[Tensor, " users"]:
-        """LoRA ranks."""
+        """LoRA rank of each user."""
         return self.part.ranks
 
     @contextmanager
     def some(self, at: Sequence[int]) -> Iterator[CohortTensors]:
-        """Some of these users; what is changed of them is changed here."""
+        """Yield some of these users; on exit, write their changes back."""
         if list(at) == list(range(len(self.rows))):
             yield self
             return
@@ -82,7 +89,7 @@ class CohortTensors(base.Cohort):
         self.part.put(at, sub.part)
 
     def only(self, at: Sequence[int]) -> CohortTensors:
-        """Some of these users, for a look: their rows are a copy, and there is nothing to take steps with."""
+        """Return a read-only copy of some of these users, without moments."""
         nothing = self.part.rows.new_empty(len(at), 0)
         small = {
             name: getattr(self.part, name)[list(at)] for name in ("iterations", "router_steps", "versions", "ranks")
@@ -105,7 +112,7 @@ class CohortTensors(base.Cohort):
         )
 
     def shares_of(self, drawn: Int[Tensor, "users batch"]) -> Float[Tensor, "users clusters batch"]:
-        """What of :attr:`sample_shares` belongs to these samples; anything where there is none."""
+        """Return the mixture weights of the drawn samples; values at ``PAD`` are arbitrary."""
         assert self.sample_shares is not None
         numbers = drawn.to(self.part.rows.device).clamp(min=0)
         return torch.stack([shares[:, at] for shares, at in zip(self.sample_shares, numbers, strict=True)])
@@ -113,7 +120,7 @@ class CohortTensors(base.Cohort):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenColumns:
-    """Columns of the first copy of a user's tensors that no step moves, for so many rounds."""
+    """Columns of the first copy of a user that no step changes during the first ``rounds`` rounds."""
 
     columns: Bool[Tensor, " columns"]
     rounds: int
@@ -123,9 +130,18 @@ class FrozenColumns:
 def freeze_columns(
     newcomer: FrozenColumns | None, cohort: CohortTensors, trainers: int, beside: Bool[Tensor, " columns"] | None
 ) -> Iterator[Bool[Tensor, "users columns"] | None]:
-    """What of each user does not move in a step, which is as it was before it at the end of the block.
+    """Freeze columns for one optimizer step; restore their values on exit.
 
-    Of the first ``trainers`` rows those of ``newcomer``, of all rows those ``beside`` the trained roles.
+    Weight decay and running statistics would change them even with zero gradients.
+
+    Args:
+        newcomer: Columns that are frozen in the first ``trainers`` rows.
+        cohort: The cohort.
+        trainers: Number of trainers.
+        beside: Columns that are frozen in all rows: other roles in the tensors that are trained.
+
+    Yields:
+        True on frozen entries; None if nothing is frozen.
     """
     newcomer = None if newcomer is None or cohort.round_number >= newcomer.rounds else newcomer
     if newcomer is None and beside is None:
@@ -139,14 +155,20 @@ def freeze_columns(
         frozen_columns |= firsts.unsqueeze(1) & newcomer.columns.to(frozen_columns.device)
     before = cohort.part.rows[frozen_columns]
     yield frozen_columns
-    cohort.part.rows[frozen_columns] = before  # which decay and running statistics would change without any gradient
+    cohort.part.rows[frozen_columns] = before
 
 
 Rows = Float[Tensor, "users columns"]
 
 
 def learning_rate(settings: OptimizerSection, step: int, total: int) -> float:
-    """Rate of step ``step`` of ``total`` (from 0): constant, or a cosine from the rate to ``final_fraction`` of it."""
+    """Return the learning rate of a step: constant, or a cosine from the rate down to ``final_fraction`` of it.
+
+    Args:
+        settings: Settings of the optimizer.
+        step: The step, counted from 0.
+        total: Number of steps of the schedule.
+    """
     if settings.schedule == "constant":
         return settings.learning_rate
     low = settings.final_fraction * settings.learning_rate
@@ -154,18 +176,25 @@ def learning_rate(settings: OptimizerSection, step: int, total: int) -> float:
 
 
 def clip(gradient: Rows, norm: float) -> Rows:
-    """Scale each user's gradient down to at most ``norm``."""
+    """Scale the gradient of each user down to a norm of at most ``norm``."""
     norms = gradient.norm(dim=1, keepdim=True)
     return gradient * (norm / norms.clamp(min=norm))
 
 
 PIECE = 1 << 20
-"""Entries of a narrow gradient that are widened at a time, so that caches hold them; measured on CPUs."""
+"""Number of entries of a low-precision gradient that are converted at a time, to fit CPU caches; measured."""
 
 
 @torch.no_grad()
 def descend(settings: OptimizerSection, rate: float, values: Tensor, gradient: Tensor) -> None:
-    """One step of plain SGD, in place on ``values`` ``(users, ...)``; a narrower ``gradient`` counts as it is."""
+    """Take one step of SGD without momentum, in place.
+
+    Args:
+        settings: Settings of the optimizer.
+        rate: Learning rate.
+        values: Parameters ``(users, ...)``.
+        gradient: Gradients, which may have a lower precision than ``values``.
+    """
     if settings.weight_decay:
         values.mul_(1 - rate * settings.weight_decay)
     users = len(values) if gradient.dtype == values.dtype else max(1, PIECE // max(1, values[:1].numel()))
@@ -183,9 +212,16 @@ def update(
     second: Float[Tensor, "users _"],
     steps: Int[Tensor, " users"],
 ) -> None:
-    """One optimiser step of every user, in place on ``rows`` and on the moments ``first`` and ``second``.
+    """Take one optimizer step of every user, in place.
 
-    ``steps`` is each user's step count including this one. Moments that the optimiser does not keep may be empty.
+    Args:
+        settings: Settings of the optimizer.
+        rate: Learning rate.
+        rows: Parameters.
+        gradient: Gradients.
+        first: First moments; may be empty if the optimizer has none.
+        second: Second moments; may be empty if the optimizer has none.
+        steps: Step count of each user, including this step.
     """
     if settings.clip_norm is not None:
         gradient = clip(gradient, settings.clip_norm)
@@ -205,9 +241,14 @@ def update(
 
 
 def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
-    """Add what other phases have left of the tensors that this one trains, and leave them what it has of theirs.
+    """Add the gradients that other phases left for this phase, and store those that it leaves to others.
 
-    A user who has nothing that a phase trains (one expert and no router) would not have taken it alone.
+    Entries of a user that has nothing for a phase to train (one expert and no router) are dropped.
+
+    Args:
+        cohort: The cohort, whose stored gradients are updated.
+        phase: The phase that is about to take a step.
+        gradients: Gradients by tensor name, updated in place.
     """
     if GRADIENTS not in cohort.kept:
         return
@@ -233,9 +274,19 @@ def take_step(
     count: Int[Tensor, " users"],
     frozen_columns: Bool[Tensor, "users columns"] | None,
 ) -> None:
-    """One step of one optimiser on the columns of ``trained``, in place; their ``gradients`` are used up."""
+    """Take one step of one optimizer, in place.
+
+    Args:
+        trained: Layout of the tensors that it trains.
+        cohort: The cohort.
+        gradients: Gradients by tensor name; those of ``trained`` are removed.
+        settings: Settings of the optimizer.
+        rate: Learning rate.
+        count: Step count of each user, including this step.
+        frozen_columns: True on entries that do not move.
+    """
     layout, part = cohort.layout, cohort.part
-    # A gradient as large as everybody's nets is not copied.
+    # Gradients of whole nets are large; do not copy them.
     if settings.memoryless and cohort.mask is None and frozen_columns is None:
         views = layout.views(part.rows)
         for slot in trained.slots:
@@ -251,12 +302,18 @@ def take_step(
     found = [t[:, span] if t.shape[1] else t for t in whole]
     update(settings, rate, found[0], gradient, found[1], found[2], count)
     for t, new in zip(whole, found, strict=True) if not isinstance(span, slice) else ():
-        if t.shape[1]:  # what lies in several pieces was a copy
+        if t.shape[1]:  # indexing with a list made a copy
             t[:, span] = new
 
 
 def keep_statistics(layout: Layout, rows: Float[Tensor, "users columns"], tensors: Tree) -> None:
-    """Running statistics, which a forward pass changes in its own copy."""
+    """Copy the running statistics that a forward pass has updated back to the rows.
+
+    Args:
+        layout: Layout of the columns.
+        rows: Tensors of the users.
+        tensors: Tensors of the forward pass.
+    """
     statistics = layout.only({STATISTICS}).slots
     views = layout.views(rows) if statistics else {}
     for slot in statistics:

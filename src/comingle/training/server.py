@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.data.populations import LOTS, Numbers
+from comingle.data.populations import MAX_HASHED_NAMES, UserNumbers
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Received, ServerSetup
 from comingle.models.hardware import require_room
@@ -127,9 +127,9 @@ class ServerState:
     sums: Sums | None = None
 
     @cached_property
-    def numbers(self) -> Numbers:
+    def numbers(self) -> UserNumbers:
         """The number of each of these names among all."""
-        return Numbers(self.users)
+        return UserNumbers(self.users)
 
     @property
     def state(self) -> Tree:
@@ -141,7 +141,7 @@ class ServerState:
     @property
     def _saved_ranks(self) -> Int[Tensor, " _"]:
         """Of very many users who have the same rank for good, that one."""
-        alike = len(self.users) > LOTS and not any(part.resizes for part in self.method.client.parts)
+        alike = len(self.users) > MAX_HASHED_NAMES and not any(part.resizes for part in self.method.client.parts)
         return self.ranks[:1].clone() if alike and bool((self.ranks == self.ranks[0]).all()) else self.ranks.clone()
 
     def restore(self, state: Tree) -> None:

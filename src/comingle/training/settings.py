@@ -21,7 +21,7 @@ from comingle.config.settings import (
     RuntimeSection,
     TrainingSection,
 )
-from comingle.data.populations import drawn
+from comingle.data.populations import draw_users
 from comingle.methods.base import Method
 from comingle.privacy.accounting import Work, sample_size
 from comingle.utils.errors import RecipeError
@@ -132,14 +132,14 @@ def selected(
 ) -> list[int]:
     """Return the numbers of the users whom a fraction or a list for each round selects, in ascending order.
 
-    A fraction of them is :func:`comingle.data.populations.drawn`.
+    A fraction of them is :func:`comingle.data.populations.draw_users`.
 
     Raises:
         RecipeError: A list names a user who does not exist.
     """
     if isinstance(participation, float | int):
         count = sample_size(participation, len(users))
-        return drawn(users, count, seed, round_number, "participation")
+        return draw_users(users, count, seed, round_number, "participation")
     chosen = participation[round_number % len(participation)]
     if wrong := [u for u in chosen if not 0 <= u < len(users)]:
         raise RecipeError(f"training.participation: user {wrong[0]}; allowed: 0 to {len(users) - 1}")

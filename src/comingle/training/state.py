@@ -1,4 +1,4 @@
-"""Trainable state of all users: parameters, moments and step counts."""
+"""Trainable state of all users: parameters, optimizer moments and step counts."""
 
 from __future__ import annotations
 
@@ -11,37 +11,46 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.data.populations import Numbers
+from comingle.data.populations import UserNumbers
 from comingle.models.routers import NEVER
 from comingle.utils.errors import RecipeError, RunError, list_names
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Layout, Tree
 
 GRADIENTS = "gradients"
-"""In :attr:`State.kept`: each column's gradients since it was last stepped, where phases leave them to each other."""
+"""Key in :attr:`State.kept` of the gradients of each column since its last step, which phases leave to others."""
 
 MOMENTS = frozenset({"first", "second"})
-"""What an optimiser may remember of each column."""
+"""Names of the optimizer moments."""
 
 
 @dataclass(kw_only=True)
 class State:
-    """Row i belongs to user i; with several copies of everybody's tensors the copies' users follow one another.
+    """Tensors of all users, with users on the leading dimension.
 
-    ``iterations`` counts a user's local iterations, ``router_steps`` its router steps; ``ranks`` are the LoRA ranks
-    that it has now, ``versions`` the rounds after which the server had what it last downloaded, ``kept`` what parts of
-    the method keep of each user. Where a run selects its best round, ``best`` is what everybody had after it,
-    with the number of the round. Updates happen in place on what :meth:`take` yields; :meth:`put` ends
-    them.
+    With several copies per user, row ``copy * users + i`` is a copy of user i. Tensors are updated in place on the
+    result of :meth:`take`; :meth:`put` ends the update.
 
-    This is the interface of all storage, and keeps users' tensors in memory. A package registers another one as an
-    entry point of the group ``comingle.stores``, under the value that ``runtime.store`` has in a recipe. The entry
-    point is called with a :class:`comingle.training.client.Clients` and returns a subclass. It may have ``read``, with
-    a kind and the arguments of the kind's ``read``, which reads a recipe's users, and ``names``, with a run folder.
+    This class keeps tensors in memory and is the interface of all stores. A package registers another store as an entry
+    point of the group ``comingle.stores``, under its value of ``runtime.store``. The entry point is called with a
+    :class:`comingle.training.client.Clients` and returns a subclass of this class. It may have a method ``read(kind,
+    ...)`` with the arguments of the kind's ``read``, which reads the users of a recipe, and a method
+    ``names(run_folder)``.
+
+    Attributes:
+        rows: Parameters.
+        first: First moments; no columns if no optimizer uses them.
+        second: Second moments; no columns if no optimizer uses them.
+        iterations: Number of local steps of each user.
+        router_steps: Number of router steps of each user.
+        ranks: Current LoRA rank of each user.
+        versions: Server version that each user last downloaded, as the number of rounds done.
+        kept: Tensors that the client hooks of the method keep for each user.
+        best: All tensors as they were after the best round, and its number, if the run selects the best round.
     """
 
     in_memory: ClassVar[bool] = True
-    """Whether the tensors have all users' rows; else they have none, and are reached by :meth:`take` alone."""
+    """Whether the tensors hold the rows of all users; otherwise they are empty, and :meth:`take` reads rows."""
     rows: Float[Tensor, "users columns"]
     first: Float[Tensor, "users _"]
     second: Float[Tensor, "users _"]
@@ -53,11 +62,11 @@ class State:
     best: Tree = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has the rows on its leading dimension, by name."""
+        """Return all tensors with users on the leading dimension, by name."""
         return {name: getattr(self, name) for name in _USERS} | {_KEPT + name: t for name, t in self.kept.items()}
 
     def filled(self, tensors: dict[str, Tensor], best: Tree) -> State:
-        """A state with other tensors, by the names of :meth:`tensors`."""
+        """Return a state with other tensors, under the names of :meth:`tensors`."""
         return replace(self._with(tensors), best=best)
 
     def _with(self, tensors: dict[str, Tensor]) -> State:
@@ -65,38 +74,38 @@ class State:
         return replace(self, **{name: tensors[name] for name in _USERS}, kept=by_part)
 
     def copy(self) -> State:
-        """The same, to be changed without changing this."""
+        """Return a deep copy."""
         return self._with({name: t.clone() for name, t in self.tensors().items()})
 
     def without_moments(self) -> State:
-        """The same tensors, to be changed in place, but for what optimisers remember: for all that takes no steps."""
+        """Return a state that shares all tensors except the moments, which are empty; for work without steps."""
         return replace(self, first=self.first[:, :0], second=self.second[:, :0])
 
     def rows_of(self, users: Sequence[int]) -> Float[Tensor, "some columns"]:
-        """A copy of these users' tensors alone, for a look; somebody may be there twice."""
+        """Return a copy of the parameters of some users; a user may occur twice."""
         return self.rows[list(users)]
 
     def prefetch(self, users: Sequence[int]) -> None:
-        """These will be taken next."""
+        """Start to read the rows that will be taken next."""
 
     def release(self) -> None:
-        """What :meth:`copy` has made is needed no more."""
+        """Free the resources of a state made by :meth:`copy`."""
 
     def remember(self, done: int) -> None:
-        """Keep a copy of everybody's tensors as the best of all rounds, after ``done`` rounds."""
+        """Store a copy of all tensors as those of the best round, after ``done`` rounds."""
         copies = {name: t.clone() for name, t in self.tensors().items()}
         self.best = {**copies, "round": torch.tensor(done)}
 
     def restored_best(self) -> State:
-        """As it was in the best round."""
+        """Return the state as it was after the best round."""
         return self._with({name: self.best[name].clone() for name in self.tensors()})
 
     def take(self, users: Sequence[int]) -> State:
-        """These users' rows: a view where they are consecutive, a copy otherwise."""
+        """Return the rows of some users: a view if they are consecutive, otherwise a copy."""
         return self._with({name: t[_index(users)] for name, t in self.tensors().items()})
 
     def put(self, users: Sequence[int], part: State) -> None:
-        """Write back what :meth:`take` took; nothing is left to do where that was a view."""
+        """Write back the result of :meth:`take`; does nothing if it was a view."""
         index = _index(users)
         if isinstance(index, slice):
             return
@@ -106,32 +115,32 @@ class State:
     # ---------------------------------------------------------------- the run folder
 
     def shard(self, number: int, processes: int, users: range, population: int) -> None:
-        """Hold the rows of consecutive users in one of several processes.
+        """Restrict the state to the rows of consecutive users, in one of several processes.
 
         Args:
-            number: the process, from 0.
-            processes: how many there are.
-            users: numbers of its users among all.
-            population: number of users of all processes.
+            number: The process, counted from 0.
+            processes: Number of processes.
+            users: Numbers of the users of this process among all.
+            population: Number of users of all processes.
         """
 
     def open(self, run: Path, *, anew: bool) -> None:
-        """Keep the tensors in a locked run folder from now on, where they are not in memory.
+        """Keep the tensors in a locked run folder from now on, if they are not in memory.
 
-        Of several processes the first one does so before the others.
+        The first process does so before the others.
 
         Args:
-            run: the folder.
-            anew: whether what lies there is deleted.
+            run: The run folder.
+            anew: Whether existing files are deleted.
         """
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
-        """Write the tensors for a checkpoint; return the names of its files.
+        """Write the tensors for a checkpoint and return the names of its files.
 
         Args:
-            draft: folder of the new checkpoint.
-            checkpoints: the older ones, which stay readable.
-            write: writes tensors that are in memory, and returns the names of the files.
+            draft: Folder of the new checkpoint.
+            checkpoints: Older checkpoints, which stay readable.
+            write: Writes tensors that are in memory and returns the names of the files.
         """
         return write()
 
@@ -139,8 +148,8 @@ class State:
         """Return the state at a checkpoint.
 
         Args:
-            checkpoint: its folder.
-            read: reads tensors that are in memory.
+            checkpoint: Folder of the checkpoint.
+            read: Reads tensors that are in memory.
         """
         return read()
 
@@ -167,11 +176,19 @@ def initial_state(
     dtype: torch.dtype = torch.float32,
     first: Float[Tensor, " columns"] | None = None,
 ) -> State:
-    """Every user's tensors before the first round.
+    """Return the tensors of users before the first round; padding is zero.
 
-    What is ``local`` is drawn from (seed, user, tensor); all else, shared or frozen, starts equal for all users.
-    Padding is zero. Of the ``moments`` that no optimiser uses nothing is kept. With ``accumulates`` there is room for
-    gradients that phases leave to each other. ``first`` is what all start with, where it has been drawn already.
+    Args:
+        layout: Layout of the columns.
+        mask: True where a user has a parameter.
+        names: Names of the users.
+        local: Columns that are drawn from (seed, user, tensor); all other columns start equal for all users.
+        ranks: LoRA rank of each user.
+        seed: Seed of the run.
+        moments: Moments that some optimizer uses; others are empty.
+        accumulates: Whether to allocate gradients that phases leave to each other.
+        dtype: Dtype of parameters and moments.
+        first: Common initial values, if they were drawn before.
     """
     rows = (draw(layout, seed, "server") if first is None else first).repeat(len(names), 1)
     for row, name in zip(rows, names, strict=True):
@@ -193,9 +210,15 @@ def initial_state(
 def draw(
     layout: Layout, seed: int, owner: str, only: Bool[Tensor, " columns"] | None = None
 ) -> Float[Tensor, " columns"]:
-    """One random stream per (seed, owner, tensor), so a user's start depends on no other user or tensor.
+    """Return initial values, from one random stream per (seed, owner, tensor).
 
-    ``only`` says which columns are wanted; tensors without any are not drawn.
+    The values of an owner depend on no other user or tensor.
+
+    Args:
+        layout: Layout of the columns.
+        seed: Seed of the run.
+        owner: Name of the user, or "server".
+        only: Columns that are needed; tensors without any of them stay zero.
     """
     drawn = torch.zeros(layout.columns)
     for slot in layout.slots:
@@ -212,10 +235,15 @@ NEEDS_CLUSTERS = (
 
 
 def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Float[Tensor, "rows clusters"]:
-    """Logits whose softmax is exactly one-hot at each row's true cluster.
+    """Return logits whose softmax is exactly one-hot at the true cluster of each row.
+
+    Args:
+        method: Name of the method, for the error.
+        known: True cluster of each row; None if unknown.
+        clusters: Number of clusters.
 
     Raises:
-        RecipeError: somebody's is not known, and ``method`` needs it.
+        RecipeError: A true cluster is unknown.
     """
     if any(cluster is None for cluster in known):
         raise RecipeError(f"method {method}: {NEEDS_CLUSTERS}")
@@ -224,10 +252,16 @@ def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Fl
 
 
 def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
-    """A state whose users stand in the order ``was``, in the order ``now``; the names are the same."""
+    """Return a state with its users in another order.
+
+    Args:
+        state: State with users in the order ``was``.
+        was: Names of the users in the state.
+        now: The same names in the new order.
+    """
     if list(was) == list(now):
         return state
-    at = Numbers(was)(now)
+    at = UserNumbers(was)(now)
     copies = len(state.rows) // len(was)
     rows = [copy * len(was) + i for copy in range(copies) for i in at]
     by_user = state.tensors()
@@ -235,8 +269,15 @@ def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
 
 
 def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Collection[str]) -> Tree:
-    """What a server keeps, in another order of users; ``by_user`` names what has them on its leading dimension."""
-    return kept if was is now else _taken(kept, by_user, Numbers(was)(now))
+    """Return the tensors that a server keeps, with users in another order.
+
+    Args:
+        kept: Tensors with users in the order ``was``.
+        was: Names of the users.
+        now: The same names in the new order.
+        by_user: Names of the tensors that have users on the leading dimension.
+    """
+    return kept if was is now else _taken(kept, by_user, UserNumbers(was)(now))
 
 
 def _taken(tensors: Tree, names: Collection[str], at: Sequence[int]) -> dict[str, Tensor]:
@@ -244,10 +285,15 @@ def _taken(tensors: Tree, names: Collection[str], at: Sequence[int]) -> dict[str
 
 
 def check_names(where: Path, was: Sequence[str], now: Sequence[str]) -> None:
-    """Whether a checkpoint is of these users, in any order.
+    """Check that a checkpoint has these users, in any order.
+
+    Args:
+        where: Checkpoint, for the error.
+        was: Names of the users in the checkpoint.
+        now: Names of the users of the run.
 
     Raises:
-        RunError: somebody is new or gone; says who.
+        RunError: A user is missing from the checkpoint or from the run; names the user.
     """
     if list(was) == list(now):
         return

@@ -1,12 +1,13 @@
-"""A cohort's optimizer steps: one forward and backward pass for all of its users.
+"""Local steps of a cohort: one forward and backward pass for all of its users.
 
-Each user's loss is multiplied by a power of two before the backward pass, and its gradients, in float32, are divided
-by it. A loss is a mean over targets, so what reaches the head is scaled to about 2^4, whatever the batch. A user whose
-gradients overflow takes the pass once more with a smaller scale (Micikevicius et al. 2018, "Mixed Precision Training",
-section 3.2, leave such a step out instead and remember the scale): so nothing is skipped or remembered, and a user's
-step does not depend on who else is in its cohort.
+The objective is the sum over users of each user's mean loss, so that the gradient of a user is the one it would compute
+alone.
 
-The objective is the sum over users of each user's mean loss, so a user's gradient is what it would have computed alone.
+In float16 each user's loss is multiplied by a power of two before the backward pass, and its float32 gradients are
+divided by it. A loss is a mean over targets, so gradients at the head are scaled to about 2^4 for every batch size. If
+the gradients of a user overflow, the pass is repeated with a smaller scale. Micikevicius et al. 2018, "Mixed Precision
+Training", section 3.2, skip the step instead and carry the scale over. Here no step is skipped and no scale is carried
+over, so the step of a user does not depend on the rest of its cohort.
 """
 
 from __future__ import annotations
@@ -46,10 +47,15 @@ from comingle.utils.trees import CLIENT_ROUTER, STATISTICS, Layout, Tree, restri
 
 @contextmanager
 def within_memory(portions: Portions, users: int, device: torch.device) -> Iterator[None]:
-    """Passes of so many users, in such portions.
+    """Convert out-of-memory errors in the block to a recipe error.
+
+    Args:
+        portions: Number of users and sequences in one pass.
+        users: Number of users to pass; a pass has at most this many.
+        device: Device of the model.
 
     Raises:
-        RecipeError: they need more memory than ``device`` has; says which setting to lower to what.
+        RecipeError: A pass does not fit into the memory of the device; names the setting to lower and its next value.
     """
     try:
         yield
@@ -67,9 +73,12 @@ def within_memory(portions: Portions, users: int, device: torch.device) -> Itera
 
 
 def diverged(user: str, what: str, suspects: Sequence[str] = ("experts",)) -> DivergenceError:
-    """The error for a user who has left the real numbers.
+    """Return the error for a user whose loss or tensors are not finite.
 
-    ``suspects`` are the optimisers that may have done it; none before any training.
+    Args:
+        user: Name of the user.
+        what: Description of the value that is not finite.
+        suspects: Optimizers that may have caused it; empty before any training.
     """
     keys = ("learning_rate", "clip_norm")
     rates, norms = (" and ".join(f"training.{name}.{key}" for name in suspects) for key in keys)
@@ -80,10 +89,15 @@ def diverged(user: str, what: str, suspects: Sequence[str] = ("experts",)) -> Di
 def find_suspects(
     layout: Layout, row: Float[Tensor, " columns"], trained: Mapping[str, frozenset[str]]
 ) -> tuple[str, ...]:
-    """Which optimisers, each with the roles that it trains, made a user's tensors so large that a loss broke.
+    """Return the optimizers that may have made the loss of a user infinite or NaN.
 
-    What breaks a loss is larger than the rest by orders of magnitude. Where two are within one, or neither is a number
-    any more, that cannot be told, and both are named.
+    Tensors that break a loss are larger than others by orders of magnitude. If the largest magnitudes of two optimizers
+    are within a factor of 10, or both are NaN, both are returned.
+
+    Args:
+        layout: Layout of the columns.
+        row: Tensors of the user.
+        trained: Roles that each optimizer trains.
     """
     magnitudes = {name: row[layout.mask(roles).to(row.device)].abs() for name, roles in trained.items()}
     sizes = {
@@ -97,37 +111,51 @@ def find_suspects(
 def find_broken(
     losses: Float[Tensor, "steps users"], rows: Float[Tensor, "users columns"], round_number: int
 ) -> dict[int, str]:
-    """Who of a cohort is no longer finite after its local steps, by place in the cohort, with the reason."""
+    """Return the users of a cohort whose losses or tensors are not finite, by place in the cohort, with the reason.
+
+    Args:
+        losses: Training losses in nats.
+        rows: Tensors of the users after their local steps.
+        round_number: The round, counted from 0.
+    """
     broken: dict[int, str] = {}
     for step, user in (~losses.isfinite()).nonzero().tolist():
         what = f"training loss is {losses[step, user].item()} in round {round_number + 1}, local step {step + 1}"
         broken.setdefault(user, what)
-    # The rows too: what breaks in the last step shows in no loss of this round, and the exchange would spread it.
+    # Rows are checked too: a failure in the last step shows in no loss of this round, and would be uploaded.
     for user in (~rows.sum(1).isfinite()).nonzero().flatten().tolist():  # one pass, without a copy
         broken.setdefault(user, f"not all tensors are finite after round {round_number + 1}")
     return broken
 
 
 Pass = Callable[[Float[Tensor, " users"]], tuple[Float[Tensor, " users"], Tree]]
-"""From scales to unscaled losses and scaled gradients."""
+"""A pass: maps loss scales to unscaled losses and scaled gradients."""
 
 _HEADROOM, _LOWER, _LOWEST = 2.0**4, 2.0**-4, 2.0**-24
 
 
 def starting_scales(targets: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
-    """``2^4`` times the largest power of two that is not above the number of targets of a user's batch."""
+    """Return ``2^4`` times the largest power of two that is at most the number of targets of a user."""
     return _HEADROOM * torch.exp2(torch.log2(targets.clamp(min=1).float()).floor())
 
 
 def scaled(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " users"], Tree]:
-    """Losses and gradients ``(users, ...)`` of a pass that is scaled, in float32; not finite where no scale helps."""
+    """Run a pass with loss scaling; lower the scale of a user until its gradients are finite.
+
+    Args:
+        run: The pass.
+        targets: Number of targets in the batch of each user.
+
+    Returns:
+        Losses, and float32 gradients ``(users, ...)``, which stay infinite or NaN if no scale helps.
+    """
     scales = starting_scales(targets)
     while True:
         losses, gradients = run(scales)
         found = Tree({n: g / scales.to(g.device).view(-1, *[1] * (g.dim() - 1)) for n, g in gradients.items()})
-        if any(isinstance(g, FakeTensor) for g in found.values()):  # counted, not computed
+        if any(isinstance(g, FakeTensor) for g in found.values()):  # shapes only, to count costs
             return losses, found
-        fits = ~losses.isfinite()  # nothing that happens behind the loss made it so
+        fits = ~losses.isfinite()  # the scale does not change the loss
         fits |= torch.stack([g.flatten(1).isfinite().all(1).cpu() for g in found.values()]).all(0)
         if bool((fits | (scales <= _LOWEST)).all()):
             return losses, found
@@ -135,55 +163,61 @@ def scaled(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " u
 
 
 TUNING = "tuning"
-"""Label of the phases that finetune: their batches have a random stream of their own, and nothing of them is sent."""
+"""Label of the phases that fine-tune. Their batches have a random stream of their own; their results stay local."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateSteps:
-    """Local steps on what users share, of which a privacy mechanism makes the gradients.
+    """Local steps whose gradients of shared tensors come from a privacy mechanism (example-level privacy).
 
-    Rows of a pass are examples: what a user shares is repeated for each of its examples, so that one backward pass
-    yields the gradient of every example. The model of that pass has what is shared and nothing that a user trains
-    without noise. Otherwise the released gradient would depend on what the same data has made of specialists and
-    routers, which no account covers.
+    Each example is a row of the pass: the shared tensors are repeated per example, so that one backward pass yields the
+    gradient of every example. The model of this pass leaves out all roles that are trained without noise. With them,
+    the released gradient would depend on what the same data did to specialists and routers, which no privacy accounting
+    covers.
 
     Args:
-        mechanism: Has the hook ``client_gradients``.
-        plan: Has the method, which says what is shared.
+        mechanism: Mechanism with the hook ``client_gradients``.
+        plan: Plan of the run; its method decides which tensors are shared.
     """
 
     mechanism: PrivacyMechanism
     plan: RunPlan
 
     def applies(self, phase: Phase, layout: Layout) -> bool:
-        """Whether a phase trains something that is sent."""
+        """Return whether a phase trains tensors that are shared."""
         return phase.label != TUNING and bool(self.leaves(phase, layout))
 
     def leaves(self, phase: Phase, layout: Layout) -> list[str]:
-        """The tensors of which a phase trains entries that are shared."""
+        """Return the names of the tensors with entries that a phase trains and users share."""
         shared, roles = self.plan.method.shared, phase.roles
         both = ((slot.name, zip(slot.chosen(shared), slot.chosen(roles), strict=True)) for slot in layout.slots)
         return [name for name, entries in both if any(sent and moves for sent, moves in entries)]
 
     def local_leaves(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
-        """The tensors of which a phase trains entries that are a user's own, or all that it trains."""
+        """Return the names of the tensors whose gradients need no noise.
+
+        Args:
+            phase: The phase.
+            layout: Layout of the columns.
+            everything: Return all tensors that the phase trains, not only those with local entries.
+        """
         slots, shared, reached = layout.touching(phase.reached).slots, self.plan.method.shared, phase.reached
         both = ((slot.name, zip(slot.chosen(shared), slot.chosen(reached), strict=True)) for slot in slots)
         return [name for name, entries in both if everything or any(moves and not sent for sent, moves in entries)]
 
     def local_roles(self, layout: Layout) -> frozenset[str]:
-        """The roles that are trained without noise."""
+        """Return the roles that are trained without noise."""
         return (layout.roles & self.plan.method.client.trained) - self.plan.method.shared
 
     def works(self, batch_source: BatchSource) -> dict[str, Work]:
-        """What each of the feed's trainers does."""
+        """Return the work of each trainer of a batch source, by name."""
         return {trainer.name: self.work(batch_source, number) for number, trainer in enumerate(batch_source.trainers)}
 
     def work(self, batch_source: BatchSource, trainer: int) -> Work:
-        """What one of them does.
+        """Return the work of one trainer, from which its privacy loss follows.
 
         Raises:
-            RecipeError: it has so many examples that delta would allow one of them to be published.
+            RecipeError: The trainer has too many examples for delta, which would allow publishing one of them.
         """
         name, count = batch_source.trainers[trainer].name, batch_source.examples(trainer)
         if self.plan.privacy is not None:
@@ -203,9 +237,21 @@ class PrivateSteps:
         at: Sequence[int],
         plain: tuple[Float[Tensor, " users"], Tree] | None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Losses, and gradients of all that a phase trains: noised ones of what the users ``at`` share.
+        """Return losses and gradients of a step in which some users' shared tensors get noised gradients.
 
-        All others, and the losses, are the ``plain`` ones, where there are any.
+        Args:
+            model: The model.
+            batch_source: Source of examples.
+            portions: Number of sequences in one pass.
+            cohort: The cohort.
+            phase: Phase of the step.
+            place: Step of the round and repeat within the phase.
+            at: Places in the cohort of the users whose shared gradients are noised.
+            plain: Losses and gradients without noise, for all other entries; None if the phase trains only shared
+                entries.
+
+        Returns:
+            Mean losses, and gradients ``(users, *shape)`` of all tensors that the phase trains.
         """
         losses, own = plain or (torch.zeros(len(cohort.rows)), Tree())
         if not at:
@@ -225,9 +271,18 @@ class PrivateSteps:
         phase: Phase,
         place: Sequence[int],
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Of each user the mean loss, estimated from its batch, and the noised gradient of what it shares.
+        """Return mean losses, estimated from the batches, and noised gradients of the shared entries.
 
-        Tensors are cut to their shared entries. ``place`` says which step of the round this is.
+        Args:
+            model: The model.
+            batch_source: Source of examples.
+            portions: Number of sequences in one pass.
+            cohort: Users of the step.
+            phase: Phase of the step.
+            place: Step of the round and repeat within the phase.
+
+        Returns:
+            Losses, and gradients ``(users, ...)`` cut to the shared entries of each tensor.
         """
         layout, rows, number = model.layout, cohort.part.rows, cohort.round_number
         kept = layout.roles - self.local_roles(layout)
@@ -240,7 +295,7 @@ class PrivateSteps:
             return self.clipped_sums(model, batch_source, tensors, leaves, cohort, part, bound)
 
         step = PrivateStep(works=works, streams=streams, batch=portions.sequences, clipped_sums=sums)
-        with model.randomness(self.mechanism.key, cohort.names[0], number, *place):  # masks of a known seed hide nobody
+        with model.randomness(self.mechanism.key, cohort.names[0], number, *place):  # no public seed
             means, found = self.mechanism.client_gradients(step)
         return means.float(), {name: t.to(rows.dtype) for name, t in found.items()}
 
@@ -254,7 +309,17 @@ class PrivateSteps:
         part: Int[Tensor, "u n"],
         bound: float,
     ) -> tuple[Tree, Float[Tensor, " u"]]:
-        """Return sums of each user's clipped gradients, float64, and of its losses over examples of these numbers."""
+        """Return sums over numbered examples of clipped gradients and of losses, both float64.
+
+        Args:
+            model: The model.
+            batch_source: Source of examples.
+            tensors: Tensors of the users.
+            leaves: Names of the tensors to differentiate.
+            cohort: Users of the step.
+            part: Numbers of the examples of each user.
+            bound: Clip norm of the gradient of one example.
+        """
         drawn = batch_source.numbered(cohort.owners, part, cohort.round_number).to(cohort.part.rows.device)
         return self.sums_over(model, batch_source, tensors, leaves, cohort.owners, drawn, bound)
 
@@ -268,7 +333,19 @@ class PrivateSteps:
         drawn: Int[Tensor, "u n ..."],
         bound: float,
     ) -> tuple[Tree, Float[Tensor, " u"]]:
-        """Return the same over examples that were drawn: one pass, whose rows they are, the first user's first."""
+        """Return sums over drawn examples of clipped gradients and of losses, from a single pass, both float64.
+
+        Rows of the pass are examples, those of the first user first.
+
+        Args:
+            model: The model.
+            batch_source: Batch source that reads the examples.
+            tensors: Tensors of the users.
+            leaves: Names of the tensors to differentiate.
+            owners: Trainers of the users.
+            drawn: Examples of each user, as drawn.
+            bound: Clip norm of the gradient of one example.
+        """
         users, count = drawn.shape[:2]
         who = [owner for owner in owners for _ in range(count)]
         wide = {n: t.detach().repeat_interleave(count, 0) for n, t in tensors.items()}
@@ -287,7 +364,16 @@ class PrivateSteps:
         return restrict(layout.views(rows), layout, self.plan.method.shared)
 
     def merge(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
-        """``plain`` gradients with ``noised`` ones, cut to shared entries, in their place for users ``at``."""
+        """Return plain gradients in which noised ones replace the shared entries of some users.
+
+        Args:
+            layout: Layout of the columns.
+            phase: Phase of the step.
+            plain: Gradients ``(users, *shape)`` without noise.
+            noised: Gradients of the users ``at``, cut to shared entries.
+            at: Places of the users with noised gradients.
+            users: Number of users in the cohort.
+        """
         whole = Tree()
         for slot in layout.touching(phase.reached).slots:
             if slot.name not in noised:
@@ -306,10 +392,15 @@ class PrivateSteps:
 
 
 def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: RunPlan) -> PrivateSteps | None:
-    """Return the local steps of a mechanism that protects single examples, if a run has one.
+    """Return the local steps of the mechanism that protects single examples; None if a run has no such mechanism.
+
+    Args:
+        mechanisms: Privacy mechanisms of a client.
+        model: The model.
+        plan: Plan of the run.
 
     Raises:
-        RecipeError: What is shared is no model by itself, or examples of a batch have statistics in common.
+        RecipeError: The shared tensors alone are no model, or batch norm mixes the examples of a batch.
     """
     mechanism = next((one for one in mechanisms if overrides(one, "client_gradients")), None)
     if mechanism is None:
@@ -330,44 +421,44 @@ def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: Ru
 
 @dataclass(kw_only=True)
 class Steps:
-    """How users take local steps: the model, the method's phases, where batches come from, and how many go at once."""
+    """Local steps: the model, the phases of the method, the source of batches, and how many users a pass has."""
 
     model: Model
     plan: RunPlan
     trainers: int
     source: BatchSource | Callable[[], BatchSource]
-    """The trainers' data, or what makes it a feed when something needs it."""
+    """Batch source of the trainers, or a function that makes it on first use."""
     most_steps: int | None = None
-    """Local iterations of a round, of whoever has most; where some users are elsewhere, as somebody else says."""
+    """Largest number of local steps per round over all users, if some of them are in other processes."""
     private: PrivateSteps | None = None
-    """Steps on what is shared, of a privacy mechanism that makes their gradients."""
+    """Steps with gradients from a privacy mechanism."""
     frozen_columns: FrozenColumns | None = None
-    """What does not move, of somebody who has joined a federation that is over."""
+    """Columns that stay frozen for a user who joins a finished federation."""
     known_suspects: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Optimisers that made a row leave the real numbers, in this round."""
+    """Optimizers that may have made a row non-finite in this round, by row."""
 
     def __post_init__(self) -> None:
         check_needs(self.plan.method, self.model.name, self.model.layout)
 
     @cached_property
     def batch_source(self) -> BatchSource:
-        """The trainers' data."""
+        """Batch source of the trainers."""
         return self.source if isinstance(self.source, BatchSource) else self.source()
 
     @cached_property
     def batches(self) -> Batches:
-        """The source of batches, or on GPUs a prefetcher of it."""
+        """The batch source; on GPUs, a prefetcher of it."""
         source, device = self.batch_source, self.model.device
         return source if device.type != "cuda" else Prefetcher(source, device)
 
     @cached_property
     def portions(self) -> Portions:
-        """What goes through the model at once."""
+        """Number of users and sequences in one pass."""
         return self.batch_source.portions(self.model.device, self.model.layout.columns)
 
     @property
     def local_steps(self) -> int:
-        """Local iterations of a round, of the trainer who has most."""
+        """Largest number of local steps per round over all trainers."""
         return self._steps_here if self.most_steps is None else self.most_steps
 
     @cached_property
@@ -378,11 +469,11 @@ class Steps:
 
     @property
     def iterations(self) -> int:
-        """Local iterations of a whole run, by which learning rates decay."""
+        """Number of local steps in the whole run, over which learning rates decay."""
         return self.plan.training.rounds * self.local_steps
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
-        """Named tensors as the model computes with them."""
+        """Return the named tensors ``(users, *shape)`` in the dtype of the model."""
         return self.model.tensors(rows)
 
     # ---------------------------------------------------------------- iterations
@@ -390,9 +481,16 @@ class Steps:
     def iteration(
         self, cohort: CohortTensors, phases: Sequence[Phase], step: int, active: Bool[Tensor, " users"]
     ) -> Float[Tensor, " users"]:
-        """One local iteration of a cohort: each phase for the active users for whom it is due.
+        """Take one local step of a cohort: each phase that is due, for the users that are active.
 
-        Returns the training losses, 0 for whoever has no iteration left in this round.
+        Args:
+            cohort: The cohort, updated in place.
+            phases: Phases of the method.
+            step: Local step within the round, counted from 0.
+            active: Whether each user takes this step.
+
+        Returns:
+            Training losses in nats; 0 for users that are not active.
         """
         losses = torch.zeros(len(cohort.rows))
         numbered = list(enumerate(zip(cohort.part.iterations.tolist(), active.tolist(), strict=True)))
@@ -411,7 +509,16 @@ class Steps:
         return losses
 
     def take(self, cohort: CohortTensors, phase: Phase, step: int) -> Float[Tensor, " users"]:
-        """The optimiser steps of one phase, in place on the cohort. Returns the mean loss of each user."""
+        """Take the optimizer steps of one phase, in place.
+
+        Args:
+            cohort: The cohort.
+            phase: The phase.
+            step: Local step within the round; -1 for phases before the first one.
+
+        Returns:
+            Mean loss of each user over these steps.
+        """
         total, number = torch.zeros(len(cohort.rows)), cohort.round_number
         for i in range(phase.steps):
             with freeze_columns(
@@ -421,7 +528,7 @@ class Steps:
                     losses, gradients = self._private(self.private, cohort, phase, step, i)
                 else:
                     losses, gradients = self._plain(cohort, phase, step, i)
-                for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spoils all it trains
+                for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spreads NaN
                     self.suspects(cohort.rows[place], cohort.part.rows[place])
                 for part in self.plan.method.client.parts:
                     part.correct(cohort, gradients)
@@ -433,7 +540,7 @@ class Steps:
     def _plain(
         self, cohort: CohortTensors, phase: Phase, step: int, repeat: int, names: Collection[str] | None = None
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Losses and gradients of a fresh batch of each user."""
+        """Return losses and gradients of a new batch of each user."""
         number = cohort.round_number
         drawn = self.batches.draw(cohort.owners, phase, number, step, repeat)
         noise = self._noise(cohort.names, number, phase.purpose, step, repeat)
@@ -443,14 +550,14 @@ class Steps:
     def _private(
         self, private: PrivateSteps, cohort: CohortTensors, phase: Phase, step: int, repeat: int
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return the same with a privacy mechanism's gradients of what is shared and sent."""
+        """Return losses and gradients; those of shared and uploaded entries come from a privacy mechanism."""
         at = [i for i, row in enumerate(cohort.rows) if row < self.trainers]
         names = private.local_leaves(phase, self.model.layout, everything=len(at) < len(cohort.rows))
         plain = self._plain(cohort, phase, step, repeat, names) if names else None
         return private.step(self.model, self.batch_source, self.portions, cohort, phase, (step, repeat), at, plain)
 
     def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
-        """Which optimisers may have made a row leave the real numbers: as its tensors were when that first showed."""
+        """Return the optimizers that may have made a row non-finite; the first result of a round is cached."""
         if row not in self.known_suspects:
             trained: dict[str, frozenset[str]] = {}
             for name, roles in self.plan.method.client.optimizers:
@@ -459,7 +566,7 @@ class Steps:
         return self.known_suspects[row]
 
     def _noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users *layers clusters"] | None:
-        """Noise on the users' router logits, each user's from a stream of its own; None where there is none."""
+        """Return noise for the router logits, from one random stream per user; None if the mixture has no noise."""
         mixture = self.plan.method.placement.mixture
         if mixture is None or not mixture.noise:
             return None
@@ -476,9 +583,15 @@ class Steps:
         iteration: int,
         frozen_columns: Bool[Tensor, "users columns"] | None = None,
     ) -> None:
-        """One optimiser step on the columns that ``phase`` trains, in place; ``gradients`` is used up.
+        """Take one step of each optimizer of a phase, in place on the columns that it trains.
 
-        Gradients of what is ``frozen_columns`` are zero, so that they neither count in a norm nor become moments.
+        Args:
+            phase: The phase.
+            cohort: The cohort.
+            gradients: Gradients by tensor name; emptied.
+            iteration: Local step within the run, for learning rates.
+            frozen_columns: True on entries that do not move. Their gradients are set to zero, so that they count
+                neither in a norm nor in moments.
         """
         part = cohort.part
         for name, roles in phase.optimizers:
@@ -501,10 +614,17 @@ class Steps:
         noise: Float[Tensor, "users *layers clusters"] | None = None,
         names: Collection[str] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Each user's mean loss, and its gradient at the tensors that the phase trains or leaves to others.
+        """Return mean losses, and gradients at the tensors that a phase trains or leaves to other phases.
 
-        With ``names`` at those of them alone. In float16 losses are scaled on the way. Gradients are in the rows'
-        dtype, or in the model's, where nothing is done to them before a step.
+        In float16 losses are scaled during the pass. Gradients have the dtype of the rows, or that of the model if
+        nothing changes them before the step.
+
+        Args:
+            cohort: The cohort; running statistics of its nets are updated.
+            drawn: A batch of each user, as drawn.
+            phase: The phase.
+            noise: Noise that is added to router logits.
+            names: Names of the tensors to differentiate; all if None.
         """
         if self.model.dtype == torch.float16:
             run = partial(self._pass, cohort, drawn, phase, noise, names)
@@ -520,18 +640,18 @@ class Steps:
         names: Collection[str] | None,
         scales: Float[Tensor, " users"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """:meth:`gradient`, by each user's scale.
+        """Run one pass of :meth:`gradient` with given loss scales.
 
-        Only the tensors in question require a gradient, so nothing is computed or kept for the rest.
+        Only the tensors in question require a gradient, so that nothing is computed or kept for the rest.
         """
         rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
         whole, statistics = self.batch_source.counted(drawn), layout.only({STATISTICS}).slots
         if self.model.batchwise and len(whole.unique()) > 1:
             return self._gradient_by_size(cohort, drawn, phase, noise)
         tensors = self.tensors(rows)
-        if noise is not None:  # the gradient at the logits with noise is that of the logits
+        if noise is not None:  # noise is added, so gradients at the noisy logits are those of the logits
             tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
-        for slot in statistics:  # changed in place, and views of what must not change
+        for slot in statistics:  # updated in place; without the copy, a view of the rows
             tensors[slot.name] = tensors[slot.name].clone()
         trained = [slot.name for slot in layout.touching(phase.reached).slots]
         trained = trained if names is None else [name for name in trained if name in names]
@@ -539,14 +659,14 @@ class Steps:
             tensors[name] = tensors[name].detach().requires_grad_()
         model = self.model.without(phase.without) if phase.without else self.model
         total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
-        # What goes straight into steps stays in the dtype that it was computed in.
+        # Gradients that go straight into a step keep the dtype that they were computed in.
         wide = drawn.shape[1] > self.portions.sequences or bool(self.plan.method.client.parts) or names is not None
         for part in self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1):
             counted = self.batch_source.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
             batch: Any = self.batch_source.read(phase.stream, owners, part)
             sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(part)}
-            # Cut anew for each pass, whose gradient frees what was kept of the cut.
+            # Restricted again for each pass: its backward pass frees the buffers of the previous one.
             taken = restrict(tensors, layout, layout.roles - phase.without) if phase.without else tensors
             losses, penalty = model.losses(taken, owners, batch, train=True, **sample_shares)
             means = losses.flatten(1).sum(1) / counted.clamp(min=1)
@@ -578,7 +698,7 @@ class Steps:
         phase: Phase,
         noise: Float[Tensor, "users *layers clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """:meth:`gradient` of users with equal batches at a time: batch norm would see what fills the others."""
+        """Run :meth:`gradient` on users with equal batch sizes at a time: batch norm would see padding."""
         sizes, rows = self.batch_source.counted(drawn), cohort.part.rows
         total, trained = torch.zeros(len(rows)), self.model.layout.touching(phase.reached).slots
         gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
@@ -587,7 +707,7 @@ class Steps:
             noise_of_some = None if noise is None else noise[at]
             some = cohort.only(at.tolist())
             total[at], gradients_found = self.gradient(some, drawn[at, :size], phase, noise_of_some)
-            rows[at] = some.part.rows  # with the running statistics that this pass has changed
+            rows[at] = some.part.rows  # with updated running statistics
             for name, gradient in gradients_found.items():
                 gradients[name][at] = gradient
         return total, gradients

@@ -14,7 +14,14 @@ import torch
 
 from comingle.config import load_recipe
 from comingle.data.population_files import read_population, write_population
-from comingle.data.populations import LOTS, LazyPopulation, Numbered, Numbers, digest_names, drawn
+from comingle.data.populations import (
+    MAX_HASHED_NAMES,
+    LazyPopulation,
+    NumberedNames,
+    UserNumbers,
+    digest_names,
+    draw_users,
+)
 from comingle.data.text.streams import UserData
 from comingle.runs import api
 from comingle.runs.session import prepare
@@ -33,10 +40,10 @@ SAMPLE = {"evaluation.users": 3, "training.participation": 0.5, "training.rounds
 
 
 def test_names_are_numbers() -> None:
-    names = Numbered("user-", 1000)
+    names = NumberedNames("user-", 1000)
     assert names[17] == "user-17"
     assert names[-1] == "user-999"
-    assert Numbers(names)(["user-3", "user-999"]) == [3, 999]
+    assert UserNumbers(names)(["user-3", "user-999"]) == [3, 999]
     assert "user-1000" not in names
     assert "user-07" not in names
     assert list(names[2:4]) == ["user-2", "user-3"]
@@ -45,17 +52,17 @@ def test_names_are_numbers() -> None:
 def test_up_to_a_limit_everybody_has_a_lot() -> None:
     """As runs of before there was a limit have drawn, whatever the order."""
     lots = sorted(range(6), key=lambda i: derive(0, 3, "participation", NAMES[i]))
-    assert drawn(NAMES, 2, 0, 3, "participation") == sorted(lots[:2])
+    assert draw_users(NAMES, 2, 0, 3, "participation") == sorted(lots[:2])
     shuffled = random.Random(0).sample(NAMES, 6)
-    named = {shuffled[i] for i in drawn(shuffled, 2, 0, 3, "participation")}
+    named = {shuffled[i] for i in draw_users(shuffled, 2, 0, 3, "participation")}
     assert named == {NAMES[i] for i in lots[:2]}
 
 
 def test_beyond_it_each_is_as_likely() -> None:
-    names = Numbered("user-", LOTS + 1)
+    names = NumberedNames("user-", MAX_HASHED_NAMES + 1)
     counts = [0] * 10
     for number in range(40):
-        found = drawn(names, 500, 0, number)
+        found = draw_users(names, 500, 0, number)
         assert found == sorted(set(found))
         assert len(found) == 500
         for user in found:
@@ -144,4 +151,4 @@ def test_a_population_that_is_torn_is_said(tmp_path: Path, make_user: Callable[.
 
 def test_names_are_known_by_their_digest() -> None:
     assert digest_names(["a", "b"]) != digest_names(["b", "a"])
-    assert digest_names(Numbered("user-", 10)) != digest_names(Numbered("user-", 11))
+    assert digest_names(NumberedNames("user-", 10)) != digest_names(NumberedNames("user-", 11))

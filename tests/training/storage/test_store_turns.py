@@ -10,7 +10,7 @@ import pytest
 from populations import recipe_of, require_same, said, talks, write_rows
 
 from comingle.data.conversations.encoding import Answers
-from comingle.data.populations import Names, NamesWriter, names_of
+from comingle.data.populations import StoredNames, StoredNamesWriter, names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Mixture, UserText
 from comingle.data.streaming import StoredRows
@@ -126,18 +126,18 @@ def test_rows_are_grouped_without_holding_them(tmp_path: Path) -> None:
 
 def test_names_are_found_in_files(tmp_path: Path) -> None:
     wanted = [f"user {i * 7919 % 1000}" for i in range(1000)]
-    writer = NamesWriter(tmp_path)
+    writer = StoredNamesWriter(tmp_path)
     for name in wanted:
         writer.add(name)
     names = writer.finish()
     assert list(names) == wanted
     assert [names.index(name) for name in wanted] == list(range(1000))
     part = names[300:400]
-    assert isinstance(part, Names)
+    assert isinstance(part, StoredNames)
     assert (list(part), part.index(wanted[317])) == (wanted[300:400], 17)
     assert wanted[299] not in part
     assert "nobody" not in names
-    twice = NamesWriter(tmp_path)
+    twice = StoredNamesWriter(tmp_path)
     for name in ("ann", "bob", "ann"):
         twice.add(name)
     with pytest.raises(ComingleError, match="user 'ann' twice"):

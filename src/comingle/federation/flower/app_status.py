@@ -1,6 +1,6 @@
-"""Status of a ServerApp in its run folder: Flower discards what the app prints, and reports late that it died.
+"""Status of a ServerApp in its run folder. Flower discards the app's output and reports late that it has died.
 
-``app.json`` has the app's process and whether it has finished; ``app.log`` has the lines for the operator.
+``app.json`` has the app's process and its state; ``app.log`` has the lines for the operator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from comingle.utils.terminal import printable
 FOLDER, STATE, LOG = "flower", "app.json", "app.log"
 
 RUNNING, FINISHED, FAILED, BROKEN = "running", "finished", "failed", "broken"
-"""``failed`` is a mistake of the operator's, which a restart does not mend; ``broken`` is any other failure."""
+"""``failed`` is a mistake of the operator, which a restart does not fix; ``broken`` is any other failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class StatusWriter:
         self._write(FINISHED)
 
     def fail(self, line: str) -> None:
-        """Record a mistake of the operator's."""
+        """Record a mistake of the operator."""
         self.say(line)
         self._write(FAILED, line)
 

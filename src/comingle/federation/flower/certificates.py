@@ -1,11 +1,11 @@
-"""Certificates and keys for trying: an authority of our own, the server's certificate, and a key for each user.
+"""Certificates and keys for trials: a certificate authority, the server's certificate, and a key per user.
 
-    FOLDER/ca.pem            who has signed: goes to every user
-    FOLDER/server.pem .key   the coordinator's alone
-    FOLDER/users/ada.key     goes to Ada, and to nobody else
-    FOLDER/users/ada.pub     the coordinator's: who holds the key to it is Ada
+    FOLDER/ca.pem            the authority's certificate; every user needs it
+    FOLDER/server.pem .key   the server's certificate and private key; they stay with the operator
+    FOLDER/users/ada.key     Ada's private key, for Ada only
+    FOLDER/users/ada.pub     Ada's public key, with which the server recognises Ada
 
-The authority's own key is thrown away: nobody can sign anything with it later.
+The authority's private key is not stored, so nothing can be signed with it later.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from comingle.utils.records import write_new
 AUTHORITY, CERTIFICATE, KEY, USERS = "ca.pem", "server.pem", "server.key", "users"
 
 _DAYS = 825
-"""Longer, and some programs do not believe a certificate."""
+"""Validity period; some programs reject certificates that are valid for longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """A folder of certificates, with the public keys of users by name."""
+    """Certificates, the server's key, and the users' public keys by name."""
 
     authority: Path
     certificate: Path
@@ -43,15 +43,15 @@ class Files:
 
 
 def spelt(user: str) -> str:
-    """A user's name as a file can have it."""
+    """Return a user's name in a form that is valid as a file name."""
     return quote(user, safe=" ")
 
 
 def read_certificates(folder: Path) -> Files:
-    """Return the files that :func:`make_certificates` has written, or their like from another authority.
+    """Return the files written by :func:`make_certificates`, or the same files from another authority.
 
     Raises:
-        RecipeError: a file is missing or damaged, or a certificate has expired or is not yet valid.
+        RecipeError: A file is missing or damaged, or a certificate has expired or is not yet valid.
     """
     for name in (AUTHORITY, CERTIFICATE, KEY):
         if not (folder / name).is_file():
@@ -63,10 +63,10 @@ def read_certificates(folder: Path) -> Files:
 
 
 def require_valid(path: Path) -> None:
-    """Refuse a file whose first certificate is outside its period of validity.
+    """Check that a file's first certificate is within its validity period.
 
     Raises:
-        RecipeError: it has expired, is not valid yet, or is no certificate.
+        RecipeError: It has expired, is not valid yet, or is no certificate.
     """
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
@@ -83,10 +83,15 @@ def require_valid(path: Path) -> None:
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] = ()) -> Files:
-    """Writes an authority and a server's certificate for these names and addresses; keys for users who have none yet.
+    """Create the authority and the server's certificate, if there is none, and keys for users without one.
+
+    Args:
+        folder: Where to write.
+        hosts: Names and addresses under which clients reach the server.
+        users: Users who need a key.
 
     Raises:
-        RecipeError: there is a certificate already, and hosts are given; no host for the first one.
+        RecipeError: The folder has a certificate and hosts are given, or it has none and no host is given.
     """
     (folder / USERS).mkdir(parents=True, exist_ok=True)
     if (folder / CERTIFICATE).exists():
@@ -102,7 +107,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] =
 
 
 def _make_server(folder: Path, hosts: Sequence[str]) -> None:
-    """An authority that signs one certificate, for these hosts and for this machine itself."""
+    """Create an authority and one certificate signed by it, for these hosts and for loopback."""
     if not hosts:
         raise RecipeError("certificates: no --host; give the name or address under which users find the server")
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
@@ -131,7 +136,7 @@ def _make_server(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def make_key(folder: Path, user: str) -> tuple[Path, Path]:
-    """Return the files of a user's private and public key; make them where there are none."""
+    """Return the files of a user's private and public key; create them if they do not exist."""
     private, public = (folder / f"{spelt(user)}.{ending}" for ending in ("key", "pub"))
     if not public.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,9 +1,9 @@
-"""Messages through Flower's grid, by user name.
+"""Messages to clients through Flower's grid, addressed by user name.
 
-Each message is sent and awaited in a thread of its own, so that no client waits for another one that is slow or dead.
+Each message is sent and awaited in its own thread, so that a slow or dead client does not delay the others.
 
-A client with a registered key keeps its Flower node ID across restarts, and the name under which the key is registered
-is the only one that it may have. Without keys a client gets a new node ID at each start.
+A client with a registered key keeps its Flower node ID across restarts, and can only use the name under which the key
+is registered. Without keys a client gets a new node ID at each start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from comingle.federation.flower.client_app import (
 
 @runtime_checkable
 class Channel(Protocol):
-    """Moves bytes between the server and clients, by name of the user."""
+    """Transport of bytes between the server and clients, addressed by user name."""
 
     def present(self) -> Sequence[str]:
         """Return the names of connected users."""
@@ -42,9 +42,9 @@ class Channel(Protocol):
     def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
         """Send each client its request; yield ``(name, reply)`` as replies arrive, or ``(name, why it failed)``.
 
-        Ends when all have answered or failed, or after ``timeout`` seconds. The reason of a failure is one line. A
-        reply to an older request is never yielded. ``requests`` may change meanwhile: a channel that waits sends
-        requests that are new in it, and no longer waits for those that are gone.
+        Ends when all have replied or failed, or after ``timeout`` seconds. The reason of a failure is one line. A reply
+        to an older request is never yielded. ``requests`` may change during iteration: a channel that waits sends new
+        requests, and stops waiting for removed ones.
         """
         ...
 
@@ -53,22 +53,22 @@ Tag = TypeVar("Tag")
 
 _FIRST_SECONDS, _LAST_SECONDS = 0.1, 2.0
 _POLL_FRACTION = 0.03
-"""A reply that has been awaited for T seconds is polled again after this fraction of T."""
+"""Interval between polls for a reply, as a fraction of the time waited so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoReply:
-    """Stands for a reply that will not come; ``line`` says why."""
+    """Result of a message without a reply; ``line`` is the reason."""
 
     line: str
 
 
 class MessageSender:
-    """Sends messages to nodes through the grid and awaits their replies, each in a thread of its own."""
+    """Sends messages to nodes through the grid and awaits their replies, each in its own thread."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._pushing = threading.Lock()  # objects that messages share are sent once if messages go in turn
+        self._pushing = threading.Lock()  # Sending one at a time uploads objects that messages share only once.
         self._in_flight = 0
 
     def send(
@@ -82,23 +82,23 @@ class MessageSender:
         put: Callable[[tuple[Tag, Message | NoReply]], None],
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Send a message, and hand its reply to ``put``.
+        """Send a message, and pass its reply to ``put``.
 
         Args:
             content: Content of the message.
-            node: Number of the node.
+            node: ID of the node.
             kind: Flower's type of the message.
             seconds: Timeout for the reply.
-            tag: Handed to ``put`` with the reply.
-            put: Takes the tag, and the reply or the reason why there is none.
-            wanted: Polling ends once this is False.
+            tag: Passed to ``put`` with the reply.
+            put: Called with the tag, and with the reply or the reason why there is none.
+            wanted: Polling ends once this returns False.
         """
 
         def exchange() -> None:
             self._in_flight += 1
             try:
                 put((tag, self._reply(content, node, kind, seconds, wanted)))
-            except Exception as error:  # the grid raises many; the receiver must hear of all
+            except Exception as error:  # The grid raises many kinds; all must reach the receiver.
                 put((tag, NoReply(line=f"{type(error).__name__}: {' '.join(str(error).split())}")))
             finally:
                 self._in_flight -= 1
@@ -129,7 +129,13 @@ _ROSTER_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node since its last start; ``registered`` is the name of its key, if the key is registered."""
+    """A node since its last start.
+
+    Args:
+        number: The node's ID.
+        since: When it was last activated.
+        registered: Name of its key, if the key is registered.
+    """
 
     number: int
     since: str = ""
@@ -137,7 +143,7 @@ class Node:
 
 
 class ConnectedNodes:
-    """Connected nodes and the users' names that they have; ``allowed`` are the names that may join, all if empty."""
+    """Connected nodes by user name; ``allowed`` are the names that may join, all if empty."""
 
     def __init__(
         self, grid: Grid, sender: MessageSender, say: Callable[[str], None], *, allowed: Collection[str] = ()
@@ -159,7 +165,7 @@ class ConnectedNodes:
         return any(asked > since for node, asked in self._asked.items() if node not in known)
 
     def look(self) -> None:
-        """Look up which nodes have connected and gone; at most twice a second."""
+        """Update the connected nodes; at most twice per second."""
         if time.monotonic() - self._looked < _ROSTER_SECONDS:
             return
         self._looked = time.monotonic()
@@ -183,7 +189,7 @@ class ConnectedNodes:
         )
 
     def _listen(self) -> None:
-        """Take the answers that have arrived; ask nodes that do not answer again."""
+        """Process the answers that have arrived; forget nodes that failed, so that they are asked again."""
         while not self._replies.empty():
             node, reply = self._replies.get()
             hello = Failure(line=reply.line, accident=True) if isinstance(reply, NoReply) else unwrap_hello(reply)
@@ -197,11 +203,11 @@ class ConnectedNodes:
                 self._refuse(node, hello.line)
 
     def _assign_names(self) -> None:
-        """Assign names to nodes: of several with the same name the first, or the one that it was restarted as."""
+        """Assign names to nodes. If several claim a name, the first keeps it, even after a restart."""
         nodes: dict[str, Node] = {}
         present = {(hello.name, hello.instance) for hello in self._hellos.values()}
         self._holders = {name: instance for name, instance in self._holders.items() if (name, instance) in present}
-        for node, hello in self._hellos.items():  # in the order in which they have answered
+        for node, hello in self._hellos.items():  # in the order of their answers
             if line := self._objection(node, hello):
                 self._refuse(node, line)
             else:
@@ -215,7 +221,7 @@ class ConnectedNodes:
         self.nodes = nodes
 
     def _objection(self, node: Node, hello: Hello) -> str:
-        """Return why a node may not have the name that it claims; empty if it may."""
+        """Return why a node may not use the name that it claims; an empty string if it may."""
         if hello.format != FORMAT:
             return f"{hello.name}: its messages are of format {hello.format}; allowed: {FORMAT}"
         if node.registered and node.registered != hello.name:
@@ -229,7 +235,7 @@ class ConnectedNodes:
         return ""
 
     def _refuse(self, node: Node, line: str) -> None:
-        """Refuse a node, and say so once on both sides."""
+        """Refuse a node, and report the reason once on both sides."""
         if self._refused.get(node) == line:
             return
         self._refused[node] = line
@@ -241,12 +247,21 @@ class ConnectedNodes:
 
 _LOOK_SECONDS = 0.25
 _MAX_TRIES = 3
-"""How often a request is sent to a client whose worker, process or connection fails while it answers."""
+"""Limit on attempts for a request whose client's worker, process or connection fails while it answers."""
 
 
 @dataclass(eq=False)
 class _Request:
-    """A request in flight: its node, since when its client is disconnected, and how often it failed."""
+    """A request in flight.
+
+    Args:
+        request: The bytes.
+        node: The node to which it was sent; None if it has to be sent.
+        disconnected_since: When the client disconnected, in seconds of the monotonic clock; None if it has not.
+        accidents: How often it failed.
+        line: Why it failed last.
+        done: Whether its reply is not awaited any more.
+    """
 
     request: bytes
     node: Node | None = None
@@ -257,9 +272,16 @@ class _Request:
 
 
 class GridChannel:
-    """Moves bytes between the server and clients, by name of the user.
+    """Transport of bytes between the server and clients, addressed by user name.
 
     A client that disconnects during an exchange and returns within ``grace`` seconds gets its request again.
+
+    Args:
+        grid: Flower's grid.
+        say: Called with each line to show to the operator.
+        allowed: Names that may join; all if empty.
+        patience: How long to wait for the names of nodes that have just connected, in seconds.
+        grace: How long to wait for a client that has disconnected, in seconds.
     """
 
     def __init__(
@@ -277,7 +299,7 @@ class GridChannel:
         self._waits = True
 
     def present(self) -> Sequence[str]:
-        """Return the names of connected users; waits some seconds for nodes that have just connected."""
+        """Return the names of connected users, after a short wait for nodes that have just connected."""
         until = time.monotonic() + self._hello_seconds
         self._nodes.look()
         while self._waits and self._nodes.waiting(self._hello_seconds) and time.monotonic() < until:
@@ -286,7 +308,7 @@ class GridChannel:
         return sorted(self._nodes.nodes)
 
     def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
-        """Send each client its request; yield replies, or why there is none, for ``timeout`` seconds."""
+        """Send each client its request; yield replies, or reasons of failures, for ``timeout`` seconds."""
         until = time.monotonic() + timeout
         replies: queue.SimpleQueue[tuple[tuple[str, _Request, Node], Message | NoReply]] = queue.SimpleQueue()
         in_flight: dict[str, _Request] = {}
@@ -304,7 +326,7 @@ class GridChannel:
                 except queue.Empty:
                     continue
                 if sent.done or sent.node != node or in_flight.get(name) is not sent:
-                    continue  # of a node that has been started again since, or of a request that is not due any more
+                    continue  # The node was restarted since, or the request is not awaited any more.
                 answer = _answer(sent, reply)
                 if answer is not None:
                     sent.done = True
@@ -312,13 +334,13 @@ class GridChannel:
             late = [name for name, sent in in_flight.items() if not sent.done]
         finally:
             for sent in in_flight.values():
-                sent.done = True  # its reply is not awaited any more
+                sent.done = True  # Stops polling for its reply.
         for name in late:
             yield name, f"no reply within {round(timeout, 1):g} s"
 
     def _update(self, in_flight: dict[str, _Request], requests: Mapping[str, bytes]) -> bool:
         """Update the requests in flight; return whether a reply is still awaited."""
-        self._waits, due = False, dict(requests)  # presence is looked up without waiting
+        self._waits, due = False, dict(requests)  # Reading the requests calls `present`, which must not wait here.
         self._waits = True
         for name in [name for name, sent in in_flight.items() if due.get(name) is not sent.request]:
             in_flight.pop(name).done = True
@@ -327,7 +349,7 @@ class GridChannel:
         return any(not sent.done for sent in in_flight.values())
 
     def _forward(self, name: str, sent: _Request, seconds: float, replies: queue.SimpleQueue) -> None:
-        """Send a request that has not been sent yet, or only to a node that has gone."""
+        """Send a request that has not been sent yet, or that was sent to a node that has disconnected."""
         node = self._nodes.nodes.get(name)
         if node is None:
             sent.node = None
@@ -345,7 +367,7 @@ class GridChannel:
             )
 
     def _lost(self, sent: _Request) -> str | None:
-        """Return why a client is not expected any more; None if it is."""
+        """Return why a client is not awaited any more; None if it is."""
         if sent.accidents >= _MAX_TRIES:
             return sent.line
         if sent.disconnected_since is not None and time.monotonic() - sent.disconnected_since > self._grace:
@@ -354,7 +376,7 @@ class GridChannel:
 
 
 def _answer(sent: _Request, reply: Message | NoReply) -> bytes | str | None:
-    """Return a client's reply, or why it failed; None where its request is to be sent again."""
+    """Return a client's reply, or why it failed; None if its request is to be sent again."""
     outcome = Failure(line=reply.line, accident=True) if isinstance(reply, NoReply) else unwrap(reply)
     if isinstance(outcome, bytes):
         return outcome

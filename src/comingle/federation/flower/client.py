@@ -1,4 +1,4 @@
-"""A participant's side as processes: a client, which is started again when it dies, and the worker behind it."""
+"""The processes of a client: the Flower client, which is restarted when it dies, and its worker."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class SuperNode:
     """A user's client process (:mod:`comingle.federation.flower.fleet_client`).
 
     Args:
-        user: Whose it is.
+        user: The user.
         server: ``HOST:PORT``.
-        say: Gets one line for the user.
+        say: Called with each line to show to the user.
         authority: Certificate of the authority that has signed the server's.
         key: The user's private key.
-        poll_seconds: How often to look for messages.
-        app: Import path of the ClientApp; tests have others.
+        poll_seconds: Interval at which to poll for messages.
+        app: Import path of the ClientApp; tests use others.
 
     Raises:
         RecipeError: The server is on another machine and there is no authority.
@@ -61,27 +61,27 @@ class SuperNode:
             say=self.say,
         )
         self._refused = self.user.state / REFUSAL
-        self._refused.unlink(missing_ok=True)  # of an earlier time
+        self._refused.unlink(missing_ok=True)  # from an earlier start
 
     def tend(self) -> None:
-        """Start it, or start it again.
+        """Start the process, or restart it.
 
         Raises:
-            RunError: It dies again and again, or the server refuses it.
+            RunError: It dies repeatedly, or the server refuses it.
         """
         if self._refused.exists():
             raise RunError(f"refused: {self._refused.read_text(encoding='utf-8').strip()}")
         self.service.tend()
 
     def stop(self) -> None:
-        """End it, and the worker."""
+        """End the process and the worker."""
         self.service.stop()
         try:
             worker = read_worker(self.user.state)
             if worker.lives():
                 os.kill(worker.pid, signal.SIGTERM)
         except (OSError, ValueError, KeyError):
-            return  # there is none
+            return  # There is no worker.
 
     def _command(self) -> list[str]:
         settings = {"name": self.user.name, "state": str(self.user.state)}
@@ -96,10 +96,10 @@ class SuperNode:
 
 
 def participate(node: SuperNode, until: Callable[[], bool] = lambda: False) -> None:
-    """Keep a client at work until it is enough.
+    """Run a client until ``until`` returns True.
 
     Raises:
-        RunError: It dies again and again, or the server refuses it.
+        RunError: It dies repeatedly, or the server refuses it.
     """
     try:
         with ended_politely():

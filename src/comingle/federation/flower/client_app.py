@@ -1,13 +1,13 @@
 """The Flower app of a client: its bundle (FAB), the content of its messages, and the app itself.
 
-A SuperLink hands the bundle of a run to every node, and Flower's own SuperNode installs and imports what is in it.
-Clients of comingle never do: they compare the digest of the run's bundle with :data:`DIGEST`, which is computed from
-what is installed here, and refuse every other run.
+A SuperLink sends a run's bundle to every node, and Flower's own SuperNode installs and imports it. Clients of comingle
+never do: they compare the digest of the run's bundle with :data:`DIGEST`, which is computed from the installed package,
+and refuse every other run.
 
-A message carries bytes as they are, or one line that says why there are none. Bytes travel as one array: Flower cuts
-arrays into pieces and sends those piece by piece, so that nothing has to be in one request. Nothing is pickled.
+A message carries bytes, or one line that says why there are none. Bytes travel as one array: Flower splits arrays into
+chunks and sends these separately, so that no request has to hold all of them. Nothing is pickled.
 
-The module imports neither torch nor anything that does.
+The module does not import torch, directly or indirectly.
 """
 
 from __future__ import annotations
@@ -67,27 +67,33 @@ def build_bundle() -> bytes:
 
 
 DIGEST = hashlib.sha256(build_bundle()).hexdigest()
-"""SHA-256 of the bundle, in hex: what the server names as the app of its run, and the only one that clients accept."""
+"""SHA-256 of the bundle in hex. The server announces it as the app of its run; clients accept no other."""
 
 UNKNOWN_KEY = "the key is not registered"
-"""What a server says to a client whose key it does not know."""
+"""Response of a server to a client whose key is not registered."""
 
 
 FORMAT = 1
-"""Raised when these records change their meaning."""
+"""Version of the records; incremented when their meaning changes."""
 
 HELLO, REFUSED, TRAIN = "query.hello", "query.refused", "train"
-"""Kinds of messages: who are you; you may not take part; here is a request."""
+"""Message types: ask a node for its name, refuse a node, send a request."""
 
 _LONGEST = 400
-"""Characters of a client's text that are repeated."""
+"""Limit on characters of a client's text that the server repeats."""
 
 _BYTES, _KEY, _HELLO, _LINE = "message", "bytes", "hello", "line"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """Who a node says it is; ``instance`` is another one for each state folder."""
+    """A node's answer to :data:`HELLO`.
+
+    Args:
+        name: The user.
+        instance: Random text that differs for each state folder.
+        format: Version of its records.
+    """
 
     name: str
     instance: str
@@ -96,24 +102,29 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why there is no reply, in one line; after an accident another try may go well, after a refusal it does not."""
+    """Why there is no reply.
+
+    Args:
+        line: The reason, in one line.
+        accident: Whether a retry may succeed; False for a refusal.
+    """
 
     line: str
     accident: bool
 
 
 def wrap(data: bytes) -> RecordDict:
-    """Bytes as the content of a message."""
+    """Return message content that holds bytes."""
     return RecordDict({_BYTES: ArrayRecord({_KEY: Array("uint8", (len(data),), "comingle", data)})})
 
 
 def wrap_failure(failure: Failure) -> RecordDict:
-    """The same of what goes back where there is no reply."""
+    """Return message content that holds the reason why there is no reply."""
     return RecordDict({_LINE: ConfigRecord({"line": failure.line, "accident": failure.accident})})
 
 
 def wrap_hello(hello: Hello) -> RecordDict:
-    """The same of a node's answer to :data:`HELLO`."""
+    """Return message content that answers :data:`HELLO`."""
     return RecordDict({_HELLO: ConfigRecord({"name": hello.name, "instance": hello.instance, "format": hello.format})})
 
 
@@ -121,11 +132,11 @@ _LOST = {
     ErrorCode.NODE_UNAVAILABLE: "its connection was lost",
     ErrorCode.MESSAGE_UNAVAILABLE: "its reply was lost on the way",
 }
-"""Errors that Flower's server replies with instead of a user."""
+"""Errors that Flower's server sends in place of a client's reply."""
 
 
 def unwrap(message: Message) -> bytes | Failure:
-    """What :func:`wrap` or :func:`wrap_failure` has put in; an error of Flower's own is an accident."""
+    """Return the bytes or the failure in a message; an error from Flower itself counts as an accident."""
     if message.has_error():
         line = _LOST.get(message.error.code) or _one_line(f"{message.error.reason or message.error.code}")
         return Failure(line=line, accident=True)
@@ -139,7 +150,7 @@ def unwrap(message: Message) -> bytes | Failure:
 
 
 def unwrap_hello(message: Message) -> Hello | Failure:
-    """Who has answered."""
+    """Return a node's answer to :data:`HELLO`, or why there is none."""
     if message.has_error() or _LINE in message.content.config_records:
         failure = unwrap(message)
         assert isinstance(failure, Failure)
@@ -161,16 +172,16 @@ def unwrap_hello(message: Message) -> Hello | Failure:
 
 
 def _one_line(text: object) -> str:
-    """What somebody has sent, as a short line that no terminal obeys."""
+    """Return text from another machine as a short line that is safe to print in a terminal."""
     line = " ".join(text[: 2 * _LONGEST].split()) if isinstance(text, str) else ""
     return printable(line)[:_LONGEST] or "says nothing that can be read"
 
 
 def request_of(message: Message) -> bytes:
-    """The bytes of a request.
+    """Return the bytes of a request.
 
     Raises:
-        MessageError: there are none.
+        MessageError: There are none.
     """
     data = unwrap(message)
     if isinstance(data, Failure):
@@ -179,22 +190,22 @@ def request_of(message: Message) -> bytes:
 
 
 WORKER = (sys.executable, "-m", "comingle.federation.worker")
-"""Command that starts a user's worker; the user's options come after it."""
+"""Command that starts a user's worker; the user's options follow it."""
 
 _SHOWN_BYTES = 1000
-"""Bytes of a refusal that are shown."""
+"""Limit on the bytes of a refusal that are shown."""
 
 Ask = Callable[[User, bytes, float], bytes]
-"""Asks a user's worker; gets the request and for how many seconds at most it may take."""
+"""Sends a request to a user's worker and returns the reply; gets the timeout in seconds."""
 
 
 def make_client_app(ask: Ask) -> ClientApp:
-    """The app around whatever answers requests; a refusal of it (ComingleError) goes back as one line."""
+    """Return the client app, which answers requests with ``ask``; a ComingleError is sent back as one line."""
     made = ClientApp()
 
     @made.query("hello")
     def hello(message: Message, context: Context) -> Message:
-        """Who is at this node."""
+        """Return the name of this node's user."""
         try:
             user = read_user(context.node_config)
             content = wrap_hello(Hello(name=user.name, instance=instance_of(user.state)))
@@ -204,7 +215,7 @@ def make_client_app(ask: Ask) -> ClientApp:
 
     @made.query("refused")
     def refused(message: Message, context: Context) -> Message:
-        """The coordinator does not want this node, and says why: that is for the person at the node."""
+        """Show and store the reason why the server refuses this node."""
         line = printable(" ".join(request_of(message)[:_SHOWN_BYTES].decode(errors="replace").split()))
         print(f"comingle: refused: {line}", file=sys.stderr, flush=True)
         write_text(read_user(context.node_config).state / REFUSAL, line + "\n")
@@ -212,14 +223,14 @@ def make_client_app(ask: Ask) -> ClientApp:
 
     @made.train()
     def train(message: Message, context: Context) -> Message:
-        """A request of the coordinator's."""
+        """Answer a request."""
         return Message(_answered(ask, message, context), reply_to=message)
 
     return made
 
 
 def _answered(ask: Ask, message: Message, context: Context) -> RecordDict:
-    # Clocks of two machines differ: the time that a message may take is counted from when it has come.
+    # Clocks of two machines differ, so the timeout counts from the message's arrival.
     seconds = message.metadata.ttl
     try:
         return wrap(ask(read_user(context.node_config), request_of(message), seconds))
@@ -230,7 +241,17 @@ def _answered(ask: Ask, message: Message, context: Context) -> RecordDict:
 
 
 def ask_worker(user: User, request: bytes, timeout: float) -> bytes:
-    """Asks this user's worker, which is started if there is none."""
+    """Send a request to a user's worker, and start the worker if none runs.
+
+    Args:
+        user: The user.
+        request: The request.
+        timeout: Timeout in seconds.
+
+    Raises:
+        BrokenOff: The worker failed; a retry may succeed.
+        MessageError: The worker refuses the request.
+    """
     return call(user.state, [*WORKER, *user.options()], request, timeout=timeout)
 
 

@@ -1,8 +1,8 @@
 """The client process of a federation: takes messages from the server over Flower's Fleet API and sends replies.
 
-It opens connections and listens to none. Of a run it reads the number and the digest of its app, and never the app
-itself: messages go to the :class:`~flwr.clientapp.ClientApp` that is installed here, and those of any other app are
-refused (:mod:`comingle.federation.flower.client_app`).
+It opens connections but does not listen. It reads a run's ID and the digest of its app, but never the app itself:
+messages go to the :class:`~flwr.clientapp.ClientApp` that is installed here, and those of any other app are refused
+(:mod:`comingle.federation.flower.client_app`).
 
 It reconnects after network failures without a time limit, and exits with status 2 on errors that a retry cannot fix.
 """
@@ -89,15 +89,15 @@ _TRIES = 100
 
 
 class NotActiveError(Exception):
-    """The server does not know this client any more: it was started again, or has missed too many heartbeats."""
+    """The server does not know this client any more: it was restarted, or the client missed too many heartbeats."""
 
 
 class MissedMessageError(NotActiveError):
-    """An answer was lost that may have held a message, which the server takes for delivered."""
+    """A response was lost that may have held a message, which the server considers delivered."""
 
 
 class RunOverError(Exception):
-    """The run of a message has ended, or never was one of this server's."""
+    """The run of a message has ended, or does not exist on this server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Server:
     Args:
         address: ``HOST:PORT``.
         authority: Certificate of the authority that has signed the server's; None for a connection without TLS.
-        key: The user's private key, in OpenSSH's format; None for one that is made on the spot.
+        key: The user's private key in OpenSSH format; None to generate one.
     """
 
     address: str
@@ -116,7 +116,7 @@ class Server:
 
 
 class FleetConnection:
-    """A client's connection to the Fleet API, made again after every disturbance.
+    """A client's connection to the Fleet API, which reconnects after failures.
 
     Args:
         server: Where to connect.
@@ -138,7 +138,7 @@ class FleetConnection:
 
     @property
     def node_id(self) -> int:
-        """The number that the server has given this client."""
+        """The ID that the server has given this client."""
         return self._node.node_id
 
     def activate(self) -> None:
@@ -176,7 +176,7 @@ class FleetConnection:
         threading.Thread(target=self._keep_alive, args=(self._node,), daemon=True).start()
 
     def receive(self) -> tuple[Message, ObjectTree] | None:
-        """Return the next message without its content, and the names of its parts; None where there is none.
+        """Return the next message without its content, and the IDs of its objects; None if there is no message.
 
         Raises:
             NotActiveError: The server does not know this client any more, or a message may have been lost.
@@ -187,14 +187,14 @@ class FleetConnection:
         return message_from_proto(response.messages_list[0]), response.message_object_trees[0]
 
     def digest_of(self, run_id: int) -> str:
-        """Return the digest of the app of a run, as the server names it."""
+        """Return the digest of a run's app as announced by the server."""
         if run_id not in self._apps:
             request = GetRunRequest(node=self._node, run_id=run_id)
             self._apps[run_id] = self._call_active("GetRun", request).run.fab_hash
         return self._apps[run_id]
 
     def download(self, message: Message, tree: ObjectTree) -> Message:
-        """Return the message with its content, and confirm that it has come."""
+        """Return the message with its content, and confirm that it has arrived."""
         run_id, message_id = message.metadata.run_id, message.metadata.message_id
         parts = [part.object_id for part in iterate_object_tree(tree)]
         pull = make_pull_object_fn_protobuf(self._object_call("PullObject"), self._node, run_id)
@@ -210,7 +210,7 @@ class FleetConnection:
         return whole
 
     def confirm(self, message: Message) -> None:
-        """Tell the server that a message has come, so that it drops the content."""
+        """Confirm that a message has arrived, so that the server drops the content."""
         metadata = message.metadata
         request = ConfirmMessageReceivedRequest(
             node=self._node, run_id=metadata.run_id, message_object_id=metadata.message_id
@@ -218,7 +218,7 @@ class FleetConnection:
         self._call_active("ConfirmMessageReceived", request)
 
     def send(self, reply: Message, seconds: float) -> None:
-        """Send a reply; ``seconds`` is how long it took to make."""
+        """Send a reply; ``seconds`` is how long the app took."""
         reply.metadata.__dict__["_message_id"] = reply.object_id
         with no_object_id_recompute():
             parts = get_all_nested_objects(reply)
@@ -236,7 +236,7 @@ class FleetConnection:
             push_objects(parts, push, object_ids_to_push=set(response.objects_to_push))
 
     def close(self) -> None:
-        """Tell the server that this client leaves, if it can be reached now."""
+        """Unregister from the server, if it can be reached now."""
         self._ended.set()
         with suppress(httpx.HTTPError, ValueError):
             self._http.DeactivateNode(DeactivateNodeRequest(node_id=self.node_id))
@@ -254,18 +254,20 @@ class FleetConnection:
                 NodeAuthHttpInterceptor(self._private, self._public),
             ],
         )
-        client._client.follow_redirects = False  # signed requests go to the server's address alone
+        client._client.follow_redirects = False  # Signed requests must go to the server's address only.
         return client
 
     def _register(self, public: bytes) -> None:
         try:
             self._call("RegisterNode", RegisterNodeFleetRequest(public_key=public))
         except httpx.HTTPStatusError as error:
-            if "already in use" not in error.response.text:  # by this very process, before it lost the connection
+            if (
+                "already in use" not in error.response.text
+            ):  # This process has registered it before it lost the connection.
                 raise
 
     def _why_unknown(self, error: httpx.HTTPStatusError) -> str:
-        """Return why this client is not let in; empty where its request was only garbled on its way."""
+        """Return why this client is refused; an empty string if its request was only corrupted on the way."""
         try:
             detail = str(error.response.json()["detail"])
         except (ValueError, KeyError, TypeError):
@@ -284,17 +286,17 @@ class FleetConnection:
             self._call("DeactivateNode", DeactivateNodeRequest(node_id=int(self._place.read_text(encoding="utf-8"))))
 
     def _call(self, method: str, request: Any, *, once: bool = False) -> Any:
-        """Call the Fleet API, again and again until the server answers.
+        """Call the Fleet API, with retries until the server responds.
 
         Args:
             method: Name of the Fleet API's method.
             request: Its message.
-            once: The request may not be repeated where it may have reached the server.
+            once: Whether a request that may have reached the server must not be repeated.
 
         Raises:
-            MissedMessageError: The answer to a request that may not be repeated was lost.
-            RunError: The server's certificate does not hold.
-            httpx.HTTPStatusError: The server answers, and refuses.
+            MissedMessageError: The response to a request that must not be repeated was lost.
+            RunError: The server's certificate is not trusted.
+            httpx.HTTPStatusError: The server refuses the request.
         """
         wait, said, refused = _FIRST_RETRY_SECONDS, False, 0
         while not self._ended.is_set():
@@ -306,7 +308,7 @@ class FleetConnection:
                     raise
                 if once and error.response.status_code >= 500:
                     raise MissedMessageError from None
-            except (httpx.TransportError, ValueError) as error:  # a ValueError is an answer that was garbled
+            except (httpx.TransportError, ValueError) as error:  # A ValueError means a corrupted response.
                 self._undisturbed_since = time.monotonic()
                 if "CERTIFICATE_VERIFY_FAILED" in str(error) and (problem := self._certificate_problem()):
                     raise RunError(problem) from None
@@ -336,7 +338,7 @@ class FleetConnection:
         return lambda request: self._call_active(method, request)
 
     def _keep_alive(self, node: Node) -> None:
-        """Send heartbeats for as long as this is the client's node, over a connection of their own."""
+        """Send heartbeats over a separate connection for as long as this is the client's node."""
         http = self._connect()
         request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_MIN_INTERVAL)
         while not self._ended.is_set() and node is self._node:
@@ -346,7 +348,7 @@ class FleetConnection:
                 if error.response.status_code in _UNKNOWN and node is self._node:
                     self.lost.set()
             except (httpx.TransportError, ValueError):
-                pass  # the next one may arrive
+                pass  # The next one may arrive.
             self._ended.wait(_HEARTBEAT_SECONDS)
         http.close()
 
@@ -385,7 +387,7 @@ class MessageLoop:
         self._refused: set[int] = set()
 
     def run(self) -> None:
-        """Answer messages until the process is ended.
+        """Answer messages until the process is terminated.
 
         Raises:
             RunError: The server refuses this client.
@@ -397,10 +399,10 @@ class MessageLoop:
                     if not self._step():
                         time.sleep(self._poll_seconds)
             except NotActiveError:
-                continue  # take the place anew; a message that was lost with it is sent again
+                continue  # Reactivate; the server resends a message that was lost.
 
     def _step(self) -> bool:
-        """Answer one message; return False where there was none."""
+        """Answer one message; return False if there was none."""
         received = self._connection.receive()
         if received is None:
             return False
@@ -409,10 +411,10 @@ class MessageLoop:
         try:
             reply = self._refusal(message) or self._answer_in_thread(self._connection.download(message, tree))
             self._connection.send(reply, time.monotonic() - began)
-        except (ObjectPullError, ObjectPushError) as error:  # the message was dropped meanwhile: it is sent again
+        except (ObjectPullError, ObjectPushError) as error:  # The server has dropped the message, and will resend it.
             self._say(f"run {message.metadata.run_id}: {error}")
         except RunOverError:
-            raise NotActiveError from None  # or a request was garbled: a message that is still wanted is sent again
+            raise NotActiveError from None  # Or a request was corrupted; the server resends what it still needs.
         return True
 
     def _answer_in_thread(self, message: Message) -> Message:
@@ -432,7 +434,7 @@ class MessageLoop:
         raise NotActiveError
 
     def _refusal(self, message: Message) -> Message | None:
-        """Return an error reply to a message of another app; None where it is this federation's."""
+        """Return an error reply to a message of another app; None for this federation's."""
         run_id = message.metadata.run_id
         digest = self._connection.digest_of(run_id)
         if digest == DIGEST:
@@ -456,7 +458,7 @@ class MessageLoop:
         )
         try:
             return self._app(message, context)
-        except Exception as error:  # the app's own mistakes go back as one line
+        except Exception as error:  # Errors of the app are sent back as one line.
             reason = f"{type(error).__name__}: {error}"
             self._say(f"run {run_id}: {reason}")
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
@@ -487,7 +489,7 @@ def main() -> None:
         server = Server(address=options.server, authority=options.authority, key=options.key)
         place = Path(options.node_config["state"]) / FOLDER / "place"
         connection = FleetConnection(server, place, _say)
-        TaskIdentity.task_id = 1  # Flower's messages ask for one
+        TaskIdentity.task_id = 1  # Flower's messages require one.
         app = load_app(options.app)
         MessageLoop(connection, app, options.node_config, options.poll_seconds, _say).run()
     except ComingleError as error:

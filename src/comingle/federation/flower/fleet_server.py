@@ -1,8 +1,8 @@
-"""The server process of a federation: Flower's Fleet API for clients, and the coordinator behind it.
+"""The server process of a federation: Flower's Fleet API for clients, and the app that runs the rounds.
 
 The process is assembled from Flower's parts and leaves out two of its APIs. Neither the *Control API* (list and stop
-runs, register nodes, submit apps) nor the *Runtime API* (hand tasks to executors) listens anywhere: keys are
-registered, the run is created and messages are exchanged by function calls. :class:`Gate` stands before the Fleet API.
+runs, register nodes, submit apps) nor the *Runtime API* (hand tasks to executors) is served: keys are registered, the
+run is created and messages are exchanged by function calls. :class:`Gate` filters requests to the Fleet API.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ from comingle.utils.errors import ComingleError, RecipeError
 from comingle.utils.terminal import printable
 
 _SPARE_SECONDS = 60.0
-"""How long a complete reply outlives its message: the coordinator may be reading it."""
+"""How long a complete reply outlives its message, since the app may still be reading it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UploadLimits:
-    """Limits on the replies of one client that the coordinator has not taken yet.
+    """Limits on the replies of one client that the app has not read yet.
 
     Args:
         replies: Number of replies, complete or not.
@@ -96,15 +96,15 @@ class UploadLimits:
 
 @dataclass(kw_only=True)
 class _UntakenReply:
-    """A client's reply, from the registration of its object tree until the coordinator takes it."""
+    """A client's reply, from the registration of its object tree until the app reads it."""
 
     node_id: int
     session_id: str
-    """Flower's push session, with which the client uploads the objects."""
+    """Flower's push session through which the client uploads the objects."""
     objects: frozenset[str]
     """IDs of all objects of the reply."""
     missing: set[str]
-    """IDs of the objects that are still to arrive."""
+    """IDs of the objects that have not arrived yet."""
     expires_at_unix: float
     """Unix time after which a complete reply is dropped."""
     stalled_at_monotonic: float
@@ -112,9 +112,9 @@ class _UntakenReply:
 
 
 class LimitedLinkState(InMemoryLinkState):
-    """Flower's state in memory, with :class:`UploadLimits` on the replies of each client.
+    """Flower's in-memory state, with :class:`UploadLimits` on the replies of each client.
 
-    A refused reply counts as not stored, as Flower's own invalid replies do, and is one line on stderr.
+    A refused reply counts as not stored, like Flower's own invalid replies, and is logged as one line on stderr.
 
     Args:
         federation_manager: Flower's manager of federations.
@@ -132,7 +132,16 @@ class LimitedLinkState(InMemoryLinkState):
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
-        """Store a message and register its objects; refuse a reply that exceeds the limits."""
+        """Store a message and register its objects; refuse a reply that exceeds the limits.
+
+        Args:
+            message: The message.
+            object_tree: The tree of its objects.
+            session_id: The push session.
+
+        Returns:
+            Whether it is stored, and the IDs of the objects to upload.
+        """
         if (node_id := message.metadata.src_node_id) == SUPERLINK_NODE_ID:
             return super().store_message_and_object_tree(message, object_tree, session_id)
         with self.lock:
@@ -157,8 +166,18 @@ class LimitedLinkState(InMemoryLinkState):
             return stored, pending
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
-        """Store an object of a registered reply; drop the reply if its client exceeds the limit of bytes."""
-        with self.lock:  # Flower's own order of its two locks differs between methods
+        """Store an object of a registered reply; drop the reply if its client exceeds the limit of bytes.
+
+        Args:
+            run_id: The run.
+            session_id: The reply's push session.
+            object_id: The object's SHA-256.
+            object_content: Its bytes.
+
+        Returns:
+            Whether it is stored.
+        """
+        with self.lock:  # Prevents a deadlock: Flower's methods acquire its two locks in different orders.
             found = next((name for name, one in self._uploads.items() if one.session_id == session_id), None)
             if found is None:
                 return super().store_object(run_id, session_id, object_id, object_content) if session_id else False
@@ -180,13 +199,19 @@ class LimitedLinkState(InMemoryLinkState):
             return super().get_object(run_id, object_id)
 
     def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
-        """Return messages for a client; drop replies that nobody waits for."""
+        """Return messages for a client, after dropping replies that have expired.
+
+        Args:
+            node_id: The client's node.
+            limit: Maximum number of messages; None for all.
+            run_id: The run; None for any.
+        """
         with self.lock:
             self._expire()
             return super().get_message_ins(node_id, limit, run_id=run_id)
 
     def _problem(self, message: Message, tree: ObjectTree) -> str:
-        """Return why a reply is refused; empty where it is not."""
+        """Return why a reply is refused; an empty string if it is not."""
         node_id, limits = message.metadata.src_node_id, self._limits
         if tree.object_id != message.metadata.message_id:
             return "objects of another message"
@@ -199,25 +224,25 @@ class LimitedLinkState(InMemoryLinkState):
                 return f"more than {limits.objects} objects; allowed: {limits.objects}"
             if not is_valid_sha256_hash(part.object_id):
                 return "the ID of an object is no SHA-256"
-            # An object that is registered with other children could unfold to a tree of any size when it is read.
+            # An object registered with other children could expand to a tree of any size when read.
             named = [child.object_id for child in part.children]
             if children.setdefault(part.object_id, self._registered(part.object_id, named)) != named:
                 return f"object {part.object_id[:12]} with two different lists of children"
         return ""
 
     def _registered(self, object_id: str, named: list[str]) -> list[str]:
-        """Return the children with which an object is registered; ``named`` for an object that is not."""
+        """Return the children with which an object is registered; ``named`` if it is not."""
         if object_id not in self.object_store:
             return named
         return [child.object_id for child in self.object_store.get_object_tree(object_id).children]
 
     def _bytes_of(self, node_id: int) -> int:
-        """Return the bytes of all objects of a client's replies, whichever reply they came with."""
+        """Return the size of all objects of a client's replies."""
         objects = {part for one in self._uploads.values() if one.node_id == node_id for part in one.objects}
         return sum(len(self.object_store.get(part) or b"") for part in objects)
 
     def _expire(self) -> None:
-        """Forget replies that were taken; drop those that nobody waits for and those that are not completed."""
+        """Forget replies that were read; drop those that have expired and those that are not completed in time."""
         for name, upload in list(self._uploads.items()):
             if name not in self.object_store:
                 self._drop(name)
@@ -243,28 +268,28 @@ class LimitedLinkState(InMemoryLinkState):
 
 FLEET = "/v1/fleet/"
 MAX_OBJECT_BODY_BYTES = 32 << 20
-"""Largest body that carries an object. Flower sends arrays in objects of 5 MiB each."""
+"""Size limit of a request body with an object. Flower sends arrays in objects of 5 MiB each."""
 
 MAX_OTHER_BODY_BYTES = 1 << 20
-"""Largest body of every other request: the names of 4,096 objects take a third of it."""
+"""Size limit of all other request bodies: the IDs of 4,096 objects take a third of it."""
 
 MAX_HEADER_BYTES = 64 << 10
-"""Largest request line and headers together; they are read before the gate sees the request."""
+"""Size limit of request line and headers together, which are read before the gate sees the request."""
 
 _TASK_HEARTBEAT_SECONDS = 15.0
 _START_SECONDS = 300.0
 
 
 class Gate:
-    """ASGI middleware in front of the Fleet API that rejects bad requests before their bodies are read.
+    """ASGI middleware for the Fleet API that rejects bad requests before their bodies are read.
 
     Responds with 404 to any path outside the Fleet API, with 413 to a body larger than :data:`MAX_OTHER_BODY_BYTES`
-    (:data:`MAX_OBJECT_BODY_BYTES` where it carries an object) and, if ``state`` is given, with 401 to a request whose
+    (:data:`MAX_OBJECT_BODY_BYTES` if it carries an object) and, if ``state`` is given, with 401 to a request whose
     signature is missing, invalid, expired or replayed, or whose key is not registered.
 
     Args:
         app: The Fleet API.
-        state: Where keys are registered; None where clients register themselves.
+        state: Where keys are registered; None if clients register themselves.
     """
 
     def __init__(self, app: ASGIApp, state: LinkState | None) -> None:
@@ -274,7 +299,7 @@ class Gate:
         self._started = time.time()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer with the status that refuses it."""
+        """Pass the request on, or respond with the status that refuses it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
@@ -288,7 +313,7 @@ class Gate:
         if scope["method"] != "POST" or not str(scope["path"]).startswith(FLEET):
             return PlainTextResponse("not found\n", status_code=404)
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
-        if len(headers) != len(scope["headers"]):  # the gate and Flower would read different ones
+        if len(headers) != len(scope["headers"]):  # The gate and Flower might read different values.
             return PlainTextResponse("repeated header\n", status_code=400)
         if self._state is not None and (problem := self._signature_problem(self._state, headers)):
             return JSONResponse({"detail": problem}, status_code=401)
@@ -297,10 +322,10 @@ class Gate:
         return None
 
     def _signature_problem(self, state: LinkState, headers: Mapping[str, bytes]) -> str:
-        """Return why the request's signature does not hold; empty where it does.
+        """Return why the request's signature is refused; an empty string if it is valid.
 
-        A client signs the time of its request. The signature counts once, so that a recorded one is worth nothing, also
-        after a restart. It names no server: a key belongs to one federation.
+        A client signs the time of its request. A signature is accepted once, so that a recorded one cannot be replayed,
+        even after a restart. It does not name the server: a key belongs to one federation.
         """
         try:
             key = base64.b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
@@ -318,7 +343,7 @@ class Gate:
         age = time.time() - signed_at
         if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
             return f"signed {age:.0f} s ago by this server's clock; set the clocks of client and server"
-        # An earlier process of this server may have accepted it. A client signs anew until its time is later.
+        # An earlier process of this server may have accepted it. The client retries with a new signature.
         if signed_at < self._started:
             return "signed before this server started; sign anew"
         return "" if self._is_new((key, r)) else "the signature was used before"
@@ -326,7 +351,7 @@ class Gate:
     def _is_new(self, signature: tuple[bytes, int]) -> bool:
         now = time.monotonic()
         with self._lock:
-            for old, seen in list(self._seen.items())[:2]:  # oldest first; two for each that is added suffice
+            for old, seen in list(self._seen.items())[:2]:  # Oldest first. Removing two per addition bounds the size.
                 if now - seen > TIMESTAMP_TOLERANCE + 2 * SYSTEM_TIME_TOLERANCE:
                     del self._seen[old]
             if signature in self._seen:
@@ -335,7 +360,7 @@ class Gate:
             return True
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand the request on; cut a body that turns out longer than its header says or than is allowed."""
+        """Pass the request on; cut a body that is longer than allowed, whatever its header says."""
         left = _max_body_bytes(scope)
 
         async def bounded() -> types.Message:
@@ -352,7 +377,7 @@ def _max_body_bytes(scope: Scope) -> int:
 
 
 class _OwnMessagesOnly(BaseHTTPMiddleware):
-    """Refuses replies that name another node as their sender than the one that has signed the request.
+    """Refuses replies whose sender is not the node that has signed the request.
 
     A request holds one reply and the tree of its objects; any other number is refused.
     """
@@ -375,7 +400,7 @@ def make_fleet_api(states: LinkStateFactory, *, keys_only: bool) -> Gate:
 
     Args:
         states: Holds nodes, runs and messages.
-        keys_only: Let in only holders of registered keys; without it every client registers a key of its own.
+        keys_only: Admit holders of registered keys only; otherwise every client registers a generated key.
     """
     api = FastAPI(
         docs_url=None,
@@ -424,9 +449,9 @@ class _InProcessRuntime:
 
 
 class InProcessGrid(HttpGrid):
-    """Flower's grid, by which a ServerApp sends messages to clients, on the state in this process.
+    """Flower's grid, through which a ServerApp sends messages to clients, on the state in this process.
 
-    Calls functions where :class:`HttpGrid` sends requests, so that no Runtime API has to listen; everything else,
+    Calls functions where :class:`HttpGrid` sends requests, so that no Runtime API has to be served; everything else,
     such as splitting messages into objects, is Flower's.
     """
 
@@ -445,7 +470,7 @@ def create_active_run(state: LinkState) -> int:
     sends the task's heartbeats.
 
     Returns:
-        The number of the run.
+        The ID of the run.
     """
     state.store_fab(Fab(DIGEST, build_bundle(), {}))
     run_id = state.create_run(
@@ -489,7 +514,7 @@ def serve_fleet_api(
     *,
     bound: socket.socket | None = None,
 ) -> uvicorn.Server:
-    """Listen in a thread of its own; return once connections are accepted.
+    """Serve in a separate thread; return once connections are accepted.
 
     Args:
         app: The Fleet API.
@@ -497,7 +522,7 @@ def serve_fleet_api(
         port: Port to listen on.
         certificate: The server's certificate; None serves without TLS.
         key: The private key of the certificate.
-        bound: Socket that is bound to the address already; None binds one.
+        bound: Socket that is already bound to the address; None binds one.
 
     Raises:
         RuntimeError: The address cannot be used.
@@ -528,10 +553,10 @@ def serve_fleet_api(
 
 
 def make_states(limits: UploadLimits | None = None) -> LinkStateFactory:
-    """Return an empty state of nodes, runs and messages, in memory.
+    """Return an empty in-memory state of nodes, runs and messages.
 
     Args:
-        limits: What each client may make the server hold; None for the defaults.
+        limits: Limits on each client; None for the defaults.
     """
     objects, manager = ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME), NoOpFederationManager()
     states = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
@@ -540,9 +565,9 @@ def make_states(limits: UploadLimits | None = None) -> LinkStateFactory:
 
 
 def main() -> None:
-    """Serve clients and run the coordinator to its end.
+    """Serve clients and run the federation to its end.
 
-    The exit status is 0 after the last round, 2 after a mistake of the operator's, 1 after any other failure; the run
+    The exit status is 0 after the last round, 2 after a mistake of the operator, 1 after any other failure; the run
     folder says which (:mod:`comingle.federation.flower.app_status`).
     """
     parser = argparse.ArgumentParser(description=__doc__)

@@ -20,11 +20,11 @@ _REQUEST = (
     b"Content-Length: 0\r\nConnection: close\r\n\r\n"
 )
 _REFUSAL = b"HTTP/1.1 401"
-"""How a server of Flower's Fleet API begins its answer to :data:`_REQUEST`, which nobody has signed."""
+"""First bytes of a Fleet API's response to :data:`_REQUEST`, which is unsigned."""
 
 
 class Answer(Enum):
-    """What is found at an address."""
+    """Results of a probe."""
 
     SECURE = "TLS"
     PLAIN = "a federation's server without TLS"
@@ -33,24 +33,29 @@ class Answer(Enum):
 
 
 def who_answers(server: str, seconds: float = _SECONDS) -> Answer:
-    """Ask at ``HOST:PORT``; each step takes so many seconds at most."""
+    """Probe ``HOST:PORT``; each step takes at most ``seconds``."""
     try:
         said = _said(server, seconds)
         if said == _REFUSAL:
             return Answer.PLAIN
         if said.startswith(b"HTTP/"):
             return Answer.OTHER
-        if _is_secure(server, seconds):  # it takes our words for a broken handshake, and may say so in an alert
+        if _is_secure(server, seconds):  # A TLS server takes the request for a broken handshake and may send an alert.
             return Answer.SECURE
         return Answer.OTHER if len(said) >= len(_REFUSAL) else Answer.NOBODY
-    except (OSError, UnicodeError):  # nobody is there, or too slow to be sure; or there can be no such name
+    except (OSError, UnicodeError):  # No connection, a timeout, or an invalid host name.
         return Answer.NOBODY
 
 
 def problem_of(server: str, found: Answer, *, secure: bool) -> str:
-    """Why somebody who expects TLS (``secure``) or none cannot talk to who was ``found`` there; empty where it may be.
+    """Return why a client cannot use what it has ``found`` at the address; an empty string if it can, or may later.
 
-    Something else that answers may be a gateway, before the server behind it is there.
+    Another service that answers may be a gateway whose federation server has not started yet.
+
+    Args:
+        server: The address.
+        found: Result of the probe.
+        secure: Whether the client uses TLS.
     """
     match found:
         case Answer.SECURE if not secure:
@@ -64,10 +69,15 @@ def problem_of(server: str, found: Answer, *, secure: bool) -> str:
 
 
 def certificate_problem(server: str, authority: Path, seconds: float = _SECONDS) -> str:
-    """Return why the certificate of a server is not to be trusted; nothing where it is, or where nobody answers.
+    """Return why the server's certificate is not trusted; an empty string if it is, or if the server does not respond.
+
+    Args:
+        server: The address.
+        authority: The authority's certificate.
+        seconds: Timeout of each step.
 
     Raises:
-        RecipeError: the authority's file holds no certificate.
+        RecipeError: The authority's file holds no certificate.
     """
     try:
         context = ssl.create_default_context(cafile=authority)
@@ -88,7 +98,7 @@ def certificate_problem(server: str, authority: Path, seconds: float = _SECONDS)
 
 
 _EXPIRED, _NOT_YET_VALID = 10, 9
-"""OpenSSL's numbers of these errors (X509_V_ERR)."""
+"""OpenSSL's codes of these errors (X509_V_ERR)."""
 
 
 def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError) -> str:
@@ -101,23 +111,23 @@ def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError
 
 
 def _said(server: str, seconds: float) -> bytes:
-    """Return the first bytes of what is answered to a request of the Fleet API."""
+    """Return the first bytes of the response to a request of the Fleet API."""
     with socket.create_connection(split_address(server), timeout=seconds) as connection:
         connection.sendall(_REQUEST)
         said = b""
         try:
             while len(said) < len(_REFUSAL) and (more := connection.recv(len(_REFUSAL) - len(said))):
                 said += more
-        except OSError:  # it has hung up, or waits for something else
+        except OSError:  # The server has closed the connection, or waits for more.
             pass
         return said
 
 
 def _is_secure(server: str, seconds: float) -> bool:
-    """Whether a handshake succeeds, whoever has signed the certificate.
+    """Return whether a TLS handshake succeeds, regardless of who has signed the certificate.
 
     Raises:
-        TimeoutError: it is not over in time.
+        TimeoutError: It takes too long.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -125,10 +135,10 @@ def _is_secure(server: str, seconds: float) -> bool:
     try:
         with (
             socket.create_connection(address, timeout=seconds) as connection,
-            context.wrap_socket(connection, server_hostname=address[0]),  # some have another certificate for each name
+            context.wrap_socket(connection, server_hostname=address[0]),  # The certificate may depend on the name.
         ):
             return True
     except TimeoutError:
         raise
-    except OSError:  # of which an error of TLS is one
+    except OSError:  # includes TLS errors
         return False

@@ -1,6 +1,7 @@
 """Child processes of a federation.
 
-Flower's parts in them send no telemetry and do not look for updates. All end with their parent, also when it is killed.
+Flower's code in them sends no telemetry and does not check for updates. They end when their parent does, even if it is
+killed.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import Any
 from comingle.utils.errors import RunError
 
 PARENT = "COMINGLE_PARENT"
-"""Environment variable: the process with which this one is to end; it may be gone before this one can look."""
+"""Environment variable with the PID of the process with which this one ends; that process may have ended already."""
 
 _LOOK_SECONDS, _GRACE_SECONDS = 0.3, 8.0
 
 
 def end_with_parent() -> None:
-    """End this process, politely first, when its parent is gone, however that ended."""
+    """End this process when its parent has ended, first with SIGTERM, then with SIGKILL."""
     parent = int(os.environ.get(PARENT) or os.getppid())
 
     def watch() -> None:
@@ -52,20 +53,20 @@ LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
 
 _FIRST_WAIT_SECONDS, _LAST_WAIT_SECONDS = 1.0, 20.0
 _HEALTHY_SECONDS = 120.0
-"""A child that has lived so long has recovered: its next death is the first again."""
+"""Lifetime after which a child counts as recovered, so that its number of restarts is reset."""
 _STARTS = 10
 
 REFUSED = 2
-"""Exit status of a child after something that a person has to mend."""
+"""Exit status of a child after an error that a user or operator has to fix."""
 
 SAYS = "comingle: "
-"""How the lines of a child begin that are for people."""
+"""Prefix of a child's lines that are shown to the user."""
 
 _END_SECONDS = 10.0
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a child process: a home of its own for Flower, and no proxy for this machine."""
+    """Return the environment of a child process: a separate home for Flower, and no proxy for loopback."""
     local = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]))
     return {
         **os.environ,
@@ -76,12 +77,12 @@ def environment(folder: Path) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         PARENT: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONSAFEPATH": "1",  # with -m Python would import from the current folder first, which others may write to
+        "PYTHONSAFEPATH": "1",  # Otherwise -m imports from the current folder first, which others may write to.
     }
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``; an IPv6 host may be in brackets."""
+    """Return host and port of ``HOST:PORT``; brackets of an IPv6 host are removed."""
     host, _, port = address.rpartition(":")
     return bare_host(host), int(port)
 
@@ -99,7 +100,7 @@ def bare_host(host: str) -> str:
 
 @contextmanager
 def ended_politely() -> Iterator[None]:
-    """A SIGTERM, as of a container that is stopped, is an interruption: children are ended, and nothing is left."""
+    """Treat SIGTERM as KeyboardInterrupt within the block, so that cleanup code ends child processes."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -115,7 +116,7 @@ def ended_politely() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """Return a free port on loopback."""
     with socket.socket() as looking:
         looking.bind((LOOPBACK, 0))
         return looking.getsockname()[1]
@@ -124,7 +125,7 @@ def free_port() -> int:
 def bind_free_port(host: str) -> tuple[int, int]:
     """Bind a socket to a free port, for a child process that will listen on it.
 
-    Nothing listens yet, and no other program can take the port.
+    The socket does not listen yet, but no other program can take the port.
 
     Returns:
         The socket's file descriptor, which the caller closes, and the port.
@@ -146,9 +147,9 @@ def listens(address: str) -> bool:
 
 @dataclass
 class Service:
-    """A child process that runs until it is stopped; :meth:`tend` starts it again, later and later, up to a limit.
+    """A child process that runs until stopped; :meth:`tend` restarts it with increasing pauses, up to a limit.
 
-    A child that ends with status 2 has printed what a person has to mend, and is not started again.
+    A child that ends with status :data:`REFUSED` has printed an error that a user has to fix, and is not restarted.
     """
 
     name: str
@@ -165,17 +166,17 @@ class Service:
 
     @property
     def running(self) -> bool:
-        """Whether the child lives."""
+        """Whether the child runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """The child's number."""
+        """The child's PID."""
         assert self._process is not None
         return self._process.pid
 
     def start(self) -> None:
-        """Starts the child, in a session of its own: an interruption at the keyboard is ours to pass on."""
+        """Start the child in a new session, so that an interrupt from the keyboard reaches only this process."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -191,10 +192,13 @@ class Service:
         self.starts += 1
 
     def tend(self) -> bool:
-        """Starts the child again when it has died and the time has come; whether it was started now.
+        """Restart the child if it has ended and the pause is over.
+
+        Returns:
+            Whether it was started.
 
         Raises:
-            RunError: it has died too often.
+            RunError: It has ended too often, or with an error that a user has to fix.
         """
         if self.running:
             if time.monotonic() - self._started > _HEALTHY_SECONDS:
@@ -209,7 +213,7 @@ class Service:
         return True
 
     def stop(self) -> None:
-        """Ends the child, politely at first."""
+        """End the child with SIGTERM, then with SIGKILL."""
         if self._process is None:
             return
         self._process.terminate()
@@ -231,7 +235,7 @@ class Service:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that is neither information nor a warning, without Flower's colours and frames."""
+    """Return the last line of a log that is neither information nor a warning, without Flower's colours and borders."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

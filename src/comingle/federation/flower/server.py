@@ -1,6 +1,6 @@
-"""The server's side as a process: the Fleet API and the coordinator, until the coordinator says that the run is done.
+"""The server process, supervised until the run is done.
 
-A process that dies is started again: the coordinator resumes from its run folder, and clients come back.
+A process that dies is restarted: the federation resumes from its run folder, and clients reconnect.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from comingle.utils.errors import RecipeError, RunError
 
 _LOOK_SECONDS = 0.2
 _LISTEN_SECONDS = 300.0
-"""Imports alone take a minute on a busy machine."""
+"""Time limit for the start; imports alone take a minute on a busy machine."""
 
 SERVER_APP = "comingle.federation.flower.server_app:app"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificates:
-    """Files that make connections private: the authority's certificate, the server's, and the server's key."""
+    """Files for TLS: the authority's certificate, the server's certificate, and the server's key."""
 
     authority: Path
     certificate: Path
@@ -50,13 +50,13 @@ class SuperLink:
 
     Args:
         folder: The run folder.
-        say: Gets one line for the operator.
+        say: Called with each line to show to the operator.
         host: Address to listen on.
         port: Port to listen on; 0 binds a free one now, whose socket the process inherits each time it starts.
         certificates: Files for TLS.
-        keys: Files of public keys by user; where there are any, no other client is let in.
-        run_config: Settings of the coordinator.
-        app: Import path of the ServerApp; tests have others.
+        keys: Files of public keys by user; if there are any, no other client is admitted.
+        run_config: Settings of the ServerApp.
+        app: Import path of the ServerApp; tests use others.
 
     Raises:
         RecipeError: It would listen to other machines without certificates and keys.
@@ -103,17 +103,17 @@ class SuperLink:
         return join_address({"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host), self.port)
 
     def tend(self) -> None:
-        """Start it, or start it again, and wait until it listens.
+        """Start or restart the process, and wait until it listens.
 
         Raises:
-            RunError: It does not come up, or dies again and again.
+            RunError: It does not start, or dies repeatedly.
         """
         if not self.service.tend():
             return
         until = time.monotonic() + _LISTEN_SECONDS
         while not listens(self.address):
             if not self.service.running:
-                return  # the next call says why
+                return  # The next call reports why.
             if time.monotonic() > until:
                 why = last_line(self.service.log)
                 raise RunError(f"server: does not listen on {self.address} ({why}); see {self.service.log}")
@@ -135,16 +135,16 @@ class SuperLink:
 
 @dataclass
 class Watch:
-    """Looks after the server process of a run folder until its coordinator has finished."""
+    """Supervises the server process of a run folder until the run is finished."""
 
     link: SuperLink
     _read: int = 0
 
     def look(self) -> bool:
-        """Start what has to be started, pass on what was said; return whether the run is finished.
+        """Restart the process if it has died, show new lines of the app's log, and return whether the run is finished.
 
         Raises:
-            RunError: The coordinator says that a person has to mend something, or the process dies again and again.
+            RunError: The app reports an error that the operator has to fix, or the process dies repeatedly.
         """
         self._repeat()
         state = read_status(self.link.folder)
@@ -156,13 +156,13 @@ class Watch:
             self.link.tend()
         except RunError:
             state = read_status(self.link.folder)
-            if state is not None and state.state == FAILED:  # since it was read above
+            if state is not None and state.state == FAILED:  # written since it was read above
                 raise RunError(state.line) from None
             raise
         return False
 
     def _repeat(self) -> None:
-        """Pass on new lines of the coordinator's log."""
+        """Show new lines of the app's log."""
         log = self.link.folder / FOLDER / LOG
         if not log.exists():
             return
@@ -176,12 +176,12 @@ class Watch:
 
 
 def supervise(link: SuperLink, beside: Callable[[], None] = lambda: None) -> None:
-    """Run the server to its end; ``beside`` is called again and again meanwhile.
+    """Run the server to its end; call ``beside`` repeatedly in the meantime.
 
     Raises:
-        RunError: As :meth:`Watch.look`.
+        RunError: As for :meth:`Watch.look`.
     """
-    (link.folder / FOLDER / STATE).unlink(missing_ok=True)  # of an earlier process
+    (link.folder / FOLDER / STATE).unlink(missing_ok=True)  # from an earlier process
     log = link.folder / FOLDER / LOG
     watch = Watch(link, log.stat().st_size if log.exists() else 0)
     try:

@@ -1,7 +1,7 @@
-"""The app that a SuperLink runs: runs a server whose messages go through Flower's grid.
+"""The Flower ``ServerApp`` that runs a federation's rounds and sends its messages through Flower's grid.
 
-An ordinary Flower ``ServerApp``. Its run config has ``federation``, the path of the server's file, and ``out``,
-the run folder, where it also writes its status (:mod:`comingle.federation.flower.app_status`).
+Its run config has ``federation``, the path of the server's file, and ``out``, the run folder, where it also writes its
+status (:mod:`comingle.federation.flower.app_status`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from comingle.utils.errors import ComingleError, RecipeError
 from comingle.utils.records import expand_home
 
 RUN_FUNCTION = "comingle.federation.server_app", "run_federation_app"
-"""Function that runs the rounds; by name, since it stands above this package, in which Flower expects the app."""
+"""Function that runs the rounds. It is imported by name, because its module imports this package."""
 
 RunFunction = Callable[[Channel, Mapping[str, Any], Path, Callable[[str], None]], None]
 """Runs the rounds; gets the channel, the run config, the run folder, and a function that shows a line."""
 
 
 def make_server_app(run: RunFunction) -> ServerApp:
-    """Return the app around a function that runs the rounds; shows a ComingleError in one line."""
+    """Return the app around a function that runs the rounds; a ComingleError is recorded as one line."""
     made = ServerApp()
 
     @made.main()
     def main(grid: Grid, context: Context) -> None:
-        """Run the federation from the first hello to its end."""
+        """Run the federation."""
         folder = _folder(context.run_config)
         status = StatusWriter.begin(folder)
         try:
@@ -58,12 +58,12 @@ def _folder(run_config: Mapping[str, object]) -> Path:
 
 
 def _names(run_config: Mapping[str, Any]) -> list[str]:
-    """Return the users' names that :func:`spell` wrote; none if any user may join."""
+    """Return the names of users that :func:`spell` has encoded; an empty list if any user may join."""
     return [unquote(name) for name in str(run_config.get("users") or "").split()]
 
 
 def spell(names: Sequence[str]) -> str:
-    """Return names for a run config, separated by blanks."""
+    """Encode names for a run config, separated by spaces."""
     return " ".join(quote(name, safe="") for name in names)
 
 

@@ -1,10 +1,10 @@
-"""The long-lived worker process of a client, and how short processes call it.
+"""The long-lived worker process of a client, and how short-lived processes call it.
 
-The worker's folder lies in the user's state folder: ``address.json`` says where it listens, and holds the key without
-which it does not answer; only the user may read it. ``worker.log`` is what it prints.
+The worker's folder is in the user's state folder. ``address.json`` has the address at which it listens and the key that
+it requires; only the user can read it. ``worker.log`` is its output.
 
-It ends when the client that it works for is gone, whose process number comes with every request. It may be
-killed at any moment: the answering part keeps its state on disk, and gives the same reply to the same request.
+It ends when the client that it works for has ended; every request carries that client's PID. It may be killed at any
+moment: request handlers keep their state on disk, and give the same reply to the same request.
 """
 
 from __future__ import annotations
@@ -38,35 +38,43 @@ from comingle.utils.files import locked
 from comingle.utils.records import expand_home, write_text
 
 INSTANCE = "instance"
-"""File in a state folder: a random text that no other state folder has."""
+"""File in a state folder: a random text that differs for each state folder."""
 
 REFUSAL = "refused"
-"""File in a state folder: why the coordinator does not want this user."""
+"""File in a state folder: why the server refuses this user."""
 
 
 UNFIT = "cannot-take-part"
-"""File in a state folder: why the user's own settings, data or base do not fit a federation, said by its worker."""
+"""File in a state folder: why the user's settings, data or base do not fit a federation; written by the worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class User:
-    """A participant on its own machine: its name, the folder for all that is private, and its file of settings."""
+    """A user on this machine.
+
+    Args:
+        name: The user's name.
+        state: Folder for private state.
+        config: The user's file of settings.
+    """
 
     name: str
     state: Path
     config: Path | None = None
 
     def options(self) -> list[str]:
-        """As a worker's command line."""
+        """Return the options of a worker's command line."""
         config = ["--config", str(self.config)] if self.config else []
         return ["--name", self.name, "--state", str(self.state), *config]
 
 
 def read_user(node_config: Mapping[str, object]) -> User:
-    """The user of ``--node-config 'name="ada" state="FOLDER"'`` or ``'config="ada.yaml"'``; the former go before.
+    """Return the user that ``--node-config`` describes: ``name="ada" state="FOLDER"`` or ``config="ada.yaml"``.
+
+    Values of ``name`` and ``state`` take priority over those in the file.
 
     Raises:
-        RecipeError: no name or no folder, or the file cannot be read.
+        RecipeError: The name or the folder is missing, or the file cannot be read.
     """
     config = expand_home(str(node_config["config"])) if node_config.get("config") else None
     from_file = _read(config) if config else {}
@@ -75,7 +83,7 @@ def read_user(node_config: Mapping[str, object]) -> User:
         raise RecipeError('node-config: no name; give name="NAME", or config="FILE" that has \'name\'')
     state = node_config.get("state") or node_config.get("state-dir")
     if not state and config and from_file.get("state"):
-        state = config.parent / str(from_file["state"])  # as all paths in a file: beside it
+        state = config.parent / str(from_file["state"])  # Paths in a file are relative to it.
     if not state:
         raise RecipeError(
             f"node-config: {name} has no folder for its state; give state=\"FOLDER\", or 'state' in its file"
@@ -84,14 +92,14 @@ def read_user(node_config: Mapping[str, object]) -> User:
 
 
 def instance_of(state: Path) -> str:
-    """The random text of a state folder, made when it is first asked for."""
+    """Return the random text of a state folder, and create it at the first call."""
     state.mkdir(parents=True, exist_ok=True)
     path = state / INSTANCE
     if not path.exists():
         own = state / f".{INSTANCE}-{os.getpid()}"
         own.write_text(uuid.uuid4().hex, encoding="utf-8")
         try:
-            os.link(own, path)  # unlike a renaming it does not replace what another process has just made
+            os.link(own, path)  # Unlike a rename, it does not replace a file that another process has just created.
         except FileExistsError:
             pass
         finally:
@@ -111,33 +119,38 @@ def _read(config: Path) -> dict[str, object]:
 
 FOLDER, ADDRESS, LOG = "worker", "address.json", "worker.log"
 DONE, REFUSED, ALIVE = b"+", b"-", b"~"
-"""Frames before a reply, before a line that says why there is none, and while the worker is at work."""
+"""Frames before a reply, before a line that says why there is none, and while the worker is busy."""
 
 ALIVE_SECONDS = 5.0
-"""How often a worker that is at work says so."""
+"""Interval at which a busy worker reports that it is alive."""
 _SILENT_SECONDS = 60.0
-"""A worker that has said nothing for so long hangs, and is killed."""
+"""Silence after which a worker counts as hung and is killed."""
 _KILL_SECONDS = 5.0
 _CALL_SECONDS = 0.05
 
 _started: list[
     subprocess.Popen[bytes]
-] = []  # kept, since they outlive us: one that is forgotten while it runs is warned of
+] = []  # Python warns of a Popen object that is garbage-collected while its process runs.
 
 
 class BrokenOff(ComingleError):
-    """The worker ended, or did not answer, through no fault of the request: the same again may go well."""
+    """The worker ended or did not answer, through no fault of the request; a retry may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keeper:
-    """A process for whose sake a worker lives: a number, and when it began, since numbers are used again."""
+    """A process with which a worker ends.
+
+    Args:
+        pid: Its PID.
+        began: When it started, in seconds since 1970, since PIDs are reused.
+    """
 
     pid: int
     began: float
 
     def lives(self) -> bool:
-        """Whether the very process still runs."""
+        """Return whether this process still runs."""
         try:
             process = psutil.Process(self.pid)
             return abs(process.create_time() - self.began) < 1 and process.status() != psutil.STATUS_ZOMBIE
@@ -146,26 +159,26 @@ class Keeper:
 
     @classmethod
     def of(cls, pid: int) -> Keeper:
-        """That of a process which runs."""
+        """Return the keeper for a running process."""
         return cls(pid=pid, began=psutil.Process(pid).create_time())
 
 
 def call(state: Path, command: Sequence[str], request: bytes, *, timeout: float, keeper: Keeper | None = None) -> bytes:
     """Return the worker's reply to a request.
 
-    The worker is given as much time to start, load and work as ``timeout`` allows, for as long as it shows that it
-    is alive. One that hangs is killed, so that the next call starts another.
+    The worker may use all of ``timeout`` to start, load and work, as long as it reports that it is alive. A worker that
+    hangs is killed, so that the next call starts another.
 
     Args:
         state: The user's state folder.
-        command: Starts a worker where none runs.
-        request: What to ask.
-        timeout: Seconds until the reply is needed.
+        command: Starts a worker if none runs.
+        request: The request.
+        timeout: Timeout in seconds.
         keeper: The process with which the worker is to end; by default the one that has started the user's processes.
 
     Raises:
-        BrokenOff: the worker cannot be started, ended in the middle, hung, or was too slow.
-        MessageError: the worker refuses the request.
+        BrokenOff: The worker cannot be started, ended during the request, hung, or was too slow.
+        MessageError: The worker refuses the request.
     """
     deadline = time.monotonic() + timeout
     connection = connect(state) or _start(state, command, deadline)
@@ -186,7 +199,7 @@ def call(state: Path, command: Sequence[str], request: bytes, *, timeout: float,
 
 
 def _await(connection: Connection, state: Path, deadline: float, timeout: float) -> None:
-    """Wait until the worker says something."""
+    """Wait until the worker sends a frame."""
     left = max(0.0, deadline - time.monotonic())
     if not connection.poll(min(left, _SILENT_SECONDS)):
         if left > _SILENT_SECONDS:
@@ -195,11 +208,11 @@ def _await(connection: Connection, state: Path, deadline: float, timeout: float)
 
 
 def _hung(state: Path) -> BrokenOff:
-    """Kill a worker that does not respond."""
+    """Kill a worker that does not respond, and return the error to raise."""
     with suppress(OSError, ValueError, KeyError):
         worker = read_worker(state)
         until = time.monotonic() + _KILL_SECONDS
-        while worker.lives() and time.monotonic() < until:  # it holds the folder until it is gone
+        while worker.lives() and time.monotonic() < until:  # It locks the folder until it has ended.
             os.kill(worker.pid, signal.SIGKILL)
             time.sleep(_CALL_SECONDS)
     return BrokenOff(
@@ -208,7 +221,7 @@ def _hung(state: Path) -> BrokenOff:
 
 
 def own_keeper() -> Keeper:
-    """Return the process that has started this user's processes, which may be gone already."""
+    """Return the process that has started this user's processes, which may have ended already."""
     pid = int(os.environ.get(PARENT) or os.getppid())
     try:
         return Keeper.of(pid)
@@ -217,25 +230,25 @@ def own_keeper() -> Keeper:
 
 
 def connect(state: Path) -> Connection | None:
-    """Return a connection to the worker of a state folder, if one runs.
+    """Return a connection to the worker of a state folder; None if no worker runs.
 
     Raises:
-        BrokenOff: there is one, and it does not respond.
+        BrokenOff: A worker runs but does not respond.
     """
     try:
         said = json.loads((state / FOLDER / ADDRESS).read_text(encoding="utf-8"))
         address, key = str(said["address"]), bytes.fromhex(said["key"])
     except (OSError, ValueError, KeyError):
-        return None  # there is none
+        return None  # No worker has been started.
     found: list[Connection | None] = []
 
     def dial() -> None:
         try:
             found.append(Client(address, authkey=key))
         except (OSError, EOFError, AuthenticationError):
-            found.append(None)  # its address is that of one which has been killed
+            found.append(None)  # The address is that of a killed worker.
 
-    thread = threading.Thread(target=dial, daemon=True)  # a process that is stopped accepts, and then says nothing
+    thread = threading.Thread(target=dial, daemon=True)  # A stopped process accepts connections but never responds.
     thread.start()
     thread.join(_SILENT_SECONDS)
     if not found:
@@ -244,12 +257,18 @@ def connect(state: Path) -> Connection | None:
 
 
 def read_worker(state: Path) -> Keeper:
-    """The process of a state folder's worker; an OSError, ValueError or KeyError where there is none."""
+    """Return the process of a state folder's worker.
+
+    Raises:
+        OSError: There is none.
+        ValueError: The address file is damaged.
+        KeyError: The address file is damaged.
+    """
     return Keeper(**json.loads((state / FOLDER / ADDRESS).read_text(encoding="utf-8"))["process"])
 
 
 def _start(state: Path, command: Sequence[str], deadline: float) -> Connection:
-    """Start a worker, which outlives us, and wait until it listens; of two that are started at once one stays."""
+    """Start a worker that outlives this process, and wait until it listens; if two are started at once, one remains."""
     folder = state / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG).open("ab") as log:
@@ -257,7 +276,7 @@ def _start(state: Path, command: Sequence[str], deadline: float) -> Connection:
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True
         )
     _started.append(process)
-    while time.monotonic() < deadline:  # on a busy machine imports alone take minutes
+    while time.monotonic() < deadline:  # On a busy machine, imports alone take minutes.
         ended = process.poll() is not None
         if connection := connect(state):
             return connection
@@ -268,7 +287,7 @@ def _start(state: Path, command: Sequence[str], deadline: float) -> Connection:
 
 
 def _last_line(state: Path) -> str:
-    """The last thing that the worker has printed."""
+    """Return the last line that the worker has printed."""
     try:
         lines = (state / FOLDER / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
@@ -279,19 +298,19 @@ def _last_line(state: Path) -> str:
 Handle = Callable[[bytes], bytes]
 
 _PATIENCE_SECONDS = 10.0
-"""How long it stays without anybody to work for: a client that is started again finds what is loaded."""
+"""How long a worker outlives its client, so that a restarted client finds everything loaded."""
 _LOOK_SECONDS = 0.5
 _BACKLOG = 8
 _SHORT = "/tmp"
-"""Where the socket lies when the path of the temporary folder is too long for one."""
+"""Folder of the socket if the path of the temporary folder is too long for one."""
 
 FAMILY = "AF_PIPE" if sys.platform == "win32" else "AF_UNIX" if hasattr(socket, "AF_UNIX") else None
-"""Kind of the private channel between a client and its worker; None where there is none but a port."""
+"""Kind of the private channel between a client and its worker; None if the system has none."""
 
 
 @dataclass
 class _Job:
-    """A request, and where its answer goes."""
+    """A request and the queue for its answer."""
 
     request: bytes
     answer: queue.SimpleQueue[tuple[bytes, bytes]] = field(default_factory=queue.SimpleQueue)
@@ -299,26 +318,30 @@ class _Job:
 
 @dataclass
 class _Watch:
-    """For whom the worker works; ends the process when nobody is left."""
+    """Ends this process when its client has ended."""
 
     keeper: Keeper
 
     def forever(self) -> None:
-        """Runs beside the work, which may take long."""
+        """Watch the client; runs in its own thread, since a request may take long."""
         since = time.monotonic()
         while time.monotonic() - since < _PATIENCE_SECONDS:
             if self.keeper.lives():
                 since = time.monotonic()
             time.sleep(_LOOK_SECONDS)
         print("worker: the client that it worked for has ended", file=sys.stderr, flush=True)
-        os._exit(0)  # in the middle of the work as well: nothing is lost by that
+        os._exit(0)  # Even during a request: its state is on disk.
 
 
 def serve(state: Path, load: Callable[[], Handle]) -> None:
-    """Answers requests for as long as somebody is there who sends them; ``load`` makes what answers, in this thread.
+    """Answer requests until the client has ended.
+
+    Args:
+        state: The user's state folder.
+        load: Returns the function that answers requests; called in this thread.
 
     Raises:
-        RunError: this state folder has a worker already, or no socket can be opened.
+        RunError: This state folder has a worker already, or no socket can be opened.
     """
     folder = state / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -333,10 +356,10 @@ def serve(state: Path, load: Callable[[], Handle]) -> None:
 
 
 def _work(jobs: queue.SimpleQueue[_Job], load: Callable[[], Handle]) -> None:
-    """One request after the other, in the main thread, to which torch's number of threads belongs."""
+    """Answer requests one by one in the main thread, to which torch's number of threads applies."""
     try:
         handle = load()
-    except ComingleError as error:  # the settings are wrong: said to who asks; the next message starts another worker
+    except ComingleError as error:  # Settings are wrong. Refuse one request; the next starts another worker.
         jobs.get().answer.put((REFUSED, str(error).encode()))
         time.sleep(_LOOK_SECONDS)
         raise
@@ -349,7 +372,7 @@ def _work(jobs: queue.SimpleQueue[_Job], load: Callable[[], Handle]) -> None:
 
 
 def _listen() -> tuple[Listener, bytes]:
-    """Open a socket of the file system (a named pipe on Windows), and draw its key; never open a port.
+    """Open a Unix socket (a named pipe on Windows) and generate its key; never open a port.
 
     Raises:
         RunError: No such socket can be opened.
@@ -359,7 +382,7 @@ def _listen() -> tuple[Listener, bytes]:
         raise RunError("worker: this system has neither sockets in the file system nor named pipes")
     try:
         return Listener(family=FAMILY, backlog=_BACKLOG, authkey=key), key
-    except OSError:  # as a rule since the path of the temporary folder is too long for a socket
+    except OSError:  # Usually the path of the temporary folder is too long for a socket.
         try:
             folder = tempfile.mkdtemp(prefix="comingle-", dir=_SHORT)
             return Listener(f"{folder}/worker", family=FAMILY, backlog=_BACKLOG, authkey=key), key
@@ -369,7 +392,7 @@ def _listen() -> tuple[Listener, bytes]:
 
 
 def _publish(path: Path, listener: Listener, key: bytes) -> None:
-    """Says where it listens, to the user alone."""
+    """Write the worker's address to a file that only the user can read."""
     found = {"address": listener.address, "key": key.hex(), "process": asdict(Keeper.of(os.getpid()))}
     write_text(path, json.dumps(found), private=True)
 
@@ -379,12 +402,12 @@ def _accept(listener: Listener, jobs: queue.SimpleQueue[_Job], watch: _Watch) ->
         try:
             connection = listener.accept()
         except (AuthenticationError, EOFError, OSError):
-            continue  # somebody without the key, or who went away
+            continue  # a wrong key, or a closed connection
         threading.Thread(target=_converse, args=(connection, jobs, watch), daemon=True).start()
 
 
 def _converse(connection: Connection, jobs: queue.SimpleQueue[_Job], watch: _Watch) -> None:
-    """One request and its answer; who has gone away in the meantime gets none."""
+    """Answer one request, unless the caller has disconnected."""
     with connection:
         try:
             watch.keeper = Keeper(**json.loads(connection.recv_bytes()))
@@ -397,7 +420,7 @@ def _converse(connection: Connection, jobs: queue.SimpleQueue[_Job], watch: _Wat
 
 
 def _answer(connection: Connection, job: _Job) -> tuple[bytes, bytes]:
-    """Return a job's answer; meanwhile tell the caller that this process is alive."""
+    """Return a job's answer; meanwhile report to the caller that this process is alive."""
     while True:
         try:
             return job.answer.get(timeout=ALIVE_SECONDS)
@@ -406,10 +429,10 @@ def _answer(connection: Connection, job: _Job) -> tuple[bytes, bytes]:
 
 
 def main(load: Callable[[User], Handle], arguments: Sequence[str] | None = None) -> None:
-    """The command line of a worker: a user's options; ``load`` makes what answers that user's requests.
+    """Run the command line of a worker; ``load`` returns the function that answers a user's requests.
 
     Raises:
-        SystemExit: with code 2 after a mistake that a person can correct, said in one line.
+        SystemExit: With code 2 after an error that a user has to fix, which is printed in one line.
     """
     parser = argparse.ArgumentParser(description="Answers the requests of a federation for one user.")
     parser.add_argument("--name", required=True)

@@ -1,1 +1,1 @@
-"""Native code for CPUs and GPUs."""
+"""Kernels in C++ for CPUs and in Triton for GPUs."""

@@ -1,15 +1,15 @@
-// Causal attention of each head, forward and backward, without a tensor of tokens by tokens.
+// Causal attention, forward and backward, without a tensor of tokens by tokens.
 //
 //     forward    s_ti = q_t . k_i for i <= t     e_ti = exp(scale (s_ti - max_i s_ti))     p_ti = e_ti / sum_i e_ti
 //                o_t = sum_i p_ti v_i
 //     backward   dv_i = sum_t p_ti do_t     ds_ti = p_ti (dp_ti - sum_i p_ti dp_ti) scale, dp_ti = do_t . v_i
 //                dq_t = sum_i ds_ti k_i     dk_i = sum_t ds_ti q_t
 //
-// A task is one head of keys and all heads of queries that read it. BLOCK queries at a time meet all keys up to their
-// last; products leave out what lies behind the diagonal, ROWS queries at a time.
+// A task is one key head with all query heads that read it. It processes BLOCK queries with all keys up to their last;
+// products skip keys above the diagonal for ROWS queries at a time.
 //
-// Products are of units: a float, or two neighbours of the summed dimension in bfloat16, which a processor with dot
-// products multiplies and adds at once. `Floats` and `Pairs` are the two kinds.
+// The operands of products are units: a float, or in bfloat16 two adjacent entries of the summed dimension, for which
+// some processors have a dot-product instruction. `Floats` and `Pairs` implement the two kinds.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 extern "C" struct Attention {
     int64_t batch, heads, groups, tokens, width, bf16, threads;  // groups: heads of keys and values
     float scale;
-    // Rows of `width` numbers: batch, head and token are so many numbers apart.
+    // Strides of batch, head and token, in entries; rows have `width` contiguous entries.
     const void *q, *k, *v, *out, *d_out;
     int64_t q_steps[3], k_steps[3], v_steps[3], out_steps[3], d_out_steps[3];
     float* sums;  // the largest s and the sum of e: (batch, heads, tokens, 2)
@@ -42,7 +42,7 @@ struct Floats {
     static constexpr int U = 1;
     static constexpr bool FINE = true;
     static V add(V sum, Unit left, const Unit* right) { return sum + left * load(right); }
-    // A row as units of its own, and U rows as units of one another.
+    // Units along a row, and units across U rows.
     template <class S>
     static void along(const S* row, int64_t width, Unit* to) {
         for (int64_t d = 0; d < width; ++d) to[d] = widen(row[d]);
@@ -62,7 +62,7 @@ struct Pairs {
         return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)left), (__m512bh)_mm512_loadu_si512(right));
     }
     static void along(const uint16_t* row, int64_t width, Unit* to) {
-        to[width / 2] = 0;  // of an odd width; else it is written over
+        to[width / 2] = 0;  // for odd widths; else overwritten
         for (int64_t d = 0; d < width; d += LANES) {
             Half half;
             if (d + LANES > width) return (void)std::memcpy((uint16_t*)to + d, row + d, (width - d) * sizeof *row);
@@ -101,7 +101,7 @@ void product(const typename P::Unit* a, int64_t row_step, int64_t k_step, const 
         for (int n = 0; n < N; ++n) store(c + r * c_width + n * LANES, sums[r][n]);
 }
 
-// The same for so many columns, a multiple of LANES.
+// The same for a number of columns that is a multiple of LANES.
 template <class P>
 void products(const typename P::Unit* a, int64_t row_step, int64_t k_step, const typename P::Unit* b, int64_t width, int64_t k,
               float* c, int64_t c_width, int64_t columns, bool more) {
@@ -123,7 +123,7 @@ struct Heads {
         return (const S*)from + b * steps[0] + h * steps[1] + t * steps[2];
     }
 
-    // Rows of a block, zeros behind the last: (BLOCK, units), summed over the width. One unit more is written over.
+    // Rows of a block, padded with zero rows: (BLOCK, units), for sums over the width. Writes one unit too many.
     void along(const S* from, int64_t step, int64_t first, Unit* to) const {
         for (int64_t t = first; t < first + BLOCK; ++t, to += units)
             if (t < tokens)
@@ -131,7 +131,7 @@ struct Heads {
             else
                 std::fill_n(to, units, Unit(0));
     }
-    // All rows turned: (units, keys).
+    // All rows, transposed: (units, keys).
     void turned(const S* from, int64_t step, Unit* to) const {
         Buffer<Unit> block(BLOCK * units + 1);
         for (int64_t first = 0; first < keys; first += BLOCK) {
@@ -140,20 +140,20 @@ struct Heads {
                 for (int64_t r = 0; r < BLOCK; ++r) to[i * keys + first + r] = *(block + (r * units + i));
         }
     }
-    // Summed over the rows: (keys / U, wide).
+    // All rows, for sums over rows: (keys / U, wide).
     void across(const S* from, int64_t step, Unit* to) const {
         std::fill_n(to, keys / P::U * wide, Unit(0));
         for (int64_t t = 0; t < tokens; t += P::U, to += wide) P::across(from + t * step, step, tokens - t, width, to);
     }
 
-    // Products of a block's rows with all up to each ROWS of them.
+    // Products of a block's rows with all keys up to the last of each ROWS rows.
     void scores(const Unit* rows, const Unit* columns, int64_t first, float* to) const {
         for (int64_t r = 0; r < BLOCK; r += ROWS)
             products<P>(rows + r * units, units, 1, columns, keys, units, to + r * keys, keys,
                         up(first + r + ROWS, LANES), false);
     }
 
-    // What lies behind the diagonal of query t, as `rest`.
+    // Fills entries after the diagonal of query t with `rest`.
     static V upto(V v, int64_t c, int64_t t, float rest) { return numbers() > int32_t(t - c) ? V{} + rest : v; }
     static I numbers() {
         I n;
@@ -194,7 +194,7 @@ struct Heads {
             }
     }
 
-    // e up to query t and zeros up to `end`, and their sum; returns the largest s.
+    // Computes e up to query t, zeros up to `end`, and the sum of e; returns the largest s.
     float softmax(const float* s, int64_t t, int64_t end, typename P::Narrow* p, float& total) const {
         V most = V{} - INFINITY, sum_of = {};
         for (int64_t c = 0; c <= t; c += LANES) {
@@ -211,7 +211,7 @@ struct Heads {
         return top;
     }
 
-    // Rows that will be written lie too far apart for the processor to foresee.
+    // Prefetches output rows, which are too far apart for the hardware prefetcher.
     void expect(const void* to, const int64_t* steps, int64_t b, int64_t h, int64_t first, int64_t end) const {
         for (int64_t t = first; t < std::min(end, tokens); ++t)
             for (int64_t d = 0; d < width; d += 64 / sizeof(S)) __builtin_prefetch(row(to, steps, b, h, t) + d, 1, 2);
@@ -255,7 +255,7 @@ struct Heads {
                                 (first + r + ROWS + P::U - 1) / P::U, d_q + r * wide, wide, wide, false);
                 for (int64_t r = 0; r < BLOCK && first + r < tokens; ++r)
                     write(d_q + r * wide, 1, (S*)row(m.d_q, m.d_q_steps, b, h, first + r));
-                // Keys of this block meet its queries from their own on.
+                // Queries before a key of this block do not read it.
                 for (int64_t i = 0; i < first + BLOCK; i += ROWS) {
                     const int64_t from = std::max<int64_t>(0, i - first) / P::U, count = BLOCK / P::U - from;
                     const int64_t at = (first / P::U + from) * wide;
@@ -272,8 +272,8 @@ struct Heads {
         }
     }
 
-    // p and ds of U queries from `r` of the block on: units for sums over queries, and ds in rows for sums over keys.
-    // s and dp are written over.
+    // p and ds of U queries from row `r` of the block: as units for sums over queries, and ds as rows for sums over
+    // keys. Overwrites s and dp.
     void slopes(const float* sums, int64_t first, int64_t r, float* s, float* d_p, Unit* p, Unit* d_s,
                 typename P::Narrow* rows) const {
         const int64_t end = up(first + BLOCK, LANES);
@@ -287,9 +287,9 @@ struct Heads {
         }
     }
 
-    // Of query t: p in place of s, and ds, which is also put into `row`, in that of dp; zeros from t on, up to `end`.
+    // For query t overwrites s with p and dp with ds, which is also stored in `row`; zeros after t up to `end`.
     void slope(const float* sums, int64_t t, int64_t end, float* s, float* d_p, typename P::Narrow* row) const {
-        // There are no queries behind the last; as if they had read nothing.
+        // Rows after the last query are padding: they have no weights.
         const float top = t < tokens ? sums[2 * t] : 0, part = t < tokens ? 1 / sums[2 * t + 1] : 0;
         V inner_of = {};
         for (int64_t c = 0; c <= t && c < end; c += LANES) {

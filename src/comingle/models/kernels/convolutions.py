@@ -1,10 +1,10 @@
-"""Convolutions of stacked nets as native code for CPUs.
+"""Convolutions of the stacked nets of many users, in C++ for CPUs.
 
-``layers.cpp`` and its headers have the formulas and say why. Maps are ``(users, height, width, channels, lanes)``: an
-image is a lane, and lanes behind the images fill vectors up.
+The formulas and reasons are in ``layers.cpp`` and its headers. Feature maps are stored as ``(users, height, width,
+channels, lanes)``: each image is a lane, and padding lanes fill up SIMD vectors.
 
-Users are worked on one after another, so that what a convolution yields is still in the cache when its norm, ReLU and
-pooling read it; images are the innermost axis, so that no shape of a layer is a slow one.
+Users are processed one after another, so a convolution's output is still cached when its norm, ReLU and pooling read
+it. Images are the innermost axis, so the speed does not depend on the shape of the layer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from comingle.utils.trees import Context
 SOURCES = sorted(Path(__file__).parent.glob("layers*"), key=lambda path: path.suffix)  # the .cpp first
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 LANES = {torch.float32: 16, torch.float64: 8}
-"""What the number of lanes is a multiple of."""
+"""Lanes are padded to a multiple of this number."""
 LARGEST_POOL = 15
-"""Places of a window are numbered in a byte."""
+"""The largest pooling window: the index of its maximum is stored in a byte."""
 NO_NORM, BATCH_NORM, GROUP_NORM = range(3)
 
 _library: ctypes.CDLL | None = None
@@ -55,26 +55,26 @@ class StepStruct(ctypes.Structure):
 
 
 def enable(cache: Path) -> bool:
-    """Compile (or find in ``cache``) the native code; returns whether that worked."""
+    """Load the native code from ``cache`` (compile it if necessary); return whether this succeeded."""
     global _library
     _library = _library or load_library(cache, "layers", SOURCES)
     return _library is not None
 
 
 def fits(tensor: Tensor) -> bool:
-    """Whether native code is made for such tensors."""
+    """Return whether native code supports the tensor's device and number format."""
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES
 
 
 def supports(x: Tensor) -> bool:
-    """Whether the native code is there, and made for such samples."""
-    plain = _tells or type(x) is Tensor  # one that stands for another has no memory to read
+    """Return whether the native code is loaded and supports such samples."""
+    plain = _tells or type(x) is Tensor  # a fake tensor has no memory
     return _library is not None and plain and fits(x)
 
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Within, tensors that stand for others are taken too: nothing is computed, all that a step takes is taken."""
+    """Accept fake tensors while the context is active: steps allocate memory but compute nothing."""
     global _tells
     before, _tells = _tells, True
     try:
@@ -84,10 +84,17 @@ def telling() -> Iterator[None]:
 
 
 def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | None) -> None:
-    """``forward`` or ``backward`` of a step, on tensors that lie as its structure says."""
+    """Run the forward or backward pass of a step with native code.
+
+    Args:
+        name: "forward" or "backward".
+        step: Sizes and strides of the tensors.
+        dtype: Their number format.
+        **tensors: Tensors by their field in ``step``.
+    """
     assert _library is not None
     if _tells:
-        step.d_weight = int(tensors.get("d_weight") is not None)  # whether there is one is all that is asked
+        step.d_weight = int(tensors.get("d_weight") is not None)  # only whether it is null matters
         _room(step, next(t for t in tensors.values() if t is not None))
         return
     for key, tensor in tensors.items():
@@ -96,7 +103,7 @@ def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | Non
 
 
 def _room(step: StepStruct, like: Tensor) -> None:
-    """Take and leave what native code takes besides, at most: ``Needs`` of layers.cpp for each thread."""
+    """Allocate and free the largest scratch memory of native code: ``Needs`` of layers.cpp for each thread."""
     assert _library is not None
     room = getattr(_library, f"room_{DTYPES[like.dtype]}")
     room.restype = ctypes.c_int64
@@ -104,23 +111,23 @@ def _room(step: StepStruct, like: Tensor) -> None:
 
 
 Flat = Float[Tensor, "users_images channels height width"]
-"""Samples user after user."""
+"""Samples ordered by user."""
 Maps = Float[Tensor, "users lanes channels height width"]
-"""The same with lanes innermost in memory; those behind the images are nobody's, and have no gradient."""
+"""The same samples with lanes innermost in memory; padding lanes have no gradient."""
 Made = Float[Tensor, "users lanes outputs high wide"]
-"""What a step makes of them."""
+"""Outputs of a step."""
 Norm = nn.BatchNorm2d | nn.GroupNorm
 
 
 @dataclass
 class Crowd:
-    """How many users a pass has, and images of each."""
+    """Numbers of users and of images per user in a forward pass."""
 
     users: int = 0
     images: int = 0
 
     def lanes(self, x: Tensor) -> Tensor:
-        """Samples as :data:`Maps`."""
+        """Convert samples to :data:`Maps`."""
         if x.dim() == 5:
             return x
         inside = x.unflatten(0, (self.users, self.images)).permute(0, 3, 4, 2, 1)
@@ -128,12 +135,12 @@ class Crowd:
         return filled.contiguous().permute(0, 4, 3, 1, 2)
 
     def flat(self, x: Tensor) -> Tensor:
-        """Samples user after user."""
+        """Convert :data:`Maps` to samples ordered by user, without padding lanes."""
         return x[:, : self.images].flatten(0, 1) if x.dim() == 5 else x
 
 
 def _inside(maps: Tensor | None) -> Any:
-    """Maps in the order in which they lie."""
+    """Permute maps to their order in memory."""
     return None if maps is None else maps.permute(0, 3, 4, 2, 1).contiguous()
 
 
@@ -143,7 +150,15 @@ def _outside(inside: Tensor | None) -> Any:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """``pool(relu(norm(convolution(x)) + added))``, of which all but the convolution may be missing."""
+    """A fused ``pool(relu(norm(convolution(x)) + added))``, in which all but the convolution is optional.
+
+    Args:
+        convolution: The convolution; its parameters have a leading user axis.
+        norm: Its norm; None for none.
+        relu: Apply a ReLU.
+        pool: Size of the max-pooling window; 1 for no pooling.
+        crowd: Numbers of users and images of the current pass.
+    """
 
     convolution: nn.Conv2d
     norm: Norm | None = None
@@ -152,18 +167,18 @@ class Step:
     crowd: Crowd = field(default_factory=Crowd)
 
     def __call__(self, x: Tensor, added: Made | None = None) -> Made:
-        """By parameters ``(users, ...)``; running statistics change in place."""
+        """Run the step; running statistics are updated in place."""
         made: Made = self._made(self.crowd.lanes(x), added, passes=False)
         return made
 
     def passing(self, x: Maps) -> tuple[Made, Maps]:
-        """The same, and ``x`` for others: what they find at it is added where this step writes its own gradient."""
+        """Run the step and return ``x`` too for other layers; the kernel adds their gradient to its own."""
         made: tuple[Made, Maps] = self._made(x, None, passes=True)
         return made
 
     def _made(self, x: Maps, added: Made | None, *, passes: bool) -> Any:
         c, norm = self.convolution, self.norm
-        # Native code reads what it is told to be there.
+        # Native code does not check sizes.
         assert (x.shape[2], x.dtype) == (c.in_channels, c.weight.dtype)
         assert c.weight.shape == (len(x), c.out_channels, c.in_channels, *c.kernel_size)
         gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
@@ -175,11 +190,11 @@ class Step:
 
     @property
     def given(self) -> bool:
-        """Whether the norm's statistics are known beforehand."""
+        """Whether the norm uses running statistics (a batch norm in eval mode)."""
         return isinstance(self.norm, nn.BatchNorm2d) and not self.norm.training
 
     def _statistics(self, x: Maps) -> tuple[Any, Any]:
-        """Mean and 1 / standard deviation ``(users, channels, lanes)``, to be written or given."""
+        """Return mean and 1 / standard deviation ``(users, channels, lanes)``; empty if the kernel computes them."""
         norm, shape = self.norm, (len(x), self.convolution.out_channels, x.shape[1])
         if norm is None:
             return None, None
@@ -190,7 +205,7 @@ class Step:
 
     @torch.no_grad()
     def _keep(self, norm: nn.BatchNorm2d, x: Maps, mean: Tensor, rstd: Tensor) -> None:
-        """Running statistics, as PyTorch changes them."""
+        """Update running statistics as PyTorch does."""
         high, wide = self.out(x)
         count = self.crowd.images * high * wide
         var = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0) * (count / max(1, count - 1))
@@ -199,14 +214,20 @@ class Step:
         norm.num_batches_tracked.add_(1)  # type: ignore[union-attr]
 
     def out(self, x: Maps) -> tuple[int, int]:
-        """Height and width of what the convolution yields."""
+        """Return height and width of the convolution's output."""
         c = self.convolution
         rest: Any = zip(x.shape[3:], c.padding, c.dilation, c.kernel_size, c.stride, strict=True)
         high, wide = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in rest)
         return high, wide
 
     def described(self, x: Maps, weight: Tensor, *others: Tensor | None) -> StepStruct:
-        """What native code has to know; ``others`` are bias, gamma and beta."""
+        """Return the struct with sizes and strides for native code.
+
+        Args:
+            x: Input of the convolution.
+            weight: Its weight.
+            *others: Bias, gamma and beta; None for those that are missing.
+        """
         c, norm, (users, lanes, channels, height, width) = self.convolution, self.norm, x.shape
         kind = {nn.BatchNorm2d: BATCH_NORM, nn.GroupNorm: GROUP_NORM}.get(type(norm), NO_NORM)
         high, wide = self.out(x)
@@ -226,12 +247,12 @@ class Step:
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:
-    """Parameters of which each user's lie in one piece."""
+    """Return a parameter whose rows (users) are contiguous, copied if necessary."""
     return tensor if tensor is None or tensor[0].is_contiguous() else tensor.contiguous()
 
 
 class _Fused(torch.autograd.Function):
-    """Keeps the convolution's input; its output only where a norm needs it again."""
+    """Autograd function of a step. Saves the convolution's input, and its output only if there is a norm."""
 
     @staticmethod
     def forward(
@@ -261,7 +282,7 @@ class _Fused(torch.autograd.Function):
         made = [t.new_empty(t.shape) if want else None for want, t in wanted]
         names = ("dx", "d_weight", "d_bias", "d_gamma", "d_beta")
         given = _inside(dz)
-        masks = ctx.adds and ctx.step.relu  # else what is added has the same gradient
+        masks = ctx.adds and ctx.step.relu  # otherwise the gradient of ``added`` is that of the sum
         d_added = torch.empty_like(given) if masks else given
         run(
             "backward", ctx.native_step, x.dtype, x=x, weight=weight, gamma=gamma, beta=beta, mean=mean, rstd=rstd, y=y,

@@ -1,3 +1,3 @@
-// What native code does on a CPU beside mixtures (adapters/mixture.cpp).
+// Native code for CPUs other than expert mixtures (mixture.cpp).
 #include "attention.h"
 #include "softmax.h"

@@ -1,8 +1,8 @@
-"""Softmax and causal attention as native code for CPUs.
+"""Softmax and causal attention in C++ for CPUs.
 
-Attention falls back to the family's own (``eager``) for other masks (padding, windows shorter than the text), for
-tokens after cached ones, for capped or otherwise changed scores, dropout and float64. The backward pass recomputes
-scores, so no tensor of tokens by tokens is kept.
+Attention falls back to the family's ``eager`` attention for other masks (padding, sliding windows), with cached tokens,
+for soft-capped or otherwise changed scores, dropout and float64. The backward pass recomputes the scores, so no tensor
+of tokens by tokens is saved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _library: ctypes.CDLL | None = None
 
 
 def enable(cache: Path) -> bool:
-    """Compile (or find in ``cache``) the code; returns whether that worked. It is in use where that of mixtures is."""
+    """Load the code from ``cache`` (compile it if necessary); return whether this succeeded.
+
+    It is used while the native code of :mod:`comingle.models.kernels.expert_mlp` is in use.
+    """
     global _library
     _library = _library or _load(cache)
     return _library is not None
@@ -46,7 +49,7 @@ def _load(cache: Path) -> ctypes.CDLL | None:
 
 
 def supports(*tensors: Tensor) -> bool:
-    """Whether the code is in use and made for such tensors."""
+    """Return whether the native code is in use and supports such tensors."""
     return (
         _library is not None
         and expert_mlp.is_enabled()
@@ -55,7 +58,7 @@ def supports(*tensors: Tensor) -> bool:
 
 
 def library() -> ctypes.CDLL:
-    """The code, where it is in use."""
+    """Return the native library, which must be loaded."""
     assert _library is not None
     return _library
 
@@ -72,12 +75,18 @@ class _Softmax(ctypes.Structure):
 def softmax(
     logits: Float[Tensor, "n vocab"], targets: Integer[Tensor, " n"], keep: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """As :func:`comingle.models.loss.softmax_parts`, where native code is made for it; the logits are gone afterwards.
+    """Compute :func:`comingle.models.loss.softmax_parts` with native code.
 
-    Without ``keep`` they stay, and what stands for the softmax are they.
+    Args:
+        logits: Overwritten with the unnormalised softmax if ``keep``, else unchanged.
+        targets: Column of each row's target.
+        keep: Compute the unnormalised softmax, which the backward pass needs.
+
+    Returns:
+        The losses, ``logits``, and the softmax denominators; None if native code does not support the tensors.
 
     Raises:
-        IndexError: a target is none of the columns.
+        IndexError: A target is not a column of the logits.
     """
     if isinstance(logits, FakeTensor) or not supports(logits) or not logits.is_contiguous():
         return None
@@ -97,9 +106,9 @@ def softmax(
 
 NAME = "comingle"
 KNOWN = {family.model_type for family in FAMILIES.values()}
-"""Families, as transformers calls them, that are compared with their own attention."""
+"""Model types of transformers whose attention is tested against this one."""
 PLAIN = ("sliding_window", "position_ids", "use_cache", "cache_position")
-"""Options that change nothing, or only the mask."""
+"""Options of transformers' attention functions that change nothing, or only the mask."""
 
 Heads = Float[Tensor, "batch heads n width"]
 Grouped = Float[Tensor, "batch groups n width"]
@@ -119,15 +128,15 @@ class _Attention(ctypes.Structure):
 
 
 def use(network: PreTrainedModel) -> None:
-    """Have the attention of ``network`` computed here, if it is of a family that is known to allow it.
+    """Register this attention for ``network`` if its family is known to work with it.
 
-    Some families look at the name of their attention and leave to "eager" what they do themselves under others (sparse
-    attention), or say that theirs is not causal where the mask makes it so. Which ones do not, tests say.
+    Some families do not: they check the name of the attention and apply sparse attention themselves unless it is
+    "eager", or declare their attention non-causal although the mask is. ``KNOWN`` lists the families that are tested.
     """
     config: Any = network.config
     if config._attn_implementation != "eager" or config.model_type not in KNOWN:
         return
-    if getattr(config, "reorder_and_upcast_attn", False):  # GPT-2's, which only "eager" has
+    if getattr(config, "reorder_and_upcast_attn", False):  # an option of GPT-2 that only "eager" supports
         return
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -137,7 +146,7 @@ def use(network: PreTrainedModel) -> None:
 
 
 def mask(*args: Any, **options: Any) -> Tensor | None:
-    """The mask of ``eager``, or None where it is causal and nothing else."""
+    """Return the mask of ``eager``, or None for a purely causal one."""
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     return None if sdpa_mask(*args, **options) is None else eager_mask(*args, **options)
@@ -154,7 +163,22 @@ def attend(
     is_causal: bool | None = None,
     **options: object,
 ) -> tuple[Float[Tensor, "batch n heads values"], Tensor | None]:
-    """As an attention function of transformers; weights are given only where the family's own computes."""
+    """Compute attention with the interface of transformers' attention functions.
+
+    Args:
+        module: The attention module.
+        query: Queries.
+        key: Keys.
+        value: Values.
+        attention_mask: Additive mask; None for causal or full attention.
+        scaling: Factor of the scores; None: 1 / sqrt(width).
+        dropout: Dropout of the attention weights.
+        is_causal: Whether attention is causal if there is no mask; None: as the module says.
+        **options: Other options of the family; with unknown ones the family's ``eager`` attention is used.
+
+    Returns:
+        The output, and the attention weights (None unless the family's ``eager`` attention returns them).
+    """
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     plain = dropout == 0.0 and all(value is None or name in PLAIN for name, value in options.items())
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -168,9 +192,14 @@ def attend(
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether native code is made for such heads: as many keys as queries, all of one width.
+    """Return whether native code supports such heads: as many keys as queries, and all of the same width.
 
-    Where there are matrix units PyTorch uses them for bfloat16 and this code does not; which is faster is not known.
+    It does not use matrix units (AMX). Processors with AMX leave bfloat16 to PyTorch; the two were not compared.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
     """
     return (
         query.shape[2] == key.shape[2] > 1
@@ -185,7 +214,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 _MATRIX_UNITS = "amx_bf16" in cpu_features()
 
-# PyTorch keeps compiled code from process to process and knows an operator by its name alone, not by what it takes.
+# PyTorch caches compiled code across processes by an operator's name, not by its schema: so the name has a digest.
 _OPERATOR = f"comingle::causal_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
 
 
@@ -196,7 +225,17 @@ _OPERATOR = f"comingle::causal_attention_{hashlib.sha256(Path(__file__).read_byt
     schema="(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)",
 )
 def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[Heads, Float[Tensor, "batch heads n 2"]]:
-    """``softmax(scale q k^T) v`` over the tokens up to each; the largest score and the sum of exponentials."""
+    """Return ``softmax(scale q k^T) v`` with a causal mask, and the softmax statistics for the backward pass.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        scale: Factor of the scores.
+
+    Returns:
+        The output, and the largest score and the sum of exponentials of each query.
+    """
     q, k, v = (_rows(t) for t in (q, k, v))
     out, sums = _like(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
     _run("forward", scale, sums, q=q, k=k, v=v, out=out)
@@ -212,7 +251,16 @@ def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[He
 def causal_attention_backward(
     q: Heads, k: Grouped, v: Grouped, sums: Float[Tensor, "batch heads n 2"], d_out: Heads, scale: float
 ) -> tuple[Heads, Grouped, Grouped]:
-    """Gradients of :func:`causal_attention` with respect to ``q``, ``k`` and ``v``."""
+    """Return the gradients of :func:`causal_attention` with respect to ``q``, ``k`` and ``v``.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        sums: Softmax statistics from :func:`causal_attention`.
+        d_out: Gradient of the output.
+        scale: Factor of the scores.
+    """
     q, k, v, d_out = (_rows(t) for t in (q, k, v, d_out))
     d_q, d_k, d_v = (_like(t) for t in (q, k, v))
     _run("backward", scale, sums, q=q, k=k, v=v, d_out=d_out, d_q=d_q, d_k=d_k, d_v=d_v)
@@ -246,7 +294,7 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _like(t: Tensor) -> Tensor:
-    """Room for heads that lie as projections give them: token by token."""
+    """Return an empty tensor of the same shape in the memory layout of projections: token by token."""
     batch, heads, n, width = t.shape
     return t.new_empty(batch, n, heads, width).transpose(1, 2)
 

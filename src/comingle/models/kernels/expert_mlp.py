@@ -1,21 +1,24 @@
-"""The hidden part of a mixture of experts: one pass forward, one backward; compiled on a CPU.
+"""Kernels for the hidden layer of a mixture of LoRA experts: PyTorch, and C++ for CPUs.
 
-Libraries are compiled once for each machine into a cache folder that is the user's alone. What is found there is loaded
-only if no other user could have written it, and if it is what was written.
+With ``E`` experts per block the hidden activations are the largest tensors of a step, and passes over them are the main
+cost of a routed block besides its base. So the forward pass also returns the derivative (one exponential instead of
+two), and the backward pass needs no transcendental functions.
 
-With ``E`` experts per block the hidden activations are the largest tensors of a step, so passes over them are what a
-routed block costs beyond its base. The forward pass therefore emits the derivative (one exponential instead of two),
-and the backward pass is free of transcendental functions. Each function is plain PyTorch; :func:`fused` lets
-``torch.compile`` turn it into one loop where that is possible and runs it as it stands where not.
+There are three implementations:
 
-``mixture.cpp`` fuses what these functions do in several passes over tensors of the size
-(users, experts, n, hidden), and the thin products around them; its head has the formulas. :func:`enable` compiles it
-with the C++ compiler that it finds, once for each machine, into a cache folder. Where there is no compiler, or it
-fails, or the tensors are of another kind, :func:`supports` says no and the PyTorch path does the work.
+- :func:`activate` and :func:`activate_backward` in PyTorch. :func:`fused` compiles them with ``torch.compile`` if that
+  is on and possible.
+- ``mixture.cpp``, which fuses these functions and the narrow products around them, so that few passes over tensors
+  ``(users, experts, n, hidden)`` remain. The formulas are at its top.
+- ``mixture_rows.h`` for decoding, that is for a few rows without gradients, where time goes to reading weights. It
+  reads each weight once for all rows and adds the adapters in the same pass. PyTorch's products take twice as long for
+  eight rows as for one and need a dozen small operations more.
 
-A step of a few rows reads all weights for little arithmetic. ``mixture_rows.h`` reads each of them once for all rows
-and does what the adapters add on the way, where PyTorch's products take twice as long for eight rows as for one, and a
-dozen small operations follow each. It is in use wherever ``mixture.cpp`` is and no gradients are wanted.
+:func:`enable` compiles the C++ code with the machine's compiler, once per machine. :func:`supports` returns False, and
+PyTorch is used, if there is no compiler, if compilation fails, or for other devices, number formats and ranks.
+
+Compiled libraries are cached in a folder that only the current user can write to. A library is loaded only if no other
+user could have written it and its digest matches.
 """
 
 from __future__ import annotations
@@ -42,15 +45,21 @@ from torch import Tensor, nn
 from comingle.utils.files import open_private
 from comingle.utils.records import logger
 
-# Nothing that changes values: the sources round on purpose, and a NaN has to arrive.
+# No flag that changes values: the sources round on purpose, and NaN must propagate.
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 COMPILE_SECONDS = 300.0
 
 
 def load_library(cache: Path, name: str, sources: Sequence[Path]) -> ctypes.CDLL | None:
-    """A library out of the cache, compiled first where it is missing or not what was written there.
+    """Load a native library from the cache; compile it first if it is missing or damaged.
 
-    The first of ``sources`` is compiled, the others are what it includes. None where there is no compiler, or it fails.
+    Args:
+        cache: Folder of compiled libraries.
+        name: Name of the library.
+        sources: The file to compile, then the files that it includes.
+
+    Returns:
+        The library; None if there is no compiler, compilation fails, or the system is not Linux.
     """
     compiler = _compiler()
     if compiler is None or not sys.platform.startswith("linux"):
@@ -59,7 +68,7 @@ def load_library(cache: Path, name: str, sources: Sequence[Path]) -> ctypes.CDLL
     try:
         handle = _find(cache, name)
         handle = _compile(compiler, cache, name, sources[0]) if handle is None else handle
-        # The very file that was looked at. It stays open: the loader takes two libraries of one name for the same.
+        # Loads exactly the file that was checked. It stays open, as the loader identifies libraries by path.
         return ctypes.CDLL(f"/proc/self/fd/{handle}")
     except (OSError, subprocess.SubprocessError):
         return None
@@ -71,7 +80,7 @@ def _compiler() -> str | None:
 
 
 def _fingerprint(compiler: str, sources: Sequence[Path]) -> str:
-    """Of everything that the library depends on; a cache folder may serve several machines."""
+    """Return a digest of compiler, flags, processor, torch version and sources; machines may share a cache folder."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     flags = sorted({line for line in lines if line.lower().startswith(("flags", "features", "model name"))})
@@ -80,7 +89,10 @@ def _fingerprint(compiler: str, sources: Sequence[Path]) -> str:
 
 
 def _find(cache: Path, name: str) -> int | None:
-    """The cached library, opened. Its name ends in a digest of its content: a damaged one could kill the process."""
+    """Return a file descriptor of the cached library.
+
+    The file name ends in a digest of the content, which is checked: a damaged library could crash the process.
+    """
     folder = open_private(cache)
     if folder is None:
         return None
@@ -105,7 +117,7 @@ def _digest(handle: int) -> str:
 
 
 def _run_compiler(command: Sequence[str]) -> None:
-    """Run a compiler; if it is given up, so is what it has started, which would go on for minutes."""
+    """Run a compiler; on a timeout or an interrupt kill it with its subprocesses, which would run on for minutes."""
     nothing = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     try:
@@ -119,7 +131,7 @@ def _run_compiler(command: Sequence[str]) -> None:
 
 
 def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
-    """The library, compiled and opened; kept in the cache if that is this user's alone."""
+    """Compile a library and return a file descriptor of it; cache it if only this user can write to the folder."""
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     kept = open_private(cache)
     if kept is None:
@@ -134,7 +146,7 @@ def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
         made = Path(folder) / "made.so"
         command = [compiler, *FLAGS, str(source), "-o", str(made)]
         _run_compiler(command)
-        made.chmod(0o700)  # whatever the umask is
+        made.chmod(0o700)  # independent of the umask
         library = open_private(made)
         if library is None:
             raise PermissionError(f"{made}: somebody else has replaced it")
@@ -147,7 +159,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Activation = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Maps pre-activations to (value, derivative)."""
+"""A function from pre-activations to (value, derivative)."""
 
 Hidden = Float[Tensor, "users experts n hidden"]
 Shared = Float[Tensor, "users n hidden"]
@@ -155,9 +167,9 @@ Gates = Float[Tensor, "users n experts"]
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``torch.compile`` turn ``function`` into one loop while :func:`fusing` is on.
+    """Decorate a function so that ``torch.compile`` compiles it while :func:`fusing` is on.
 
-    The compiler is loaded at the first such call: it takes seconds, which a run without it need not pay.
+    The compiler, which takes seconds to load, is loaded at the first such call.
     """
     compiled = functools.cache(lambda: torch.compile(function))
 
@@ -169,9 +181,9 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def fusing(on: bool) -> None:
-    """Switch compilation of every :func:`fused` function on or off; off at import.
+    """Switch compilation of :func:`fused` functions on or off; it is off at import.
 
-    A failure of the compiler (no C++ toolchain, say) is not an error: the function then runs as it is written.
+    If the compiler fails (say without a C++ toolchain), the functions run uncompiled and no error is raised.
     """
     global _fusing
     _fusing = on
@@ -180,7 +192,7 @@ def fusing(on: bool) -> None:
 
 
 def is_fusing() -> bool:
-    """Whether :func:`fused` functions are compiled."""
+    """Return whether :func:`fused` functions are compiled."""
     return _fusing
 
 
@@ -188,9 +200,10 @@ _fusing = False
 
 
 def gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """GELU in its tanh form (GPT-2's ``gelu_new``), as ``x sigmoid(2c(x + 0.044715 x^3))``, c = sqrt(2/pi).
+    """Return GELU in its tanh form (GPT-2's ``gelu_new``) and its derivative.
 
-    ``(1 + tanh t) / 2 = sigmoid(2t)`` exactly; the sigmoid vectorises better than tanh.
+    Formula: ``x sigmoid(2c(x + 0.044715 x^3))`` with c = sqrt(2/pi). It is exact, as ``(1 + tanh t) / 2 =
+    sigmoid(2t)``, and the sigmoid vectorises better than tanh.
     """
     c = 2 * math.sqrt(2 / math.pi)
     square = x * x
@@ -200,20 +213,20 @@ def gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gelu_erf(x: Tensor) -> tuple[Tensor, Tensor]:
-    """GELU with the exact normal distribution function."""
+    """Return GELU with the exact normal distribution function, and its derivative."""
     cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
     return x * cdf, cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
 def silu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """SiLU (swish), ``x sigmoid(x)``."""
+    """Return SiLU (swish), ``x sigmoid(x)``, and its derivative."""
     s = torch.sigmoid(x)
     y = x * s
     return y, s + y * (1 - s)
 
 
 def relu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """ReLU; the derivative at 0 is 0, as in PyTorch."""
+    """Return ReLU and its derivative, which is 0 at 0 as in PyTorch."""
     return torch.relu(x), (x > 0).to(x.dtype)
 
 
@@ -226,15 +239,15 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": silu,
     "relu": relu,
 }
-"""By the names that transformers' configurations use."""
+"""Activations by their names in transformers' configurations."""
 
 
 SHORT = (torch.bfloat16, torch.float16)
-"""Formats of 16 bits, whose rounding shows."""
+"""Number formats of 16 bits."""
 
 
 def wide(x: Tensor) -> Tensor:
-    """At least float32: what has 16 bits is computed in float32, float64 stays."""
+    """Return a tensor in at least float32: 16-bit formats are converted, float64 is unchanged."""
     return x.float() if x.dtype in SHORT else x
 
 
@@ -242,11 +255,20 @@ def wide(x: Tensor) -> Tensor:
 def activate(
     act: Activation, bases: Sequence[Shared], loras: Sequence[Hidden], gates: Gates, keep: bool
 ) -> tuple[Hidden, list[Hidden], Shared]:
-    """Experts' hidden activations ``h_j``, their mixture ``m = sum_j p_j h_j`` and, with ``keep``, slopes for later.
+    """Return the experts' hidden activations ``h_j``, their slopes and their mixture ``m = sum_j p_j h_j``.
 
-    ``bases`` and ``loras`` hold the two parts of each pre-activation: of ``up`` alone in a plain MLP, with
-    ``h_j = act(up_j)`` and slope ``dh_j/dup_j``; of ``gate`` and ``up`` in a gated one, with ``h_j = act(gate_j) up_j``
-    and slopes ``dh_j/dgate_j``, ``dh_j/dup_j``. Results take the place of ``loras`` in memory.
+    A plain MLP has the pre-activation ``up``: ``h_j = act(up_j)`` with slope ``dh_j/dup_j``. A gated one has ``gate``
+    and ``up``: ``h_j = act(gate_j) up_j`` with slopes ``dh_j/dgate_j`` and ``dh_j/dup_j``.
+
+    Args:
+        act: The activation.
+        bases: The base's part of each pre-activation.
+        loras: The adapters' part of each pre-activation; overwritten with results.
+        gates: The experts' probabilities ``p_j``.
+        keep: Return slopes for the backward pass; otherwise their list is empty.
+
+    Returns:
+        ``(h, slopes, m)``.
     """
     dtype = bases[0].dtype
     pre = [wide(base).unsqueeze(1) + wide(lora) for base, lora in zip(bases, loras, strict=True)]
@@ -265,10 +287,14 @@ def activate(
 def activate_backward(
     h: Hidden, slopes: Sequence[Hidden], gates: Gates, d_mixed: Shared, d_h: Hidden
 ) -> tuple[list[Hidden], list[Shared], Gates]:
-    """Gradients of :func:`activate` with respect to ``loras``, ``bases`` and ``gates``.
+    """Return the gradients of :func:`activate` with respect to ``loras``, ``bases`` and ``gates``.
 
-    ``d_h`` is what reaches ``h`` besides the mixture (through the last linear's LoRA); the first result takes its
-    place in memory.
+    Args:
+        h: Hidden activations from :func:`activate`.
+        slopes: Slopes from :func:`activate`.
+        gates: The experts' probabilities.
+        d_mixed: Gradient of the mixture.
+        d_h: Gradient of ``h`` through the last layer's LoRA; overwritten with the first result.
     """
     reached = wide(d_mixed).unsqueeze(1)
     d_hidden = gates.mT.unsqueeze(-1) * reached + wide(d_h)
@@ -295,9 +321,9 @@ First = Float[Tensor, "users n first_experts_rank"]
 Last = Float[Tensor, "users n experts_rank"]
 Factor = Float[Tensor, "users experts rank hidden"]
 
-_library: ctypes.CDLL | None = None  # in use
+_library: ctypes.CDLL | None = None  # None while disabled
 _loaded: ctypes.CDLL | None = None
-_elsewhere: Any = None  # what does the same for other devices
+_elsewhere: Any = None  # backend for other devices
 
 
 class _Mixture(ctypes.Structure):
@@ -320,47 +346,62 @@ class _Mixture(ctypes.Structure):
 
 
 def enable(cache: Path) -> bool:
-    """Compile (or find in ``cache``) the native code and use it from now on; returns whether that worked."""
+    """Load the native code from ``cache`` (compile it if necessary) and use it; return whether this succeeded."""
     global _library, _loaded
     _library = _loaded = _loaded or _load(cache)
     return _library is not None
 
 
 def disable() -> None:
-    """Use the PyTorch path from now on."""
+    """Use PyTorch from now on."""
     global _library, _elsewhere
     _library = _elsewhere = None
 
 
 def use(part: object) -> None:
-    """Have another one of this module's ``supports``, ``forward`` and ``backward`` do what this one does not."""
+    """Set a second backend for tensors that this module does not support.
+
+    It has functions ``supports``, ``forward`` and ``backward`` like this module; None removes it.
+    """
     global _elsewhere
     _elsewhere = part
 
 
 def part_for(x: Tensor, act: Activation, rank: int) -> object:
-    """What has :func:`forward` and :func:`backward` for such tensors, this module or another; None: PyTorch has."""
+    """Return the backend for such tensors: this module, that of :func:`use`, or None for PyTorch.
+
+    Args:
+        x: Input of the MLP.
+        act: Its activation.
+        rank: LoRA rank.
+    """
     parts = (sys.modules[__name__], _elsewhere)
     return next((part for part in parts if part is not None and part.supports(x, act, rank)), None)
 
 
 def is_enabled() -> bool:
-    """Whether native code is in use."""
+    """Return whether native code is in use."""
     return _library is not None
 
 
 def library() -> ctypes.CDLL | None:
-    """The native code, where it is in use."""
+    """Return the native library; None if it is not in use."""
     return _library
 
 
 def fits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether native code is made for such a base."""
+    """Return whether native code supports a base with this device and number format."""
     return device.type == "cpu" and dtype in DTYPES
 
 
 def supports(x: Tensor, act: Activation, rank: int) -> bool:
-    """Whether the native code is enabled and made for such tensors."""
+    """Return whether the native code is in use and supports such tensors.
+
+    Args:
+        x: Input of the MLP.
+        act: Its activation.
+        rank: LoRA rank.
+    """
     return (
         _library is not None and fits(x.device, x.dtype) and act in ACTIVATION_CODES and rank in RANKS and x.numel() > 0
     )
@@ -389,11 +430,19 @@ def forward(
     b: Sequence[Factor],
     a: Factor,
 ) -> tuple[SharedHidden, Last, Last]:
-    """``mixed = sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``p_j z_last_j``, the latter two side by side.
+    """Return ``mixed = sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``p_j z_last_j`` (experts concatenated).
 
-    ``bases`` are the base's pre-activations before their ``biases``, ``z`` the products of the input with the first
-    linears' A (linear by linear, expert by expert; rows may lie apart), ``b`` their B, ``a`` the last linear's A. All
-    else is contiguous, gates are float32.
+    All tensors are contiguous, except that rows of ``z`` may have a larger stride.
+
+    Args:
+        act: The activation.
+        scale: LoRA scale s.
+        bases: The base's pre-activations without bias, one per first layer.
+        biases: Their biases.
+        z: Products of the input with A of the first layers, ordered by layer and expert.
+        gates: The experts' probabilities ``p_j``, in float32.
+        b: B of each first layer.
+        a: A of the last layer.
     """
     mixed, last = torch.empty_like(bases[0]), z.new_empty(*z.shape[:2], a.shape[1] * a.shape[2])
     gated = torch.empty_like(last)
@@ -418,9 +467,21 @@ def backward(
     d_gated: Last,
     factors: bool,
 ) -> tuple[list[SharedHidden], First, Float[Tensor, "users n experts"], list[Factor], Factor | None]:
-    """Gradients of the base's pre-activations, of ``z``, of gates, of ``b`` and of ``a``.
+    """Return the gradients with respect to ``bases``, ``z``, ``gates``, ``b`` and ``a``.
 
-    ``d_gated`` is what reaches ``p_j z_last_j``; without ``factors`` the last two are left out.
+    Args:
+        act: As in :func:`forward`.
+        scale: As in :func:`forward`.
+        bases: As in :func:`forward`.
+        biases: As in :func:`forward`.
+        z: As in :func:`forward`.
+        gates: As in :func:`forward`.
+        b: As in :func:`forward`.
+        a: As in :func:`forward`.
+        last: ``z_last_j`` from :func:`forward`.
+        d_mixed: Gradient of ``mixed``.
+        d_gated: Gradient of ``p_j z_last_j``.
+        factors: Compute the last two gradients; otherwise they are an empty list and None.
     """
     d_bases, d_z = [torch.empty_like(t) for t in bases], z.new_empty(z.shape)
     d_gates = torch.empty_like(gates)
@@ -462,12 +523,12 @@ def _describe(
 
 
 Factors = tuple[Tensor, Tensor]
-"""A ``(users, ..., rank, d_in)`` and B ``(users, ..., rank, d_out)``; rows are user-major, as many of each."""
+"""A ``(users, ..., rank, d_in)`` and B ``(users, ..., rank, d_out)``; rows are ordered by user, equally many each."""
 Weights = tuple[Tensor, Tensor | None]
-"""A linear's weight ``(d_out, d_in)``, which may lie turned in memory, and bias."""
+"""Weight ``(d_out, d_in)``, which may be a transposed view, and bias of a linear layer."""
 
 MOST_ROWS = 64
-"""With more, PyTorch's products are faster."""
+"""The largest number of rows of the decoding kernels; with more rows PyTorch is faster."""
 
 
 class _Linear(ctypes.Structure):
@@ -480,7 +541,7 @@ class _Linear(ctypes.Structure):
 
 
 class _Rows(ctypes.Structure):
-    """``struct Rows``."""
+    """``struct Rows`` of mixture_rows.h."""
 
     _fields_ = (
         *[(n, ctypes.c_int64) for n in ("rows", "share", "experts", "firsts", "act", "bf16", "threads")],
@@ -492,9 +553,10 @@ class _Rows(ctypes.Structure):
 
 
 def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) -> bool:
-    """Whether ``x`` is one token for each of a few rows, and the native code is in use and made for such tensors.
+    """Return whether :func:`linear` and :func:`experts` support such tensors.
 
-    In bfloat16 a user's rows are one: of more, PyTorch's products are as fast.
+    They support one token for each of a few texts, without gradients, while native code is in use. In bfloat16 each
+    user must have one text only, as PyTorch is as fast for more.
     """
     rows = x.shape[:-1].numel()
     return (
@@ -510,7 +572,14 @@ def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) ->
 def linear(
     weights: Weights, x: Float[Tensor, "*batch d_in"], factors: Factors | None = None, scale: float = 1.0
 ) -> Float[Tensor, "*batch d_out"]:
-    """``W x_r + b + s B_r (A_r x_r)`` for each row r."""
+    """Return ``W x_r + b + s B_r (A_r x_r)`` for each row r.
+
+    Args:
+        weights: W and b.
+        x: The input.
+        factors: A and B of each user; None for no adapter.
+        scale: LoRA scale s.
+    """
     call, x = _Rows(scale=scale), x.contiguous()
     kept = _describe_rows(call.last, weights, factors)
     y = x.new_empty(*x.shape[:-1], weights[0].shape[0])
@@ -527,7 +596,16 @@ def experts(
     first: Sequence[tuple[Weights, Factors]],
     last: tuple[Weights, Factors],
 ) -> Float[Tensor, "users n width"]:
-    """The mixture of :mod:`comingle.models.injection` (``mix: output``) for each row."""
+    """Return the expert mixture of :mod:`comingle.models.injection` (``mix: output``) for each row.
+
+    Args:
+        act: The activation.
+        scale: LoRA scale.
+        x: The input.
+        gates: The experts' probabilities, in float32.
+        first: Weights and factors of the layers that read the input: gate and up, or up alone.
+        last: Weights and factors of the layer that writes the output.
+    """
     call, x, gates = _Rows(scale=scale), x.contiguous(), gates.contiguous()
     assert gates.dtype == torch.float32
     kept = [_describe_rows(call.first[i], *one) for i, one in enumerate(first)], _describe_rows(call.last, *last)
@@ -540,7 +618,7 @@ def experts(
 
 
 def _describe_rows(to: _Linear, weights: Weights, factors: Factors | None) -> list[Tensor]:
-    """Fill in a linear; what is returned has to live until the call is over."""
+    """Fill in a struct; the caller must keep the returned tensors alive until the native call has returned."""
     (weight, bias), kept = weights, []
     to.weight, to.bias = weight.data_ptr(), None if bias is None else bias.data_ptr()
     (to.d_out, to.d_in), to.turned = weight.shape, not weight.is_contiguous()
@@ -561,14 +639,14 @@ def _run(call: _Rows, x: Tensor, y: Tensor, users: int) -> None:
 
 
 class RowsLinear(nn.Linear):
-    """A frozen linear over the very weights of another, for rows of one token as for any."""
+    """A frozen linear layer that shares the weights of another and uses the decoding kernels where they fit."""
 
     def __init__(self, like: nn.Linear) -> None:
         super().__init__(like.in_features, like.out_features, bias=False, device="meta")
         self.weight, self.bias = like.weight, like.bias
 
     def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """``W x + b``."""
+        """Return ``W x + b``."""
         if fits_rows(input, input.shape[:-1].numel(), self.weight):
             return linear((self.weight, self.bias), input)
         return super().forward(input)

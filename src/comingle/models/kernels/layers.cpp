@@ -1,8 +1,8 @@
-// A convolution of every user's own, with norm, ReLU and max-pooling behind it, forwards and backwards.
+// Convolutions with separate weights for each user, followed by norm, ReLU and max-pooling, forward and backward.
 //
-// A user's maps go through all of a step before the next user's: what one pass writes the next finds in the cache.
-// Sums are added in an order that sizes alone decide, so a user's numbers are the same for any number of threads and
-// whoever else is in the cohort.
+// All passes of a step are computed for one user before the next user, so each pass finds its input in the cache. The
+// order of additions depends on sizes alone: a user's results depend neither on the number of threads nor on the other
+// users of the cohort.
 
 #include "layers.h"
 #include "layers_convolution.h"
@@ -22,7 +22,7 @@ T* at(void* from, int64_t offset) {
 }
 
 struct Sizes {
-    int64_t x, y, z, weight;  // entries of a user
+    int64_t x, y, z, weight;  // entries per user
     explicit Sizes(const Step& s)
         : x(s.height * s.width * s.channels * s.lanes),
           y(s.high * s.wide * s.outputs * s.lanes),
@@ -30,7 +30,7 @@ struct Sizes {
           weight(s.outputs * s.channels * s.kernel[0] * s.kernel[1]) {}
 };
 
-// Entries that a thread needs for a user at a time.
+// Entries of scratch memory that a thread needs for one user.
 template <typename T>
 struct Needs {
     int64_t first, second, turned;
@@ -42,7 +42,7 @@ struct Needs {
 
 template <typename T>
 struct Room {
-    std::unique_ptr<T[]> first, second;  // not filled
+    std::unique_ptr<T[]> first, second;  // uninitialised
     std::vector<T> turned;
     explicit Room(const Needs<T>& needs) : first(new T[needs.first]), second(new T[needs.second]), turned(needs.turned) {}
 };
@@ -69,7 +69,7 @@ Rest<T> rest_of(const Step& s, int64_t user, int64_t threads) {
             at<T>(s.mean, user * table), at<T>(s.rstd, user * table)};
 }
 
-// Bias with as many entries as blocks read.
+// Bias padded to a whole number of blocks.
 template <typename T>
 std::vector<T> filled(const T* bias, int64_t outputs) {
     std::vector<T> found((outputs + BLOCK - 1) / BLOCK * BLOCK, T(0));

@@ -1,19 +1,19 @@
-// Convolutions of one user. A pixel's sums over taps and channels are products of one weight and a vector of images.
+// Convolutions of one user: sums over taps and channels of a weight times a vector of images.
 //
 //   forward   y[h, w, o] = b[o] + sum_{k, l, i} W[o, i, k, l] x[h s + k d - p, w s + l d - p, i]
 //   backward  dx[h s + k d - p, w s + l d - p, i] += W[o, i, k, l] dy[h, w, o]
 //
-// Taps outside the image are left out, not multiplied by 0.
+// Taps outside of the image are skipped instead of multiplied by 0.
 
 #pragma once
 
 #include "layers.h"
 
-struct Run {  // of channels (and neighbouring taps) that lie one after another in both maps and weights
+struct Run {  // channels (and adjacent taps) that are contiguous in both maps and weights
     int64_t from, weight, length;
 };
 
-// Adds the runs' products for BLOCK outputs and MANY vectors of images, and `added` last; stores the first `outputs`.
+// Sums the runs' products for BLOCK outputs and MANY vectors of images, then `added`; stores the first `outputs`.
 template <typename T, int MANY>
 inline void pixel(
     const T* x, const T* weight, const Run* runs, int64_t count, int64_t lanes, const T* bias, const T* added, T* y,
@@ -42,13 +42,13 @@ inline void pixel(
         }
 }
 
-// Each output pixel's runs: where its taps begin in the input, for a convolution or for its gradient.
+// The runs of each output pixel, that is the offsets of its taps in the input, for a convolution or its gradient.
 struct Taps {
-    int64_t height, width, channels;  // of what is read
+    int64_t height, width, channels;  // of the input
     int64_t kernel[2], stride[2], padding[2], dilation[2];
     bool transposed;
 
-    // Which place tap k of output place `at` reads along an axis; -1 for none.
+    // The input index that tap k of output index `at` reads along an axis; -1 for none.
     int64_t place(int axis, int64_t at, int64_t k) const {
         const int64_t size = axis ? width : height;
         int64_t found = transposed ? at + padding[axis] - k * dilation[axis] : at * stride[axis] - padding[axis] + k * dilation[axis];
@@ -65,7 +65,7 @@ struct Taps {
             const int64_t row = place(0, h, k);
             if (row < 0) continue;
             bool joined = false;
-            // A transposed one reads taps backwards, and its weights lie so.
+            // A transposed convolution reads taps in reverse, as its weights are stored.
             for (int64_t l = 0; l < kernel[1]; ++l) {
                 const int64_t column = place(1, w, transposed ? kernel[1] - 1 - l : l);
                 if (column < 0) { joined = false; continue; }
@@ -113,7 +113,7 @@ void convolve(
     }
 }
 
-// Weights (outputs, inputs, taps) as (blocks of outputs, taps, inputs, BLOCK), or of inputs for the gradient at x.
+// Packs weights (outputs, inputs, taps) as (output blocks, taps, inputs, BLOCK); by input blocks for the gradient of x.
 template <typename T>
 std::vector<T> pack(const T* weight, int64_t outputs, int64_t inputs, int64_t high, int64_t wide, bool transposed) {
     const int64_t taps = high * wide, to = transposed ? inputs : outputs, from = transposed ? outputs : inputs;
@@ -124,7 +124,7 @@ std::vector<T> pack(const T* weight, int64_t outputs, int64_t inputs, int64_t hi
         for (int64_t i = 0; i < from; ++i) {
             const T* own = weight + block * step_to + i * step_from;
             T* at = found.data() + block * taps * from + i * BLOCK;
-            // Pieces that lie too far apart for processors to foresee them.
+            // Too far apart for the hardware prefetcher.
             for (int64_t e = 0; transposed && e < some * taps; e += Vector<T>::SIZE)
                 __builtin_prefetch(own + 6 * step_from + e);
             for (int64_t k = 0; k < high; ++k)

@@ -1,15 +1,15 @@
-// The gradient at a convolution's weights, of one user.
+// The gradient of one user's convolution weights.
 //
 //   dW[o, i, k, l] = sum over h, w and images of dy[h, w, o] x[h s + k d - p, w s + l d - p, i]
 //
-// A vector is of channels and neighbouring taps here, not of images: each product is of one entry of dy and a vector of
-// x, so sums need no adding up over a vector's places. For that x is turned first.
+// Vectors hold channels and adjacent taps here instead of images: a product is an entry of dy times a vector of x, so
+// no vector has to be summed over its lanes. For this x is transposed first.
 
 #pragma once
 
 #include "layers.h"
 
-// Entries of two vectors, numbered one after the other.
+// Indices into the concatenation of two vectors.
 template <typename T>
 inline Vec<T> choose(Vec<T> a, Vec<T> b, Vec<Index<T>> order) {
 #ifdef __clang__
@@ -22,7 +22,7 @@ inline Vec<T> choose(Vec<T> a, Vec<T> b, Vec<Index<T>> order) {
 #endif
 }
 
-// Turns a square: as often as SIZE can be halved, row i and row i + SIZE / 2 are interleaved.
+// Transposes a square: interleaves rows i and i + SIZE / 2, log2(SIZE) times.
 template <typename T>
 inline void transpose(Vec<T>* rows) {
     constexpr int64_t SIZE = Vector<T>::SIZE;
@@ -44,12 +44,12 @@ inline void transpose(Vec<T>* rows) {
     }
 }
 
-// x as (height, lanes, padded width, channels): what neighbouring taps of a row read lies in one piece.
+// x as (height, lanes, padded width, channels), in which adjacent taps of a row are contiguous.
 template <typename T>
 struct Turned {
     static constexpr int64_t SIZE = Vector<T>::SIZE;
     const Step& s;
-    const int64_t entries, padding, front, width, row;  // of an image's row; `row` is that of all images
+    const int64_t entries, padding, front, width, row;  // of an image's row; `row` is the size for all images
     T* rows;
 
     Turned(const Step& s, T* room)
@@ -58,10 +58,10 @@ struct Turned {
 
     static int64_t whole(int64_t count) { return (count + SIZE - 1) / SIZE * SIZE; }
 
-    // Entries of the room, all 0 at first: nothing is written outside the image. Vectors may reach behind the last row.
+    // Entries of the buffer, which starts as zeros: padding is never written. Vectors may extend past the last row.
     int64_t size() const { return s.height * row + SIZE; }
 
-    // Where a place of the padded image lies.
+    // Offset of a pixel of the padded image.
     const T* at(int64_t h, int64_t w) const { return rows + h * row + front - padding + w * s.channels; }
 
     // Whether a tap reads a row.
@@ -95,10 +95,10 @@ struct Turned {
     }
 };
 
-constexpr int64_t PLACES = 8;  // pixels after which the next taps have their turn, so that all find them in the cache
-constexpr int64_t MANY = 3;    // vectors at once: BLOCK MANY sums stay in registers
+constexpr int64_t PLACES = 8;  // pixels per block: the taps of a block read them from the cache
+constexpr int64_t MANY = 3;    // vectors per block: BLOCK MANY sums fit into registers
 
-// sums[j][o] += dy[o] x[j] over pixels of a row and images, of OUT outputs and SOME vectors.
+// sums[j][o] += dy[o] x[j] over images and pixels of a row, for OUT outputs and SOME vectors.
 template <typename T, int OUT, int SOME>
 void tile(
     const Step& s, const T* dy, const T* x, const int64_t* offsets, int64_t pixels, int64_t width, T* const* sums,
@@ -109,7 +109,7 @@ void tile(
     for (int j = 0; j < SOME; ++j) offset[j] = offsets[j];
     Vec<T> found[OUT][SOME] = {};
     for (int64_t n = 0; n < images; ++n, ++dy, x += width) {
-        // Two pointers at outputs, or there are too few registers for their addresses.
+        // Two output pointers: more addresses would not fit into registers.
         const T *by = dy, *behind = dy + OUT / 2 * lanes, *from = x;
         for (int64_t p = 0; p < pixels; ++p, by += step_y, behind += step_y, from += step_x) {
             Vec<T> values[SOME];
@@ -145,14 +145,14 @@ Tile<T> tile_of(int64_t out, int64_t some) {
     return out == 4 ? tile_of<T, 4>(some) : tile_of<T, BLOCK>(some);
 }
 
-// What vectors are of. Neighbouring taps of a row are taken as one; `channels` at a time are summed in one sweep over the
-// image: as many as a vector has, where that divides them, else all.
+// The layout of vectors. Adjacent taps of a row are contiguous. One sweep over the image sums `channels` channels: the
+// lanes of a vector if they divide the channels, else all.
 template <typename T>
 struct Plan {
     static constexpr int64_t SIZE = Vector<T>::SIZE;
     const int64_t all, joined, taps, channels, vectors;
-    std::vector<int64_t> starts;  // of each vector in what a row of taps reads, for the first channels
-    std::vector<Index<T>> table;  // which entry of an output's sums (vectors, taps, SIZE) goes to (channels, kernel)
+    std::vector<int64_t> starts;  // offset of each vector in a row of taps, for the first channels
+    std::vector<Index<T>> table;  // index into an output's sums (vectors, taps, SIZE) of each (channel, tap)
 
     explicit Plan(const Step& s)
         : all(s.kernel[0] * s.kernel[1]), joined(s.dilation[1] == 1 ? s.kernel[1] : 1), taps(all / joined),
@@ -168,7 +168,7 @@ struct Plan {
     int64_t size() const { return vectors * taps * SIZE; }
 };
 
-// Of `out` outputs from `first` on, what a row of places adds by taps inside the image, MANY vectors at a time.
+// Adds a row of pixels to the sums of `out` outputs from `first`, for taps inside of the image, MANY vectors at once.
 template <typename T>
 void add_row(
     const Plan<T>& plan, const Turned<T>& x, const T* dy, int64_t h, int64_t first, int64_t out, int64_t channel, T* sums
@@ -197,7 +197,7 @@ void add_row(
     if (count) flush();
 }
 
-// Each sum is made in an order that sizes alone decide. Outputs are taken in powers of two.
+// The order of additions depends on sizes alone. Outputs are processed in blocks of a power of two.
 template <typename T>
 void weight_gradient(const Turned<T>& x, const T* dy, T* found, int64_t threads) {
     const Step& s = x.s;

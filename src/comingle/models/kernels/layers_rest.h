@@ -1,20 +1,20 @@
-// Norm, ReLU and max-pooling of one user's maps, in as few passes as they can have.
+// Norm, ReLU and max-pooling of one user's maps, in as few passes as possible.
 //
 // With m and r the mean and 1 / sqrt(variance + eps) of x over its set (batch norm: a channel's pixels and images;
 // group norm: an image's pixels and a group's channels):
 //
 //   forward   h = (x - m) r,   z = max(0, gamma h + beta)                       (max only with relu)
 //   backward  g = dz [gamma h + beta > 0],   dbeta = sum g,   dgamma = sum g h,
-//             dx = r (gamma g - mean(gamma g) - h mean(gamma g h)),   or r gamma g where m and r are given
+//             dx = r (gamma g - mean(gamma g) - h mean(gamma g h)),   or r gamma g if m and r are given
 //
-// A pixel has outputs * lanes entries; tables of as many hold what differs between them. Sums over pixels are of T
-// within some rows of pixels, of double over these.
+// A pixel has outputs * lanes entries; statistics and parameters are tables of this size. Sums over pixels are in T
+// within PIXELS pixels and in double over these partial sums.
 
 #pragma once
 
 #include "layers.h"
 
-constexpr int64_t PIXELS = 128;  // whose sum is made in T
+constexpr int64_t PIXELS = 128;  // pixels of a partial sum, which is in T
 
 template <typename T>
 struct Rest {
@@ -25,7 +25,7 @@ struct Rest {
 
     using Table = std::vector<double>;
 
-    // Sums of one or two terms of each entry over pixels, in an order that sizes alone decide.
+    // Sums of one or two terms of each entry over pixels; the order of additions depends on sizes alone.
     template <typename F>
     void sums(Table& first, Table& second, F terms) const {
         const int64_t tasks = (pixels + PIXELS - 1) / PIXELS;
@@ -115,7 +115,7 @@ struct Rest {
 #pragma omp simd
             for (int64_t e = 0; e < some; ++e) {
                 const T h = own[e] * by[e] + up[e];
-                to[e] = h < low ? low : h;  // what is no number stays so
+                to[e] = h < low ? low : h;  // propagates NaN
             }
         }
     }
@@ -170,8 +170,8 @@ struct Rest {
     }
 };
 
-// The largest of each window, the first where several are equal; what is no number is largest. Places are counted in
-// numbers as wide as T first, or not all compilers make vectors of this.
+// The maximum of each window, the first of equal ones; NaN counts as largest. Indices are computed in integers of the
+// size of T, as some compilers do not vectorise the loop otherwise.
 template <typename T>
 void pool_forward(const Step& s, const T* x, T* z, uint8_t* taken, int64_t threads) {
     const int64_t entries = s.outputs * s.lanes, size = s.pool, up = s.high / size, across = s.wide / size;

@@ -1,16 +1,16 @@
-// Everything of a mixture of experts that has the hidden width, fused: no (users, experts, n, hidden) tensor exists.
+// Fused computation of the hidden layer of an expert mixture, without a tensor (users, experts, n, hidden).
 //
-// With s the LoRA scale, per expert j (B_j and A_j of shape (rank, hidden), act as in kernels.py):
+// With s the LoRA scale, per expert j (B_j and A_j of shape (rank, hidden), act as in expert_mlp.py):
 //
-//     forward    pre_j = base + s z_j B_j      h_j = act(pre_j)     gated: h_j = act(gate_j) up_j, two base and B_j
+//     forward    pre_j = base + s z_j B_j      h_j = act(pre_j)     gated: h_j = act(gate_j) up_j, each with base, B_j
 //                mixed = sum_j p_j h_j         z_last_j = s h_j A_j^T          gated_j = p_j z_last_j
-//     backward   pre_j, h_j and slopes again, which costs less than reading them would; d_z_last_j = s p_j d_gated_j
+//     backward   recompute pre_j, h_j and slopes (cheaper than reading them); d_z_last_j = s p_j d_gated_j
 //                d_h_j = p_j d_mixed + d_z_last_j A_j     d_pre_j = d_h_j act'(pre_j)     d_base = sum_j d_pre_j
 //                d_z_j = s d_pre_j B_j^T       d_B_j = s z_j^T d_pre_j         d_A_j = d_z_last_j^T h_j
 //                d_p_j = d_mixed . h_j + d_gated_j . z_last_j
 //
-// A task is a range of one user's tokens and a chunk of columns, both cut the same way whatever the number of threads and
-// the other users. Sums over columns are added up in the order of the chunks, sums over tokens in that of the ranges.
+// A task is a range of one user's tokens times a chunk of columns. Neither depends on the number of threads or on other
+// users. Sums over columns are added in the order of chunks, sums over tokens in the order of ranges.
 #include "mixture_rows.h"
 #include "mixture_tile.h"
 
@@ -20,7 +20,7 @@ extern "C" struct Mixture {
     const void *base[2], *bias[2], *z, *b[2], *a;  // a bias may be null
     const float* gates;
     void *mixed, *z_last, *gated;
-    // Of the backward pass; d_b and d_a are null where factors need no gradient.
+    // Backward pass only; d_b and d_a are null if the factors need no gradient.
     const void *d_mixed, *d_gated;
     void *d_base[2], *d_z, *d_b[2], *d_a;
     float* d_gates;
@@ -43,7 +43,7 @@ struct Run {
         Kernels<P<0>>::choose(m.act, first == 2, forward_tile, backward_tile);
     }
 
-    // Sums over columns of one chunk: (tokens, width) for each chunk, added up by `finish`.
+    // Partial sums over the columns of a chunk: (tokens, width) for each chunk; `finish` adds them.
     struct Parts {
         int64_t width;
         Buffer<float> memory;
@@ -58,14 +58,14 @@ struct Run {
         }
     };
 
-    // The packed columns of one expert's factor: user, expert, first column of the chunk.
+    // The packed columns of an expert's factor, by user, expert and first column of the chunk.
     auto element(const void* factor, int64_t user, int64_t j, int64_t column) const {
         const S* from = (const S*)factor + (user * experts + j) * R * m.hidden + column;
         int64_t left = m.hidden - column, hidden = m.hidden;
         return [=](int r, int c) { return c < left ? widen(from[r * hidden + c]) : 0.f; };
     }
 
-    // Columns [at, at + R) of `rows` rows of a (tokens, width) tensor, scaled, times each row's `p`; zeros below.
+    // Columns [at, at + R) of `rows` rows of a (tokens, width) tensor, times scale and each row's `p`; then zero rows.
     static void left(const void* from, int64_t width, int64_t token, int64_t at, int rows, float scale, const float* p,
                      float* to) {
         std::fill_n(to, TOKENS * R, 0.f);
@@ -246,7 +246,7 @@ struct Run {
                             factor_row(d_factors, range, user, k, r) + column);
     }
 
-    // Rank r of the k-th factor's gradient from one range; first all B, then A.
+    // Row r of the k-th factor's gradient in one range; all B come first, then A.
     float* factor_row(const Buffer<float>& from, int64_t range, int64_t user, int64_t k, int64_t r) const {
         return from + (((range * m.users + user) * (pairs + experts) + k) * R + r) * m.hidden;
     }
@@ -288,7 +288,7 @@ bool with_rank(const Mixture& m, Call call) {
 
 }  // namespace
 
-// Both return whether the rank is one that they were compiled for.
+// Both return false if they were not compiled for the rank.
 extern "C" bool mixture_forward(const Mixture* m) {
     return with_rank(*m, [](const auto& run) { run.forward(); });
 }

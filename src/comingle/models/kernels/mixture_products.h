@@ -1,23 +1,23 @@
-// The thin products of a mixture, on one tile of TOKENS tokens and COLUMNS columns that lies in the first-level cache.
+// The narrow products of a mixture, on a tile of TOKENS tokens and COLUMNS columns that fits into the L1 cache.
 //
 //     outer   out(tokens, columns) = init + left(tokens, rank) factor(rank, columns)
 //     inner   sums(tokens, rank)  += rows(tokens, columns) factor(rank, columns)^T
 //     cross   grads(rank, columns) += left(tokens, rank)^T pairs(tokens, columns)
 //
-// `Wide` does them in float32 on any processor. `Dots` does them in bfloat16, two products of each lane at an instruction,
-// `Tiles` with AMX, sixteen rows at one; their right operands hold two neighbours of the summed dimension side by side,
-// hence "pairs".
+// `Wide` computes them in float32 on any processor, `Dots` in bfloat16 with dot-product instructions (two products per
+// lane), `Tiles` in bfloat16 with AMX (sixteen rows per instruction). In the latter two, right operands hold pairs of
+// adjacent entries of the summed dimension.
 #pragma once
 
 #include <algorithm>
 
 #include "mixture_vector.h"
 
-constexpr int TOKENS = 32;   // of a tile: what one AMX instruction sums over
+constexpr int TOKENS = 32;   // of a tile: the length of an AMX instruction's sums
 constexpr int COLUMNS = 64;  // of a block
 
-// A task is RANGE tokens of a user and, of wide models, a part of the columns: long rows are read fast, and the factors
-// stay, with their gradients, in the second-level cache.
+// A task is RANGE tokens of a user times all columns, or a part of them in wide models: long rows are read fast, and
+// the factors and their gradients fit into the L2 cache.
 constexpr int RANGE = 512;
 inline int64_t columns_of_a_chunk(int64_t hidden) {
     const int64_t chunks = (hidden + 2047) / 2048;
@@ -28,8 +28,8 @@ template <int R>
 struct Wide {
     using Item = float;
     static constexpr bool FINE = true;
-    static constexpr int SUMS = TOKENS * R * LANES;  // floats of `sums`: a vector for each sum, added up at the end
-    static constexpr int GROUP = std::min(R, SUMS_AT_ONCE);  // ranks that are computed together
+    static constexpr int SUMS = TOKENS * R * LANES;  // floats of `sums`: one vector per sum, reduced at the end
+    static constexpr int GROUP = std::min(R, SUMS_AT_ONCE);  // ranks per iteration
     struct Session {};
 
     static void put_row(Item* rows, int t, int c, V first, V second) {
@@ -38,7 +38,7 @@ struct Wide {
     }
     static void put_pair(Item* pairs, int t, int c, V first, V second) { put_row(pairs, t, c, first, second); }
 
-    // `factor(r, c)` gives an element of the chunk's columns; packed it is (rank, chunk), both times.
+    // `factor(r, c)` returns an element of the chunk's columns. Both packed forms are (rank, chunk).
     template <class F>
     static void pack_outer(F factor, int64_t chunk, Item* to) {
         for (int r = 0; r < R; ++r)
@@ -92,7 +92,7 @@ struct Wide {
             }
     }
 
-    // Where the factor's columns from `c` on begin in its packed form.
+    // Offset of column `c` in a packed factor.
     static const Item* outer_from(const Item* factor, int c) { return factor + c; }
     static const Item* inner_from(const Item* factor, int c) { return factor + c; }
 };
@@ -100,7 +100,7 @@ struct Wide {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define MIXTURE_DOTS 1
 
-// What the two in bfloat16 share.
+// Common part of the two bfloat16 implementations.
 template <int R>
 struct Halves {
     using Item = uint16_t;
@@ -145,7 +145,7 @@ struct Dots : Halves<R> {
     struct Session {};
 
     static __m512bh vector(const Item* from) { return (__m512bh)_mm512_loadu_si512(from); }
-    static __m512bh twice(const Item* from) {  // two neighbours, in all lanes
+    static __m512bh twice(const Item* from) {  // broadcasts a pair to all lanes
         int both;
         std::memcpy(&both, from, sizeof both);
         return (__m512bh)_mm512_set1_epi32(both);
@@ -206,7 +206,7 @@ struct Dots : Halves<R> {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Linux hands out the tile registers on request only.
+// Linux enables the AMX tile registers only on request.
 inline bool may_use_tiles() {
     constexpr int REQUEST = 0x1023, TILE_DATA = 18;
     static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
@@ -218,7 +218,7 @@ struct Tiles : Halves<R> {
     using Item = uint16_t;
     static constexpr int SUMS = TOKENS * R;
 
-    // The shapes of the eight tile registers. Whoever used them before finds them as they were configured.
+    // Configures the shapes of the eight tile registers; restores the previous configuration at the end.
     struct alignas(64) Shapes {
         uint8_t palette = 0, start = 0, reserved[14] = {};
         uint16_t bytes[16] = {};

@@ -1,25 +1,25 @@
-// One token for each of a few rows, every row with adapters of its own: what a model does when it generates.
+// Decoding: one token for each of a few rows, each of which has adapters of its own.
 //
 //     linear     y_r = W x_r + b + B_r^T (s A_r x_r)
 //     experts    pre_rj = W x_r + b + B_rj^T (s A_rj x_r)    h_rj = act(pre_rj)    gated: act(gate_rj) up_rj
 //                y_r = W2 (sum_j p_rj h_rj) + b2 + sum_j B2_rj^T (s p_rj A2_rj h_rj)
 //
-// Weights are read once for all rows, which is what such a step takes: a task is a chunk of a linear's outputs. What a
-// row comes to depends neither on the other rows nor on the number of threads: each sum has an order of its own.
-// `share` rows in turn have the same adapters: texts of one user that are continued together.
+// Reading weights dominates the time, so they are read once for all rows: a task is a chunk of a linear layer's
+// outputs. A row's result depends neither on other rows nor on the number of threads, as each sum has a fixed order.
+// Each `share` consecutive rows have the same adapters: they are texts of one user.
 #pragma once
 
 #include "mixture_tile.h"
 
 extern "C" {
-// A linear with its LoRA: weight (d_out, d_in), where `turned` (d_in, d_out) in memory, a (rows / share, ranks, d_in),
-// b (rows / share, ranks, d_out); ranks may be 0.
+// A linear layer with its LoRA: weight (d_out, d_in), stored as (d_in, d_out) if `turned`; a (rows / share, ranks,
+// d_in); b (rows / share, ranks, d_out); ranks may be 0.
 struct RowsLinear {
     const void *weight, *bias, *a, *b;
     int64_t d_in, d_out, ranks, turned;
 };
 
-// Of a linear alone, `last` is it. Of experts, `first` has those that read x; ranks are experts times rank there.
+// A single linear layer is in `last`. For experts, `first` has the layers that read x; ranks is experts * rank.
 struct Rows {
     int64_t rows, share, experts, firsts, act, bf16, threads;
     float scale;
@@ -33,7 +33,7 @@ struct Rows {
 namespace {
 
 constexpr int64_t CHUNK = 64;
-// Rows and outputs whose sums stay in registers together; outputs of one row, enough for sums not to wait for each other.
+// Rows and outputs whose sums fit into registers; outputs of a single row, enough to hide the latency of additions.
 constexpr int BLOCK = 4, OUTPUTS = SUMS_AT_ONCE / BLOCK, ALONE = 8;
 
 template <int N>
@@ -52,7 +52,7 @@ float add_up(typename Floats<N>::type v) {
     }
 }
 
-// out(r, o) = x(r, :) . w(o, :) for R rows and O outputs; rows of `out` lie CHUNK apart.
+// out(r, o) = x(r, :) . w(o, :) for R rows and O outputs; rows of `out` have stride CHUNK.
 template <int R, int O, class X, class S>
 void dots(const X* x, const S* w, int64_t width, float* out) {
     V sums[R][O] = {};
@@ -79,10 +79,10 @@ void dots_of_rows(const X* x, int64_t rows, const S* w, int64_t width, float* ou
     for (; r < rows; ++r) dots<1, O>(x + r * width, w, width, out + r * CHUNK);
 }
 
-// The same with `w` turned: CHUNK outputs side by side, and inputs `stride` apart.
+// The same with `w` transposed: CHUNK contiguous outputs, and inputs with stride `stride`.
 template <int R, class X, class S>
 void sums_of_inputs(const X* x, const S* w, int64_t stride, int64_t width, float* out) {
-    constexpr int COUNT = std::min<int>(CHUNK / LANES, SUMS_AT_ONCE / R);  // vectors of outputs at once
+    constexpr int COUNT = std::min<int>(CHUNK / LANES, SUMS_AT_ONCE / R);  // vectors of outputs per iteration
     for (int64_t from = 0; from < CHUNK; from += COUNT * LANES) {
         V sums[R][COUNT] = {};
         for (int64_t k = 0; k < width; ++k) {
@@ -102,7 +102,7 @@ template <class S>
 struct Step {
     const Rows& m;
 
-    // z(r, k) = s A(r, k) . x(r): of row r there are `sets` inputs, each for as many of the ranks.
+    // z(r, k) = s A(r, k) . x(r): row r has `sets` inputs, each for an equal share of the ranks.
     template <class X>
     void thin(const RowsLinear& l, const X* x, int64_t sets, float* z) const {
         const int64_t share = l.ranks ? l.ranks / sets : 1;
@@ -138,7 +138,7 @@ struct Step {
     template <class X>
     void turned(const RowsLinear& l, const X* x, int64_t column, int64_t columns, float* out) const {
         const S* w = (const S*)l.weight + column;
-        if (columns < CHUNK) {  // the last one, if it is not whole
+        if (columns < CHUNK) {  // an incomplete last chunk
             for (int64_t r = 0; r < m.rows; ++r)
                 for (int64_t c = 0; c < columns; ++c) {
                     float sum = 0.f;
@@ -153,7 +153,7 @@ struct Step {
         for (; r < m.rows; ++r) sums_of_inputs<1>(x + r * l.d_in, w, l.d_out, l.d_in, out + r * CHUNK);
     }
 
-    // `v` plus ranks [from, to) of B_r^T z_r, at `count` columns from `column` on.
+    // `v` plus ranks [from, to) of B_r^T z_r, for `count` columns from `column`.
     V lora(const RowsLinear& l, const float* z, int64_t r, int64_t from, int64_t to, int64_t column, int64_t count, V v) const {
         const S* b = (const S*)l.b + r / m.share * l.ranks * l.d_out + column;
         for (int64_t k = from; k < to; ++k) v += z[r * l.ranks + k] * load_upto(b + k * l.d_out, count);
@@ -175,7 +175,7 @@ struct Step {
         }
     }
 
-    // h(r, j) and sum_j p_rj h(r, j), chunk by chunk.
+    // h(r, j) and sum_j p_rj h(r, j), per chunk.
     template <class Act>
     void hidden(const float* z, float* h, float* mixed) const {
         const RowsLinear& l = m.first[0];

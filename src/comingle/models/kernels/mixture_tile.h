@@ -1,4 +1,4 @@
-// One tile of a mixture: its way in and out of memory, and the elementwise work on it, forward and backward.
+// Tiles of a mixture: loading, storing, and elementwise operations, forward and backward.
 #pragma once
 
 #include "mixture_products.h"
@@ -14,7 +14,7 @@ void read_edge(const S* from, int64_t stride, int rows, int columns, const S* bi
             to[t * COLUMNS + c] = t < rows && c < columns ? widen(from[t * stride + c]) + (bias ? widen(bias[c]) : 0.f) : 0.f;
 }
 
-// Rows of a tensor into a tile, zeros where it ends, plus `bias` (if there is one) to each row; and back.
+// Loads rows of a tensor into a tile, padded with zeros, and adds `bias` if there is one; and stores them.
 template <class S>
 void read_tile(const S* from, int64_t stride, int rows, int columns, const S* bias, float* to) {
     for (int c = 0; c < COLUMNS; c += LANES) {
@@ -38,14 +38,14 @@ void write_tile(const float* from, int rows, int columns, S* to, int64_t stride)
                 for (int i = c; i < columns; ++i) put(to + t * stride + i, from[t * COLUMNS + i]);
 }
 
-// A block's rows are too far apart for the processor to foresee: ask for the next block's while this one is computed.
+// Prefetches the next block's rows, which are too far apart for the hardware prefetcher.
 template <bool Write, class S>
 void prefetch_tile(const S* from, int64_t stride) {
     for (int t = 0; t < TOKENS; ++t)
         for (size_t c = 0; c < COLUMNS; c += 64 / sizeof(S)) __builtin_prefetch(from + t * stride + c, Write, 2);
 }
 
-// One expert's tile: pre-activations, gates `p`, what the products take.
+// One expert's tile: pre-activations, gates `p`, and operands of the products.
 template <class Item>
 struct Tile {
     float pre[2][AREA], d_h[AREA], p[TOKENS];
@@ -97,7 +97,7 @@ void activate_backward(Tile<typename P::Item>& tile, const float* d_mixed, float
     }
 }
 
-// The elementwise loops do not depend on the rank: P has rank 0 here, so that each is compiled once.
+// The elementwise loops do not depend on the rank: P has rank 0 here, so each is compiled once.
 template <class P>
 struct Kernels {
     using Item = typename P::Item;

@@ -1,8 +1,8 @@
-// As many floats at a time as a register holds: loads and stores in both formats, exponential, activations with their
+// Vectors of the size of a register: loads and stores in both number formats, exponential, activations and their
 // derivatives.
 //
-// GCC's and Clang's vector extension, the same source for all processors. Vectors that are wider than a register would
-// live in memory: every operation would load and store them.
+// Uses the vector extension of GCC and Clang, so one source serves all processors. Vectors wider than a register would
+// be kept in memory, and each operation would load and store them.
 // Nothing here may be compiled with value-changing options (-ffast-math): the rounding trick in exp2 depends on it.
 #pragma once
 
@@ -22,13 +22,13 @@ constexpr int LANES = 8, REGISTERS = 16;
 #else
 constexpr int LANES = 4, REGISTERS = 16;
 #endif
-constexpr int SUMS_AT_ONCE = REGISTERS / 2;  // what leaves room for their operands
+constexpr int SUMS_AT_ONCE = REGISTERS / 2;  // the other registers hold operands
 
 typedef float V __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
 
-// Memory of a task, at the start of a cache line.
+// Memory of a task, aligned to a cache line.
 template <class T>
 struct Buffer {
     std::unique_ptr<T, decltype(&std::free)> memory;
@@ -51,7 +51,7 @@ inline float sum(V v) {
     return total;
 }
 
-// Of all lanes, in halves where one instruction does it.
+// Sum and maximum of all lanes; the AVX-512 intrinsics reduce by halves.
 inline float total_of(V v) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)v);
@@ -76,7 +76,7 @@ inline V load(const uint16_t* from) {
     return (V)(__builtin_convertvector(half, U) << 16);
 }
 
-// Rounds to the nearest, ties to even. The NaNs of arithmetic stay NaNs.
+// Rounds to nearest, ties to even. NaNs that arithmetic yields stay NaN.
 inline void store(uint16_t* to, V v) {
 #ifdef __AVX512BF16__
     __m256bh half = _mm512_cvtneps_pbh((__m512)v);
@@ -104,7 +104,7 @@ inline void put(uint16_t* to, float x) {
     *to = uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// The first `count` lanes, the others `rest`; and back.
+// Loads the first `count` lanes, sets the others to `rest`; and stores the first `count`.
 template <class S>
 V load_upto(const S* from, int64_t count, float rest = 0) {
     if (count >= LANES) return load(from);
@@ -122,8 +122,8 @@ void store_upto(S* to, V v, int64_t count) {
     for (int64_t i = 0; i < count; ++i) put(to + i, parts[i]);
 }
 
-// Polynomials for 2^f, |f| <= 1/2, least relative error: 7.5e-8 where results are float32, 7.5e-5 (a twenty-fifth of
-// its rounding) where they are bfloat16.
+// Minimax polynomials for 2^f, |f| <= 1/2. Relative error: 7.5e-8 for float32 results, 7.5e-5 (1/25 of the rounding
+// error) for bfloat16 results.
 template <bool Fine>
 inline V exp2_fraction(V f) {
     if (!Fine) return ((f * 0.05517167f + 0.24261113f) * f + 0.69326097f) * f + 0.99992806f;
@@ -131,7 +131,7 @@ inline V exp2_fraction(V f) {
     return ((p * f + 0.2402212f) * f + 0.69314694f) * f + 1.0000001f;
 }
 
-// 2^x; beyond the range of float32 (and a little before it, on processors without AVX-512) it stays at the edge.
+// 2^x, clamped to the range of float32 (without AVX-512 to a slightly smaller range).
 template <bool Fine>
 inline V exp2(V x) {
 #ifdef __AVX512DQ__
@@ -141,7 +141,7 @@ inline V exp2(V x) {
 #else
     x = x > 126.f ? V{} + 126.f : x;
     x = x < -126.f ? V{} - 126.f : x;
-    V shifted = x + 12582912.f;  // 1.5 * 2^23: rounds to a whole number, which is then in the lowest bits
+    V shifted = x + 12582912.f;  // 1.5 * 2^23: rounds to an integer in the lowest bits
     V p = exp2_fraction<Fine>(x - (shifted - 12582912.f));
     return (V)((U)p + ((U)shifted << 23));
 #endif
@@ -153,7 +153,7 @@ inline V reciprocal(V x) {
 #ifdef __AVX512F__
     V guess = (V)_mm512_rcp14_ps((__m512)x);
     if (!Fine) return guess;
-    // One Newton step doubles its 14 bits; an infinite x must give 0, not 0 * infinity.
+    // One Newton step doubles the 14 bits of precision. For an infinite x it would compute 0 * infinity, not 0.
     V better = guess * (2.f - x * guess);
     return x > 1e38f ? guess : better;
 #else
@@ -163,7 +163,7 @@ inline V reciprocal(V x) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// Each activation maps a pre-activation to its value, and to value and derivative (the formulas of kernels.py).
+// Each activation maps a pre-activation to its value, and to value and derivative (formulas as in expert_mlp.py).
 template <bool Fine>
 struct GeluTanh {
     static constexpr float c = 1.59576912f;  // 2 sqrt(2 / pi)

@@ -1,6 +1,6 @@
-// Cross-entropy of rows of logits, and their unnormalised softmax exp(logit - max) in the logits' place.
+// Cross-entropy of rows of logits; overwrites the logits with the unnormalised softmax exp(logit - max).
 //
-// A row is read from memory once: it is in a near cache when its largest logit is known.
+// A row is read from memory once: it is still cached when its maximum is known.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 #include "mixture_vector.h"
 
 extern "C" struct Softmax {
-    int64_t rows, columns, bf16, keep, threads;  // without `keep` the logits stay
+    int64_t rows, columns, bf16, keep, threads;  // without `keep` the logits are not overwritten
     void* logits;
     const int64_t* targets;
     float *loss, *total;
@@ -18,13 +18,13 @@ namespace {
 
 template <class S>
 void softmax_row(const Softmax& m, int64_t r) {
-    constexpr int SUMS = 4;  // additions take longer than the rest of a vector's work
+    constexpr int SUMS = 4;  // independent sums hide the latency of additions
     S* row = (S*)m.logits + r * m.columns;
     const float picked = widen(row[m.targets[r]]);
     V most = V{} - INFINITY, sums[SUMS] = {};
     for (int64_t c = 0; c < m.columns; c += LANES) {
         V v = load_upto(row + c, m.columns - c, -INFINITY);
-        most = most > v ? most : v;  // a NaN is found below
+        most = most > v ? most : v;  // NaN is handled below
     }
     const float top = largest_of(most);
     for (int64_t c = 0; c < m.columns; c += SUMS * LANES)
@@ -40,7 +40,7 @@ void softmax_row(const Softmax& m, int64_t r) {
 
 }  // namespace
 
-// Whether all targets are columns.
+// Returns whether all targets are columns.
 extern "C" bool softmax_forward(const Softmax* m) {
     for (int64_t r = 0; r < m->rows; ++r)
         if (m->targets[r] < 0 || m->targets[r] >= m->columns) return false;

@@ -1,9 +1,9 @@
-"""The hidden part of a mixture of experts as Triton kernels: the formulas are those at the head of ``mixture.cpp``.
+"""Triton kernels for the hidden layer of a mixture of LoRA experts; the formulas are at the top of ``mixture.cpp``.
 
-A program has a tile: some tokens of a user and some columns of the hidden width. What is summed over columns leaves
-it as one part for each chunk of columns, what is summed over tokens as one for each range of them, so that sums are
-added in an order that sizes alone decide. Tiles are multiplied in the tensors' own format and added up in float32;
-ranks are filled with zeros up to what a tensor core takes.
+A program computes a tile: some tokens of a user times some columns of the hidden width. Sums over columns are written
+as one partial sum per chunk of columns, sums over tokens as one per range of tokens, so the order of additions depends
+on sizes alone. Tiles are multiplied in the tensors' number format and accumulated in float32. Ranks are padded with
+zeros to the minimum size of a tensor-core product.
 """
 
 # pyright: reportMissingImports=false
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run on the CPU, in Triton's interpreter (``TRITON_INTERPRET=1``)."""
+"""Whether kernels run on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``)."""
 _WIDENED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def _dot(one, other, PRECISION: tl.constexpr):
-    """A product of tiles, added up in float32. Triton's interpreter multiplies bf16 as if it were whole numbers."""
+    """Multiply tiles with float32 accumulation; the interpreter, which multiplies bf16 as integers, needs float32."""
     if _WIDENED:
         one, other = one.to(tl.float32), other.to(tl.float32)
     return tl.dot(one, other, input_precision=PRECISION)
@@ -27,7 +27,7 @@ def _dot(one, other, PRECISION: tl.constexpr):
 
 @triton.jit
 def _activation(x, ACT: tl.constexpr):
-    """(value, derivative), as in ``adapters/kernels.py``; ``ACT`` counts as ``native.ACTIVATIONS`` does."""
+    """Return (value, derivative) as ``expert_mlp`` does; ``ACT`` is one of its ``ACTIVATION_CODES``."""
     if ACT == 0:  # gelu_tanh, c = 2 sqrt(2 / pi)
         square = x * x
         s = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * square))
@@ -41,7 +41,7 @@ def _activation(x, ACT: tl.constexpr):
         s = tl.sigmoid(x)
         value = x * s
         slope = s + value * (1 - s)
-    else:  # relu; a NaN stays one
+    else:  # relu; propagates NaN
         value = tl.where(x < 0, 0.0, x)
         slope = tl.where(x > 0, 1.0, 0.0)
     return value, slope
@@ -49,7 +49,7 @@ def _activation(x, ACT: tl.constexpr):
 
 @triton.jit
 def _base(base, bias, places, there, c, hidden, BIASED: tl.constexpr):
-    """A tile of the base's pre-activations, in float32."""
+    """Load a tile of the base's pre-activations with bias, in float32."""
     tile = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
     if BIASED:
         tile += tl.load(bias + c, mask=c < hidden, other=0.0).to(tl.float32)[None, :]
@@ -58,14 +58,14 @@ def _base(base, bias, places, there, c, hidden, BIASED: tl.constexpr):
 
 @triton.jit
 def _thin(start, row, real, at, RANK: tl.constexpr, WIDE: tl.constexpr):
-    """Columns ``[at, at + RANK)`` of some rows, filled with zeros."""
+    """Load columns ``[at, at + RANK)`` of some rows, padded with zeros."""
     r = tl.arange(0, WIDE)
     return tl.load(start + row[:, None] + (at + r)[None, :], mask=real[:, None] & (r < RANK)[None, :], other=0.0)
 
 
 @triton.jit
 def _factor(factor, number, c, hidden, RANK: tl.constexpr, WIDE: tl.constexpr):
-    """Some columns of one expert's factor ``(rank, hidden)``, filled with zeros."""
+    """Load some columns of one expert's factor ``(rank, hidden)``, padded with zeros."""
     r = tl.arange(0, WIDE)
     places = (number * RANK + r)[:, None] * hidden + c[None, :]
     return tl.load(factor + places, mask=(r < RANK)[:, None] & (c < hidden)[None, :], other=0.0)
@@ -78,7 +78,38 @@ def forward(
     ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``mixed``, and each chunk's part of ``h_j A_j^T``, not scaled yet. Programs: chunks, blocks of tokens, users."""
+    """Compute ``mixed``, and each chunk's partial sum of ``h_j A_j^T`` without the scale.
+
+    Grid: chunks of columns, blocks of tokens, users.
+
+    Args:
+        base_0: Base pre-activations of the first of the first layers (gate, or up in plain MLPs).
+        base_1: Those of the second one (up); any address in plain MLPs.
+        bias_0: Bias of the first one; any address without bias.
+        bias_1: Bias of the second one; any address without bias.
+        z: Products of the input with A of the first layers.
+        gates: The experts' probabilities.
+        b_0: B of the first one.
+        b_1: B of the second one.
+        a: A of the last layer.
+        mixed: Output: the mixture of hidden activations.
+        last: Output: the partial sums, ``(chunks, users, n, experts * rank)``.
+        n: Tokens of a user.
+        hidden: Hidden width.
+        scale: LoRA scale.
+        z_user: Stride of ``z`` between users.
+        z_row: Stride of ``z`` between tokens.
+        ACT: Code of the activation.
+        FIRST: Number of first layers: 2 in gated MLPs, else 1.
+        BIASED_0: Whether the first one has a bias.
+        BIASED_1: Whether the second one has a bias.
+        EXPERTS: Number of experts.
+        RANK: LoRA rank.
+        WIDE: The rank padded for tensor cores.
+        TOKENS: Tokens of a tile.
+        COLUMNS: Columns of a tile.
+        PRECISION: Input precision of products.
+    """
     user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = chunk * COLUMNS + tl.arange(0, COLUMNS)
@@ -118,7 +149,7 @@ def _expert(
     one, two, d_mixed, z_0, z_1, d_gated, p, b_0, b_1, a, scale,
     ACT: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One expert's ``h``, gradients of its pre-activations, and ``d_z_last``; all of it computed anew."""
+    """Recompute one expert's ``h``; return it, the gradients of its pre-activations, and ``d_z_last``."""
     value, slope = _activation(one + scale * _dot(z_0, b_0, PRECISION), ACT)
     d_last = (scale * p[:, None] * d_gated.to(tl.float32)).to(a.dtype)
     d_h = p[:, None] * d_mixed + _dot(d_last, a, PRECISION)
@@ -136,7 +167,12 @@ def backward(
     ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``d_base``, and each chunk's part of ``d_z`` (not scaled yet) and ``d_mixed . h_j``. Programs: as ``forward``."""
+    """Compute ``d_base``, and each chunk's partial sums of ``d_z`` (without the scale) and of ``d_mixed . h_j``.
+
+    Grid: as :func:`forward`. Args: as :func:`forward`, with the gradients ``d_mixed`` of the mixture and ``d_gated`` of
+    ``p_j z_last_j``, and with these outputs: ``d_base_0`` and ``d_base_1`` are gradients, ``d_z`` and ``d_gates`` are
+    partial sums with a leading axis of chunks.
+    """
     user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = chunk * COLUMNS + tl.arange(0, COLUMNS)
@@ -185,7 +221,11 @@ def backward_factors(
     ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Each range's part of ``d_B`` and ``d_A``. Programs: chunks, ranges of ``span`` tokens, experts of all users."""
+    """Compute each token range's partial sums of ``d_B`` and ``d_A``.
+
+    Grid: chunks of columns, ranges of ``span`` tokens, experts of all users. Args: as :func:`backward`, with other
+    outputs: ``d_b_0``, ``d_b_1`` and ``d_a`` are partial sums with a leading axis of ranges.
+    """
     number, interval = tl.program_id(2).to(tl.int64), tl.program_id(1)
     user, j = number // EXPERTS, number % EXPERTS
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

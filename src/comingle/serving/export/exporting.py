@@ -1,7 +1,7 @@
-"""Export a user's model, with its card, to a folder that other programs open.
+"""Export of a user's model, with a model card, to a folder that other programs open.
 
-What decides on the form is what the model is made of: how many experts the user has, whether a router chooses between
-them, where they are mixed, and over which base. Nothing here knows methods by name.
+The format follows from the model: how many experts the user has, whether a router chooses between them, where they are
+mixed, and the base. Methods are not looked up by name.
 """
 
 from __future__ import annotations
@@ -62,12 +62,19 @@ from comingle.utils.errors import DataError, RunError, did_you_mean
 from comingle.utils.records import DRAFT, check_name, expand_home, told_in_one_line, write_json
 
 TAG = "comingle"
-"""By which an exported folder is known again."""
+"""Tag in the model card that marks a folder as an export."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asking:
-    """A worked prompt: code behind the lines that open a model, the prompt as the model reads it, and its ends."""
+    """Example for the model card that generates a text.
+
+    Args:
+        code: Code that follows the lines that open the model.
+        prompt: The prompt as the model reads it.
+        ends: Tokens that end the text.
+        turns: Whether the model answers messages rather than continues a text.
+    """
 
     code: str
     prompt: str
@@ -75,7 +82,7 @@ class Asking:
     turns: bool
 
     def text(self) -> list[str]:
-        """Return the lines of the card behind the code."""
+        """Return the card's lines after the code."""
         form = "The model answers messages in its chat template. The prompt above is" if self.turns else "The prompt is"
         what = "An answer" if self.turns else "A text"
         ends = [f"{what} ends with {' or '.join(f'`{end}`' for end in self.ends)}.", ""] if self.ends else []
@@ -101,13 +108,19 @@ print(answer["choices"][0]["text"])""",
 
 
 def asking_of(base: Base, about: About | None, format: str) -> Asking:
-    """Return how an exported model is asked: in turns if it was trained on them, else by a text to continue."""
+    """Return the card's example: messages if the model was trained on conversations, else a text to continue.
+
+    Args:
+        base: The base.
+        about: Facts about the user's data; None if unknown.
+        format: The export format.
+    """
     tokenizer, template = base.tokenizer, chat_template_of(base, about)
     assert tokenizer is not None
     turns = template is not None and (about is None or about.kind == CONVERSATIONS)
     prompt = "" if turns else _TEXT
     if turns and template is not None:
-        with suppress(DataError):  # a template that wants other roles
+        with suppress(DataError):  # The template requires other roles.
             prompt = template.render([{"role": "user", "content": "Hello!"}], asks=True)
     ends = generation_of(base, about).eos_token_id
     return Asking(
@@ -119,14 +132,25 @@ def asking_of(base: Base, about: About | None, format: str) -> Asking:
 
 
 def _block(language: str, text: str) -> list[str]:
-    """Return a fenced block, whose fence is longer than those in its text."""
+    """Return a fenced block whose fence is longer than any in its text."""
     fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
     return [f"{fence}{language}", text.rstrip("\n"), fence, ""]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A model card. ``form`` says what was written, ``usage`` opens it, ``lost`` is what the form costs."""
+    """A model card.
+
+    Args:
+        name: The user.
+        base: The base.
+        library: The library that opens the export.
+        form: Description of what was written.
+        usage: Code that opens the model.
+        about: Facts about the user's data and scores; None if unknown.
+        asks: Example that generates a text; None without a tokenizer.
+        lost: Scores before and after an approximation.
+    """
 
     name: str
     base: Base
@@ -138,7 +162,7 @@ class Card:
     lost: Mapping[str, float] = field(default_factory=dict)
 
     def text(self) -> str:
-        """As Markdown with the front matter that the hub reads."""
+        """Return the card as Markdown with the Hugging Face Hub's front matter."""
         return "\n".join([*self._front(), "", *self._head(), *self._data(), *self._measured(), *self._end(), ""])
 
     def _front(self) -> list[str]:
@@ -186,20 +210,20 @@ class Card:
 
 
 def name_of(base: Base) -> str:
-    """Return the base's name, without its place on this machine."""
+    """Return the base's name without its path on this machine."""
     path = expand_home(base.name)
     if base.name == GIVEN:
         return f"a {type(base.model).__name__} without a name"
     if not (path.exists() or path.is_absolute() or base.name.startswith(".")):
         return base.name
     path = Path(os.path.normpath(path.absolute()))
-    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):  # the hub's cache
+    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):  # Hugging Face's cache
         return path.parents[1].name.removeprefix("models--").replace("--", "/", 1)
     return path.name
 
 
 def licence_of(base: Base) -> str:
-    """What the base's own card says, in the hub's spelling; empty where there is none."""
+    """Return the licence in the base's model card, as the Hub spells it; an empty string if there is none."""
     card = base.origin / "README.md" if isinstance(base.origin, Path) else None
     if card is None or not card.is_file():
         return ""
@@ -210,7 +234,7 @@ def licence_of(base: Base) -> str:
 
 CARD = "README.md"
 LIST = "comingle_export.json"
-"""Names what an export has written, so that the next one replaces that and nothing else."""
+"""File that lists what an export has written, so that the next export replaces these files only."""
 
 _KNOWN = {
     *(CARD, LIST, "config.json", "generation_config.json", "adapter_config.json"),
@@ -219,14 +243,14 @@ _KNOWN = {
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
 }
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-"""What exports write, for those of older versions, which have no list."""
+"""Files that exports write; used for exports of older versions, which have no list."""
 
 
 def check_target(folder: Path, *, force: bool) -> None:
-    """Whether an export may be written to a folder; touches nothing.
+    """Check that an export may be written to a folder, without changing anything.
 
     Raises:
-        RunError: it cannot be a folder, exists without ``force``, or holds what no export has written.
+        RunError: The path is a file, the folder exists without ``force``, or it has files that no export has written.
     """
     check_name(folder)
     if folder.exists() and not folder.is_dir():
@@ -244,10 +268,12 @@ def check_target(folder: Path, *, force: bool) -> None:
 
 @contextmanager
 def written_whole(folder: Path, *, force: bool) -> Iterator[Path]:
-    """A draft beside ``folder`` that takes its place at the end; for its owner alone, as it has learned private text.
+    """Yield a draft folder that replaces ``folder`` atomically on success.
+
+    Only its owner can read it, because the weights have been trained on private text.
 
     Raises:
-        RunError: as :func:`check_target`, or the disk does not take it.
+        RunError: As for :func:`check_target`, or the disk cannot be written to.
     """
     from safetensors import SafetensorError
 
@@ -259,14 +285,14 @@ def written_whole(folder: Path, *, force: bool) -> Iterator[Path]:
             draft.mkdir(mode=0o700)
             yield draft
             write_json(draft / LIST, {"written": sorted(_names(draft))})
-            check_target(folder, force=force)  # once more: it took a while, and somebody may have put something there
+            check_target(folder, force=force)  # The folder may have changed in the meantime.
             if folder.exists():
                 shutil.rmtree(folder)
             draft.rename(folder)
     except (SafetensorError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise RunError(f"{folder}: cannot be written to: {error}") from None  # a library's words for the system's
+        raise RunError(f"{folder}: cannot be written to: {error}") from None  # an OSError wrapped by a library
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -277,21 +303,21 @@ def _is_export(folder: Path) -> bool:
 
 
 def _names(folder: Path) -> set[str]:
-    """Of everything below it, folders and links too; no link is followed."""
+    """Return relative paths of everything below the folder, folders and links included; links are not followed."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
 def _strange(folder: Path) -> str | None:
-    """The first thing in an exported folder that no export has written."""
+    """Return the first file in an exported folder that no export has written."""
     try:
         own = {LIST, *json.loads((folder / LIST).read_text(encoding="utf-8"))["written"]}
-    except (OSError, ValueError, KeyError, TypeError):  # of an older version, or damaged
+    except (OSError, ValueError, KeyError, TypeError):  # The list is damaged, or the export's version wrote none.
         own = {path.name for path in folder.iterdir() if path.name in _KNOWN or _SHARD.fullmatch(path.name)}
     return min(_names(folder) - own, default=None)
 
 
 def validated(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
-    """The model's perplexity on the user's validation data, and each layer's mean gates there."""
+    """Return the model's perplexity on the user's validation data, and each layer's mean gates there."""
     model = source.model
     if not isinstance(model, AdaptedModel):
         return perplexity(source, _own_losses(source, [])), []
@@ -308,13 +334,16 @@ def validated(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
 
 
 def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]) -> float:
-    """Return the perplexity of the user's validation data, or of its responses, under these losses."""
+    """Return the perplexity of the user's validation data, or of its responses, from per-token losses."""
     assert source.about is not None
     return perplexity_of(source.about.validate(losses, None).mean_loss)
 
 
 def _own_losses(source: Source, seen: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
-    """Of the user's model in every slot, in turn; ``seen`` gets each slot's gates, where they are watched."""
+    """Return a function that computes per-token losses of the user's model.
+
+    Each call replaces the contents of ``seen`` with the gates, if these are being recorded.
+    """
     model = source.model
 
     def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
@@ -330,7 +359,7 @@ def _own_losses(source: Source, seen: list[Tensor]) -> Callable[[Sequence[int], 
 
 
 def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
-    """Of a plain network in every slot; a negative target carries no loss."""
+    """Return a function that computes per-token losses of a plain network; negative targets are ignored."""
 
     def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
         targets = windows[..., 1:]
@@ -349,7 +378,19 @@ _PROBE = 16
 
 
 def export_personal(person: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
-    """Write a user's model to ``folder``; what :meth:`comingle.models.personal.PersonalModel.export` does."""
+    """Write a user's model to ``folder``; implements :meth:`comingle.models.personal.PersonalModel.export`.
+
+    Args:
+        person: The user's model.
+        folder: Where to write.
+        format: One of :data:`FORMATS`.
+        dtype: Number format of the weights; None for the base's.
+        force: Whether to replace an existing export.
+
+    Raises:
+        RunError: The base is quantised, or as for :func:`export`.
+        DataError: As for :func:`export`.
+    """
     if person.model.base.quantised:
         told = f"quantise: {person.model.base.quantised}: an export needs the base's own weights"
         raise RunError(f"{told}; train with quantise: none to export")
@@ -359,11 +400,18 @@ def export_personal(person: PersonalModel, folder: Path, *, format: str, dtype: 
 
 
 def export(source: Source, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
-    """Write the user's model to ``folder``; ``dtype`` is that of the weights, None the base's own.
+    """Write the user's model to ``folder``.
+
+    Args:
+        source: The user's model.
+        folder: Where to write.
+        format: One of :data:`FORMATS`.
+        dtype: Number format of the weights; None for the base's.
+        force: Whether to replace an existing export.
 
     Raises:
-        DataError: the model cannot be exported in this format, with the reason and the format that can.
-        RunError: an unknown format or number format, or the folder cannot be written to.
+        DataError: The model cannot be exported in this format; the message names the reason and a format that works.
+        RunError: The format or number format is unknown, or the folder cannot be written to.
     """
     kind = _number_format(source, format, dtype)
     check_target(folder, force=force)
@@ -401,7 +449,7 @@ def _number_format(source: Source, format: str, dtype: str | None) -> str:
 # -------------------------------------------------------------------- formats
 
 _Made = tuple[Exported, str, str]
-"""What was written, the library that opens it, and how."""
+"""Description of the export, the library that opens it, and code that does so."""
 
 _OPEN = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -429,7 +477,7 @@ def _transformers(source: Source, draft: Path, kind: str) -> _Made:
 def _gguf(source: Source, draft: Path, kind: str) -> _Made:
     base = source.model.base
     family = SPARSE.get(base.model.config.model_type)
-    if why := "" if family and is_mixture(source) else why_no_gguf(base.model.config):  # said before it is computed
+    if why := "" if family and is_mixture(source) else why_no_gguf(base.model.config):  # Fail before any computation.
         raise DataError(f"user {source.name!r}: {why}; --format transformers has no such limit")
     if base.tokenizer is None:
         raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file holds")
@@ -453,7 +501,7 @@ def _peft(source: Source, draft: Path, kind: str) -> _Made:
 
 
 def _approximate(source: Source, draft: Path, kind: str) -> _Made:
-    """The experts' LoRAs are mixed in the weights, in shares that are the same for every token."""
+    """Write a plain model whose weights mix the experts' LoRAs with shares that are the same for every token."""
     if source.about is None:
         raise DataError(f"user {source.name!r}: nothing says where its validation data is; open the run for it")
     before, shares = validated(source)
@@ -472,13 +520,13 @@ def _approximate(source: Source, draft: Path, kind: str) -> _Made:
 def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
     network.generation_config = generation_of(source.model.base, source.about)
     network.save_pretrained(draft)
-    if needs_eager_experts(network.config):  # transformers reads this key of config.json and does not write it
+    if needs_eager_experts(network.config):  # transformers reads this key of config.json but does not write it.
         path = draft / "config.json"
         write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "experts_implementation": "eager"})
 
 
 def _tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
-    """The tokenizer with the template that the model answers in; None where the base has none."""
+    """Return the tokenizer with the chat template that the model was trained with; None without a tokenizer."""
     template = chat_template_of(source.model.base, source.about)
     if template is None or template.source == template.tokenizer.chat_template:
         return source.model.base.tokenizer
@@ -492,7 +540,7 @@ def _made(draft: Path, form: str, lost: Mapping[str, float] | None = None) -> Ex
 
 
 def _exact(source: Source) -> tuple[PreTrainedModel, str]:
-    """The network that computes what the user's model does, compared with it; and what it is, in words."""
+    """Return a network that computes the same as the user's model, after a check of its logits, and its description."""
     base = source.model.base
     if not is_mixture(source):
         network = plain_network(base.model, plain_changes(source))

@@ -1,4 +1,4 @@
-"""A user's model as one GGUF file."""
+"""Export of a user's model as one GGUF file."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _LLAMA3 = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLITS = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
-"""Expressions by which a text is split before it is merged, and what llama.cpp calls them."""
+"""llama.cpp's names of pre-tokenizers by their regular expressions."""
 _SPACE = "▁"
 
 
 class Kind(IntEnum):
-    """What a token is, as GGUF numbers it."""
+    """Token types, numbered as in GGUF."""
 
     NORMAL, UNKNOWN, CONTROL, GIVEN, UNUSED, BYTE = range(1, 7)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Everything that llama.cpp needs to read and write text."""
+    """The vocabulary and tokenizer settings of a GGUF file."""
 
     model: str
     pre: str
@@ -46,7 +46,7 @@ class Vocabulary:
     scores: tuple[float, ...]
     merges: tuple[str, ...]
     numbers: Mapping[str, int]
-    """Of the tokens bos, eos, eot, eom, unk and pad, where there are such."""
+    """IDs of the special tokens bos, eos, eot, eom, unk and pad, as far as they exist."""
     adds_bos: bool
     adds_eos: bool
     adds_space: bool
@@ -56,17 +56,17 @@ class Vocabulary:
 def vocabulary(
     name: str, tokenizer: PreTrainedTokenizerBase, size: int, *, turn_end: int | None = None, ends: Sequence[int] = ()
 ) -> Vocabulary:
-    """The vocabulary of a tokenizer, filled up with tokens that nothing uses to ``size``.
+    """Return a tokenizer's vocabulary, padded with unused tokens to ``size``.
 
     Args:
         name: The user, for messages.
         tokenizer: A fast tokenizer.
         size: Rows of the model's embedding.
         turn_end: The token that ends a response.
-        ends: All tokens that end a text; a file has a place for one more than the tokenizer's and ``turn_end``.
+        ends: All tokens that end a text. A file holds one more than the tokenizer's and ``turn_end``.
 
     Raises:
-        DataError: a tokenizer of another kind, or one that splits text in a way that llama.cpp has no name for.
+        DataError: The tokenizer is of another kind, or llama.cpp has no name for its pre-tokenizer.
     """
     spec = _spec(name, tokenizer)
     model, merges = spec["model"], _merges(spec["model"])
@@ -107,7 +107,7 @@ def _spec(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _pre(name: str, spec: Mapping[str, Any]) -> str:
-    """What llama.cpp calls the way in which a byte-level tokenizer splits text."""
+    """Return llama.cpp's name for a byte-level pre-tokenizer."""
     outer = spec["pre_tokenizer"] or {}
     parts = outer.get("pretokenizers", [outer])
     kinds = [part.get("type") for part in parts]
@@ -119,7 +119,7 @@ def _pre(name: str, spec: Mapping[str, Any]) -> str:
         pattern = parts[0].get("pattern", {}).get("Regex")
         if kinds == ["Split", "ByteLevel"] and pattern in _SPLITS and not parts[1]["use_regex"]:
             found = _SPLITS[pattern]
-            if bool(spec["model"].get("ignore_merges")) == (found == "llama-bpe"):  # as llama.cpp has it
+            if bool(spec["model"].get("ignore_merges")) == (found == "llama-bpe"):  # llama.cpp's setting
                 return found
     raise _refused(name, "a tokenizer that splits text in a way that GGUF has no name for here")
 
@@ -143,13 +143,13 @@ def _kind(
 
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """As pairs, in whichever of the two spellings that tokenizers have had."""
+    """Return merges as pairs from either spelling in ``tokenizer.json``."""
     pairs = (one.split(" ", 1) if isinstance(one, str) else one for one in model["merges"])
     return [(first, second) for first, second in pairs]
 
 
 def _scores(tokens: tuple[str, ...], merges: list[tuple[str, str]]) -> tuple[float, ...]:
-    """sentencepiece merges the pair whose result scores highest, so a result's score is the rank of its first merge."""
+    """Return each token's score: the negative rank of its first merge. sentencepiece merges high scores first."""
     ranks: dict[str, int] = {}
     for rank, (first, second) in enumerate(merges):
         ranks.setdefault(first + second, rank)
@@ -168,9 +168,9 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gpt2": "gpt2",
 }
-"""llama.cpp's names of architectures, by transformers' model type."""
+"""llama.cpp's names of architectures by transformers' model type."""
 KINDS = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
-"""Numbers of weights in a GGUF file, by what ``--dtype`` calls them."""
+"""GGUF's weight types by ``--dtype``."""
 
 _ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen3moe": "silu", "gpt2": "gelu_new"}
 _BLOCK = 32
@@ -188,14 +188,21 @@ def write_gguf(
     *,
     turn_end: int | None = None,
 ) -> None:
-    """Write the network with its weights as F32, BF16 or Q8_0, and read the file again to see that it is the same.
+    """Write a network to a GGUF file, and read it back to verify it.
 
-    Vectors, routers and positions stay F32; of Q8_0, so do rows that are no multiple of 32 numbers, as BF16.
-    ``turn_end`` ends a response; what else ends a text is in the network's generation settings.
+    Vectors, routers and positions are F32. With Q8_0, rows whose length is not a multiple of 32 are BF16.
+
+    Args:
+        path: The file.
+        name: The user, for messages and as the model's name.
+        network: The network; its generation settings list the tokens that end a text.
+        tokenizer: Its tokenizer.
+        kind: F32, BF16 or Q8_0.
+        turn_end: The token that ends a response.
 
     Raises:
         DataError: llama.cpp has no such architecture, or computes something else with these settings.
-        RunError: the package gguf is missing.
+        RunError: The package gguf is missing, or the file read back differs.
     """
     if importlib.util.find_spec("gguf") is None:
         raise RunError("--format gguf needs the package gguf: pip install 'comingle[demo]'")
@@ -222,7 +229,7 @@ def write_gguf(
 
 
 def why_no_gguf(config: PreTrainedConfig) -> str:
-    """Why llama.cpp cannot compute what such a network does; empty where it can."""
+    """Return why llama.cpp cannot compute such a network; an empty string if it can."""
     if config.model_type not in ARCHITECTURES:
         return f"no GGUF is written of {config.model_type} (only of {', '.join(ARCHITECTURES)})"
     architecture = ARCHITECTURES[config.model_type]
@@ -237,7 +244,7 @@ def why_no_gguf(config: PreTrainedConfig) -> str:
 
 
 def _why_no_attention(architecture: str, config: PreTrainedConfig) -> str:
-    """A GGUF file has no place for such settings, and llama.cpp looks for no bias behind these attentions."""
+    """Return why llama.cpp cannot compute this attention: GGUF lacks a setting or a bias for it."""
     if architecture == "gpt2" and not config.scale_attn_weights:
         return "'s scores are not divided by the root of a head's width (scale_attn_weights: false), as llama.cpp's are"
     if architecture == "gpt2" and config.scale_attn_by_inverse_layer_idx:
@@ -266,7 +273,7 @@ def _add_settings(writer: Any, architecture: str, name: str, network: PreTrained
     writer.add_name(name)
     types = {"F32": "ALL_F32", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(LlamaFileType[types[kind]])
-    # Within the window it makes no difference, and llama.cpp knows of none in these architectures.
+    # llama.cpp has no sliding window in these architectures; a context no longer than the window needs none.
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     writer.add_context_length(min(window, config.max_position_embeddings))
     writer.add_embedding_length(config.hidden_size)
@@ -301,7 +308,7 @@ def _add_words(writer: Any, words: Vocabulary) -> None:
         writer.add_token_scores(words.scores)
         writer.add_add_space_prefix(words.adds_space)
     if words.model == "gpt2":
-        # A tokenizer of bytes alone merges nothing, but a file without merges is refused: this pair makes no token.
+        # A tokenizer of bytes only has no merges, but llama.cpp refuses a file without any: this pair is no token.
         writer.add_token_merges(words.merges or (f"{words.tokens[0]} {words.tokens[0]}",))
     for key, number in words.numbers.items():
         getattr(writer, f"add_{key}_token_id")(number)
@@ -312,7 +319,7 @@ def _add_words(writer: Any, words: Vocabulary) -> None:
 
 
 def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by the name that it has in the file, in llama.cpp's order of rows."""
+    """Yield each tensor with its GGUF name, rows in llama.cpp's order."""
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
     config, tied = network.config, network.config.tie_word_embeddings
@@ -341,7 +348,7 @@ def _experts(layer: int, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor
 
 
 def _arranged(architecture: str, config: PreTrainedConfig, key: str, tensor: Tensor) -> Tensor:
-    """GPT-2 keeps weights as (d_in, d_out); llama.cpp's Llama rotates neighbours, and transformers' halves."""
+    """Reorder a weight: GPT-2's is ``(d_in, d_out)``; llama.cpp's Llama rotates adjacent pairs, transformers halves."""
     if architecture == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.mT
     if architecture == "llama" and (found := re.search(r"\.([qk])_proj\.", key)):
@@ -352,7 +359,7 @@ def _arranged(architecture: str, config: PreTrainedConfig, key: str, tensor: Ten
 
 
 def _rope_factors(network: PreTrainedModel) -> Tensor | None:
-    """By what rotary frequencies are divided, where they are not ``theta^(-2i/d)``."""
+    """Return the divisors of the rotary frequencies ``theta^(-2i/d)``; None if there are none."""
     config = network.config
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") == "default":
         return None

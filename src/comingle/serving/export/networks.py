@@ -1,7 +1,7 @@
 """A user's model as an architecture of transformers or as a PEFT adapter.
 
-``W + sum_j s_j B_j A_j`` over E experts (or clusters) of rank r is one LoRA of rank E r: the factors side by side, with
-the shares s in B.
+``W + sum_j s_j B_j A_j`` over E experts (or clusters) of rank r is one LoRA of rank E r: the concatenated factors, with
+the shares s multiplied into B.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ _EXPERTS, _GATE = "mlp.experts", "mlp.gate.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How experts are chosen: ``top_k`` of those in ``gates``, one matrix a block, the tokens being its columns."""
+    """Routers of a sparse mixture.
+
+    Args:
+        top_k: Number of experts that each token uses.
+        gates: Router weights, one matrix per block; logits are ``gates @ token``.
+    """
 
     top_k: int
     gates: Sequence[Float[Tensor, "experts width"]]
@@ -44,7 +49,14 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """A sparse architecture, and its names for the number of experts, for their width, and what it needs besides."""
+    """A sparse architecture.
+
+    Args:
+        model_type: Its model type.
+        experts: Its config key for the number of experts.
+        width: Its config key for their width.
+        more: Fixed settings.
+    """
 
     model_type: str
     experts: str
@@ -60,11 +72,11 @@ _QWEN3 = _Family(
     more={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
 )
 SPARSE = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen3": _QWEN3}
-"""By the base's model type: architectures whose every expert is the base's MLP, gated by one linear map."""
+"""Sparse architectures by the base's model type. Each of their experts is the base's MLP, gated by one linear map."""
 
 
 def why_not_sparse(config: PreTrainedConfig) -> str:
-    """Why no architecture of transformers is a sparse mixture over such a base; empty where one is."""
+    """Return why transformers has no sparse mixture over such a base; an empty string if it has one."""
     kind = config.model_type
     if kind not in SPARSE:
         return f"transformers has no sparse mixture of {kind} blocks (it has of {', '.join(SPARSE)})"
@@ -79,7 +91,7 @@ def why_not_sparse(config: PreTrainedConfig) -> str:
 
 @torch.no_grad()
 def plain_network(base: PreTrainedModel, changes: Sequence[Change]) -> PreTrainedModel:
-    """The base's architecture in float32 at least, with every change added to its weight."""
+    """Return the base's architecture in at least float32, with every change added to its weight."""
     network = _wide_copy(base)
     for change in changes:
         change.add_to(network.get_parameter(f"{change.name}.weight"))
@@ -88,9 +100,15 @@ def plain_network(base: PreTrainedModel, changes: Sequence[Change]) -> PreTraine
 
 @torch.no_grad()
 def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Routing) -> PreTrainedModel:
-    """The family's sparse mixture in float32 at least: each expert is the base's MLP with the change of that expert.
+    """Return the sparse mixture in at least float32: each expert is the base's MLP with that expert's change.
 
-    Only where :func:`why_not_sparse` knows no reason. Both normalise the gates of the top k again, as ours do.
+    Requires that :func:`why_not_sparse` returns an empty string. Like ours, these architectures renormalise the gates
+    of the top k.
+
+    Args:
+        base: The base model.
+        changes: Changes of the base's weights; those with a ``key`` belong to experts.
+        routing: The routers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -109,7 +127,7 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
             f"{prefix}{_EXPERTS}.down_proj": down,
             f"{prefix}{_GATE}": routing.gates[layer].to(down),
         }
-    with torch.random.fork_rng(devices=[]):  # the values drawn are thrown away
+    with torch.random.fork_rng(devices=[]):  # The random initial values are replaced below.
         network = AutoModelForCausalLM.from_config(config, dtype=WIDE, experts_implementation="eager")
     network.load_state_dict(state, assign=True)
     network.tie_weights()
@@ -119,14 +137,22 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
 def require_same(
     name: str, ours: Float[Tensor, "*batch vocab"], theirs: Float[Tensor, "*batch vocab"], dtype: torch.dtype
 ) -> None:
-    """See that what is about to be written says what the user's model does.
+    """Check that the exported network computes the same logits as the user's model.
+
+    The relative error allowed is 5% for a base in 16 bits and 1e-4 otherwise.
+
+    Args:
+        name: The user.
+        ours: Logits of the user's model.
+        theirs: Logits of the exported network.
+        dtype: The base's dtype.
 
     Raises:
-        BaseModelError: it does not, so there is something about the base that is not known here.
+        BaseModelError: They differ: the base has a feature that export does not support.
     """
     theirs = theirs.to(ours)
     error = float((theirs - ours).double().norm() / ours.double().norm())
-    if not error <= (0.05 if dtype in SHORT else 1e-4):  # rounding is far below
+    if not error <= (0.05 if dtype in SHORT else 1e-4):  # Rounding errors are far smaller. Catches NaN too.
         raise BaseModelError(
             f"user {name!r}: the exported model's logits differ from ours by {error:.1%}, so nothing is written; "
             "this base has something in it that export does not know"
@@ -136,15 +162,15 @@ def require_same(
 def needs_eager_experts(config: PreTrainedConfig) -> bool:
     """Return whether a sparse mixture has rows that grouped matrix products refuse.
 
-    ``torch.nn.functional.grouped_mm``, which transformers runs experts with by default, needs rows whose length is a
-    multiple of 16 bytes: of 8 numbers in bfloat16.
+    ``torch.nn.functional.grouped_mm``, with which transformers runs experts by default, needs rows whose length is a
+    multiple of 16 bytes: 8 numbers in bfloat16.
     """
     family = next((family for family in SPARSE.values() if family.model_type == config.model_type), None)
     return family is not None and any(getattr(config, key) % 8 for key in ("hidden_size", family.width))
 
 
 def rounded(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """With parameters in ``dtype``; buffers such as rotary frequencies stay as they are."""
+    """Cast the parameters to ``dtype`` in place and return the network; buffers such as rotary frequencies stay."""
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     network.config.dtype = dtype
@@ -152,10 +178,10 @@ def rounded(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def require_sparse(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a base over which there is no sparse architecture.
+    """Check that transformers has a sparse architecture over this base.
 
     Raises:
-        DataError: with the reason, and the format that there is.
+        DataError: It has none; the message names the reason and a format that works.
     """
     if why := why_not_sparse(config):
         raise DataError(
@@ -168,7 +194,7 @@ def _wide_copy(base: PreTrainedModel) -> PreTrainedModel:
     network = copy.deepcopy(base).cpu()
     for parameter in network.parameters():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, WIDE))
-    network.config.use_cache = True  # which training has switched off
+    network.config.use_cache = True  # Training disables it.
     return network
 
 
@@ -196,9 +222,15 @@ def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> object
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A user's model, as :class:`comingle.models.personal.PersonalModel` has it.
+    """The user's model to export.
 
-    ``logits`` are what it says of tokens.
+    Args:
+        name: The user.
+        model: The model.
+        tensors: The user's tensors, shapes ``(1, ...)``.
+        row: The user's index among all users of the run.
+        about: Facts about the user's data and scores, for the card; None if unknown.
+        logits: Computes the model's logits.
     """
 
     name: str
@@ -210,24 +242,24 @@ class Source:
 
 
 def why_not_plain(source: Source) -> str:
-    """Why no weights of the base can hold the model; empty where they can."""
+    """Return why the model cannot be merged into the base's weights; an empty string if it can."""
     model = source.model
     return why_not_merged(model, source.row) if isinstance(model, AdaptedModel) else ""
 
 
 def is_mixture(source: Source) -> bool:
-    """Whether experts are mixed behind a nonlinearity."""
+    """Return whether the model mixes the outputs of nonlinear experts."""
     return bool(why_not_plain(source))
 
 
 def instead(source: Source) -> str:
-    """The format to take for a mixture."""
+    """Return the format to suggest for a mixture."""
     exact = not why_not_sparse(source.model.base.model.config) and not unlike_any(source)
     return f"--format {'transformers is exact' if exact else 'merged-approximately measures what a plain model loses'}"
 
 
 def unlike_any(source: Source) -> str:
-    """How experts are mixed, where no architecture mixes them so; empty where one does."""
+    """Return how the model mixes experts if no architecture supports it; an empty string if one does."""
     mlps = source.model.adapters.experts.values() if isinstance(source.model, AdaptedModel) else ()
     if any(mlp.mix == "linear" for mlp in mlps):
         return "mixed inside every linear"
@@ -235,19 +267,19 @@ def unlike_any(source: Source) -> str:
 
 
 def changes_of(source: Source) -> list[Change]:
-    """One for each adapted linear, every expert in full."""
+    """Return one change per adapted linear, with every expert at full weight."""
     if isinstance(source.model, AdaptedModel):
         return changes_of_adapted(source.model, source.tensors, source.row)
     return changes_of_mixed(source.model, source.tensors)
 
 
 def plain_changes(source: Source) -> list[Change]:
-    """The same of a model that the base's weights can hold."""
+    """Return the changes of a model that the base's weights can hold, with the experts' shares."""
     return averaged(changes_of(source))
 
 
 def routing_of(source: Source) -> Routing:
-    """The routers of the experts that the user has; zeros where they are averaged."""
+    """Return the routers of the user's experts, with zeros where experts are averaged."""
     model = source.model
     assert isinstance(model, AdaptedModel)
     present, found = model.adapters.present[source.row], []
@@ -266,12 +298,23 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def write_peft(
     folder: Path, base: PreTrainedModel, base_name: str, changes: Sequence[Change], dtype: torch.dtype
 ) -> int:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``. Returns the LoRA's rank."""
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Args:
+        folder: Where to write.
+        base: The base model.
+        base_name: Its name in the adapter's configuration.
+        changes: One LoRA per adapted linear.
+        dtype: Dtype of the written factors.
+
+    Returns:
+        The LoRA's rank.
+    """
     factors = {change.name: _factors(change) for change in changes}
     rank = max(a.shape[0] for a, _ in factors.values())
     tensors = {}
     for name, (a, b) in factors.items():
-        missing = rank - a.shape[0]  # a narrow weight may have a smaller rank than the others
+        missing = rank - a.shape[0]  # Narrow weights may have a smaller rank.
         tensors[f"base_model.model.{name}.lora_A.weight"] = F.pad(a, (0, 0, 0, missing)).to(dtype).contiguous()
         tensors[f"base_model.model.{name}.lora_B.weight"] = F.pad(b, (0, missing)).to(dtype).contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -293,7 +336,7 @@ def _config(
         "base_model_name_or_path": base_name,
         "inference_mode": True,
         "r": rank,
-        "lora_alpha": rank,  # so that the scale is one: ours stands in B
+        "lora_alpha": rank,  # Scale 1: B includes our scale.
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
@@ -305,7 +348,7 @@ def _config(
 
 
 def _targets(base: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Last parts of the names, where they mean these linears and no others; else the names."""
+    """Return the names' last parts if these match no other linears, else the full names."""
     last = sorted({name.rpartition(".")[2] for name in names})
     meant = {name for name in linear_names(base) if name.rpartition(".")[2] in last}
     return last if meant == set(names) else sorted(names)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from comingle.config import Recipe
 from comingle.config.files import check_used
 from comingle.config.settings import EVERYBODY, KINDS
-from comingle.data.populations import listed, part_of
+from comingle.data.populations import as_sequence, select_users
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Overlap, UserText, find_overlap
 from comingle.data.streaming import ListedRows, StreamingReader
@@ -100,7 +100,7 @@ class RunData:
     @property
     def present(self) -> Sequence[AnyUser]:
         """The users whose data is on this machine."""
-        return part_of(self.users, self.here)
+        return select_users(self.users, self.here)
 
     @property
     def documents(self) -> str:
@@ -300,7 +300,7 @@ def model_here(model: Model, materials: RunData) -> Model:
 
 def users_and_trainers(kind: Kind, materials: RunData, method: Method) -> tuple[Sequence[AnyUser], Sequence[AnyUser]]:
     """Return the users whose data is here, and who trains: the same, or the one who has the data of all."""
-    users = listed(materials.present)
+    users = as_sequence(materials.present)
     if not method.placement.pooled:
         return users, users
     if materials.unread:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from comingle.config import Recipe
-from comingle.data.populations import LazyPopulation, listed, part_of
+from comingle.data.populations import LazyPopulation, as_sequence, select_users
 from comingle.data.samples.reading import Augment, MakeNet, Population
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank_of, check, pool_samples
 from comingle.data.samples.scoring import score_samples
@@ -347,8 +347,8 @@ def build_nets(
     method = plan.method
     whole, numbers = population, range(len(population.users)) if here is None else here
     if here is not None:
-        population = replace(population, users=part_of(population.users, here))
-    users = listed(population.users)
+        population = replace(population, users=select_users(population.users, here))
+    users = as_sequence(population.users)
     if not unread:
         _check_users(population)
     model = net_model(recipe, whole, method)

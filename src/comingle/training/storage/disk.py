@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.data.population_files import read_cached
-from comingle.data.populations import NAMES, LazyPopulation, Names
+from comingle.data.populations import NAMES, LazyPopulation, StoredNames
 from comingle.training.client import Clients
 from comingle.training.kinds.base import DataRequest, Kind, RunData
 from comingle.training.state import MOMENTS, State
@@ -279,7 +279,7 @@ class OnDisk(State):
                 folder.mkdir(exist_ok=True)
                 for path in folder.glob("*.bin"):
                     path.unlink()
-                if isinstance(self._names, Names):
+                if isinstance(self._names, StoredNames):
                     self._names.copy_to(folder)
                 write_json(folder / ABOUT, self._about | {"id": secrets.token_hex(8)})
             for name in self._groups:
@@ -447,9 +447,9 @@ class Store:
             skipped_rows=about.get("skipped_rows", 0),
         )
 
-    def names(self, folder: Path) -> Names | None:
+    def names(self, folder: Path) -> StoredNames | None:
         """Those of a run's users, who were read in turn; None where nobody has written them down."""
-        return Names(folder / FOLDER) if (folder / FOLDER / NAMES).is_file() else None
+        return StoredNames(folder / FOLDER) if (folder / FOLDER / NAMES).is_file() else None
 
 
 on_disk = Store()
