@@ -51,7 +51,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
 from comingle.training.client import Clients, settle
 from comingle.training.cohort import Scorer
-from comingle.training.cohort_state import Held
+from comingle.training.cohort_state import FrozenColumns
 from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import TextKind
 from comingle.training.rounds import run_rounds
@@ -284,7 +284,7 @@ def leftover(run: Run) -> dict[str, Perplexities]:
             views[slot.name][:, :2] = shared[slot.name][:, 0]
     held = clients.model.layout.mask({ATTENTION, GENERALIST})
     before = clients.state.rows[:, held].clone()
-    clients.steps.held = Held(columns=held, rounds=clients.plan.training.rounds)
+    clients.steps.frozen_columns = FrozenColumns(columns=held, rounds=clients.plan.training.rounds)
     clients.shares = False  # nothing of it moves, so nothing is sent
     run_rounds(federation, observe=lambda event: None)
     assert torch.equal(clients.state.rows[:, held], before)

@@ -28,7 +28,7 @@ from comingle.models.routers import mix_losses
 from comingle.runs.results import Run
 from comingle.training.client import Clients, settle, train
 from comingle.training.cohort import Scorer
-from comingle.training.cohort_state import Held
+from comingle.training.cohort_state import FrozenColumns
 from comingle.utils.trees import GENERALIST, SPECIALIST, Tree
 
 
@@ -64,8 +64,8 @@ def measure(run: Run) -> dict[str, Any]:
     shared = layout.mask({GENERALIST})
     started.rows[:, shared] = state.rows[:, shared]
     clients.state, clients.model = started, together
-    held = Held(columns=~layout.mask({SPECIALIST}), rounds=clients.plan.training.rounds)
-    clients.steps = replace(clients.steps, model=together, held=held)
+    held = FrozenColumns(columns=~layout.mask({SPECIALIST}), rounds=clients.plan.training.rounds)
+    clients.steps = replace(clients.steps, model=together, frozen_columns=held)
     clients.scorer = Scorer(steps=clients.steps)
     for number in range(clients.plan.training.rounds):
         train(clients, range(len(clients.trainers)), number)

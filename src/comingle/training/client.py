@@ -460,13 +460,13 @@ class Clients(Users):
     def validate(self) -> dict[str, float]:
         """Return the mean validation loss in nats of each evaluated user that has validation data, by name."""
         pairs = zip(self.scored_rows, self.scored_users, strict=True)
-        frozen_columns = [(row, user) for row, user in pairs if len(user.valid)]
-        if not frozen_columns:
+        with_text = [(row, user) for row, user in pairs if len(user.valid)]
+        if not with_text:
             return {}
         scores = self.scorer.score(
-            self.models, [user.valid for _, user in frozen_columns], [row for row, _ in frozen_columns]
+            self.models, [user.valid for _, user in with_text], [row for row, _ in frozen_columns]
         )
-        return {user.name: score.mean_loss for (_, user), score in zip(frozen_columns, scores, strict=True)}
+        return {user.name: score.mean_loss for (_, user), score in zip(with_text, scores, strict=True)}
 
     @property
     def chosen_round(self) -> int:
