@@ -19,7 +19,7 @@ import comingle
 # isort: split
 import torch
 
-from comingle.reports.audit import Audit
+from comingle.reports.audit import Audit, verdict
 from comingle.reports.comparisons import interval
 
 DOCUMENTS = 120
@@ -86,7 +86,7 @@ def main() -> None:
             found = comingle.audit(run, trials=args.trials, rounds=args.rounds, users=users)
             audits.append({"method": method, "noise": case, **found.as_dict()})
             print(row(method, case, found), flush=True)
-            print("\n".join(found.as_dict()["verdict"]), file=sys.stderr, flush=True)
+            print("\n".join(verdict(found)), file=sys.stderr, flush=True)
     print(json.dumps({"benchmark": "auditing", "seconds": round(time.perf_counter() - started, 1), "audits": audits}))
 
 

@@ -107,19 +107,19 @@ def perplexities(clients: Clients) -> Perplexities:
 def temperatures(run: Run) -> dict[str, Perplexities]:
     """By the method itself, on the run's models."""
     clients = run.federation.clients
-    before, rows = (clients.method, clients.model, clients.steps, clients.scorer), clients.state.rows
+    before, rows = (clients.plan, clients.model, clients.steps, clients.scorer), clients.state.rows
     assert isinstance(clients.model, EnsembleModel)
-    clients.method = make("stacking", temperatures=True)
+    clients.plan = replace(clients.plan, method=make("stacking", temperatures=True))
     mixture = clients.method.placement.mixture
     assert mixture is not None
     clients.model = ensemble(clients.model.inner, mixture, generalists=1, specialists=1)
-    clients.steps = replace(clients.steps, model=clients.model, method=clients.method)
+    clients.steps = replace(clients.steps, model=clients.model, plan=clients.plan)
     clients.scorer = Scorer(steps=clients.steps)
     clients.state.rows = torch.cat([rows, rows.new_zeros(len(rows), mixture.numbers - mixture.clusters)], 1)
     clients.update_masks()
     settle(clients)
     found = perplexities(clients)
-    clients.method, clients.model, clients.steps, clients.scorer = before
+    clients.plan, clients.model, clients.steps, clients.scorer = before
     clients.state.rows = rows
     clients.update_masks()
     return {"temperatures": found}

@@ -463,9 +463,7 @@ class Clients(Users):
         with_text = [(row, user) for row, user in pairs if len(user.valid)]
         if not with_text:
             return {}
-        scores = self.scorer.score(
-            self.models, [user.valid for _, user in with_text], [row for row, _ in frozen_columns]
-        )
+        scores = self.scorer.score(self.models, [user.valid for _, user in with_text], [row for row, _ in with_text])
         return {user.name: score.mean_loss for (_, user), score in zip(with_text, scores, strict=True)}
 
     @property
