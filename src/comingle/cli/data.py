@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from comingle.cli.options import RecipePath, Sets, console, read_recipe, status
-from comingle.data.row_files import ADVICE, BadRowsError
+from comingle.data.row_files import BAD_ROWS_ADVICE, BadRowsError
 from comingle.utils.errors import DataError
 from comingle.utils.terminal import words
 
@@ -31,7 +31,7 @@ def data(
     except BadRowsError as error:
         for problem in error.problems:
             console.print(words(problem), highlight=False, soft_wrap=True)
-        raise DataError(f"{len(error.problems)} rows cannot be used; {ADVICE}") from None
+        raise DataError(f"{len(error.problems)} rows cannot be used; {BAD_ROWS_ADVICE}") from None
     for part in preview(read, materials, everybody=everybody):
         console.print(part, highlight=False)
     warn_overlaps(materials)

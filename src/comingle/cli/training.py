@@ -26,7 +26,7 @@ from comingle.data.conversations.encoding import Answers, UserAnswers
 from comingle.data.populations import LazyPopulation
 from comingle.data.samples.samples import SPLITS, UserSamples
 from comingle.data.splits import REPEATED, UserText
-from comingle.data.streaming import LISTED
+from comingle.data.streaming import MAX_LISTED_USERS
 from comingle.data.text.streams import UserData
 from comingle.reports.formatting import Table
 from comingle.runs.distributed import read_shared, run_sharded
@@ -144,7 +144,7 @@ def warn_overlaps(materials: RunData) -> None:
     told = [
         f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
         f"{overlap.test} of {overlap.test_documents} test {materials.documents} are {REPEATED}"
-        for overlap in overlaps[:LISTED]
+        for overlap in overlaps[:MAX_LISTED_USERS]
     ]
     if more := len(overlaps) - len(told):
         told.append(f"so are {materials.documents} of {more} more users")

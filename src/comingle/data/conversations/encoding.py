@@ -24,7 +24,7 @@ from comingle.data.conversations.section import ConversationsSection
 from comingle.data.row_files import BadRows
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import UserText
-from comingle.data.streaming import FirstUsers, ListedRows, Rows, list_small
+from comingle.data.streaming import FirstUsers, ListedRows, Rows, list_shortages
 from comingle.data.text.reading import DocumentsReader, tokenizer_here
 from comingle.models.base import Base
 from comingle.models.chat_templates import ChatTemplate, Encoded, begin_of
@@ -332,7 +332,7 @@ def check_small(users: Sequence[object], *, needs_validation: bool) -> None:
         DataError: Users lack conversations.
     """
     if small := find_small(users, needs_validation=needs_validation):
-        raise too_few(list_small(small), len(small), len(users))
+        raise too_few(list_shortages(small), len(small), len(users))
 
 
 def too_few(told: str, small: int, users: int) -> DataError:

@@ -19,7 +19,7 @@ from comingle.data.conversations.scoring import same_words
 from comingle.data.conversations.section import ConversationRows, ConversationsSection
 from comingle.data.duplicates import Repeated, warn_same_files
 from comingle.data.files import word_problem
-from comingle.data.row_files import BadRows, Row, name_in
+from comingle.data.row_files import BadRows, Row, read_name
 from comingle.data.streaming import ListedRows, Rows, read_each
 from comingle.data.tables import choose_users, field_of, has_column, read_tables, table_of
 from comingle.data.text.section import UserFiles
@@ -394,7 +394,7 @@ def _owner(row: Row, source: ConversationRows, own_split: str) -> tuple[str, str
     owner, split = field_of(row, source.user), own_split if source.split is None else field_of(row, source.split)
     if owner is None or split is None:
         return None
-    return name_in(owner, source.user), name_in(split, source.split or "")
+    return read_name(owner, source.user), read_name(split, source.split or "")
 
 
 def wanted_users(source: ConversationRows, groups: Mapping[str, T]) -> Mapping[str, T]:

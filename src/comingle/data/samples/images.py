@@ -15,7 +15,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from comingle.data.row_files import describe
+from comingle.data.row_files import describe_cause
 from comingle.data.samples.samples import SPLITS
 from comingle.utils.errors import DataError, list_names
 
@@ -213,7 +213,7 @@ def _read_one(path: Path, look: Look) -> np.ndarray:
     except DataError:
         raise
     except Exception as error:  # Pillow's readers raise unrelated exceptions
-        raise DataError(f"{path}: not a readable image: {describe(error)}") from error
+        raise DataError(f"{path}: not a readable image: {describe_cause(error)}") from error
     return pixels[:, :, None] if look.grey else pixels
 
 

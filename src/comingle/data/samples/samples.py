@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from comingle.data.row_files import describe
+from comingle.data.row_files import describe_cause
 from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError
 
@@ -243,7 +243,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         with path.open("rb") as raw, np.load(raw) as file:  # np.load(path) would not close a damaged file
             return {key: file[key] for key in file.files}
     except Exception as error:  # numpy, zipfile, zlib and tokenize raise unrelated exceptions
-        raise DataError(f"{path}: not a readable npz file: {describe(error)}") from error
+        raise DataError(f"{path}: not a readable npz file: {describe_cause(error)}") from error
 
 
 def as_samples(inputs: object, targets: object, where: str) -> Samples:
@@ -376,7 +376,7 @@ def _stack(values: list[Tensor], where: str) -> Tensor:
     try:
         return torch.stack(values)
     except (RuntimeError, TypeError) as error:
-        raise DataError(f"{where} cannot be put together: {describe(error)}") from error
+        raise DataError(f"{where} cannot be put together: {describe_cause(error)}") from error
 
 
 logger = logging.getLogger("comingle")

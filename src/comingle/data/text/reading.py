@@ -13,7 +13,7 @@ import torch
 from comingle.config import Recipe, SplitSection
 from comingle.config.settings import DataSection
 from comingle.data.duplicates import Repeated, warn_same_files
-from comingle.data.files import most_bytes
+from comingle.data.files import max_read_bytes
 from comingle.data.populations import Named, User
 from comingle.data.row_files import BadRows, BadRowsError
 from comingle.data.samples.samples import SPLITS
@@ -202,7 +202,7 @@ def _read_user(
     """Read and split a user's documents; ``kept`` has the token limits, which bound how much is read."""
 
     def reading(path: str) -> ReadUpTo:
-        return lambda most: read_documents(path, column=source.column, most=most, bad=bad)
+        return lambda max_bytes: read_documents(path, column=source.column, max_bytes=max_bytes, bad=bad)
 
     if source.path is not None:
         return split_whole(name, reading(source.path), split, seed, kept, repeated)
@@ -225,8 +225,8 @@ def split_whole(
     """
     train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
     rest = 1 - split.valid - split.test
-    most = most_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
-    documents = repeated.drop(name, {"": read(most)}, str)[""]
+    max_bytes = max_read_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
+    documents = repeated.drop(name, {"": read(max_bytes)}, str)[""]
     return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
 
 
@@ -250,12 +250,12 @@ def split_parts(
     """
     train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
     carved = split.valid if "valid" not in reads else 0.0
-    most = {
-        "train": most_bytes(train=(train, 1 - carved), valid=(valid, carved)),
-        "valid": most_bytes(train=(valid, 1.0)),
-        "test": most_bytes(train=(test, 1.0)),
+    max_bytes = {
+        "train": max_read_bytes(train=(train, 1 - carved), valid=(valid, carved)),
+        "valid": max_read_bytes(train=(valid, 1.0)),
+        "test": max_read_bytes(train=(test, 1.0)),
     }
-    read = {key: read(most[key]) for key, read in reads.items()}
+    read = {key: read(max_bytes[key]) for key, read in reads.items()}
     parts = repeated.drop(name, read, str, held_out=("test", "valid"))
     given = "valid" if "valid" in parts else None
     return split_given(parts, name=name, valid=given, valid_fraction=carved, seed=seed)
@@ -343,11 +343,11 @@ def given_readers(
     return readers
 
 
-def _documents(bad: BadRows, name: str, source: object, most: int | None) -> list[str]:
-    """Return the documents of a user that are not blank, up to about ``most`` bytes of text."""
+def _documents(bad: BadRows, name: str, source: object, max_bytes: int | None) -> list[str]:
+    """Return the documents of a user that are not blank, up to about ``max_bytes`` bytes of text."""
     if isinstance(source, str | os.PathLike):
-        return _from_path(bad, name, os.fspath(source), most)
-    where, documents, left = f"user {name!r}", [], most
+        return _from_path(bad, name, os.fspath(source), max_bytes)
+    where, documents, left = f"user {name!r}", [], max_bytes
     for document in _each(bad, source, where):
         if left is not None and left <= 0:
             break
@@ -358,9 +358,9 @@ def _documents(bad: BadRows, name: str, source: object, most: int | None) -> lis
     return documents
 
 
-def _from_path(bad: BadRows, name: str, path: str, most: int | None) -> list[str]:
+def _from_path(bad: BadRows, name: str, path: str, max_bytes: int | None) -> list[str]:
     try:
-        return read_documents(path, most=most, bad=bad)
+        return read_documents(path, max_bytes=max_bytes, bad=bad)
     except (NoTextError, BadRowsError):
         raise
     except DataError as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comingle.data.splits import UserText
-from comingle.data.streaming import list_small
+from comingle.data.streaming import list_shortages
 from comingle.utils.errors import DataError
 
 # Fast tokenizers process a batch of documents in parallel. Tokenising up to a token limit stops after a batch.
@@ -158,7 +158,7 @@ def too_short(shortages: Mapping[str, Shortage], count: int, users: int) -> Data
     if count == 1:
         ((name, shortage),) = shortages.items()
         return DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip}")
-    listed = list_small({name: shortage.what for name, shortage in shortages.items()}, count)
+    listed = list_shortages({name: shortage.what for name, shortage in shortages.items()}, count)
     advice, *others = {shortage.advice for shortage in shortages.values()}
     advice = "; give them more text or shorten training.context" if others else advice
     return DataError(f"{count} of {users} users have too little text: {listed}{advice}{skip}")
