@@ -555,9 +555,8 @@ class MixedLanguageModel(StackedModel):
             limit: Largest number of new tokens.
         """
         parts, prompts = [], prompts.to(self.device)
-        with torch.compiler.set_stance(
-            "force_eager"
-        ):  # lengths change with every token, so compiling would not pay off
+        # Lengths change with every token, so compiling would not pay off.
+        with torch.compiler.set_stance("force_eager"):
             for row, of_user in enumerate(prompts):
                 mine = {name: t[row : row + 1] for name, t in tensors.items()}
                 personal = self.of_one_user(mine)
