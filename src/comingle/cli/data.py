@@ -15,7 +15,7 @@ from comingle.utils.terminal import words
 def data(
     recipe: RecipePath,
     sets: Sets = None,
-    everybody: Annotated[bool, typer.Option("--all", help="List everybody, also beyond 24 users.")] = False,
+    all_users: Annotated[bool, typer.Option("--all", help="List everybody, also beyond 24 users.")] = False,
 ) -> None:
     """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; or numbers of samples.
 
@@ -32,7 +32,7 @@ def data(
         for problem in error.problems:
             console.print(words(problem), highlight=False, soft_wrap=True)
         raise DataError(f"{len(error.problems)} rows cannot be used; {BAD_ROWS_ADVICE}") from None
-    for part in preview(read, materials, everybody=everybody):
+    for part in preview(read, materials, all_users=all_users):
         console.print(part, highlight=False)
     warn_overlaps(materials)
 
