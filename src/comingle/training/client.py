@@ -425,7 +425,7 @@ class Clients(Users):
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = protect_uploads(self.mechanisms, copies, cohort, amounts, round_number)
         form, places = self.plan.training.uploads, list(range(len(cohort.rows)))
-        sent = compress_kept(copies, form, cohort.kept, places, remembers=not counts)
+        sent = compress_kept(copies, form, cohort.kept, places, store_residuals=not counts)
         if form == "int8" and not counts:
             state.put(cohort.rows, cohort.part)
         return Upload(
