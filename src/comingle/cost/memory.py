@@ -33,7 +33,7 @@ from comingle.config import Recipe
 from comingle.config.settings import MEMORY
 from comingle.cost.records import MemoryCost
 from comingle.data.populations import LazyPopulation
-from comingle.data.text.reading import found_here, tokenizer_here
+from comingle.data.text.reading import has_local_text, local_tokenizer
 from comingle.methods.base import Phase
 from comingle.models.base import Base, logger
 from comingle.protocol.messages import LOSS
@@ -91,7 +91,7 @@ def _conversations(kind: ConversationsKind, recipe: Recipe) -> bool:
 
 @is_read.register
 def _text(kind: TextKind, recipe: Recipe) -> bool:
-    return not recipe.data.given and found_here(section(recipe))[0]
+    return not recipe.data.given and has_local_text(section(recipe))[0]
 
 
 def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:
@@ -101,7 +101,7 @@ def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) 
     """
     recipe = recipes[0]
     store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
-    tokenizer = tokenizer_here(recipe.base) if hasattr(store, "read") else None
+    tokenizer = local_tokenizer(recipe.base) if hasattr(store, "read") else None
     if tokenizer is None:
         return None
     base = replace(load_base(), tokenizer=tokenizer)

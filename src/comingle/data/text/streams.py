@@ -120,7 +120,7 @@ def pack(
     )
 
 
-def with_validation(user: UserData) -> UserData:
+def add_validation_to_train(user: UserData) -> UserData:
     """Return the user with its validation stream appended to the train stream."""
     return replace(user, train=torch.cat([user.train, user.valid]))
 
@@ -143,10 +143,10 @@ def check(users: Sequence[UserData], *, context: int, needs_validation: bool, be
         if (shortage := find_shortage(user, context=context, needs_validation=needs_validation, begins=begins))
     }
     if shortages:
-        raise too_short(shortages, len(shortages), len(users))
+        raise too_short_error(shortages, len(shortages), len(users))
 
 
-def too_short(shortages: Mapping[str, Shortage], count: int, users: int) -> DataError:
+def too_short_error(shortages: Mapping[str, Shortage], count: int, users: int) -> DataError:
     """Return the error for users with too little text.
 
     Args:
