@@ -30,7 +30,7 @@ from comingle.data.populations import LazyPopulation, names_of
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import SPLITS
 from comingle.data.text.streams import UserData
-from comingle.methods import make, settings_beside
+from comingle.methods import make, settings_in_comparison
 from comingle.models.base import Base, logger
 from comingle.models.generation import check_places
 from comingle.models.hardware import free_bytes
@@ -66,7 +66,7 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = Mappi
         name: Name of the method.
         for_all: Settings that are applied if the method has them.
     """
-    settings = settings_beside(name, recipe.method.name, recipe.method.settings, for_all)
+    settings = settings_in_comparison(name, recipe.method.name, recipe.method.settings, for_all)
     changes: dict[str, Any] = {"method": {"name": name, **settings}, "training.participation": 1.0}
     if kind_of(recipe).needs_base:  # nets compile fast
         changes["runtime.compile"] = False

@@ -591,7 +591,7 @@ def _work(clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: 
     for part in clients.method.client.parts:
         part.begin(cohort)
     if clients.method.client.tuning and clients.phases[0].label == TUNING:
-        cohort.forget(clients.method.client.trained)  # tuning starts with new moments
+        cohort.reset_moments(clients.method.client.trained)  # tuning starts with new moments
     history = []
     for step in range(int(steps.max())):
         history.append(clients.steps.iteration(cohort, clients.phases, step, step < steps))
