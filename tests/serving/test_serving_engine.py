@@ -180,7 +180,7 @@ def test_users_with_ranks_of_their_own(federate: Any, people: Any) -> None:
 
 @pytest.mark.slow
 def test_the_cache_moves_as_texts_grow(people: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "ROOM", 8)
+    monkeypatch.setattr(rows, "CAPACITY_STEP", 8)
     come_and_go(people(), Engine(people(), rows=3), lambda i: {"max_new_tokens": 5 + 4 * (i % 7)})
 
 
