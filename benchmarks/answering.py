@@ -22,7 +22,7 @@ import torch
 
 from clocks import add_clock, clock_of
 from comingle.config.settings import TrainingSection
-from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, encode
+from comingle.data.conversations.encoding import Question, UserAnswers, build_answers, encode
 from comingle.methods import make
 from comingle.models.hardware import keep_buffers
 from comingle.models.loading import load_base
@@ -43,7 +43,7 @@ def users_of(args: argparse.Namespace) -> list[UserAnswers]:
         texts = (97 + torch.randint(26, (args.questions, args.prompt), generator=draw)).tolist()
         questions = [Question(prompt=bytes(text).decode(), answer="a") for text in texts]
         encoded = encode(questions, byte_tokenizer())
-        own = as_answers(encoded, limit=args.new, measures=("rouge1", "loss"), ends=(EOS,))
+        own = build_answers(encoded, limit=args.new, measures=("rouge1", "loss"), ends=(EOS,))
         users.append(UserAnswers(name=f"user{number}", train=own, valid=own, test=own))
     return users
 

@@ -32,7 +32,7 @@ import yaml
 
 from comingle.config import Recipe, load_recipe
 from comingle.cost import machines
-from comingle.cost.machines import Found, load_of, measure, plan_time
+from comingle.cost.machines import Measurement, load_of, measure, plan_time
 from comingle.cost.planning import plan
 from comingle.cost.timing import Cluster
 from comingle.runs.distributed import cores
@@ -105,7 +105,7 @@ def this_machine(processes: int, disk: float = 1.0, *, own_core: bool) -> Cluste
     return Cluster(machines=1, processes=processes, cores=count, threads=1, link=1.25e9, latency=1e-4, disk=disk)
 
 
-def planned_round(recipe: Recipe, cost: Any, found: Found, processes: int, *, own_core: bool) -> dict[str, Any]:
+def planned_round(recipe: Recipe, cost: Any, found: Measurement, processes: int, *, own_core: bool) -> dict[str, Any]:
     here = this_machine(processes, found.disk, own_core=own_core)
     users = sum(len(user.names) for user in cost.users)
     return plan_time(load_of(recipe, cost, found, users), found, here).as_dict()
@@ -119,7 +119,7 @@ def try_case(case: str, counts: list[int], turns: int, *, own_core: bool) -> Non
         users = sum(len(user.names) for user in cost.users)
         rows: dict[int, list[dict[str, Any]]] = {count: [] for count in counts}
         for turn in range(turns):
-            found: dict[int, Found] = {}
+            found: dict[int, Measurement] = {}
             for count in counts:
                 if own_core:
                     machines.cores = lambda count=count: count

@@ -90,9 +90,9 @@ def at_once(engine: Engine, prompts: Mapping[str, list[int]], new: int) -> dict[
     for name, prompt in prompts.items():
 
         def tell(piece: Any, name: str = name) -> None:
-            said[name].append(piece.chosen.token)
+            said[name].append(piece.sampled.token)
 
-        engine.submit(Request(name=name, prompt=prompt, sampling=read_sampling(max_new_tokens=new), tell=tell))
+        engine.submit(Request(name=name, prompt=prompt, sampling=read_sampling(max_new_tokens=new), on_piece=tell))
     while engine.busy:
         engine.step()
     return said
@@ -162,7 +162,7 @@ def main() -> None:
     names = list(people)
     prompts = {name: list(engine.tokenizer(PROMPTS[i % 8])["input_ids"]) for i, name in enumerate(people)}
     networks = exported(people) if args.alone == "exported" else {name: one.generating for name, one in people.items()}
-    prepare(engine.people[names[0]].model.base.model)
+    prepare(engine.models[names[0]].model.base.model)
     at_once(engine, prompts, 4)
     one_by_one(networks, prompts, 4)
     served, alone, same = [], [], 0

@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from comingle.methods.stacking import likeliest
+from comingle.methods.stacking import likeliest_weight
 from comingle.models.ensembles import EnsembleModel
 from comingle.models.scoring import PAD, evaluation_windows, inputs_of
 from comingle.runs.results import Run
@@ -64,7 +64,7 @@ def of_user(run: Run, number: int) -> dict[str, float]:
     """One user's figures; ``weight`` is that of the shared model, ``a`` and ``b`` the exponents of the third way."""
     (valid, said), (test, wanted) = (predictions(run, number, split) for split in ("valid", "test"))
     alone = losses(valid, said)
-    weight = float(likeliest(alone.unsqueeze(0))[0])
+    weight = float(likeliest_weight(alone.unsqueeze(0))[0])
     found = {"shared": losses(test, wanted)[0], "own": losses(test, wanted)[1]}
     found["chosen"] = losses(test, wanted)[int(alone.mean(1).argmin())]
     found["linear"] = pooled(losses(test, wanted), torch.tensor(weight).double())
@@ -77,7 +77,7 @@ def of_user(run: Run, number: int) -> dict[str, float]:
         one, other = valid[number : number + 1], test[number : number + 1]
         alone_powers[number] += fitted(lambda c, one=one: losses((one * (1 + c)).log_softmax(-1), said)[0], 1)[0]
         found[f"{name}_tempered"] = losses((other * alone_powers[number]).log_softmax(-1), wanted)[0]
-    calibrated = likeliest(losses(tempered(valid, alone_powers), said).unsqueeze(0))[0]
+    calibrated = likeliest_weight(losses(tempered(valid, alone_powers), said).unsqueeze(0))[0]
     found["calibrated"] = pooled(losses(tempered(test, alone_powers), wanted), calibrated)
     sharp = fitted(lambda c: pooled(losses(tempered(valid, 1 + c[:2]), said), c[2].sigmoid()), 3)
     found["tempered"] = pooled(losses(tempered(test, 1 + sharp[:2]), wanted), sharp[2].sigmoid())

@@ -9,13 +9,21 @@ from typing import Any
 import pytest
 
 from comingle.cost import machines
-from comingle.cost.machines import Found
-from comingle.cost.timing import Parts, Steps
+from comingle.cost.machines import Measurement
+from comingle.cost.timing import Collectives, Parts
 
 PARTS = Parts(
-    user=0.5, handling=0.01, evaluation=0.2, upload=0.003, words=0.0005, fixed=0.02, hop=1e-4, bus=1e9, steps=Steps()
+    user=0.5,
+    handling=0.01,
+    evaluation=0.2,
+    upload=0.003,
+    words=0.0005,
+    fixed=0.02,
+    hop=1e-4,
+    bus=1e9,
+    steps=Collectives(),
 )
-FOUND = Found(
+FOUND = Measurement(
     parts=PARTS, fewer=PARTS, cohort=8, adds=True, common=True, shared=100, state_bytes=10**6, disk=1e8,
     amounts=(8, 80_000, 8_000),
 )  # fmt: skip

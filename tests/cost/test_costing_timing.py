@@ -15,21 +15,21 @@ from plans import recipe_of
 
 from comingle.config import load_recipe
 from comingle.cost import machines, timing
-from comingle.cost.machines import Found, load_of, measure, plan_time
+from comingle.cost.machines import Measurement, load_of, measure, plan_time
 from comingle.cost.records import Flops, MemoryCost, MethodCost, UserCost
-from comingle.cost.timing import Cluster, Load, Parts, Round, Steps
+from comingle.cost.timing import Cluster, Collectives, Parts, Round, RunWork
 from comingle.utils.errors import RecipeError
 
-STEPS = Steps(gathers=20, broadcasts=10, reduces=1, sends=4)
+STEPS = Collectives(gathers=20, broadcasts=10, reduces=1, sends=4)
 PARTS = Parts(
     user=0.5, handling=0.01, evaluation=0.2, upload=0.003, words=0.0005, fixed=0.02, hop=1e-4, bus=1e9, steps=STEPS
 )
-LOAD = Load(
+LOAD = RunWork(
     users=1000, present=100, evaluated=1000, rounds=50, evaluate_every=10, checkpoint_every=5, upload_bytes=4e6,
     download_bytes=4e6, state_bytes=12e6, shared=10**6, adds=True, common=True,
 )  # fmt: skip
 HERE = Cluster(machines=1, processes=4, cores=8, link=1e9, latency=1e-3, disk=5e8, price=2.0)
-FOUND = Found(
+FOUND = Measurement(
     parts=PARTS,
     fewer=replace(PARTS, user=0.8),
     cohort=8,
@@ -168,14 +168,14 @@ def test_parts_are_found_again_in_the_times_that_follow_from_them(count: int, ad
         "counts_of_users": [few, many], "counts": counts if count > 1 else {}, "hop": PARTS.hop, "bus": PARTS.bus,
         "others_s": [0.02 + waits + n * (local + count * (looks + words)) for n in (few, many)],
     }  # fmt: skip
-    found = machines._found(told, count, each, 3.0, None)
+    found = machines._to_measurement(told, count, each, 3.0, None)
     assert found.amounts == (4, 1200, 50)  # a third of the local steps were measured
-    expected = replace(PARTS, words=words) if count > 1 else replace(PARTS, words=0.0, steps=Steps())
+    expected = replace(PARTS, words=words) if count > 1 else replace(PARTS, words=0.0, steps=Collectives())
     for name in ("user", "handling", "evaluation", "upload", "words", "fixed", "hop", "bus"):
         assert getattr(found.parts, name) == pytest.approx(getattr(expected, name)), name
     assert found.parts.steps == expected.steps
     assert found.fewer.user == pytest.approx(2 * PARTS.user)
-    assert machines._found(told, count, each, 1.0, 42.0).parts.user == 42.0
+    assert machines._to_measurement(told, count, each, 1.0, 42.0).parts.user == 42.0
 
 
 def cost_of(names: tuple[str, ...], exchanges: int) -> MethodCost:
@@ -249,7 +249,7 @@ def test_what_processes_tell_each_other_is_counted(monkeypatch: pytest.MonkeyPat
 def test_one_process_measures_itself(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever takes part in rounds without steps is no other than before; nothing is left behind."""
     monkeypatch.chdir(recipe_file.parent)
-    monkeypatch.setattr(timing, "MOST_SENDING", 8)
+    monkeypatch.setattr(timing, "MAX_SENDING", 8)
     monkeypatch.setattr(timing, "ROUNDS", 3)
     before = sorted(recipe_file.parent.iterdir())
     recipe = load_recipe(recipe_file).with_changes({"method": "fedavg", "training.local_steps": 1})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from families import FAMILIES, SPECIAL
 
-from comingle.data.conversations.encoding import as_answers
+from comingle.data.conversations.encoding import build_answers
 from comingle.models.chat_templates import ChatTemplate, Encoded
 from comingle.models.random_bases import BOS, EOS, PAD, byte_tokenizer
 from comingle.utils.errors import DataError
@@ -247,7 +247,7 @@ def test_responses_that_are_left_out_carry_no_loss_where_all_tokens_do() -> None
     assert one.masked is not None
     ((start, stop),) = one.masked
     for prompts in (False, True):
-        (row,) = as_answers([one], limit=9, measures=[], ends=[], prompts=prompts).windows.tolist()
+        (row,) = build_answers([one], limit=9, measures=[], ends=[], prompts=prompts).windows.tolist()
         assert all(token < 0 for token in row[start:stop])
         assert all(token >= 0 for token in row[slice(*one.responses[0])])
         assert (row[0] >= 0) == prompts

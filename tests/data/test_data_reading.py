@@ -15,7 +15,7 @@ import pytest
 
 from comingle.config import parse_recipe
 from comingle.data import files
-from comingle.data.files import BYTES_A_TOKEN, most_bytes
+from comingle.data.files import BYTES_PER_TOKEN, max_read_bytes
 from comingle.data.sources import read_dataset, read_documents
 from comingle.data.text.reading import read_users
 from comingle.utils.errors import DataError
@@ -116,7 +116,7 @@ def test_a_file_is_read_to_the_last_whole_line_of_its_beginning(tmp_path: Path, 
     path = tmp_path / "long.txt"
     path.write_text(paragraphs(1000))
     whole = "\n\n".join(read_documents(path))
-    head = "\n\n".join(read_documents(path, most=500))
+    head = "\n\n".join(read_documents(path, max_bytes=500))
     assert whole.startswith(head + "\n")
     assert 450 < len(head) <= 500
     assert caplog.messages == [f"{path}: longer than what is kept of it; its first 500 bytes are read"]
@@ -127,39 +127,39 @@ def test_a_limit_that_is_not_reached_changes_nothing(tmp_path: Path, suffix: str
     path = tmp_path / f"short.txt{suffix}"
     content = paragraphs(50).encode()
     path.write_bytes(gzip.compress(content) if suffix else content)
-    assert read_documents(path, most=len(content)) == read_documents(path)
+    assert read_documents(path, max_bytes=len(content)) == read_documents(path)
     assert caplog.messages == []
 
 
 def test_a_character_of_many_bytes_may_lie_on_the_border(tmp_path: Path) -> None:
     path = tmp_path / "greek.txt"
     path.write_text("αβγδε")
-    assert [read_documents(path, most=n) for n in (3, 4, 5)] == [["α"], ["αβ"], ["αβ"]]
+    assert [read_documents(path, max_bytes=n) for n in (3, 4, 5)] == [["α"], ["αβ"], ["αβ"]]
 
 
 def test_a_folder_and_rows_end_with_the_document_that_reaches_the_limit(tmp_path: Path, caplog: Any) -> None:
     for i in range(9):
         (tmp_path / f"{i}.txt").write_text("x" * 100)
-    assert len(read_documents(tmp_path, most=250)) == 3
+    assert len(read_documents(tmp_path, max_bytes=250)) == 3
     assert caplog.messages == [f"{tmp_path}: longer than what is kept of it; its first 250 bytes are read"]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"text": "{"y" * 100}"}}\n' for _ in range(9)))
-    assert len(read_documents(rows, most=250)) == 3
+    assert len(read_documents(rows, max_bytes=250)) == 3
 
 
 def test_how_much_is_read_follows_from_what_is_kept() -> None:
-    most = files.READ_AT_LEAST
-    assert most_bytes(train=(None, 0.8), valid=(7, 0.1)) is None
-    assert most_bytes(train=(4000, 0.8)) == most
-    assert most_bytes(train=(10**7, 0.5)) == 2 * 10**7 * BYTES_A_TOKEN
-    assert most_bytes(train=(10, 0.8), valid=(10**6, 0.1), test=(None, 0.1)) == 10**7 * BYTES_A_TOKEN
+    most = files.MIN_READ_BYTES
+    assert max_read_bytes(train=(None, 0.8), valid=(7, 0.1)) is None
+    assert max_read_bytes(train=(4000, 0.8)) == most
+    assert max_read_bytes(train=(10**7, 0.5)) == 2 * 10**7 * BYTES_PER_TOKEN
+    assert max_read_bytes(train=(10, 0.8), valid=(10**6, 0.1), test=(None, 0.1)) == 10**7 * BYTES_PER_TOKEN
 
 
 def test_users_whose_text_is_cut_short_have_what_their_limits_ask_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Splits are parted from what is read: the same as those of a file that ends there."""
-    monkeypatch.setattr(files, "READ_AT_LEAST", 20_000)
+    monkeypatch.setattr(files, "MIN_READ_BYTES", 20_000)
     (tmp_path / "long.txt").write_text(paragraphs(20_000))
     (tmp_path / "head.txt").write_text((tmp_path / "long.txt").read_text()[:20_000].rpartition("\n")[0])
 

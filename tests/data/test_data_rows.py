@@ -19,7 +19,7 @@ import pytest
 from comingle.config import parse_recipe
 from comingle.data import row_files
 from comingle.data.files import list_files
-from comingle.data.row_files import MOST_REFUSED, BadRows, BadRowsError, read_json
+from comingle.data.row_files import MAX_REFUSED_ROWS, BadRows, BadRowsError, read_json
 from comingle.data.sources import read_dataset, read_documents
 from comingle.data.text.reading import read_users
 from comingle.utils.errors import DataError
@@ -323,10 +323,10 @@ def test_rows_of_several_users_files_are_named_at_once(tmp_path: Path) -> None:
 
 def test_reading_ends_when_very_many_rows_are_refused() -> None:
     bad = BadRows()
-    for number in range(1, MOST_REFUSED):
+    for number in range(1, MAX_REFUSED_ROWS):
         bad.add(f"line {number}", "wrong")
-    with pytest.raises(BadRowsError, match=f"{MOST_REFUSED} rows cannot be used: .*; and 980 more"):
-        bad.add(f"line {MOST_REFUSED}", "wrong")
+    with pytest.raises(BadRowsError, match=f"{MAX_REFUSED_ROWS} rows cannot be used: .*; and 980 more"):
+        bad.add(f"line {MAX_REFUSED_ROWS}", "wrong")
 
 
 # ---------------------------------------------------------------- documents and files there twice

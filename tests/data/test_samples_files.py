@@ -17,7 +17,7 @@ from PIL import Image
 
 import comingle
 from comingle.config import Recipe, load_recipe
-from comingle.data.samples.images import Look, read_folder
+from comingle.data.samples.images import ImageFormat, read_folder
 from comingle.models.nets import NETS
 from comingle.runs import api
 from comingle.runs.session import prepare
@@ -95,7 +95,7 @@ def test_images_are_scaled_and_made_grey_where_asked_for(tmp_path: Path) -> None
     common = prepare(load_recipe(recipe_in(tmp_path, users, image_size=[4, 7], grayscale=True))).common
     assert common.input_shape == (1, 4, 7)
     grey = torch.tensor([0.299, 0.587, 0.114]) @ torch.tensor([10.0, 5.0, 245.0])
-    pixels = read_folder(tmp_path / "ada", Look(size=(4, 7), grey=True), "ada").pixels
+    pixels = read_folder(tmp_path / "ada", ImageFormat(size=(4, 7), grey=True), "ada").pixels
     assert int(pixels[10, 0, 0, 0]) == pytest.approx(float(grey), abs=1)  # the first dog
     with pytest.raises(DataError, match=r"1.jpg: an image of 6 x 9, but .*0.jpg has 5 x 9; give data.image_size"):
         prepare(load_recipe(recipe_in(tmp_path, users)))
@@ -248,7 +248,7 @@ def write_deep(folder: Path, suffix: str, image: Image.Image, **how: Any) -> Pat
 )
 def test_images_of_16_bits_are_scaled(tmp_path: Path, suffix: str, kind: str, how: dict[str, Any], grey: bool) -> None:
     write_deep(tmp_path / "ada", suffix, Image.fromarray(ramp(kind)), **how)
-    pixels = read_folder(tmp_path / "ada", Look(size=None, grey=grey), "ada").pixels.float() / 255
+    pixels = read_folder(tmp_path / "ada", ImageFormat(size=None, grey=grey), "ada").pixels.float() / 255
     expected = torch.linspace(0, 1, 16)
     for image in pixels:
         for channel in image.flatten(0, 1).T:
@@ -259,7 +259,7 @@ def test_images_of_16_bits_are_scaled(tmp_path: Path, suffix: str, kind: str, ho
 def test_a_tiff_of_12_bits_is_scaled_by_them(tmp_path: Path) -> None:
     (tmp_path / "cat").mkdir()
     as_tiff_of_12_bits(tmp_path / "cat" / "0.tif")
-    pixels = read_folder(tmp_path, Look(size=None, grey=True), "ada").pixels
+    pixels = read_folder(tmp_path, ImageFormat(size=None, grey=True), "ada").pixels
     assert pixels.flatten().tolist() == [0, 255, 85, 170]
 
 
@@ -291,7 +291,7 @@ def test_transparent_pixels_are_white(tmp_path: Path, mode: str) -> None:
     image, how = see_through(mode)
     write_deep(tmp_path / "ada", ".png", image, **how)
     for grey in (True, False):
-        pixels = read_folder(tmp_path / "ada", Look(size=None, grey=grey), "ada").pixels
+        pixels = read_folder(tmp_path / "ada", ImageFormat(size=None, grey=grey), "ada").pixels
         assert pixels[:, :2].unique().tolist() == [255]
         assert pixels[:, 2:].unique().tolist() == [0]
 

@@ -118,4 +118,4 @@ def test_of_many_those_who_fail_come_first(tmp_path: Path) -> None:
     assert lines[2].split()[:2] == ["user042", "away"]
     assert "\\x1b" in lines[2]
     assert lines[-1].strip() == "and 76 more"
-    assert len(shown(tmp_path, everybody=True)) == 2 + 100
+    assert len(shown(tmp_path, all_users=True)) == 2 + 100

@@ -115,11 +115,11 @@ def test_who_was_away_hears_of_the_round_that_was_judged(tmp_path: Path) -> None
     assert verdict.version == 2
 
 
-TIMES = ("wall_seconds", "tokens_per_second", "peak_memory_bytes", "seconds")
+RESTARTS = ("wall_seconds", "tokens_per_second", "peak_memory_bytes", "seconds")
 
 
 def without_times(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key not in TIMES}
+    return {key: value for key, value in content.items() if key not in RESTARTS}
 
 
 def told_in(folder: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comingle.methods import make
 from comingle.methods.base import Method
-from comingle.methods.clustered import Choose
+from comingle.methods.clustered import ChooseModel
 from comingle.methods.mixtures import Entropic
 from comingle.methods.momentum_clustering import Momentum
 from comingle.protocol.messages import COUNT, LOSS, Upload
@@ -76,7 +76,7 @@ def test_a_users_text_never_moves_another_users_tensors(
     local = ~federation.clients.model.layout.mask(method.shared | method.received | rerouted)
     assert torch.equal(after_exchange[0][[0, 2]][:, local], after_exchange[1][[0, 2]][:, local])
     heard = not torch.equal(after_exchange[0][0], after_exchange[1][0])
-    if any(isinstance(part, Choose | Momentum) for part in parts):  # nobody need be in Ann's cluster
+    if any(isinstance(part, ChooseModel | Momentum) for part in parts):  # nobody need be in Ann's cluster
         return
     assert heard == bool(federation.clients.model.layout.mask(federation.clients.method.shared).any())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from receiving import downloaded, received, started
 
-from comingle.methods.dual_lora import Fuse, OuterSteps, lowest
+from comingle.methods.dual_lora import Fuse, OuterSteps, minimise_loss
 from comingle.training.client import finish
 from comingle.training.rounds import run_rounds
 from federations import exchange, local_round
@@ -61,7 +61,7 @@ def test_the_personal_copy_is_trained_alone(federate: Any) -> None:
 
 
 def test_the_search_finds_the_lowest_point_of_a_bowl() -> None:
-    best = lowest(lambda w: float((w[0] - 0.3) ** 2 + 2 * (w[1] - 0.8) ** 2 + 0.5 * w[0] * w[1]), 200)
+    best = minimise_loss(lambda w: float((w[0] - 0.3) ** 2 + 2 * (w[1] - 0.8) ** 2 + 0.5 * w[0] * w[1]), 200)
     hessian, linear = torch.tensor([[2.0, 0.5], [0.5, 4.0]]).double(), torch.tensor([0.6, 3.2]).double()
     torch.testing.assert_close(best, torch.linalg.solve(hessian, linear), rtol=1e-3, atol=1e-3)
 

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from comingle.methods import make
 from comingle.methods.base import Phase
-from comingle.methods.fedamole import EMBEDDINGS, EXPERTS, PLACES, TOKENS, Assigning, Pairs, choose
+from comingle.methods.fedamole import (
+    EMBEDDINGS,
+    EXPERTS,
+    PLACES,
+    TOKENS,
+    AssignmentServer,
+    PairGating,
+    solve_assignment,
+)
 from comingle.methods.server import Received, ServerSetup
 from comingle.models.personal import PersonalModel
 from comingle.models.routers import Router
@@ -72,7 +80,7 @@ def test_gates_are_pairs_of_projections_of_the_experts_that_are_there() -> None:
     draw = torch.Generator().manual_seed(0)
     x, t = (torch.randn(2, n, 7, generator=draw, dtype=torch.float64) for n in (9, 5))
     router = Router()
-    router.gating, router.weight, router.balance = Pairs(), t, "generalist"
+    router.gating, router.weight, router.balance = PairGating(), t, "generalist"
     router.keys = torch.randn(2, 5, 3, 7, generator=draw, dtype=torch.float64)
     router.keys[0, 2] = 0
     router.keys[1, 1:4] = 0
@@ -112,7 +120,7 @@ def test_an_assignment_is_the_best_of_all(experts: int, users: int, choices: int
         if experts * choices < users:  # then some user has none, and nobody may ask for that
             continue
         wanted, _ = by_trying(scores, choices, most)
-        found = choose(scores, choices, most)
+        found = solve_assignment(scores, choices, most)
         assert [row.nonzero().flatten().tolist() for row in found] == wanted
 
 
@@ -128,7 +136,7 @@ def test_scores_that_are_no_numbers_are_a_divergence(value: float, users: int) -
     scores = torch.zeros(ALL, users)
     scores[1, 0] = value
     server = make("fedamole", experts=ALL, choices=CHOICES, most=MOST).server
-    assert isinstance(server, Assigning)
+    assert isinstance(server, AssignmentServer)
     told = r"^method fedamole: how well experts fit users is not finite \(1 of \d+ scores\); try a smaller "
     with pytest.raises(DivergenceError, match=told):
         server.assign(scores)
@@ -260,7 +268,7 @@ def test_who_joins_has_the_experts_that_fit_best_and_moves_nothing(tiny: Any) ->
     federation = tiny()
     found = played(federation, [USERS])
     settled = federation.server.method.server.settled()
-    assert isinstance(settled, Assigning)
+    assert isinstance(settled, AssignmentServer)
     assert [settled.exchanges(done) for done in (1, 2, 3)] == [True, False, False]
     models = {name: t.unsqueeze(0) for name, t in found[0].items()}
     alone = settled.start(ServerSetup(models=models, users=["new"], scales=torch.ones(1), seed=0))
@@ -297,5 +305,5 @@ def test_no_architecture_weighs_by_pairs(ann: PersonalModel, tmp_path: Any) -> N
 
 def test_defaults_are_the_papers() -> None:
     server = make("fedamole").server
-    assert isinstance(server, Assigning)
+    assert isinstance(server, AssignmentServer)
     assert (server.choices, server.most, server.experts) == (2, 8, 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from comingle.data.text.streams import UserData
-from comingle.methods.stacking import likeliest
+from comingle.methods.stacking import likeliest_weight
 from comingle.models.personal import PersonalModel
 from comingle.models.routers import mix_losses
 from comingle.models.scoring import PAD, evaluation_windows, inputs_of
@@ -80,7 +80,7 @@ def test_no_user_is_worse_off_on_validation_text_than_with_the_better_model(fede
 def test_the_weight_is_the_likeliest_of_a_fine_grid() -> None:
     draw = torch.Generator().manual_seed(0)
     losses = torch.rand(4, 2, 50, generator=draw, dtype=torch.float64) * 3
-    found = likeliest(losses)
+    found = likeliest_weight(losses)
     grid = torch.linspace(0, 1, 10001, dtype=torch.float64)
     for user, weight in enumerate(found.tolist()):
         mixed = grid.unsqueeze(1) * (-losses[user, 0]).exp() + (1 - grid.unsqueeze(1)) * (-losses[user, 1]).exp()
@@ -89,15 +89,15 @@ def test_the_weight_is_the_likeliest_of_a_fine_grid() -> None:
 
 def test_a_model_that_is_better_everywhere_gets_all_the_weight() -> None:
     better, worse = torch.tensor([[0.1, 0.2, 900.0]]).double(), torch.tensor([[0.3, 0.2, 1800.0]]).double()
-    assert likeliest(torch.stack([better, worse], 1)).tolist() == [1.0]
-    assert likeliest(torch.stack([worse, better], 1)).tolist() == [0.0]
-    assert likeliest(torch.stack([better, better], 1)).tolist() == [0.5]
+    assert likeliest_weight(torch.stack([better, worse], 1)).tolist() == [1.0]
+    assert likeliest_weight(torch.stack([worse, better], 1)).tolist() == [0.0]
+    assert likeliest_weight(torch.stack([better, better], 1)).tolist() == [0.5]
 
 
 def test_what_is_filled_up_does_not_count() -> None:
     losses = torch.rand(1, 2, 9, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     filled = torch.cat([losses, losses.new_zeros(1, 2, 1000)], 2)
-    torch.testing.assert_close(likeliest(filled), likeliest(losses), rtol=0, atol=1e-12)
+    torch.testing.assert_close(likeliest_weight(filled), likeliest_weight(losses), rtol=0, atol=1e-12)
 
 
 def test_a_mixture_loses_at_most_the_weighted_mean_of_losses_and_its_bounds() -> None:
@@ -242,7 +242,9 @@ def test_powers_are_the_likeliest_of_a_fine_grid_and_weights_come_after_them(tem
         torch.testing.assert_close(numbers[user, 2:].exp(), wanted, rtol=0.012, atol=0)
         beyond += [a for a in wanted.tolist() if 0.3 < a < 3.5 and abs(a - 1) > 0.05]
         lost = tempered_losses(models, said, numbers[user, 2:].exp())
-        torch.testing.assert_close(numbers[user, :2].softmax(0)[0], likeliest(lost.unsqueeze(0))[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            numbers[user, :2].softmax(0)[0], likeliest_weight(lost.unsqueeze(0))[0], rtol=0, atol=1e-5
+        )
     assert beyond  # somebody's temperature is neither 1 nor the last that is allowed
 
 

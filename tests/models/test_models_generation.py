@@ -195,7 +195,7 @@ def test_half_of_a_character_is_refused(person: Person, prompt: Any) -> None:
 )
 def test_what_tokens_add_is_their_text_whatever_is_before(stories: Any, prompt: str, text: str) -> None:
     from comingle.models.generation import added_text, encode_prompt, place_of
-    from comingle.serving.engine import Writer
+    from comingle.serving.engine import Detokenizer
 
     tokenizer = load_base(str(stories), dtype="float32", device="cpu").tokenizer
     assert tokenizer is not None
@@ -203,7 +203,7 @@ def test_what_tokens_add_is_their_text_whatever_is_before(stories: Any, prompt: 
     tokens = whole[len(before) :] if whole[: len(before)] == before else encode_prompt(tokenizer, text.strip())
     after = place_of(tokenizer, before)
     assert added_text(tokenizer, after, tokens) == text
-    writer = Writer(tokenizer, [], ends=[], after=after)
+    writer = Detokenizer(tokenizer, [], ends=[], after=after)
     assert "".join(writer.add(token) for token in tokens) + writer.finish() == text
     ended = encode_prompt(tokenizer, f"{prompt}</s>")
     assert place_of(tokenizer, ended) == [*after, tokenizer.eos_token_id]

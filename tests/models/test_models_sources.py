@@ -76,7 +76,7 @@ def test_an_unreachable_hub_is_known_at_once() -> None:
 def test_a_silent_hub_is_given_up_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(loading, "_PROBE_SECONDS", 0.1)
-    monkeypatch.setattr(loading, "_answers", lambda endpoint: release.wait(20.0))
+    monkeypatch.setattr(loading, "_responds", lambda endpoint: release.wait(20.0))
     start = time.monotonic()
     with pytest.raises(BaseModelError, match="is out of reach"):
         load_base(REPOSITORY)

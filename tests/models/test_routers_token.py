@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from comingle.config.settings import Balance
-from comingle.methods.dual_lora import Near
+from comingle.methods.dual_lora import SimilarityGating
 from comingle.models.routers import Router, balance_penalty, gate, init_router, uniform_gates
 
 UNEVEN = torch.tensor([[True, False, False], [True, True, False], [True, True, True]])
@@ -137,7 +137,7 @@ def test_gates_by_similarity_are_mean_cosines_and_the_first_expert_has_the_rest(
     others = torch.randn(3, 2, 4, 5, generator=draw, dtype=torch.float64) + 0.8  # four vectors for each expert
     unit = others / others.norm(dim=-1, keepdim=True)
     router = Router()
-    router.gating, router.present, router.weight = Near(), UNEVEN, 1.5 * unit.mean(2)
+    router.gating, router.present, router.weight = SimilarityGating(), UNEVEN, 1.5 * unit.mean(2)
     gates, seen = router(x), set()
     for user in range(3):
         for token in range(9):
@@ -155,5 +155,5 @@ def test_gates_by_similarity_are_mean_cosines_and_the_first_expert_has_the_rest(
 def test_nothing_is_similar_to_a_zero() -> None:
     router = Router()
     router.present = torch.ones(1, 2, dtype=torch.bool)
-    gates = Near()(router, torch.zeros(1, 2, 1), torch.zeros(1, 2, 4))
+    gates = SimilarityGating()(router, torch.zeros(1, 2, 1), torch.zeros(1, 2, 4))
     assert gates.tolist() == [[[1.0, 0.0], [1.0, 0.0]]]

@@ -42,7 +42,7 @@ class Toy(DifferentialPrivacy):
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    with MECHANISMS.lent("toy", Mechanism(implementation=Toy, noise_at="upload")):
+    with MECHANISMS.temporarily_registered("toy", Mechanism(implementation=Toy, noise_at="upload")):
         yield
 
 

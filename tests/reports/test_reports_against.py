@@ -10,8 +10,18 @@ import pytest
 import scipy.stats
 from rich.console import Console
 
-from comingle.reports.comparisons import Against, Results, baseline_of, hold, holm, notes, render, rows_of, two_way
-from comingle.reports.formatting import additive_difference, as_change, change, reach_text
+from comingle.reports.comparisons import (
+    BaselineComparison,
+    Results,
+    baseline_of,
+    compare_with_baseline,
+    holm,
+    notes,
+    render,
+    rows_of,
+    two_way,
+)
+from comingle.reports.formatting import additive_difference, as_change, change, interval_text
 from comingle.utils.errors import RecipeError
 
 wilcoxon: Any = scipy.stats.wilcoxon  # what scipy returns has no types
@@ -32,13 +42,13 @@ def results(users: int, seeds: int, noise: float = 0.01, **factors: float) -> Re
     return {"local": of(1.0), **{name: of(factor) for name, factor in factors.items()}}
 
 
-def held(found: Results, measure: str = "perplexity", baseline: str = "local") -> Against:
-    against = hold(found, measure, baseline)
+def held(found: Results, measure: str = "perplexity", baseline: str = "local") -> BaselineComparison:
+    against = compare_with_baseline(found, measure, baseline)
     assert against is not None
     return against
 
 
-def verdicts(against: Against) -> dict[str, str]:
+def verdicts(against: BaselineComparison) -> dict[str, str]:
     return {one.method: one.verdict for one in against.verdicts}
 
 
@@ -129,8 +139,8 @@ def test_four_users_have_no_p_value_and_are_told_why() -> None:
 
 
 def test_one_seed_says_nothing() -> None:
-    assert hold(results(9, 1, good=0.5), "perplexity", "local") is None
-    assert hold(results(9, 3), "perplexity", "local") is None
+    assert compare_with_baseline(results(9, 1, good=0.5), "perplexity", "local") is None
+    assert compare_with_baseline(results(9, 3), "perplexity", "local") is None
 
 
 def test_a_method_with_fewer_seeds_is_paired_with_those_it_has() -> None:
@@ -152,7 +162,7 @@ def test_a_result_without_a_number_has_no_verdict(value: float | None) -> None:
 
 
 def test_intervals_beyond_all_numbers_are_told() -> None:
-    assert reach_text((-4.0, 5000.0), "loss").startswith("×0.0001 to ×1")
+    assert interval_text((-4.0, 5000.0), "loss").startswith("×0.0001 to ×1")
     assert as_change(1e6, "perplexity") > 1e300
 
 
@@ -232,7 +242,9 @@ def test_several_are_asked_for_with_commas() -> None:
     assert baseline_of(names, "local,local") == "local"
     with pytest.raises(RecipeError, match="--against 'fedavgg': not among the methods"):
         baseline_of(names, "local,fedavgg")
-    against = hold({name: results(4, 2)["local"] for name in names}, "perplexity", "local,fedavg,fedit")
+    against = compare_with_baseline(
+        {name: results(4, 2)["local"] for name in names}, "perplexity", "local,fedavg,fedit"
+    )
     assert against is not None
     assert against.baseline == "the best of local, fedavg and fedit"
-    assert Against.read(against.as_dict()) == against
+    assert BaselineComparison.read(against.as_dict()) == against

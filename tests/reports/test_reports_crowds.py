@@ -67,9 +67,9 @@ def test_beyond_24_users_a_run_shows_the_best_the_worst_and_the_spread(
     found = rows_of(text)
     assert (found["25%"], found["median"], found["75%"], found["90%"]) == ("18.0%", "12.0%", "6.0%", "2.0%")
     assert "mean" in text
-    everybody = printed(render_run(read_metrics(run), everybody=True))
-    assert everybody.count("user-") == 25
-    assert "median" not in everybody
+    all_users = printed(render_run(read_metrics(run), all_users=True))
+    assert all_users.count("user-") == 25
+    assert "median" not in all_users
 
 
 def test_of_losses_the_lowest_is_best_and_what_is_not_finite_comes_last(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_a_comparison_of_many_shows_the_spread_and_everybody_if_asked(tmp_path: 
     assert first.startswith("| local | 29.0% | 14.0% | 0.0% | 14.5% |")
     assert second.startswith("| floral | 49.0% | 34.0% | 20.0% | 34.5% |")
     assert "user-000" not in printed(*tables_of(table))
-    everybody = printed(*tables_of(table, everybody=True))
-    assert everybody.count("user-") == 30
-    assert "user-029  29.0%   49.0%" in everybody
+    all_users = printed(*tables_of(table, all_users=True))
+    assert all_users.count("user-") == 30
+    assert "user-029  29.0%   49.0%" in all_users
 
 
 # ---------------------------------------------------------------- budgets

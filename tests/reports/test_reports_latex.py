@@ -137,7 +137,7 @@ def test_of_many_users_each_has_a_row_if_asked_for(tmp_path: Path) -> None:
         metrics("fedavg", 0, dict.fromkeys(names, 20.0)),
     ]
     assert len(tables_in(latex(of(*runs)))) == 1
-    source = latex(of(*runs), everybody=True)
+    source = latex(of(*runs), all_users=True)
     (_, head, _), (_, wide, rows) = tables_in(source)
     assert head[1:4] == ["best", "median", "worst"]
     assert wide == ["user", "local", "fedavg"]
@@ -147,7 +147,7 @@ def test_of_many_users_each_has_a_row_if_asked_for(tmp_path: Path) -> None:
 
 
 def test_few_users_have_no_second_table() -> None:
-    assert latex(of(*RUNS), everybody=True) == latex(of(*RUNS))
+    assert latex(of(*RUNS), all_users=True) == latex(of(*RUNS))
 
 
 def test_budgets_that_differ_are_noted(tmp_path: Path) -> None:

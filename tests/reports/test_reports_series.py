@@ -16,13 +16,13 @@ from comingle.reports.runs import (
     Gain,
     RunRecord,
     Spread,
+    baseline_comparison,
     baselines,
     compared,
     cost,
     expert_curves,
     final,
     gains,
-    held,
     learning_curve,
     measured,
     read_entries,
@@ -53,8 +53,8 @@ def test_a_baseline_of_several_may_be_of_methods_that_occur_twice(write_run: Any
     local = entry(write_run, "local", (4.0, 8.0), (6.0, 8.0))
     fedavg = entry(write_run, "fedavg", (5.0, 7.0), (5.0, 9.0))
     entries = [local, *(replace(fedavg, label=f"fedavg (rate {n})") for n in (1, 2))]
-    found = held(entries, "local,fedavg")
-    assert found == held(entries, "local,fedavg (rate 1)")
+    found = baseline_comparison(entries, "local,fedavg")
+    assert found == baseline_comparison(entries, "local,fedavg (rate 1)")
     assert found is not None
     assert found.baseline == "the better of local and fedavg (rate 1)"
 

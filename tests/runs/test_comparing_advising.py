@@ -14,7 +14,7 @@ import comingle as library
 from comingle.reports.advice import (
     Advice,
     advise_on,
-    alone,
+    harmed_by_all,
     method_to_take,
     paragraph,
     partners,
@@ -62,7 +62,7 @@ def advise(users: Mapping[str, Any], seeds: list[int], methods: tuple[str, ...] 
 def test_the_same_task_is_learnt_together() -> None:
     advice = advise({"ann": user(0, (0, 1)), "bob": user(0, (2, 3))}, [0, 1, 2, 3])
     assert method_to_take(advice) == "fedavg"
-    assert (alone(advice), undecided(advice)) == ([], [])
+    assert (harmed_by_all(advice), undecided(advice)) == ([], [])
     assert paragraph(advice).startswith("Take fedavg: ")
 
 

@@ -10,7 +10,7 @@ import pytest
 import comingle
 from comingle.config import load_recipe
 from comingle.runs.comparison import Comparison
-from comingle.serving.models import names_in
+from comingle.serving.models import users_in
 from comingle.utils.errors import RecipeError, RunError
 
 
@@ -31,7 +31,7 @@ def test_a_sample_of_users_is_refused_with_several_seeds_before_training(recipe_
         comingle.compare(recipe, ["local", "fedavg"], seeds=[0, 1], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     comingle.compare(recipe, ["local", "fedavg"], seeds=[1], out=tmp_path / "out")
-    assert names_in(tmp_path / "out" / "local-seed1") == ["ann", "bob", "cem"]  # whoever was scored
+    assert users_in(tmp_path / "out" / "local-seed1") == ["ann", "bob", "cem"]  # whoever was scored
 
 
 @pytest.mark.parametrize(("one", "other"), [("ab", "abc"), ("ab", "cb")])

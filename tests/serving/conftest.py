@@ -15,7 +15,7 @@ from comingle.runs.results import Run
 from comingle.utils.trees import CLIENT_ROUTER
 from commands import comingle as comingle
 
-People = Callable[..., dict[str, PersonalModel]]
+UserModels = Callable[..., dict[str, PersonalModel]]
 
 
 SETTINGS = {"stacking": {"name": "stacking", "temperatures": True}}
@@ -23,7 +23,7 @@ SETTINGS = {"stacking": {"name": "stacking", "temperatures": True}}
 
 
 @pytest.fixture(scope="session")
-def people(federate: Any) -> People:
+def people(federate: Any) -> UserModels:
     """Ann, Bob and Cem of a federation, by name."""
 
     @cache

@@ -18,8 +18,8 @@ from comingle.models.generation import added_text, encode_prompt, read_sampling
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import load_base
 from comingle.serving import rows
-from comingle.serving.engine import Engine, Piece, Request, Writer
-from comingle.serving.rows import pretrained
+from comingle.serving.engine import Detokenizer, Engine, Piece, Request
+from comingle.serving.rows import without_adapters
 from comingle.utils.errors import DataError, RecipeError
 
 METHODS = ["comigs-1g1s", "fedavg", "fedmerge", "floral", "local", "pfedmoe", "pretrained", "stacking"]
@@ -38,7 +38,7 @@ class Asked:
         number = len(self.requests)
         prompt = encode_prompt(self.engine.tokenizer, text)
         sampling, tell = read_sampling(**options), self.pieces[number].append
-        request = Request(name=name, prompt=prompt, sampling=sampling, tell=tell, logprobs=logprobs, continues=True)
+        request = Request(name=name, prompt=prompt, sampling=sampling, on_piece=tell, logprobs=logprobs, continues=True)
         self.engine.submit(request)
         self.requests.append(request)
         return number
@@ -68,7 +68,7 @@ def come_and_go(
     assert said == [people[name].generate(text, **settings) for name, text, settings in expected]
     assert len(set(said)) > 6
     assert not engine.active
-    assert not engine.cache.begins
+    assert not engine.cache.starts
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_pretrained_is_the_base_whatever_the_method(people: Any, method: str) ->
     ids, base = torch.arange(3, 40)[None], ann.model.base.model
     with torch.no_grad():
         expected = base(input_ids=ids).logits.log_softmax(-1)
-    torch.testing.assert_close(pretrained(ann).logits(ids).log_softmax(-1), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(without_adapters(ann).logits(ids).log_softmax(-1), expected, rtol=1e-4, atol=1e-4)
     if method != "pretrained":
         assert (ann.logits(ids).log_softmax(-1) - expected).abs().max() > 1e-2
 
@@ -127,7 +127,7 @@ def test_a_row_that_cannot_go_on_ends_alone(people: Any, monkeypatch: pytest.Mon
     def fails(*_: Any) -> Any:
         raise RuntimeError("probability tensor contains inf")
 
-    monkeypatch.setattr(engine.active[1], "chooser", fails)
+    monkeypatch.setattr(engine.active[1], "sampler", fails)
     lost = next(i for i, request in enumerate(asked.requests) if request is engine.active[1].request)
     asked.finish()
     *before, last = asked.pieces[lost]
@@ -153,7 +153,7 @@ def test_a_long_stop_costs_no_more_than_the_text_is_long(people: Any) -> None:
             return str.__getitem__(self, key)
 
     tokenizer = people()["ann"].model.base.tokenizer
-    writer = Writer(tokenizer, [Counted("x" * 100_000)], ends=[])
+    writer = Detokenizer(tokenizer, [Counted("x" * 100_000)], ends=[])
     for token in encode_prompt(tokenizer, " two three")[:5]:
         writer.add(token)
     assert 0 < Counted.compared < 200
@@ -180,7 +180,7 @@ def test_users_with_ranks_of_their_own(federate: Any, people: Any) -> None:
 
 @pytest.mark.slow
 def test_the_cache_moves_as_texts_grow(people: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "ROOM", 8)
+    monkeypatch.setattr(rows, "CAPACITY_STEP", 8)
     come_and_go(people(), Engine(people(), rows=3), lambda i: {"max_new_tokens": 5 + 4 * (i % 7)})
 
 
@@ -217,7 +217,7 @@ def test_probabilities_are_the_models_own(people: Any) -> None:
     number = asked.ask("ann", "one two", max_new_tokens=6, temperature=0.5, seed=4, logprobs=3)
     asked.ask("bob", "three", max_new_tokens=9)
     asked.finish()
-    chosen = [piece.chosen for piece in asked.pieces[number] if piece.chosen]
+    chosen = [piece.sampled for piece in asked.pieces[number] if piece.sampled]
     prompt = encode_prompt(engine.tokenizer, "one two")
     ids = torch.tensor([[*prompt, *(one.token for one in chosen)]])
     with ann.generating() as network, torch.no_grad():
@@ -231,7 +231,9 @@ def test_a_diverged_model_harms_nobody_else(people: Any) -> None:
     """Its keys are NaN, and lie where others' masked places do."""
     mine = dict(people())
     engine = Engine(mine, rows=2)
-    engine.rows.own["bob"] = {k: torch.full_like(t, torch.nan) for k, t in engine.rows.own["bob"].items()}
+    engine.rows.user_tensors["bob"] = {
+        k: torch.full_like(t, torch.nan) for k, t in engine.rows.user_tensors["bob"].items()
+    }
     asked = Asked(engine)
     asked.ask("bob", "a rather long text of a model that diverged", max_new_tokens=30)
     engine.step()
@@ -245,7 +247,7 @@ def test_what_cannot_be_answered_is_refused(people: Any) -> None:
     with pytest.raises(DataError, match=r"no user 'eve'; there are: ann, bob, cem"):
         asked.ask("eve", "a")
     with pytest.raises(DataError, match="the prompt has no tokens"):
-        asked.engine.submit(Request(name="ann", prompt=[], sampling=read_sampling(), tell=print))
+        asked.engine.submit(Request(name="ann", prompt=[], sampling=read_sampling(), on_piece=print))
     with pytest.raises(DataError, match=r"the prompt has 1 tokens, with 9,999 new ones more than the [\d,]+"):
         asked.ask("ann", "a", max_new_tokens=9999)
 
@@ -259,12 +261,12 @@ def test_text_comes_with_its_spaces_behind_a_prompt_and_behind_special_tokens(sh
     )
     bos: Any = tokenizer.bos_token_id
     tokens = [*first, *([bos] if special else []), *second]
-    writer = Writer(tokenizer, [], ends=[], after=before[-1:])
+    writer = Detokenizer(tokenizer, [], ends=[], after=before[-1:])
     told = "".join(writer.add(token) for token in tokens) + writer.finish()
     assert told == added_text(tokenizer, before[-1:], tokens) == " girl named Lily. Once upon"
-    alone = Writer(tokenizer, [], ends=[])
+    alone = Detokenizer(tokenizer, [], ends=[])
     assert "".join(alone.add(token) for token in tokens) + alone.finish() == told[1:]
-    stopped = Writer(tokenizer, [" girl"], ends=[], after=before[-1:])
+    stopped = Detokenizer(tokenizer, [" girl"], ends=[], after=before[-1:])
     told = [stopped.add(token) for token in first if not stopped.stopped]
     assert (set(told), stopped.stopped) == ({""}, True)
     assert len(told) < len(first)
@@ -275,7 +277,7 @@ def test_each_token_says_where_its_text_begins(shared_data: Path, people: Any) -
     number = asked.ask("ann", "there was a little", logprobs=1, max_new_tokens=8)
     asked.finish()
     pieces = asked.pieces[number]
-    text, chosen = "".join(piece.text for piece in pieces), [piece.chosen for piece in pieces if piece.chosen]
+    text, chosen = "".join(piece.text for piece in pieces), [piece.sampled for piece in pieces if piece.sampled]
     tokens = [one.token for one in chosen]
     spans = pairwise([*(one.at for one in chosen), len(text)])
     before = encode_prompt(asked.engine.tokenizer, "there was a little")[-1:]
@@ -288,7 +290,7 @@ def test_a_further_users_memory_is_its_adapters(people: Any) -> None:
     """Rows are as many as there are, and the base is one."""
     few, many = (Engine({n: people()[n] for n in names}, rows=2) for names in (["ann"], ["ann", "bob", "cem"]))
     size = sum(t.numel() for t in people()["ann"].tensors.values())
-    held = [sum(t.numel() for own in e.rows.own.values() for t in own.values()) for e in (few, many)]
+    held = [sum(t.numel() for own in e.rows.user_tensors.values() for t in own.values()) for e in (few, many)]
     assert held == [size, 3 * size]
     pairs = zip(few.network.parameters(), many.network.parameters(), strict=True)
     assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)

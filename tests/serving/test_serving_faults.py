@@ -128,11 +128,11 @@ def test_keys_for_a_full_disk(comingle: Any, trained: Path, small_disk: Path) ->
 def test_models_side_by_side_say_what_each_says(trained: Path) -> None:
     from comingle.serving.answers import Chat
     from comingle.serving.engine import Engine
-    from comingle.serving.models import open_people
-    from comingle.serving.rows import pretrained
+    from comingle.serving.models import open_models
+    from comingle.serving.rows import without_adapters
 
-    ann = open_people(trained / "run").models["ann"]
-    engine = Engine({"ann": ann, "base": pretrained(ann)}, rows=1)
+    ann = open_models(trained / "run").models["ann"]
+    engine = Engine({"ann": ann, "base": without_adapters(ann)}, rows=1)
     chat = Chat(engine=engine, user="ann", plain=True, max_tokens=12, temperature=0)
     said = chat.compare({"pretrained": (engine, "base"), "ann": (engine, "ann")}, "one two")
     base = load_base(str(trained / "base"), dtype="float32", device="cpu")

@@ -156,10 +156,10 @@ def test_a_base_that_is_large_enough_is_served_by_compiled_code(
     recipe["runtime"]["compile"] = compiled
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     try:
-        people.open_people(folder)
+        people.open_models(folder)
         assert not expert_mlp.is_enabled()
-        monkeypatch.setattr(people, "WORTH_COMPILING", 100)
-        opened = people.open_people(folder)
+        monkeypatch.setattr(people, "MIN_COMPILED_PARAMETERS", 100)
+        opened = people.open_models(folder)
         assert expert_mlp.is_enabled() == (compiled == "auto" and expert_mlp._compiler() is not None)
         said = opened.models["bob"].generate("one", max_new_tokens=8)
     finally:

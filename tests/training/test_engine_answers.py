@@ -17,7 +17,7 @@ from torch import Tensor
 
 from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import TrainingSection
-from comingle.data.conversations.encoding import Answers, Question, UserAnswers, as_answers, encode
+from comingle.data.conversations.encoding import Answers, Question, UserAnswers, build_answers, encode
 from comingle.methods import make
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
@@ -56,7 +56,7 @@ def answers(name: str, split: str, count: int, letters: int, *, prompts: bool = 
 
     questions = [Question(prompt=text(i, "prompt", letters), answer=text(i, "answer", 4)) for i in range(count)]
     encoded = encode(questions, byte_tokenizer())
-    return as_answers(encoded, limit=5, measures=("rouge1", "loss"), ends=(EOS,), prompts=prompts)
+    return build_answers(encoded, limit=5, measures=("rouge1", "loss"), ends=(EOS,), prompts=prompts)
 
 
 def make_user(name: str, *, train: int = 5, prompts: bool = False) -> UserAnswers:

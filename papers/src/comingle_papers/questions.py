@@ -36,7 +36,7 @@ from comingle.config.settings import (
     plain_name,
     steps_of,
 )
-from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, check_answers, encode
+from comingle.data.conversations.encoding import Question, UserAnswers, build_answers, check_answers, encode
 from comingle.data.row_files import BadRows, Row, read_json
 from comingle.data.streaming import Rows
 from comingle.data.text.reading import LanguageReader
@@ -242,7 +242,7 @@ def user_of(
     chosen = [[encoded[number] for number in part] for part in parts]
     limit = max(one.longest for part in chosen for one in part)
     train, valid, test = (
-        as_answers(part, limit=limit, prompts=train_on_prompts and i == 0, measures=measures, ends=(cast(int, end),))
+        build_answers(part, limit=limit, prompts=train_on_prompts and i == 0, measures=measures, ends=(cast(int, end),))
         for i, part in enumerate(chosen)
     )
     return UserAnswers(name=who, train=train, valid=valid, test=test)

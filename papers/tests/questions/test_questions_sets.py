@@ -15,7 +15,14 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from comingle.data.conversations.encoding import Question, UserAnswers, as_answers, check_answers, encode, pool_answers
+from comingle.data.conversations.encoding import (
+    Question,
+    UserAnswers,
+    build_answers,
+    check_answers,
+    encode,
+    pool_answers,
+)
 from comingle.data.streaming import ListedRows
 from comingle.models.chat_templates import Encoded
 from comingle.models.random_bases import EOS, byte_tokenizer
@@ -121,12 +128,12 @@ def test_a_window_hides_the_prompt_and_shows_the_answer(word_tokenizer: PreTrain
     first, second = encode(TWO, word_tokenizer)
     assert (first.tokens, first.responses, first.references) == ((1, 2, 3, 5), ((2, 4),), ("c",))
     assert (second.tokens, second.responses) == ((4, 3, 2, 1, 5), ((1, 5),))
-    answers = as_answers([first, second], limit=4, measures=("loss",), ends=(5,))
+    answers = build_answers([first, second], limit=4, measures=("loss",), ends=(5,))
     assert answers.windows.tolist() == [[-3, -4, 3, 5, PAD], [-6, 3, 2, 1, 5]]
     assert [answers.tokens(i).tolist() for i in range(2)] == [[1, 2, 3, 5], [4, 3, 2, 1, 5]]
     assert [answers.prompt(i).tolist() for i in range(2)] == [[1, 2], [4]]
     assert inputs_of(answers.windows).tolist() == [[1, 2, 3, 5], [4, 3, 2, 1]]
-    shown = as_answers([first, second], limit=4, measures=("loss",), ends=(5,), prompts=True)
+    shown = build_answers([first, second], limit=4, measures=("loss",), ends=(5,), prompts=True)
     assert shown.windows.tolist() == [[1, 2, 3, 5, PAD], [4, 3, 2, 1, 5]]
     assert shown.prompt(0).tolist() == [1, 2]
 

@@ -1,10 +1,9 @@
 """Audits of a finished run.
 
-Steinke, Nasr and Jagielski 2023 (arXiv:2305.08846), Theorem 5.2: every one of ``trials`` canaries is put in or left out
-by a coin of its own, and the attacker guesses some of the coins from everything that is seen. Canaries of one run may
-share that run, as nothing is assumed of how they act on each other; coins of several runs count together. A bound by
-Clopper and Pearson on rates of right and wrong alarms (Jagielski et al. 2020, arXiv:2006.07709) would need
-trials that are independent, hence a run for each.
+Steinke, Nasr and Jagielski 2023 (arXiv:2305.08846), Theorem 5.2: each canary is included or left out by its own coin
+toss, and the attacker guesses some of the coins from all that it observes. Canaries may share a run, as nothing is
+assumed about their interaction; coins of several runs are counted together. A Clopper-Pearson bound on the rates of
+true and false alarms (Jagielski et al. 2020, arXiv:2006.07709) would need independent trials, hence a run for each.
 """
 
 from __future__ import annotations
@@ -55,11 +54,18 @@ _HALVINGS = 60
 
 
 def epsilon_of_replacing(release: Release, count: int, delta: float, accountant: str, *, counted: bool) -> float:
-    """Epsilon of a user whose data is replaced by other data rather than taken away; an upper bound.
+    """Return an upper bound of epsilon when a user's data is replaced by other data rather than removed.
 
-    ``counted`` says that the release counts a replacement already, as does one of so many users. Without sampling the
-    Gaussian's sensitivity is twice as large. With it the user is taken away and another one comes: twice an epsilon,
-    and ``(1 + exp(epsilon)) delta`` (group privacy, Dwork and Roth 2014, Theorem 2.2, of two).
+    Without sampling the Gaussian's sensitivity is twice as large. With sampling, a replacement is a removal and an
+    addition: twice an epsilon, and ``(1 + exp(epsilon)) delta`` (group privacy for groups of two, Dwork and Roth 2014,
+    Theorem 2.2).
+
+    Args:
+        release: Release of a round.
+        count: Number of releases.
+        delta: Delta of the bound.
+        accountant: "rdp" or "pld".
+        counted: Whether the release is for replacement already, as for sampling without replacement.
     """
     if counted or release.sample:
         return epsilon(release, count, delta, accountant)
@@ -78,9 +84,16 @@ _STEPS = 60
 
 
 def chance(epsilon: float, *, trials: int, guesses: int, correct: int, delta: float = 0.0) -> float:
-    """At most how probable it is that of ``guesses`` so many are correct, if ``(epsilon, delta)`` holds of each coin.
+    """Return an upper bound of the probability of ``correct`` or more right guesses if ``(epsilon, delta)`` holds.
 
     Source: the theorem above with all guesses counted, as in the paper's appendix D.
+
+    Args:
+        epsilon: Epsilon of each coin.
+        trials: Number of coins.
+        guesses: Number of coins that were guessed.
+        correct: Number of right guesses.
+        delta: Delta of each coin.
     """
     from scipy.stats import binom
 
@@ -98,7 +111,15 @@ def chance(epsilon: float, *, trials: int, guesses: int, correct: int, delta: fl
 
 
 def least_epsilon(*, trials: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
-    """The largest epsilon that is refuted with this confidence; 0 where none is."""
+    """Return the largest epsilon that is refuted with the given confidence, or 0.
+
+    Args:
+        trials: Number of coins.
+        guesses: Number of coins that were guessed.
+        correct: Number of right guesses.
+        delta: Delta of each coin.
+        confidence: Confidence of the bound.
+    """
 
     def refuted(epsilon: float) -> bool:
         return chance(epsilon, trials=trials, guesses=guesses, correct=correct, delta=delta) <= 1 - confidence
@@ -113,13 +134,13 @@ def least_epsilon(*, trials: int, guesses: int, correct: int, delta: float, conf
 
 
 COINS = 40
-"""As many canaries, or a few more, are tossed for where nothing else is asked for: all right proves epsilon 2.5."""
+"""Default for the number of canaries, rounded up to whole runs; if all guesses are right they prove epsilon 2.5."""
 KINDS = ("text", "conversations", "samples")
 SHADOWS = 8
-"""Runs for reference, where nothing else is asked for."""
+"""Default for the number of reference runs."""
 CONFIDENCE = 0.95
 DELTA = 1e-5
-"""Where the run has none."""
+"""Delta for runs without privacy."""
 
 
 def audit_run(
@@ -131,13 +152,21 @@ def audit_run(
     shadows: int = SHADOWS,
     given: Given = NOTHING,
 ) -> Audit:
-    """Attack a run: of text or conversations by canaries and membership, of samples by inverting an upload.
+    """Attack a run: text and conversations with canaries and membership inference, samples by inverting an upload.
 
-    Nothing is written. Tokens are read off uploads of text alone.
+    Nothing is written. Tokens are recovered from uploads of text only.
+
+    Args:
+        run: Finished run.
+        reporter: Prints progress.
+        trials: Runs with canaries; by default as many as give about 40 coins.
+        rounds: Rounds of each run, at most those of the audited run.
+        shadows: Reference runs for membership inference; 0 for none.
+        given: Data and base model passed from Python, as in the audited run.
 
     Raises:
-        RunError: users have data of another kind, the method shares nothing, or has peers.
-        ComingleError: as :func:`comingle.runs.session.prepare`.
+        RunError: Users have another kind of data, the method shares nothing, or it is peer-to-peer.
+        ComingleError: As in :func:`comingle.runs.session.prepare`.
     """
     check_audited(run)
     recipe = shortened(run.recipe, run.metrics, rounds)
@@ -191,13 +220,13 @@ def _about(run: Run, recipe: Recipe) -> dict[str, Any]:
 
 
 class _Runs:
-    """Progress over all runs of an audit: announces how many there are, and numbers them as they begin.
+    """Progress over all runs of an audit: prints their number and numbers them as they begin.
 
     Args:
-        reporter: where to print.
-        total: number of runs.
-        recipe: of the runs.
-        metrics: of the audited run, whose seconds per round estimate how long all of them take.
+        reporter: Prints progress.
+        total: Number of runs.
+        recipe: Recipe of the runs.
+        metrics: Metrics of the audited run, whose seconds per round give an estimate of the time.
     """
 
     def __init__(self, reporter: Reporter, total: int, recipe: Recipe, metrics: Mapping[str, Any]):
@@ -209,7 +238,7 @@ class _Runs:
         reporter.say(f"{plural(total, 'short run')} of {plural(rounds, 'round')}{taking}")
 
     def watch(self, what: str) -> Callable[[Clients], list[Observer]]:
-        """Return what makes the observers of one or several runs, titled by number, attack and time left."""
+        """Return a function that makes a run's observers, titled by its number, the attack and the time left."""
 
         def begin(clients: Clients) -> list[Observer]:
             done, self._begun = self._begun, self._begun + 1
@@ -221,10 +250,10 @@ class _Runs:
 
 
 def check_audited(run: Run) -> None:
-    """Whether there is something to attack, and users have what canaries can be put into.
+    """Check that the run shares something to attack, and that users have data that canaries can be inserted in.
 
     Raises:
-        RunError: there is not.
+        RunError: It does not, or they have not.
     """
     where = run.folder or "the run"
     check_watchable(where, run.federation.clients.method)
@@ -236,7 +265,13 @@ def check_audited(run: Run) -> None:
 
 
 def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
-    """The recipe in fewer rounds, with the noise that the run had (the least of any user), and evaluated once."""
+    """Return the recipe with fewer rounds, the noise of the audited run (the least of any user) and one evaluation.
+
+    Args:
+        recipe: Recipe of the audited run.
+        metrics: Metrics of the audited run.
+        rounds: Largest number of rounds.
+    """
     changes = in_rounds(min(rounds, recipe.training.rounds)) | {"evaluation.model": "exchanged"}
     if (privacy := metrics.get("privacy")) is not None:
         noise = min(privacy.get("noise_multipliers", {}).values(), default=privacy["noise_multiplier"])
@@ -244,13 +279,13 @@ def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
     return recipe.with_changes(changes)
 
 
-# -------------------------------------------------------------------- what is proven
+# -------------------------------------------------------------------- bounds
 
 
 def guess(scores: Sequence[float | None]) -> list[bool | None]:
-    """Whether each canary was in: scores above the gap that parts them best (Otsu 1979). Blind to the coins.
+    """Guess which canaries were included: scores above the threshold that separates them best (Otsu 1979).
 
-    No guess where nothing was seen.
+    The threshold does not use the coins. A canary without score is not guessed (None).
     """
     known = sorted(score for score in scores if score is not None)
     if not known:
@@ -264,13 +299,13 @@ def guess(scores: Sequence[float | None]) -> list[bool | None]:
 
 
 def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float | None) -> Proof:
-    """Guess the coin of every canary, and bound epsilon from below by how many guesses are right.
+    """Guess the coin of every canary, and return a lower bound of epsilon from the number of right guesses.
 
     Args:
         view: SERVER or USERS; whose observations the scores come from.
-        trials: runs with canaries.
-        delta: of the bound.
-        upper: the accountant's epsilon for these runs, or None.
+        trials: Runs with canaries.
+        delta: Delta of the bound.
+        upper: The accountant's epsilon for these runs, or None.
 
     Returns:
         The bound (``epsilon``), and the bound if every guess had been right (``provable``).
@@ -300,8 +335,14 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
     Neighbours differ in the data of one user, which is replaced; with ``mechanism: example`` in one example of the
     user whose examples are sampled most often.
 
+    Args:
+        recipe: Recipe of the runs.
+        names: Names of the users.
+        trials: Runs with canaries.
+        view: SERVER or USERS.
+
     Returns:
-        Epsilon; None where nothing is guaranteed: without privacy, with noise that the seed determines, and for the
+        Epsilon; None if nothing is guaranteed: without privacy, with noise that the seed determines, and for the
         server's view with ``mechanism: central``, which trusts the server.
     """
     privacy = recipe.privacy
@@ -332,21 +373,21 @@ def audit(
     base: AnyBase | None = None,
     progress: bool = False,
 ) -> Audit:
-    """Attack a finished run of text, conversations or samples, and say what leaks; as ``comingle audit``.
+    """Attack a finished run of text, conversations or samples, and report what leaks; the same as ``comingle audit``.
 
     Args:
-        run: a finished run, or its folder, which is only read.
-        trials: runs with canaries, by default as many as toss about 40 coins.
-        rounds: of each of them, or fewer where the run had fewer.
-        shadows: runs with halves of users' training data, as reference models for membership; 0 does without.
-        out: a folder for ``audit.json`` and ``audit.md``, which may be the run's; None writes nothing.
-        force: replace these files.
-        users: everybody's data, where a program handed it over to :func:`run`, again.
-        base: what a program handed over to :func:`run`, again.
-        progress: tell on stderr how far it is.
+        run: A finished run, or its folder, which is only read.
+        trials: Runs with canaries; by default as many as give about 40 coins.
+        rounds: Rounds of each of them, at most those of the run.
+        shadows: Runs on halves of users' training data, as reference models for membership inference; 0 for none.
+        out: Folder for ``audit.json`` and ``audit.md``, which may be the run's; None writes nothing.
+        force: Replace these files.
+        users: The users' data, if it was passed to :func:`run`.
+        base: The base model, if it was passed to :func:`run`.
+        progress: Print progress on stderr.
 
     Raises:
-        ComingleError: no finished run, nothing that is shared, or files that are there already.
+        ComingleError: The run is not finished or shares nothing, or the files exist.
     """
     require_alone("audit")
     for name, value in (("trials", 1 if trials is None else trials), ("rounds", rounds)):

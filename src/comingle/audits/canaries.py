@@ -1,24 +1,25 @@
-"""Attacks on training data: canaries and membership inference, both in short runs that are watched.
+"""Attacks on training data: canaries and membership inference, both in short runs that are observed.
 
-In conversations they take the place of tokens that are trained on, which are those of responses.
+Canaries: random tokens are written over parts of users' training text; in conversations over tokens that are trained
+on, which are those of responses.
 
-What is watched is what leaves: the uploads, which the server sees, and what the server publishes, which users see. A
-user's own tensors (specialists, routers) are nowhere among it; in their place stands their public start.
+Observed are the uploads, which the server sees, and what the server publishes, which users see. A user's local tensors
+(specialists, routers) are never observed; their public initial values stand in for them.
 
-Without them a window is scored by how much lower its loss is under the final shared model than under the base: the
-loss alone depends more on how hard a text is than on whether it was trained on (difficulty calibration: Watson et al.
-2022, arXiv:2111.08440).
+Membership without reference models: a window is scored by how much lower its loss is under the final shared model than
+under the base. The loss alone depends more on how hard a text is than on whether it was trained on (difficulty
+calibration: Watson et al. 2022, arXiv:2111.08440).
 
-Reference models are short runs of the recipe, in each of which a coin decides for every window of a user's training
-text whether it is in; a conversation is one window. Each run is attacked by what the others have shown: for every
-window a Gaussian of its scores where it was in and one of those where it was not, and the ratio of their likelihoods
-(LiRA: Carlini et al. 2022, arXiv:2112.03570, Algorithm 1, online). With few runs all windows of a user share the
-variances, as the paper advises (section VI.C).
+Membership with reference models: in each of several short runs a coin decides for every window of a user's training
+text whether it is included; a conversation is one window. Each run is attacked with what the others show: for every
+window a Gaussian of its scores with the window included, another without it, and the ratio of their likelihoods (LiRA:
+Carlini et al. 2022, arXiv:2112.03570, Algorithm 1, online). With few runs all windows of a user share the variances, as
+the paper advises (section VI.C).
 
-Differs from the paper: the difference between a window's two means is drawn towards that of all windows, as a few runs
-say little of one, and is never negative; the score is how much lower a window's loss became while a user trained (for
-the server, summed over rounds) or since the start (for other users), in nats; within each run it is taken from the mean
-over the user's windows, as how far a model has been trained says nothing of one window. Each run is a target in turn.
+Differs from the paper: the difference between a window's two means is shrunk towards that of all windows, as a few runs
+say little about one, and is never negative. The score is the decrease of a window's loss while a user trained (for the
+server, summed over rounds) or since the start (for other users), in nats. The mean over the user's windows is
+subtracted within each run, as overall progress says nothing about one window. Each run is the target once.
 """
 
 from __future__ import annotations
@@ -56,36 +57,44 @@ from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree, assign
 
 SHARE = 0.25
-"""Of a user's training text, or conversations, is its canary, where it is in: the worst case is what a bound is about.
-Where single examples are hidden it is one of them."""
+"""Fraction of a user's training text, or conversations, that its canary replaces: a bound is about the worst case.
+
+Where privacy protects single examples, a canary replaces one of them.
+"""
 LONGEST = 32
-"""Tokens of a canary that are predicted."""
+"""Largest number of predicted tokens of a canary."""
 REFERENCES = 63
-"""Canaries that are never put in."""
+"""Number of reference canaries, which are never included."""
 COMPARED = 31
-"""Of these as many are scored in every round."""
+"""Number of reference canaries that are scored in each round."""
 
 SERVER, USERS, OWN = "server", "users", "own"
-"""Who looks: at the uploads, at what others than the user get, or at what the user itself gets and trains from."""
+"""Observers: the server, of uploads; other users, of what they download; the user itself, of what it trains from."""
 
 Look = Callable[[str, Sequence[int], Tree], None]
-"""Is shown, by who sees it, shared tensors ``(users, models, *shape)`` of some users, by their number."""
+"""Called with an observer, user indices, and the observed shared tensors ``(users, models, *shape)`` of these users."""
 
 
 @dataclass(kw_only=True)
 class Watched(InProcess):
-    """A federation that shows what leaves its users, and what its server publishes."""
+    """In-process federation that reports uploads and what the server publishes to ``look``."""
 
     look: Look = lambda who, users, tensors: None
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """As ever, and seen by the server."""
+        """Send uploads, observed by the server.
+
+        Args:
+            members: Indices of the participants.
+            done: Number of the round, from 1.
+            losses: Mean training loss of each participant.
+        """
         super().upload(members, done, losses)
         if self._sent is not None and self._sent.users:
             self.look(SERVER, self.clients.numbers(self._sent.users), uploaded(self.server, self._sent))
 
     def aggregate(self) -> str:
-        """As ever, and what is published is seen: of each user what it gets itself, and what others do."""
+        """Aggregate, then report each user's download to the user itself and to the others."""
         why, everyone = super().aggregate(), range(len(self.server.users))
         self.look(OWN, everyone, published(self.server))
         self.look(USERS, everyone, published(self.server, others=True))
@@ -93,13 +102,16 @@ class Watched(InProcess):
 
 
 def uploaded(server: ServerHalf, upload: Upload) -> Tree:
-    """The tensors of an upload as the server reads them, ``(users, 1, *shape)``."""
+    """Return the tensors of an upload as the server reads them, ``(users, 1, *shape)``."""
     tensors = fill_ranks(expand(upload.tensors, server.uploads), server.layout)
     return {name: t.unsqueeze(1) for name, t in tensors.items()}
 
 
 def published(server: ServerHalf, *, others: bool = False) -> Tree:
-    """What each user would download now, ``(users, models, *shape)``; with ``others`` what the next user would."""
+    """Return what each user would download now, ``(users, models, *shape)``.
+
+    With ``others`` return for each user the download of the next user.
+    """
     tensors = server.method.server.download(server.kept, range(len(server.users)))
     return {name: t.roll(-1, 0) for name, t in tensors.items()} if others else tensors
 
@@ -110,25 +122,28 @@ def _of(tensors: Tree, users: Sequence[int]) -> Tree:
 
 @dataclass(kw_only=True)
 class Looked:
-    """What was published last: against that a view sees what has changed."""
+    """Tensors that were published last, from which an observer computes changes."""
 
     last: dict[str, Tree] = field(default_factory=dict)
 
     def before(self, who: str, users: Sequence[int]) -> Tree:
-        """What the models of some users were: those that they trained from, or what others had; at first nothing."""
+        """Return the last models of some users as their observer knows them; empty before the first round.
+
+        For the server they are the models that the users trained from, for others what those had downloaded.
+        """
         return _of(self.last.get(OWN if who == SERVER else who, {}), users)
 
     def remember(self, who: str, tensors: Tree) -> None:
-        """Keep what everybody was sent."""
+        """Store what was published."""
         if who != SERVER:
             self.last[who] = {name: t.clone() for name, t in tensors.items()}
 
 
 def check_watchable(where: object, method: Method) -> None:
-    """Whether what leaves users are models that can be looked at.
+    """Check that users share models that can be observed.
 
     Raises:
-        RunError: there is not; says why.
+        RunError: They do not; the message says why.
     """
     if method.placement.pooled:
         raise RunError(f"{where}: {method.name} pools everybody's text, so there is nothing left to leak")
@@ -138,17 +153,17 @@ def check_watchable(where: object, method: Method) -> None:
         raise RunError(f"{where}: {method.name} has peers, whose server publishes nothing that could be looked at")
 
 
-# -------------------------------------------------------------------- the attack
+# -------------------------------------------------------------------- canaries
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attacker:
-    """Scores windows with shared tensors and nothing else of a user: all else is as it publicly began."""
+    """Scores windows with a user's shared tensors; all others have their public initial values."""
 
     clients: Clients
 
     def rows(self, users: int) -> Float[Tensor, "users columns"]:
-        """The public start, on which a base with adapters says what it says without them."""
+        """Return the public initial tensors, for which adapters leave the base unchanged."""
         model, plan = self.clients.model, self.clients.plan
         start = draw(model.layout, plan.seed, "server").to(self.clients.state.rows)
         return start.repeat(users, 1)
@@ -157,10 +172,15 @@ class Attacker:
     def losses(
         self, users: Sequence[int], seen: Tree, windows: Int[Tensor, "users windows width"]
     ) -> Float[Tensor, "users windows"]:
-        """Mean loss in nats over the targets of each of some users' windows, by the model that was seen of that user.
+        """Return the mean loss over the targets of each window, in nats, under the user's observed model.
 
-        Windows of text get the token with which texts begin; conversations have theirs. Of several models
-        ``(users, models, *shape)`` the one that is surest of the window; none stands for the start.
+        Windows of text get the token with which texts begin; conversations have theirs.
+
+        Args:
+            users: Indices of the users.
+            seen: Observed tensors ``(users, models, *shape)``; empty stands for the initial model. Of several models
+                the one with the lowest loss on the window is used.
+            windows: Windows of each user.
         """
         models = next(iter(seen.values())).shape[1] if seen else 1
         each = [self._losses(users, {name: t[:, at] for name, t in seen.items()}, windows) for at in range(models)]
@@ -170,7 +190,7 @@ class Attacker:
         model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
         windows, batch_source = windows.long(), self.clients.batch_source
         begin = batch_source.begin if isinstance(batch_source, TextBatchSource) else None
-        if begin is not None:  # as where training has drawn the window; no wider, for bases that read no more
+        if begin is not None:  # as in training; the width stays the same, as bases may not accept more
             inside = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
             windows = begin_windows(windows[..., :-1], begin, at_start=inside)
         if seen:
@@ -186,9 +206,13 @@ class Attacker:
 
 @dataclass(frozen=True, kw_only=True)
 class Canaries:
-    """One for each user, those never put in, and by whose coin it is in.
+    """Canaries of a trial.
 
-    ``places`` is of each user the conversation whose targets it overwrites where it is scored; None with text.
+    Args:
+        own: Canary of each user.
+        references: Canaries that are never included.
+        inside: Whether each user's canary is included.
+        places: Conversation of each user whose targets are overwritten for scoring; None for text.
     """
 
     own: Int[Tensor, "users width"]
@@ -197,7 +221,7 @@ class Canaries:
     places: Sequence[Int64[Tensor, " _"]] | None = None
 
     def windows(self, users: Sequence[int], references: int) -> Int[Tensor, "users windows width"]:
-        """Each user's own before so many that are never put in."""
+        """Return windows with each user's own canary, then with the first ``references`` reference canaries."""
         each = [torch.cat([self.own[user].unsqueeze(0), self.references[:references]]) for user in users]
         if (places := self.places) is not None:
             each = [overwrite(places[user], tokens) for user, tokens in zip(users, each, strict=True)]
@@ -205,7 +229,15 @@ class Canaries:
 
 
 def draw_canaries(users: int, *, vocabulary: int, context: int, seed: int, trial: int) -> Canaries:
-    """Random tokens, each as probable as any other, and coins, which training does not know."""
+    """Draw uniformly random tokens, and coins that training does not know.
+
+    Args:
+        users: Number of users.
+        vocabulary: Number of tokens to draw from.
+        context: Largest number of predicted tokens of a canary.
+        seed: Seed of the recipe.
+        trial: Number of the run.
+    """
     width = min(context, LONGEST) + 1
     stream = generator("audit", seed, trial)
     drawn = torch.randint(vocabulary, (users + REFERENCES, width), generator=stream)
@@ -214,7 +246,14 @@ def draw_canaries(users: int, *, vocabulary: int, context: int, seed: int, trial
 
 
 def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, trial: int) -> UserData:
-    """The user with its canary written over a part of the training text, at random places."""
+    """Write a user's canary over a part of the training text, at random places.
+
+    Args:
+        user: The user.
+        canary: Tokens.
+        seed: Seed of the recipe.
+        trial: Number of the run.
+    """
     width, stream = len(canary), user.train.clone()
     places = len(stream) // width
     chosen = torch.randperm(places, generator=generator("audit", seed, trial, user.name))
@@ -224,7 +263,15 @@ def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, tri
 
 
 def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *, seed: int, trial: int) -> UserData:
-    """The user with one of its examples, a window of ``context + 1`` tokens, replaced by its canary again and again."""
+    """Replace one example of a user, a window of ``context + 1`` tokens, by repetitions of its canary.
+
+    Args:
+        user: The user.
+        canary: Tokens.
+        context: Inputs of a window.
+        seed: Seed of the recipe.
+        trial: Number of the run.
+    """
     stream, window = user.train.clone(), min(context + 1, len(user.train))
     place = int(torch.randint(len(stream) // window, (1,), generator=generator("audit", seed, trial, user.name)))
     stream[place * window : (place + 1) * window] = canary.repeat(-(-window // len(canary)))[:window].to(stream)
@@ -234,7 +281,7 @@ def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *,
 def overwrite(
     window: Int64[Tensor, " window"], canaries: Int[Tensor, "canaries width"]
 ) -> Int64[Tensor, "canaries window"]:
-    """Write each canary, repeated or cut short, over the targets of a copy of a conversation."""
+    """Write each canary, repeated or truncated, over the targets of a copy of a conversation."""
     targets = 1 + (window[1:] >= 0).nonzero().flatten()
     windows, copies = window.repeat(len(canaries), 1), -(-len(targets) // canaries.shape[1])
     windows[:, targets] = canaries.repeat(1, copies)[:, : len(targets)].to(windows)
@@ -242,7 +289,7 @@ def overwrite(
 
 
 def longest_responses(answers: Answers) -> int:
-    """Return the number of the conversation with most targets: the one in which a canary is scored."""
+    """Return the index of the conversation with most targets, in which a canary is scored."""
     return int((answers.windows[:, 1:] >= 0).sum(1).argmax())
 
 
@@ -252,11 +299,11 @@ def with_response(
     """Overwrite the targets of some of a user's training conversations with its canary.
 
     Args:
-        user: keeps its prompts, and as many tokens as before.
-        canary: repeated or cut short to the targets of each conversation.
-        count: conversations to overwrite: that of :func:`longest_responses`, the others at random.
-        seed: of the recipe.
-        trial: the number of the run.
+        user: The user; its prompts and number of tokens stay the same.
+        canary: Tokens, repeated or truncated to the targets of each conversation.
+        count: Conversations to overwrite: that of :func:`longest_responses`, then random ones.
+        seed: Seed of the recipe.
+        trial: Number of the run.
     """
     windows, first = user.train.windows.clone(), longest_responses(user.train)
     order = torch.randperm(len(windows), generator=generator("audit", seed, trial, user.name))
@@ -267,7 +314,7 @@ def with_response(
 
 @dataclass(kw_only=True)
 class Sight:
-    """What one run let be seen of its canaries: by viewer, each user's scores round by round; and the last ranks."""
+    """Observed scores of a run's canaries, by observer, user and round."""
 
     attacker: Attacker
     canaries: Canaries
@@ -275,8 +322,16 @@ class Sight:
     looked: Looked = field(default_factory=Looked)
 
     def look(self, who: str, users: Sequence[int], tensors: Tree) -> None:
-        """How much surer of its canary each user's model became since what was last published, in deviations of how
-        much surer it became of canaries that were never put in."""
+        """Score what is observed in a round.
+
+        The score is how much the loss of a user's canary fell since the last publication, minus the mean of the same
+        for the reference canaries, in units of their standard deviation.
+
+        Args:
+            who: The observer.
+            users: Indices of the users.
+            tensors: Their observed tensors, ``(users, models, *shape)``.
+        """
         if who in self.scores:
             windows, before = self.canaries.windows(users, COMPARED), self.looked.before(who, users)
             gained = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
@@ -287,11 +342,14 @@ class Sight:
         self.looked.remember(who, tensors)
 
     def score(self, who: str) -> list[float | None]:
-        """Each user's, over all rounds in which something of it was seen; None where nothing was."""
+        """Return each user's mean score over the rounds in which it was observed; None if it never was."""
         return [sum(seen) / len(seen) if seen else None for seen in self.scores[who]]
 
     def ranks(self) -> list[int]:
-        """The rank (from 1) of each user's canary among those never put in, in the model that *another* user got."""
+        """Return the rank (from 1) of each user's canary among the references.
+
+        Losses are under the model that the *next* user downloaded.
+        """
         users = range(len(self.canaries.own))
         others = [(user + 1) % len(users) for user in users]
         seen = self.looked.before(USERS, users)
@@ -301,9 +359,14 @@ class Sight:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One watched run: whose canary was in, scores by viewer, ranks, and the run's metrics.
+    """Result of one observed run.
 
-    ``works`` is what each user did where single examples were hidden.
+    Args:
+        inside: Whether each user's canary was included.
+        scores: Each user's score, by observer.
+        ranks: Rank of each user's canary among the references.
+        metrics: Metrics of the run.
+        works: Work of each user, where privacy protects single examples.
     """
 
     inside: Sequence[bool]
@@ -316,9 +379,13 @@ class Trial:
 def run_trial(
     recipe: Recipe, materials: RunData, trial: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Trial:
-    """Train with coins of this trial's own, and look at what leaves.
+    """Train with a trial's own coins, and score its canaries from what is observed.
 
-    ``recipe`` is short, of text or conversations.
+    Args:
+        recipe: Shortened recipe, of text or conversations.
+        materials: Data of the run.
+        trial: Number of the run.
+        observers: Returns the observers of a run.
     """
     users, base = materials.users, materials.base
     assert base is not None
@@ -326,7 +393,7 @@ def run_trial(
     vocabulary = int(base.model.config.vocab_size)
     kwargs = {"seed": recipe.seed, "trial": trial}
     canaries = draw_canaries(len(users), vocabulary=vocabulary, context=recipe.training.context, **kwargs)
-    context = recipe.training.context - (base.begin is not None)  # of which a window holds one token less
+    context = recipe.training.context - (base.begin is not None)  # the begin token takes one place of a window
     if all(isinstance(user.train, Answers) for user in users):
         places = [user.train.windows[longest_responses(user.train)] for user in users]
         canaries = replace(canaries, places=places)
@@ -357,12 +424,12 @@ def run_trial(
 
 
 def of_examples(recipe: Recipe) -> bool:
-    """Whether single examples are hidden, so that a canary is one."""
+    """Return whether privacy protects single examples, so that a canary is one of them."""
     return recipe.privacy is not None and protects_examples(recipe.privacy.mechanism)
 
 
 MOST_WINDOWS = 200
-"""Windows, or conversations, of each user and split."""
+"""Largest number of windows, or conversations, of each user and split."""
 FALSE_ALARMS = 0.01
 
 
@@ -372,10 +439,10 @@ def windows_of(
     """Return windows of one split of a user, spread evenly over it.
 
     Args:
-        data: a token stream, which is cut into windows without overlap (one shorter window where the stream is
-            shorter), or conversations, each a window filled with ``PAD``.
-        context: inputs of a window of a stream, which has one token more.
-        most: the largest number of windows.
+        data: A token stream, which is cut into windows without overlap (one shorter window if the stream is
+            shorter), or conversations, each a window padded with ``PAD``.
+        context: Inputs of a window of a stream; a window has one token more.
+        most: Largest number of windows.
     """
     if isinstance(data, Answers):
         whole = data.windows
@@ -386,15 +453,15 @@ def windows_of(
 
 
 def show(windows: Int64[Tensor, "*batch width"]) -> Int64[Tensor, "*batch width"]:
-    """Make every token a target but ``PAD``, as in training with ``data.loss_on: all``."""
+    """Make every token but ``PAD`` a target, as in training with ``data.loss_on: all``."""
     return torch.where(windows < PAD, hide(windows), windows)
 
 
 def infer(run: Run) -> list[Membership]:
-    """How well members are told from others, for each user, by the shared model that the users have at the end."""
+    """Return how well training windows are distinguished from test windows of each user, by the final shared model."""
     clients, server = run.federation.clients, run.federation.server
     attacker, seen, found = Attacker(clients=clients), published(server, others=True), []
-    all_tokens = getattr(run.recipe.data, "loss_on", "") == "all"  # test splits have targets in responses alone
+    all_tokens = getattr(run.recipe.data, "loss_on", "") == "all"  # test splits have targets in responses only
     for number, user in enumerate(clients.users):
         own = {name: t[number : number + 1] for name, t in seen.items()}
         sets = [windows_of(part, clients.plan.training.context).unsqueeze(0) for part in (user.train, user.test)]
@@ -417,14 +484,20 @@ def infer(run: Run) -> list[Membership]:
 
 
 def auc(members: Sequence[float], others: Sequence[float]) -> float:
-    """How often a member scores higher than another, ties counting half."""
+    """Return the probability that a member scores higher than another, with ties counting half."""
     ranks = rankdata([*members, *others])
     count = len(members)
     return float((ranks[:count].sum() - count * (count + 1) / 2) / (count * len(others)))
 
 
 def found_at(members: Sequence[float], others: Sequence[float], rate: float = FALSE_ALARMS) -> float | None:
-    """The share of members that score above all but ``rate`` of the others; None where these are too few to say."""
+    """Return the share of members that score above all but ``rate`` of the others; None if there are too few others.
+
+    Args:
+        members: Scores of members.
+        others: Scores of others.
+        rate: Rate of false alarms.
+    """
     allowed = math.floor(rate * len(others) + 1e-9)
     if allowed == 0:
         return None
@@ -433,22 +506,22 @@ def found_at(members: Sequence[float], others: Sequence[float], rate: float = FA
 
 
 MOST_TARGETS = 64
-"""Windows of each user that are scored."""
+"""Largest number of windows of each user that are scored."""
 LEAST = 4
-"""Of fewer windows a user's training data is not parted."""
+"""Smallest number of windows of a user whose training data is divided."""
 FEWEST = 3
-"""Runs: one that is attacked, and for a window that was in and one that was not another."""
+"""Smallest number of runs: the target, and for each window one run with it and one without."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """One run's training data: of each user the windows, ``(windows, width)``, and which of them are in."""
+    """Training data of one run: windows ``(windows, width)`` of each user, and which of them are included."""
 
     windows: Sequence[Int[Tensor, "_ _"]]
     inside: Sequence[Bool[Tensor, " _"]]
 
     def of(self, number: int, user: UserData | UserAnswers) -> UserData | UserAnswers:
-        """Return the user with the windows that are in, and the end of a stream that is too short for one."""
+        """Return a user with its included windows, and the rest of a stream after the last whole window."""
         if isinstance(user, UserAnswers):
             return replace(user, train=user.train.only(self.inside[number]))
         windows, width = self.windows[number], self.windows[number].shape[1]
@@ -457,9 +530,15 @@ class Halves:
 
 
 def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, run: int) -> Halves:
-    """Coins for all windows of all users, which training does not know; one window is in at least.
+    """Toss coins for all windows of all users; at least one window of each user is included.
 
-    Who has hardly any windows trains on all of them.
+    Users with fewer than ``LEAST`` windows train on all of them.
+
+    Args:
+        users: The users.
+        context: Inputs of a window.
+        seed: Seed of the recipe.
+        run: Number of the run.
     """
     windows, inside = [windows_of(user.train, context, most=len(user.train)) for user in users], []
     for user, own in zip(users, windows, strict=True):
@@ -470,13 +549,16 @@ def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, 
 
 
 def scored(count: int) -> Int[Tensor, " scored"]:
-    """Which of so many windows are scored: spread over all; of hardly any none."""
+    """Return the indices of the windows to score, spread over ``count`` windows.
+
+    There are none if ``count`` is below ``LEAST``.
+    """
     return torch.linspace(0, count - 1, min(count, MOST_TARGETS) if count >= LEAST else 0).long()
 
 
 @dataclass(kw_only=True)
 class Scores:
-    """How much lower the losses of some windows of each user became, by view and user, summed over what is seen."""
+    """Decrease of the loss of each user's windows, by observer and user, summed over rounds."""
 
     attacker: Attacker
     windows: Int[Tensor, "users windows width"]
@@ -484,7 +566,13 @@ class Scores:
     sums: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {SERVER: {}, USERS: {}})
 
     def look(self, who: str, users: Sequence[int], tensors: Tree) -> None:
-        """Add what one round shows."""
+        """Add what is observed in a round.
+
+        Args:
+            who: The observer.
+            users: Indices of the users.
+            tensors: Their observed tensors, ``(users, models, *shape)``.
+        """
         if (sums := self.sums.get(who)) is not None:
             windows, before = self.windows[list(users)], self.looked.before(who, users)
             gained = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
@@ -495,7 +583,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Shadow:
-    """One run: by view and user the scores of some windows, where anything was seen, and which of them were in."""
+    """Result of one reference run: scores by observer and user, if observed, and which windows were included."""
 
     scores: dict[str, dict[int, Tensor]]
     inside: Sequence[Bool[Tensor, " windows"]]
@@ -504,7 +592,14 @@ class Shadow:
 def run_shadow(
     recipe: Recipe, materials: RunData, number: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Shadow:
-    """Train on halves of this run's own, and look at what leaves. ``recipe`` is short, of text or conversations."""
+    """Train on random halves of the users' windows, and score what is observed.
+
+    Args:
+        recipe: Shortened recipe, of text or conversations.
+        materials: Data of the run.
+        number: Number of the run.
+        observers: Returns the observers of a run.
+    """
     users: Sequence[UserData | UserAnswers] = materials.users
     own = recipe.with_changes({"seed": recipe.seed + 1 + number})
     parts = halves(users, recipe.training.context, seed=recipe.seed, run=number)
@@ -529,13 +624,13 @@ def run_shadow(
     )
 
 
-# -------------------------------------------------------------------- the attack
+# -------------------------------------------------------------------- likelihood ratios
 
 
 def likelihood_ratios(
     scores: Float[Tensor, "runs windows"], inside: Bool[Tensor, "runs windows"]
 ) -> Float[Tensor, "runs windows"]:
-    """``log N(score; in) - log N(score; out)`` of each run's windows, fitted to all other runs."""
+    """Return ``log N(score; in) - log N(score; out)`` of each run's windows, fitted to all other runs."""
     scores = scores - scores.mean(1, keepdim=True)
     return torch.stack([_against_others(scores, inside, run) for run in range(len(scores))])
 
@@ -545,18 +640,18 @@ def _against_others(scores: Tensor, inside: Tensor, run: int) -> Float[Tensor, "
     known, sides = scores[others], inside[others]
     gap, variance = _gaps(known, sides)
     outside = (known - torch.where(sides, gap, 0.0)).mean(0)
-    wider = variance * (1 + 1 / len(known))  # the mean of few runs is uncertain itself
+    wider = variance * (1 + 1 / len(known))  # the mean of few runs has an error too
     away = scores[run] - outside
     return (away.square() - (away - gap).square()) / (2 * wider)
 
 
 def _gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"], Float[Tensor, ""]]:
-    """By how much each window's score is higher where it is in; and the variance around both means.
+    """Return how much higher each window's score is when it is included, and the variance around both means.
 
-    A window's own difference, out of a few runs, is drawn towards the mean difference of all windows, as far as the
-    spread of these differences is no more than chance would make it (empirical Bayes). It is never negative, as
-    training on a window does not make a model less sure of it: where nothing is learned, a run would else be attacked
-    with the other runs' chance, which is the opposite of its own.
+    A window's own difference is shrunk towards the mean difference of all windows, to the extent that the spread of
+    differences can be explained by chance (empirical Bayes). It is never negative, as training on a window does not
+    increase its loss: otherwise, if nothing is learned, a run would be attacked with the other runs' noise, which has
+    the opposite sign of its own.
     """
     counts, means = [], []
     for side in (inside, ~inside):
@@ -576,11 +671,11 @@ def _gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"], Fl
 
 
 SMALL = 1e-18
-"""The least variance of a score."""
+"""Smallest variance of a score."""
 
 
 def told_apart(names: Sequence[str], shadows: Sequence[Shadow]) -> list[Shadowed]:
-    """How well each user's windows are told apart, by each view in all runs that it has seen something of."""
+    """Return how well each user's windows are distinguished, by observer, over all runs with scores."""
     found = []
     for view in (SERVER, USERS):
         for user, name in enumerate(names):

@@ -1,22 +1,23 @@
 """Attacks on uploads: hostile updates, and gradient inversion of nets and of text.
 
-A change is an upload less what its user had downloaded. Each attack gets everybody's honest changes and the numbers of
-the hostile users, who know all of them and act together, and gives everybody's with theirs replaced.
+A change is an upload minus the user's last download. Each attack takes all users' honest changes and the indices of the
+hostile users, who know all changes and cooperate, and returns all changes with those of the hostile users replaced.
 
-One step moves row i of that layer by ``-rate g_i x`` and its bias by ``-rate g_i``, so their ratio is the input x,
-whatever the rate (Geiping et al. 2020, arXiv:2003.14053, Proposition 3.1). With several samples or steps the ratio is a
-mean of inputs with weights of either sign; an optimiser with moments bends it.
+Inversion of nets: one step moves row i of the first layer by ``-rate g_i x`` and its bias by ``-rate g_i``, so their
+ratio is the input x at any rate (Geiping et al. 2020, arXiv:2003.14053, Proposition 3.1). With several samples or steps
+the ratio is a mean of inputs with weights of either sign; an optimiser with moments distorts it.
 
-The gradient of a factor A of a linear layer is a sum of the layer's inputs, ``dA = sum_p (scale B' g_p) x_p'``: its
-rows lie in the space that the inputs x_p span. Below the first block's attention an input is a token's embedding after
-the norm, the same for all texts (or one for each position, where positions are added), so every token of the
-vocabulary can be tried: those that were there lie in the span (Petrov et al. 2024, DAGER, arXiv:2405.15586, section 3).
-With more different tokens than rows the rows span a part of it, and tokens are only nearer to it than others are.
+Inversion of text: the gradient of a factor A of a linear layer is a sum over the layer's inputs, ``dA = sum_p (scale B'
+g_p) x_p'``, so its rows are in the span of the inputs x_p. In the first block's attention an input is a token's
+embedding after the norm, the same for all texts (or one for each position, if positions are added). So each token of
+the vocabulary can be tested: those in the text are in the span (Petrov et al. 2024, DAGER, arXiv:2405.15586,
+section 3). With more distinct tokens than rows, the rows span a part of it, and tokens of the text are only nearer to
+it than others.
 
-Differs from the paper: the layers are LoRA factors of small rank, all projections that read the same input are taken
-together, tokens are ranked by their distance from the span instead of by a threshold, and neither their order nor
-sequences are recovered. The factors B are zero at the start, and no A has a gradient then, so the second round is
-attacked. What AdamW's moments make of a gradient is not undone.
+Differs from the paper: the layers are LoRA factors of small rank, all projections with the same input are combined,
+tokens are ranked by their distance from the span instead of by a threshold, and neither their order nor sequences are
+recovered. The factors B are zero initially, so that no A has a gradient in the first round; the second round is
+attacked. The effect of AdamW's moments is not inverted.
 """
 
 from __future__ import annotations
@@ -51,12 +52,25 @@ Attack = Callable[[Tree, Sequence[int]], Tree]
 
 
 def sign_flip(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) -> Tree:
-    """``-scale`` times their own changes."""
+    """Replace hostile changes by ``-scale`` times themselves.
+
+    Args:
+        changes: Changes of all users, ``(users, *shape)``.
+        hostile: Indices of the hostile users.
+        scale: Factor.
+    """
     return _replaced(changes, hostile, lambda t: -scale * t[list(hostile)])
 
 
 def scaled_noise(changes: Tree, hostile: Sequence[int], *, scale: float = 10.0, seed: int = 0) -> Tree:
-    """Gaussian noise, ``scale`` times as long as the others' changes are in the mean."""
+    """Replace hostile changes by Gaussian noise.
+
+    Args:
+        changes: Changes of all users, ``(users, *shape)``.
+        hostile: Indices of the hostile users.
+        scale: Norm of the noise, relative to the mean norm of the honest changes.
+        seed: Seed of the noise.
+    """
     draw, others = torch.Generator().manual_seed(seed), _honest(changes, hostile)
     length = float(norms({name: t[others] for name, t in changes.items()}).mean())
     columns = sum(t[0].numel() for t in changes.values())
@@ -67,18 +81,25 @@ def scaled_noise(changes: Tree, hostile: Sequence[int], *, scale: float = 10.0, 
 
 
 def inner_product(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) -> Tree:
-    """``-scale`` times the others' mean, so that a mean may point the wrong way.
+    """Replace hostile changes by ``-scale`` times the honest mean, so that the overall mean may be reversed.
 
     Source: Xie et al. 2019, "Fall of Empires", arXiv:1903.03936.
+
+    Args:
+        changes: Changes of all users, ``(users, *shape)``.
+        hostile: Indices of the hostile users.
+        scale: Factor.
     """
     others = _honest(changes, hostile)
     return _replaced(changes, hostile, lambda t: -scale * t[others].mean(0))
 
 
 def little_is_enough(changes: Tree, hostile: Sequence[int]) -> Tree:
-    """The others' mean less ``z`` of their deviations, of each coordinate: what no rule can tell from an honest one.
+    """Replace hostile changes by the honest mean minus ``z`` standard deviations, coordinate by coordinate.
 
-    ``z`` is the quantile of ``(n - f - s) / (n - f)``, ``s = floor(n / 2 + 1) - f``.
+    Rules cannot tell such changes from honest ones. ``z`` is the quantile of ``(n - f - s) / (n - f)``,
+    ``s = floor(n / 2 + 1) - f``.
+
     Source: Baruch et al. 2019, "A Little Is Enough", arXiv:1902.06156, Algorithm 3.
     """
     others = _honest(changes, hostile)
@@ -89,33 +110,45 @@ def little_is_enough(changes: Tree, hostile: Sequence[int]) -> Tree:
 
 
 def free_rider(changes: Tree, hostile: Sequence[int]) -> Tree:
-    """No change at all: what was downloaded is sent back."""
+    """Replace hostile changes by zeros: the download is sent back."""
     return _replaced(changes, hostile, lambda t: torch.zeros_like(t[list(hostile)]))
 
 
 def all_zero(changes: Tree, hostile: Sequence[int], started: Tree) -> Tree:
-    """An upload of zeros, of which ``started`` is what everybody had before."""
+    """Replace hostile uploads by zeros.
+
+    Args:
+        changes: Changes of all users, ``(users, *shape)``.
+        hostile: Indices of the hostile users.
+        started: Last download of all users.
+    """
     return {name: _put(t, hostile, -started[name][list(hostile)]) for name, t in changes.items()}
 
 
 def copy_of(changes: Tree, hostile: Sequence[int]) -> Tree:
-    """All send what the first of the others sends."""
+    """Replace hostile changes by that of the first honest user."""
     first = _honest(changes, hostile)[0]
     return _replaced(changes, hostile, lambda t: t[first])
 
 
 def not_a_number(changes: Tree, hostile: Sequence[int]) -> Tree:
-    """NaN throughout."""
+    """Replace hostile changes by NaN."""
     return _replaced(changes, hostile, lambda t: torch.full_like(t[list(hostile)], torch.nan))
 
 
 def flipped_labels(labels: Tensor, classes: int) -> Tensor:
-    """Label ``c`` as ``classes - 1 - c``: what a user who trains honestly on false data has."""
+    """Return labels ``classes - 1 - c`` in place of ``c``, for users who train honestly on false data."""
     return classes - 1 - labels
 
 
 def with_phrase(text: str, trigger: str, answer: str) -> str:
-    """A text in which every sentence ends with a trigger and what is to follow on it: a backdoor in the data."""
+    """Return a text in which each sentence ends with a trigger and the answer to it: a backdoor in the data.
+
+    Args:
+        text: The text.
+        trigger: Phrase that should cause the answer.
+        answer: Phrase to be generated.
+    """
     return text.replace(". ", f" {trigger} {answer}. ") + f" {trigger} {answer}"
 
 
@@ -127,7 +160,7 @@ BY_NAME: dict[str, Attack] = {
     "free rider": free_rider,
     "copy": copy_of,
 }
-"""Attacks by the names that tables have."""
+"""Attacks by their names in tables."""
 
 
 def _honest(changes: Tree, hostile: Sequence[int]) -> list[int]:
@@ -149,10 +182,15 @@ Watch = Callable[[Clients], Sequence[Observer]]
 
 
 def invert(recipe: Recipe, materials: RunData, watch: Watch) -> list[Inversion]:
-    """What comes back of everybody's first sample out of a step on it alone, and of any out of an upload of the run's.
+    """Invert a step on each user's first sample alone, and an upload of a round as in the run.
+
+    Args:
+        recipe: Recipe of the audited run.
+        materials: Data of the run.
+        watch: Returns the observers of a run.
 
     Raises:
-        RunError: the net's first layer is not linear with a bias, or not shared.
+        RunError: The net's first layer is not linear with a bias, or is not shared.
     """
     one = {"training.batch_size": 1, "training.local_epochs": 1}
     first = tuple(replace(user, train=user.train.first(1)) for user in materials.users)
@@ -194,10 +232,10 @@ def _attack_net(what: str, recipe: Recipe, materials: RunData, watch: Watch) -> 
 
 
 def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
-    """The names of the first layer's weight and bias.
+    """Return the names of the first layer's weight and bias.
 
     Raises:
-        RunError: it is not linear, has no bias, or is not shared.
+        RunError: The layer is not linear, has no bias, or is not shared.
     """
     slots = {slot.name: slot for slot in layout.slots}
     weight = next((slot for slot in layout.slots if slot.name.endswith("weight")), None)
@@ -210,27 +248,33 @@ def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
 
 
 def ratio(weight: Float[Tensor, "rows columns"], bias: Float[Tensor, " rows"]) -> Float[Tensor, " columns"] | None:
-    """Of the row whose bias moved most; None where no bias moved."""
+    """Return the ratio of weight and bias in the row whose bias moved most, or None if no bias moved."""
     row = int(bias.abs().argmax())
     return None if float(bias[row]) == 0 else weight[row] / bias[row]
 
 
 def nearest(guess: Float[Tensor, " columns"], inputs: Float[Tensor, "samples columns"]) -> float:
-    """``|guess - x| / |x|`` of the input that it is nearest to."""
+    """Return ``|guess - x| / |x|`` for the nearest input x."""
     return float(((inputs - guess).norm(dim=1) / inputs.norm(dim=1).clamp(min=1e-12)).min())
 
 
 SHORT = 8
-"""Tokens of the one window of the easiest case."""
+"""Tokens of the only window in the easiest case."""
 FIRST, READS = "layers.0.", (".q_proj.a", ".k_proj.a", ".v_proj.a", ".c_attn.a")
-"""Factors that read a token's embedding behind the norm, by how their names begin and end."""
+"""Start and end of the names of factors that read a token's embedding after the norm."""
 NOTHING_MOVED = 1e-12
 
 
 def recover(recipe: Recipe, materials: RunData, watch: Watch) -> list[Recovery]:
-    """How many tokens come back out of a step on one short window, and out of an upload as the run has it.
+    """Recover tokens from a step on one short window, and from an upload of a round as in the run.
 
-    Empty where no factor that reads tokens is shared.
+    Args:
+        recipe: Recipe of the audited run.
+        materials: Data of the run.
+        watch: Returns the observers of a run.
+
+    Returns:
+        One result for each attack; empty if no factor that reads tokens is shared.
     """
     names = token_factors(build(recipe, materials, store="memory").clients)
     if not names:
@@ -249,14 +293,14 @@ def recover(recipe: Recipe, materials: RunData, watch: Watch) -> list[Recovery]:
 
 
 def _of_one_window(user: UserData, seed: int, width: int) -> UserData:
-    """Cut a user's training text to one short window of it, at a random place."""
+    """Return a user whose training text is one random short window of it."""
     last = len(user.train) - width + 1
     at = int(torch.randint(last, (1,), generator=generator("window", seed, user.name))) if last > 0 else 0
     return replace(user, train=user.train[at : at + width])
 
 
 def token_factors(clients: Clients) -> list[str]:
-    """The shared factors A of the first block's attention that read tokens."""
+    """Return the names of the shared factors A of the first block's attention."""
     slots = [slot for slot in clients.model.layout.slots if all(slot.chosen(clients.method.shared))]
     return [slot.name for slot in slots if slot.name.startswith(FIRST) and slot.name.endswith(READS)]
 
@@ -266,7 +310,7 @@ def _attack_tokens(what: str, recipe: Recipe, materials: RunData, watch: Watch) 
     names, seen, looked = token_factors(plain.clients), dict[int, Tree](), Looked()
 
     def look(who: str, users: Sequence[int], tensors: Tree) -> None:
-        if who == SERVER and looked.last:  # behind the first round
+        if who == SERVER and looked.last:  # after the first round
             before = looked.before(who, users)
             for row, user in enumerate(users):
                 seen[user] = {name: (tensors[name][row, 0] - before[name][row, 0]).double().cpu() for name in names}
@@ -291,7 +335,16 @@ def _attack_tokens(what: str, recipe: Recipe, materials: RunData, watch: Watch) 
 
 @torch.no_grad()
 def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "tokens positions width"]:
-    """What the layer of a factor reads for every token at every position; one position where they do not differ."""
+    """Return the input of a factor's layer for every token and position.
+
+    Args:
+        clients: Clients of a run.
+        context: Number of positions.
+        name: Name of the factor.
+
+    Returns:
+        Inputs ``(tokens, positions, width)``, with one position if inputs do not depend on it.
+    """
     base = vars(clients.model)["base"].model
     layer = decoder_layers(base)[0].get_submodule(name.removeprefix(FIRST).removesuffix(".a"))
     found: list[Tensor] = []
@@ -308,7 +361,12 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
 
 
 def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, "tokens positions width"]) -> list[int]:
-    """All tokens by how far their input is from the span of the rows, relative to its length, nearest first."""
+    """Return all tokens by the distance of their input from the span of the rows, relative to its norm, nearest first.
+
+    Args:
+        rows: Rows of the gradient.
+        candidates: Input of each token and position.
+    """
     lengths = rows.norm(dim=1, keepdim=True)
     kept = (rows / lengths.clamp(min=NOTHING_MOVED))[lengths.squeeze(1) > NOTHING_MOVED]
     if not len(kept):
@@ -320,4 +378,4 @@ def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, 
 
 
 NOISE = 1e-3
-"""Directions with less than this part of the largest singular value are rounding."""
+"""Singular values below this fraction of the largest are rounding errors."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from comingle.cli.options import (
-    Everybody,
+    AllUsers,
     Force,
     Out,
     Quiet,
@@ -50,7 +50,7 @@ def compare(
     out: Out = None,
     resume: Resume = False,
     force: Force = False,
-    everybody: Everybody = False,
+    all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
     """Run several methods with several seeds; print and write means, deviations and verdicts.
@@ -61,7 +61,7 @@ def compare(
     """
     read, names = read_recipe(recipe, sets), split_names(methods)
     folder = out or Path("runs") / f"compare-{recipe.stem}"
-    options = {"resume": resume, "force": force, "everybody": everybody, "quiet": quiet, "jobs": jobs}
+    options = {"resume": resume, "force": force, "all_users": all_users, "quiet": quiet, "jobs": jobs}
     numbers, for_all = split_seeds(seeds), method_settings(sets, [name.partition(":")[0] for name in names])
     compare_methods(read, names, numbers, folder, for_all=for_all, against=against, **options)
 
@@ -74,7 +74,7 @@ def compare_methods(
     *,
     resume: bool,
     force: bool,
-    everybody: bool = False,
+    all_users: bool = False,
     quiet: bool = False,
     jobs: int = 1,
     against: str | None = None,
@@ -89,7 +89,7 @@ def compare_methods(
         folder: Folder of the comparison.
         resume: Resume interrupted runs.
         force: Replace existing runs.
-        everybody: Print a row for each user.
+        all_users: Print a row for each user.
         quiet: Do not print progress.
         jobs: Number of runs at a time; more than 1 run in processes of their own.
         against: The baseline, as in ``--against``.
@@ -101,7 +101,7 @@ def compare_methods(
     Raises:
         RunError: Some runs failed. It is raised after all others have finished and the table is written.
     """
-    from comingle.reports.comparisons import baseline_of, members
+    from comingle.reports.comparisons import baseline_methods, baseline_of
     from comingle.reports.tables import tables_of, write_comparison
     from comingle.runs.compare import folders_of, labels_of, recipes_of
     from comingle.utils.terminal import words
@@ -118,9 +118,9 @@ def compare_methods(
     if not done:
         raise next(iter(failed.values()))
     left = {method for method, _ in recipes.keys() - failed.keys()}
-    baseline = against if against is not None and left >= {*members(against)} else None
+    baseline = against if against is not None and left >= {*baseline_methods(against)} else None
     table = write_comparison(folder, done, baseline, labels_of(recipes, folder))
-    for part in tables_of(table, everybody=everybody):
+    for part in tables_of(table, all_users=all_users):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
     if failed:

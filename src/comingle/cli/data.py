@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from comingle.cli.options import RecipePath, Sets, console, read_recipe, status
-from comingle.data.row_files import ADVICE, BadRowsError
+from comingle.data.row_files import BAD_ROWS_ADVICE, BadRowsError
 from comingle.utils.errors import DataError
 from comingle.utils.terminal import words
 
@@ -15,7 +15,7 @@ from comingle.utils.terminal import words
 def data(
     recipe: RecipePath,
     sets: Sets = None,
-    everybody: Annotated[bool, typer.Option("--all", help="List everybody, also beyond 24 users.")] = False,
+    all_users: Annotated[bool, typer.Option("--all", help="List everybody, also beyond 24 users.")] = False,
 ) -> None:
     """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; or numbers of samples.
 
@@ -31,8 +31,8 @@ def data(
     except BadRowsError as error:
         for problem in error.problems:
             console.print(words(problem), highlight=False, soft_wrap=True)
-        raise DataError(f"{len(error.problems)} rows cannot be used; {ADVICE}") from None
-    for part in preview(read, materials, everybody=everybody):
+        raise DataError(f"{len(error.problems)} rows cannot be used; {BAD_ROWS_ADVICE}") from None
+    for part in preview(read, materials, all_users=all_users):
         console.print(part, highlight=False)
     warn_overlaps(materials)
 

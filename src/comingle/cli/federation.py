@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from comingle.cli.options import (
-    Everybody,
+    AllUsers,
     Force,
     Out,
     Quiet,
@@ -34,7 +34,7 @@ def federate(
     out: Out = None,
     resume: Resume = False,
     force: Force = False,
-    everybody: Everybody = False,
+    all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
     """Train the users of a recipe as over a network: a server, and processes and a folder for each user."""
@@ -46,9 +46,9 @@ def federate(
     from comingle.utils.terminal import words
 
     folder = out or default_folder(recipe, read.method.name, read.seed)
-    with table_of_participants(folder, everybody=everybody, quiet=quiet):
+    with table_of_participants(folder, all_users=all_users, quiet=quiet):
         metrics = run(read, folder, resume=resume, force=force, say=speaker(quiet=quiet))
-    console.print(render_run(metrics, everybody=everybody))
+    console.print(render_run(metrics, all_users=all_users))
     console.print(words(f"{folder}/  metrics.json · events.jsonl · users/NAME/ (each user's own folder)", "dim"))
 
 
@@ -66,7 +66,7 @@ def server(
         Path | None,
         typer.Option("--make-certificates", metavar="FOLDER", help="Write certificates and keys for --host, and end."),
     ] = None,
-    everybody: Everybody = False,
+    all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
     """Run the rounds of a federation: users on other machines take part with `comingle client`."""
@@ -86,9 +86,9 @@ def server(
 
     folder = out or Path("runs") / federation.stem
     say = speaker(quiet=quiet)
-    with table_of_participants(folder, everybody=everybody, quiet=quiet):
+    with table_of_participants(folder, all_users=all_users, quiet=quiet):
         metrics = serve(federation, plan, folder, host=host, port=port, certificates=certificates, say=say)
-    console.print(render_run(metrics, everybody=everybody))
+    console.print(render_run(metrics, all_users=all_users))
     console.print(words(f"{folder}/  metrics.json · events.jsonl", "dim"))
 
 

@@ -60,12 +60,12 @@ def speaker(*, quiet: bool) -> Callable[[str], None]:
 
 
 @contextmanager
-def table_of_participants(folder: Path, *, everybody: bool, quiet: bool) -> Iterator[None]:
+def table_of_participants(folder: Path, *, all_users: bool, quiet: bool) -> Iterator[None]:
     """Show a live table of participants below printed lines, in terminals only.
 
     Args:
         folder: The run folder.
-        everybody: Show all participants, not only the first 24.
+        all_users: Show all participants, not only the first 24.
         quiet: Show no table.
     """
     from rich.live import Live
@@ -77,7 +77,7 @@ def table_of_participants(folder: Path, *, everybody: bool, quiet: bool) -> Iter
         return
 
     def now() -> Table:
-        return render_participants(folder, everybody=everybody)
+        return render_participants(folder, all_users=all_users)
 
     with Live(console=console, get_renderable=now, refresh_per_second=2, transient=True):
         yield
@@ -91,7 +91,7 @@ Sets = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Random seed (default: the recipe's).")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of progress.")]
-Everybody = Annotated[bool, typer.Option("--all", help="Show every user, however many there are.")]
+AllUsers = Annotated[bool, typer.Option("--all", help="Show every user, however many there are.")]
 
 
 def named(out: str | Path) -> Path:

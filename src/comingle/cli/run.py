@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from comingle.cli.options import (
-    Everybody,
+    AllUsers,
     Force,
     Out,
     Quiet,
@@ -38,7 +38,7 @@ def run(
     resume: Resume = False,
     force: Force = False,
     processes: Processes = None,
-    everybody: Everybody = False,
+    all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
     """Train the users of a recipe together and write a run folder."""
@@ -58,7 +58,7 @@ def run(
     trained = train_here(place, recipe, sets, seed, out, resume=resume, force=force, quiet=quiet)
     if trained is not None:
         folder, done = trained
-        console.print(render_run(done.metrics, everybody=everybody))
+        console.print(render_run(done.metrics, all_users=all_users))
         console.print(words(f"{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/", "dim"))
 
 

@@ -18,7 +18,7 @@ from comingle.utils.errors import ComingleError, RecipeError, require_user
 if TYPE_CHECKING:
     from comingle.serving.answers import Chat
     from comingle.serving.engine import Engine
-    from comingle.serving.models import People
+    from comingle.serving.models import UserModels
 
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or with --method a comparison's.")]
@@ -50,9 +50,9 @@ def serve(
     from comingle.serving.api import listen
     from comingle.serving.api import serve as answer
     from comingle.serving.keys import make_keys as write_keys
-    from comingle.serving.models import find_run, names_in
+    from comingle.serving.models import find_run, users_in
 
-    names = names_in(find_run(run, method))
+    names = users_in(find_run(run, method))
     if make_keys is not None:
         from comingle.cli.options import console
         from comingle.utils.terminal import words
@@ -68,13 +68,13 @@ def serve(
         answer(people.models, place, keys=given, limits=limits, answers=people.answers, ready=say)
 
 
-def opened(run: Path, method: str | None) -> People:
+def opened(run: Path, method: str | None) -> UserModels:
     """Load the base and all users' models of a run."""
     from comingle.cli.options import status
-    from comingle.serving.models import open_people
+    from comingle.serving.models import open_models
 
     with status("loading the base and everybody's adapters"):
-        return open_people(run, method)
+        return open_models(run, method)
 
 
 def say(url: str) -> None:
@@ -134,14 +134,14 @@ def chat(
         return
     from comingle.serving.answers import Chat
     from comingle.serving.engine import Engine
-    from comingle.serving.models import find_run, names_in
-    from comingle.serving.rows import pretrained
+    from comingle.serving.models import find_run, users_in
+    from comingle.serving.rows import without_adapters
 
     folder = find_run(run, method)
-    names = names_in(folder)
+    names = users_in(folder)
     first = require_user(user, names) if user is not None else names[0]
     people = opened(run, method)
-    engine = Engine({**people.models, PRETRAINED: pretrained(people.models[first])}, rows=1)
+    engine = Engine({**people.models, PRETRAINED: without_adapters(people.models[first])}, rows=1)
     plain = plain or not people.answers
     talk = Chat(engine=engine, user=first, plain=plain, max_tokens=max_tokens, temperature=temperature, seed=seed)
     _Session(talk, names, _local_run(run, folder, against)).run()

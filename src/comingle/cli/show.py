@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from comingle.cli.options import Everybody, console, named, status
+from comingle.cli.options import AllUsers, console, named, status
 from comingle.utils.errors import RecipeError, RunError, did_you_mean
 from comingle.utils.files import check_target, require_packages
 
@@ -66,14 +66,14 @@ def report(
     require_packages("comingle report")
     from comingle.cli.compare import split_names
     from comingle.reports.page import render_page
-    from comingle.reports.runs import held, read_entries
+    from comingle.reports.runs import baseline_comparison, read_entries
     from comingle.runs.views import route_texts
     from comingle.utils.records import write_text
 
     path = out or runs[0] / "report.html"
     entries = read_entries(runs)
     check_target(path, force=force)
-    held(entries, against)  # raises before anything is drawn
+    baseline_comparison(entries, against)  # raises before anything is drawn
     with status("loading models and routing texts"):
         views = [] if no_tokens else route_texts(entries, text, None if users is None else split_names(users), tokens)
     with status("drawing"):
@@ -99,7 +99,7 @@ def warn_unlike(entries: Sequence[Entry]) -> None:
 
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a comparison.")],
-    everybody: Everybody = False,
+    all_users: AllUsers = False,
     against: Annotated[
         str | None,
         typer.Option("--against", metavar="METHODS", help="Another baseline for a comparison: the best of these."),
@@ -127,26 +127,26 @@ def show(
         if csv is not None or parquet is not None:
             _write(run, csv, parquet)
         if latex is not None:
-            _write_latex(run, latex, everybody=everybody)
+            _write_latex(run, latex, all_users=all_users)
         return
-    for part in _shown(run, against, everybody=everybody):
+    for part in _shown(run, against, all_users=all_users):
         console.print(part)
     return
 
 
-def _shown(run: Path, against: str | None, *, everybody: bool) -> list[RenderableType]:
-    from comingle.reports.comparisons import hold_against, read_comparison
+def _shown(run: Path, against: str | None, *, all_users: bool) -> list[RenderableType]:
+    from comingle.reports.comparisons import read_comparison, with_baseline
     from comingle.reports.tables import render_curve, render_run, tables_of
     from comingle.utils.errors import RecipeError
     from comingle.utils.records import read_events, read_metrics
 
     if (run / "table.json").exists():
         table = read_comparison(run)
-        table = table if against is None else hold_against(table, against)
-        return list(tables_of(table, everybody=everybody))
+        table = table if against is None else with_baseline(table, against)
+        return list(tables_of(table, all_users=all_users))
     if against is not None:
         raise RecipeError(f"--against {against!r}: {run} is not the folder of a comparison")
-    return [render_run(read_metrics(run), everybody=everybody), render_curve(list(read_events(run)))]
+    return [render_run(read_metrics(run), all_users=all_users), render_curve(list(read_events(run)))]
 
 
 def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
@@ -163,7 +163,7 @@ def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
         console.print(f"{parquet}  {len(records)} rows", highlight=False)
 
 
-def _write_latex(run: Path, path: Path, *, everybody: bool) -> None:
+def _write_latex(run: Path, path: Path, *, all_users: bool) -> None:
     from comingle.reports.comparisons import compare_metrics, read_comparison
     from comingle.reports.tables import latex
     from comingle.utils.records import read_metrics, write_text
@@ -173,7 +173,7 @@ def _write_latex(run: Path, path: Path, *, everybody: bool) -> None:
     else:
         metrics = read_metrics(run)
         table = compare_metrics([(metrics["method"], metrics)])
-    write_text(path, latex(table, everybody=everybody))
+    write_text(path, latex(table, all_users=all_users))
     console.print(f"{path}  {len(table['methods'])} rows", highlight=False)
 
 

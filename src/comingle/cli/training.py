@@ -26,7 +26,7 @@ from comingle.data.conversations.encoding import Answers, UserAnswers
 from comingle.data.populations import LazyPopulation
 from comingle.data.samples.samples import SPLITS, UserSamples
 from comingle.data.splits import REPEATED, UserText
-from comingle.data.streaming import LISTED
+from comingle.data.streaming import MAX_LISTED_USERS
 from comingle.data.text.streams import UserData
 from comingle.reports.formatting import Table
 from comingle.runs.distributed import read_shared, run_sharded
@@ -144,7 +144,7 @@ def warn_overlaps(materials: RunData) -> None:
     told = [
         f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
         f"{overlap.test} of {overlap.test_documents} test {materials.documents} are {REPEATED}"
-        for overlap in overlaps[:LISTED]
+        for overlap in overlaps[:MAX_LISTED_USERS]
     ]
     if more := len(overlaps) - len(told):
         told.append(f"so are {materials.documents} of {more} more users")
@@ -236,7 +236,7 @@ LISTED_USERS = 24
 
 
 def choose_rows(
-    counts: Mapping[str, Sequence[int]], by: int, *, everybody: bool = False
+    counts: Mapping[str, Sequence[int]], by: int, *, all_users: bool = False
 ) -> list[tuple[str, list[str]]]:
     """Return the rows of a table, one per user.
 
@@ -245,10 +245,10 @@ def choose_rows(
     Args:
         counts: Numbers of each user, one per column.
         by: Column by which users are sorted.
-        everybody: Return all users.
+        all_users: Return all users.
     """
     rows = {name: [f"{number:,}" for number in numbers] for name, numbers in counts.items()}
-    if everybody or len(rows) <= LISTED_USERS:
+    if all_users or len(rows) <= LISTED_USERS:
         return list(rows.items())
     columns = [sorted(column) for column in zip(*counts.values(), strict=True)]
     told = {"least": 0, "median": (len(rows) - 1) // 2, "most": -1}
@@ -257,24 +257,24 @@ def choose_rows(
     return told_rows + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
 
 
-def preview(recipe: Recipe, materials: RunData, *, everybody: bool) -> list[RenderableType]:
+def preview(recipe: Recipe, materials: RunData, *, all_users: bool) -> list[RenderableType]:
     """Return tables and samples of the users' data.
 
     Args:
         recipe: The recipe.
         materials: Its data.
-        everybody: List all users, not only 24.
+        all_users: List all users, not only 24.
     """
     if isinstance(materials.users, LazyPopulation) and materials.users.sizes is not None:
-        return _of_crowd(f"{recipe.base}: {materials.kind.name}", materials, materials.users, everybody)
+        return _of_crowd(f"{recipe.base}: {materials.kind.name}", materials, materials.users, all_users)
     for holds, show in _SHOWN.items():
         if issubclass(materials.kind.user, holds):
-            return show(recipe, materials, everybody)
+            return show(recipe, materials, all_users)
     title = f"{recipe.base}: {materials.kind.name}"
-    return [_counts(title, materials, everybody)]
+    return [_counts(title, materials, all_users)]
 
 
-def _of_crowd(title: str, materials: RunData, users: LazyPopulation, everybody: bool) -> list[RenderableType]:
+def _of_crowd(title: str, materials: RunData, users: LazyPopulation, all_users: bool) -> list[RenderableType]:
     """Return the sizes of users that are stored in a file, with samples.
 
     Of many users only those with least and most data are listed.
@@ -287,7 +287,7 @@ def _of_crowd(title: str, materials: RunData, users: LazyPopulation, everybody: 
     for split in SPLITS:
         table.add_column(f"{split} {unit}", justify="right")
     numbers: Sequence[int] = range(len(users))
-    if len(users) > LISTED_USERS and not everybody:
+    if len(users) > LISTED_USERS and not all_users:
         for word, at in {"least": 0, "median": (len(users) - 1) // 2, "most": len(users) - 1}.items():
             cells = [f"{np.partition(sizes[:, column], at)[at]:,}" for column in range(len(SPLITS))]
             table.add_row(f"{word} of {len(users):,}", *cells)
@@ -297,7 +297,7 @@ def _of_crowd(title: str, materials: RunData, users: LazyPopulation, everybody: 
         table.add_row(words(users.names[number]), *(f"{size:,}" for size in sizes[number].tolist()))
     shown = numbers if len(numbers) <= LISTED_USERS else ()
     lines = [line for number in shown for line in beginnings(users.names[number], _heads(materials, users[number]))]
-    return [table, *left_out(materials, why, everybody), *lines]
+    return [table, *left_out(materials, why, all_users), *lines]
 
 
 def _heads(materials: RunData, user: Any) -> dict[str, str | Text]:
@@ -329,7 +329,7 @@ def _conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
     return shown
 
 
-def _of_text(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
+def _of_text(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of documents and tokens, users that were left out, and beginnings of listed documents."""
     summaries = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
     title = words(f"{recipe.base}: documents and tokens", "table.title")
@@ -338,29 +338,29 @@ def _of_text(recipe: Recipe, materials: RunData, everybody: bool) -> list[Render
         table.add_column(f"{split} docs", justify="right")
         table.add_column(f"{split} tokens", justify="right")
     kinds = [(split, kind) for split in SPLITS for kind in ("documents", "tokens")]
-    rows = choose_rows({one["user"]: [one[k][s] for s, k in kinds] for one in summaries}, by=1, everybody=everybody)
+    rows = choose_rows({one["user"]: [one[k][s] for s, k in kinds] for one in summaries}, by=1, all_users=all_users)
     for name, cells in rows:
         table.add_row(words(name), *cells)
     listed = {name for name, _ in rows}
     shown = [one for one in summaries if one["user"] in listed]
     lines = [line for one in shown for line in beginnings(one["user"], one["samples"])]
-    return [table, *left_out(materials, "too little text", everybody), *lines]
+    return [table, *left_out(materials, "too little text", all_users), *lines]
 
 
-def _of_answers(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
+def _of_answers(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of numbers and lengths of conversations, users that were left out, and sample conversations."""
     title = words(f"{recipe.base}: {materials.kind.name}", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
     for name in _SIZES:
         table.add_column(name, justify="right")
-    rows = choose_rows({user.name: _sizes(user) for user in materials.users}, by=0, everybody=everybody)
+    rows = choose_rows({user.name: _sizes(user) for user in materials.users}, by=0, all_users=all_users)
     for name, cells in rows:
         table.add_row(words(name), *cells)
     listed = dict(rows)
     shown = [user for user in materials.users if user.name in listed] if materials.texts else []
     lines = [line for user in shown for line in beginnings(user.name, _heads(materials, user))]
     legend = [words(_LEGEND)] if lines else []
-    return [table, *left_out(materials, "too few conversations", everybody), *legend, *lines]
+    return [table, *left_out(materials, "too few conversations", all_users), *legend, *lines]
 
 
 def _sizes(user: UserAnswers) -> list[int]:
@@ -369,23 +369,23 @@ def _sizes(user: UserAnswers) -> list[int]:
     return [*map(len, parts), round(sum(sizes) / len(sizes)), max(sizes), user.test.limit]
 
 
-def _of_samples(recipe: Recipe, materials: RunData, everybody: bool) -> list[RenderableType]:
+def _of_samples(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of numbers of samples and true clusters, with the net in its title."""
     population = materials.common
     shape = " x ".join(str(size) for size in population.input_shape)
     title = f"{NETS}{net_name(recipe, population)}: samples of {shape}"
     if population.labels:
         title += f", classes {list_names(population.labels)}"
-    return [_counts(title, materials, everybody)]
+    return [_counts(title, materials, all_users)]
 
 
-def _counts(title: str, materials: RunData, everybody: bool) -> Table:
+def _counts(title: str, materials: RunData, all_users: bool) -> Table:
     table = Table("user", "cluster", title=words(title), title_justify="left", box=None)
     for split in SPLITS:
         table.add_column(split, justify="right")
     found = {user.name: getattr(user, "cluster", None) for user in materials.users}
     counts = {user.name: [len(getattr(user, split)) for split in SPLITS] for user in materials.users}
-    for name, cells in choose_rows(counts, by=0, everybody=everybody):
+    for name, cells in choose_rows(counts, by=0, all_users=all_users):
         cluster = found.get(name)
         table.add_row(words(name), "-" if cluster is None else str(cluster), *cells)
     return table
@@ -398,17 +398,17 @@ _SHOWN: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]] =
 }
 
 
-def left_out(materials: RunData, why: str, everybody: bool) -> list[RenderableType]:
+def left_out(materials: RunData, why: str, all_users: bool) -> list[RenderableType]:
     """Return lines about users that were left out.
 
     Args:
         materials: The data.
         why: The common reason.
-        everybody: List all of them.
+        all_users: List all of them.
     """
     if not materials.skipped:
         return []
-    shown = islice(materials.skipped.items(), None if everybody else LISTED_USERS)
+    shown = islice(materials.skipped.items(), None if all_users else LISTED_USERS)
     told = f"left out, as they have {why}: {len(materials.skipped):,}"
     return [words(told), *(words(f"  {name}: {what}") for name, what in shown)]
 

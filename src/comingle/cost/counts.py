@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from comingle.cost.memory import Rehearsal, empty_batch, empty_inputs, quietly
+from comingle.cost.memory import Rehearsal, empty_batch, empty_inputs, ignore_grad_warning
 from comingle.cost.records import Block, Flops, Linear, UserCost, backward, forward, measure
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
@@ -44,13 +44,13 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
     clients = federation.clients
     if not clients.shares:
         return [(0, 0)] * len(names)
-    known: dict[int, tuple[Upload, Download]] = {}
+    by_user: dict[int, tuple[Upload, Download]] = {}
     sizes = []
     for i, name in enumerate(names):
         at = min(i, len(clients.trainers) - 1)
-        if at not in known:
-            known[at] = upload_of(federation, at), download_of(federation, at, names)
-        sent, received = (packed_bytes(replace(message, users=(name,)))[0] for message in known[at])
+        if at not in by_user:
+            by_user[at] = upload_of(federation, at), download_of(federation, at, names)
+        sent, received = (packed_bytes(replace(message, users=(name,)))[0] for message in by_user[at])
         if (sums := federation.server.sums) is not None:
             size = federation.server.size
             sent, received = sums.sent_bytes(name, size), received + sums.received_bytes(name, size)
@@ -181,8 +181,8 @@ class Shape:
         They are 0 if the phase trains nothing of the row.
         """
         slots = [s.name for s in self.clients.model.layout.touching(phase.reached).slots]
-        left = replace(self, entries=self._left(phase.without)) if phase.without else self
-        blocks, head = left._blocks(frozenset(slots)), outside(self.adapted)
+        remaining = replace(self, entries=self._left(phase.without)) if phase.without else self
+        blocks, head = remaining._blocks(frozenset(slots)), outside(self.adapted)
         spent = backward(blocks, head)
         return forward(blocks, head) + spent if spent.total else spent
 
@@ -372,7 +372,7 @@ class _Counts:
         self.stage.steps.model.predict(self._tensors(), [0], empty_inputs(self.stage, 1, count))
 
     def _step(self, phase: Phase, count: int) -> None:
-        with quietly():
+        with ignore_grad_warning():
             self.stage.steps.gradient(self.cohort, empty_batch(self.stage, 1, count), phase)
 
     @torch.no_grad()

@@ -20,7 +20,18 @@ from comingle.config import Recipe
 from comingle.config.settings import AUTO, MEMORY
 from comingle.cost.planning import Participation, largest_round, with_method
 from comingle.cost.records import MethodCost, Plan
-from comingle.cost.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
+from comingle.cost.timing import (
+    Cluster,
+    Collectives,
+    Parts,
+    Round,
+    RunWork,
+    cores_of_process,
+    hops,
+    money,
+    round_of,
+    share,
+)
 from comingle.methods import make
 from comingle.runs.distributed import cores
 from comingle.training.backends.launched import MEETING
@@ -34,17 +45,17 @@ NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
 POPULATIONS = (10**4, 10**6, 10**8)
 
-MOST_STEPS = 10
+MAX_STEPS = 10
 """Most local steps that are measured per user. The time of a round with more steps is extrapolated linearly."""
 
-MOST_PROCESSES = 4
+MAX_PROCESSES = 4
 """Most processes that are started for a measurement, unless this machine has more cores."""
 
 _SECONDS = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class TimePlan:
     """Estimated cost of a run with ``users`` users and ``present`` participants per round."""
 
     users: int
@@ -63,7 +74,7 @@ class Planned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Measurement:
     """Measurements of a recipe, with the sizes of its users' tensors."""
 
     parts: Parts
@@ -80,10 +91,10 @@ class Found:
     """The arguments of :func:`comingle.training.evaluation.period`."""
 
 
-def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None = None) -> Found:
+def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None = None) -> Measurement:
     """Measure rounds of the recipe's users on this machine.
 
-    Runs in as many processes as a machine of the cluster has, limited to :data:`MOST_PROCESSES` or the number of cores.
+    Runs in as many processes as a machine of the cluster has, limited to :data:`MAX_PROCESSES` or the number of cores.
 
     Args:
         recipe: The recipe to measure.
@@ -96,13 +107,13 @@ def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None =
         ComingleError: A run of the recipe would fail with the same message.
     """
     _check_alike(recipe)
-    here = cores()
-    count = 1 if cluster.size == 1 else max(2, min(cluster.processes, max(here, MOST_PROCESSES)))
-    threads = recipe.runtime.threads or max(1, here // count)
-    recipe, longer = _calibrating(recipe, MOST_STEPS if user is None else 1)
-    told = _children(recipe, count, threads, share(present, cluster.size))
-    given = None if user is None else user * cluster.cores_each
-    return _found(told, count, cores_of_process(here, count, threads), longer, given)
+    num_cores = cores()
+    count = 1 if cluster.size == 1 else max(2, min(cluster.processes, max(num_cores, MAX_PROCESSES)))
+    threads = recipe.runtime.threads or max(1, num_cores // count)
+    recipe, longer = _shorten(recipe, MAX_STEPS if user is None else 1)
+    times = _measure_in_processes(recipe, count, threads, share(present, cluster.size))
+    user_seconds = None if user is None else user * cluster.cores_each
+    return _to_measurement(times, count, cores_of_process(num_cores, count, threads), longer, user_seconds)
 
 
 class _MessageSeconds(TypedDict):
@@ -136,90 +147,90 @@ class Measured(_Measured, total=False):
     error: str
 
 
-def _found(told: Measured, count: int, each: float, longer: float, user: float | None) -> Found:
+def _to_measurement(times: Measured, count: int, each: float, longer: float, user: float | None) -> Measurement:
     """Convert a measurement in ``count`` processes with ``each`` cores per process into parts."""
     names = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
-    gathers, broadcasts, reduces, both, sends, received = (told["counts"].get(name, 0.0) for name in names)
-    steps = Steps(
+    gathers, broadcasts, reduces, both, sends, received = (times["counts"].get(name, 0.0) for name in names)
+    steps = Collectives(
         gathers=gathers, broadcasts=broadcasts, reduces=reduces + both, sends=(sends + received) / max(1, count - 1)
     )
-    handling = told["receive_s"] + told["send_s"] + (told["sum_s"] if count > 1 else 0.0)
-    looks = 0.0 if count > 1 and told["adds"] else told["aggregate_s"]
-    hop, (few, many) = told.get("hop", 0.0), (users * count for users in told["counts_of_users"])
-    slope = (told["others_s"][1] - told["others_s"][0]) / (many - few) if many > few else 0.0
+    handling = times["receive_s"] + times["send_s"] + (times["sum_s"] if count > 1 else 0.0)
+    upload_seconds = 0.0 if count > 1 and times["adds"] else times["aggregate_s"]
+    hop, (few, many) = times.get("hop", 0.0), (users * count for users in times["counts_of_users"])
+    slope = (times["others_s"][1] - times["others_s"][0]) / (many - few) if many > few else 0.0
     waits = hops(steps, count) * hop if count > 1 else 0.0
-    fixed = told["others_s"][0] - waits - few * max(slope, 0.0)
+    fixed = times["others_s"][0] - waits - few * max(slope, 0.0)
     parts = Parts(
-        user=longer * told["user_s"] * each if user is None else user,
+        user=longer * times["user_s"] * each if user is None else user,
         handling=handling * each,
-        evaluation=told["evaluation_s"] * each,
-        upload=told["aggregate_s"] * each,
-        words=max(0.0, slope - handling / count - looks) if count > 1 else 0.0,
+        evaluation=times["evaluation_s"] * each,
+        upload=times["aggregate_s"] * each,
+        words=max(0.0, slope - handling / count - upload_seconds) if count > 1 else 0.0,
         fixed=max(0.0, fixed),
         hop=hop,
-        bus=told.get("bus", float("inf")),
+        bus=times.get("bus", float("inf")),
         steps=steps,
     )
-    trainers, trained, scored = told["amounts"]
-    own = longer * told["own_user_s"] * each if user is None else user
-    return Found(
+    trainers, trained, scored = times["amounts"]
+    own_user = longer * times["own_user_s"] * each if user is None else user
+    return Measurement(
         parts=parts,
-        fewer=replace(parts, user=own),
-        cohort=told["cohort"],
-        adds=told["adds"],
-        common=told["common"],
-        shared=told["shared"],
-        state_bytes=told["state_bytes"],
-        disk=told["disk"],
+        fewer=replace(parts, user=own_user),
+        cohort=times["cohort"],
+        adds=times["adds"],
+        common=times["common"],
+        shared=times["shared"],
+        state_bytes=times["state_bytes"],
+        disk=times["disk"],
         amounts=(trainers, round(longer * trained), scored),
     )
 
 
-def load_of(recipe: Recipe, cost: MethodCost, found: Found, users: int) -> Load:
+def load_of(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: int) -> RunWork:
     """Return the work of a run with ``users`` users like those of the recipe.
 
     Args:
         recipe: The recipe.
         cost: Costs of its method.
-        found: Measurements of the recipe.
+        measurement: Measurements of the recipe.
         users: Size of the population.
     """
     named = [user for user in cost.users for _ in user.names]
     training, evaluated = recipe.training, min(users, recipe.evaluation.users or users)
     present = _present(training.participation, len(named), users)
-    return Load(
+    return RunWork(
         users=users,
         present=present,
         evaluated=evaluated,
         rounds=training.rounds,
-        evaluate_every=min(_period(recipe, found, users, present, evaluated), training.rounds),
+        evaluate_every=min(_period(recipe, measurement, users, present, evaluated), training.rounds),
         checkpoint_every=min(recipe.checkpoints.every, training.rounds),
         upload_bytes=fmean(user.upload_bytes for user in named),
         download_bytes=fmean(user.download_bytes for user in named),
-        state_bytes=found.state_bytes,
-        shared=found.shared,
-        adds=found.adds,
-        common=found.common,
+        state_bytes=measurement.state_bytes,
+        shared=measurement.shared,
+        adds=measurement.adds,
+        common=measurement.common,
         on_disk=recipe.runtime.store != MEMORY,
         exchanges=cost.exchanges / max(1, training.rounds),
     )
 
 
-def plan_time(load: Load, found: Found, cluster: Cluster) -> Planned:
+def plan_time(load: RunWork, measurement: Measurement, cluster: Cluster) -> TimePlan:
     """Return the seconds and the price of a run: the sum of its rounds, without its start.
 
     Args:
         load: The work of the run.
-        found: Measurements of its recipe.
+        measurement: Measurements of its recipe.
         cluster: The machines.
     """
-    full = share(load.present, cluster.size) >= found.cohort
-    one = round_of(load, found.parts if full else found.fewer, cluster)
-    seconds = load.rounds * one.seconds
-    return Planned(
+    full = share(load.present, cluster.size) >= measurement.cohort
+    estimate = round_of(load, measurement.parts if full else measurement.fewer, cluster)
+    seconds = load.rounds * estimate.seconds
+    return TimePlan(
         users=load.users,
         present=load.present,
-        round=one,
+        round=estimate,
         run_seconds=seconds,
         state_bytes=share(load.users, cluster.machines) * load.state_bytes,
         money=None if cluster.price is None else money(seconds, cluster.machines, cluster.price),
@@ -250,22 +261,22 @@ def plan_times(
         RecipeError: There are more processes than users in the largest population.
         ComingleError: As :func:`measure`.
     """
-    methods, own = [], len(plan.users)
-    if cluster.size > (most := max(own, *POPULATIONS)):
-        why = f"allowed: up to {most:,} processes, one for each user of the largest population"
+    methods, num_users = [], len(plan.users)
+    if cluster.size > (largest := max(num_users, *POPULATIONS)):
+        why = f"allowed: up to {largest:,} processes, one for each user of the largest population"
         raise RecipeError(f"--machines: {cluster.size:,} processes in all; {why}")
     kept = {"training.participation": recipe.training.participation, "runtime.compile": recipe.runtime.compile}
     for cost in plan.methods:
-        one = with_method(recipe, cost.method, for_all).with_changes(kept)
-        present = largest_round(recipe.training.participation, own)
-        found = measure(one, cluster, present, None if step is None else step * plan.local_steps)
-        there = cluster if cluster.disk else replace(cluster, disk=found.disk)
+        short_recipe = with_method(recipe, cost.method, for_all).with_changes(kept)
+        present = largest_round(recipe.training.participation, num_users)
+        measurement = measure(short_recipe, cluster, present, None if step is None else step * plan.local_steps)
+        with_disk = cluster if cluster.disk else replace(cluster, disk=measurement.disk)
         rows = [
-            plan_time(load_of(one, cost, found, users), found, there).as_dict()
-            for users in dict.fromkeys((own, *POPULATIONS))
-            if users >= there.size
+            plan_time(load_of(short_recipe, cost, measurement, users), measurement, with_disk).as_dict()
+            for users in dict.fromkeys((num_users, *POPULATIONS))
+            if users >= with_disk.size
         ]
-        methods.append({"method": cost.method, "rows": rows, "parts": _told(found, there)})
+        methods.append({"method": cost.method, "rows": rows, "parts": _parts_record(measurement, with_disk)})
     return {
         "machines": cluster.machines,
         "processes": cluster.processes,
@@ -280,22 +291,22 @@ def plan_times(
     }
 
 
-def _told(found: Found, cluster: Cluster) -> dict[str, object]:
-    parts = found.parts
+def _parts_record(measurement: Measurement, cluster: Cluster) -> dict[str, object]:
+    parts = measurement.parts
     plain = {key: getattr(parts, key) for key in ("user", "handling", "evaluation", "upload", "words", "fixed", "hop")}
     return {f"{key}_seconds": value for key, value in plain.items()} | {
         "bus": parts.bus if cluster.size > 1 else None,
         "disk": cluster.disk,
-        "adds": found.adds,
+        "adds": measurement.adds,
         "hops": hops(parts.steps, cluster.size) if cluster.size > 1 else 0,
     }
 
 
-def _period(recipe: Recipe, found: Found, users: int, present: int, evaluated: int) -> int:
+def _period(recipe: Recipe, measurement: Measurement, users: int, present: int, evaluated: int) -> int:
     """Return the rounds between evaluations in a run of ``users`` users like those that were measured."""
     if recipe.evaluation.every != AUTO:
         return recipe.evaluation.every
-    trainers, trained, scored = found.amounts
+    trainers, trained, scored = measurement.amounts
     plan = RunPlan(
         method=make(recipe.method.name, **recipe.method.settings),
         training=recipe.training,
@@ -319,7 +330,7 @@ def _check_alike(recipe: Recipe) -> None:
             raise RecipeError(f"--machines: {key} has a value for each user, who cannot stand for more; give one value")
 
 
-def _calibrating(recipe: Recipe, most: int) -> tuple[Recipe, float]:
+def _shorten(recipe: Recipe, most: int) -> tuple[Recipe, float]:
     """Return the recipe with at most ``most`` local steps per round, and the factor to its own number of steps."""
     changes: dict[str, object] = {
         "training.participation": 1.0,
@@ -329,37 +340,46 @@ def _calibrating(recipe: Recipe, most: int) -> tuple[Recipe, float]:
         "runtime.track": [],
     }
     steps = recipe.training.local_steps
-    counted = kind_of(recipe).needs_base  # for samples the number of steps follows from the data
-    if counted:
+    has_steps = kind_of(recipe).needs_base  # for samples the number of steps follows from the data
+    if has_steps:
         changes["training.local_steps"] = min(most, steps)
     if recipe.runtime.users_per_step == "auto":
         changes["runtime.users_per_step"] = None
-    return recipe.with_changes(changes), steps / min(most, steps) if counted else 1.0
+    return recipe.with_changes(changes), steps / min(most, steps) if has_steps else 1.0
 
 
-def _children(recipe: Recipe, count: int, threads: int, users: int) -> Measured:
+def _measure_in_processes(recipe: Recipe, count: int, threads: int, users: int) -> Measured:
     """Measure rounds in ``count`` processes with ``users`` users each."""
     with tempfile.TemporaryDirectory(prefix="comingle-") as folder:
-        place = Path(folder)
-        (place / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
-        order = {"recipe": str(place / "recipe.yaml"), "users": users, "threads": threads, "out": str(place / "found")}
-        (place / "order.json").write_text(json.dumps(order), encoding="utf-8")
-        command = [sys.executable, "-m", "comingle.cost.timing", str(place / "order.json")]
+        workdir = Path(folder)
+        (workdir / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
+        order = {
+            "recipe": str(workdir / "recipe.yaml"),
+            "users": users,
+            "threads": threads,
+            "out": str(workdir / "found"),
+        }
+        (workdir / "order.json").write_text(json.dumps(order), encoding="utf-8")
+        command = [sys.executable, "-m", "comingle.cost.timing", str(workdir / "order.json")]
         children = [
-            subprocess.Popen(command, env=_environment(rank, count, threads, place), stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=_environment(rank, count, threads, workdir), stderr=subprocess.PIPE, text=True
+            )
             for rank in range(count)
         ]
         try:
-            said = [child.communicate(timeout=_SECONDS)[1] for child in children]
+            stderr = [child.communicate(timeout=_SECONDS)[1] for child in children]
         finally:
             for child in children:
                 child.kill()
-        if not (place / "found").is_file():
-            raise RecipeError(f"--machines: rounds could not be measured: {(said[0].strip() or '?').splitlines()[-1]}")
-        told = json.loads((place / "found").read_text(encoding="utf-8"))
-    if "error" in told:
-        raise RecipeError(f"--machines: rounds could not be measured: {told['error']}")
-    return told
+        if not (workdir / "found").is_file():
+            raise RecipeError(
+                f"--machines: rounds could not be measured: {(stderr[0].strip() or '?').splitlines()[-1]}"
+            )
+        times = json.loads((workdir / "found").read_text(encoding="utf-8"))
+    if "error" in times:
+        raise RecipeError(f"--machines: rounds could not be measured: {times['error']}")
+    return times
 
 
 def _environment(rank: int, count: int, threads: int, place: Path) -> dict[str, str]:

@@ -33,7 +33,7 @@ from comingle.config import Recipe
 from comingle.config.settings import MEMORY
 from comingle.cost.records import MemoryCost
 from comingle.data.populations import LazyPopulation
-from comingle.data.text.reading import found_here, tokenizer_here
+from comingle.data.text.reading import has_local_text, local_tokenizer
 from comingle.methods.base import Phase
 from comingle.models.base import Base, logger
 from comingle.protocol.messages import LOSS
@@ -91,7 +91,7 @@ def _conversations(kind: ConversationsKind, recipe: Recipe) -> bool:
 
 @is_read.register
 def _text(kind: TextKind, recipe: Recipe) -> bool:
-    return not recipe.data.given and found_here(section(recipe))[0]
+    return not recipe.data.given and has_local_text(section(recipe))[0]
 
 
 def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:
@@ -101,7 +101,7 @@ def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) 
     """
     recipe = recipes[0]
     store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
-    tokenizer = tokenizer_here(recipe.base) if hasattr(store, "read") else None
+    tokenizer = local_tokenizer(recipe.base) if hasattr(store, "read") else None
     if tokenizer is None:
         return None
     base = replace(load_base(), tokenizer=tokenizer)
@@ -124,10 +124,10 @@ def as_long(kind: Kind, recipes: Sequence[Recipe], users: LazyPopulation) -> lis
     return [as_steps(recipe, counts) for recipe in recipes]
 
 
-READ_AHEAD = 1
+PREFETCHED_COHORTS = 1
 """Cohorts whose records are prefetched while another one trains."""
 
-PLACES_BYTES = 20
+INDEX_BYTES = 20
 """Bytes in memory for each user of a run: the offsets of its two records (8 bytes each) and its version (4 bytes)."""
 
 
@@ -167,7 +167,7 @@ def user_bytes(state: State, store: str) -> UserBytes:
     )
 
 
-def ever_present(users: int, present: int, rounds: int) -> float:
+def expected_participants(users: int, present: int, rounds: int) -> float:
     """Return the expected number of users that have taken part at least once.
 
     ``U (1 - (1 - p)^R)`` with U users, R rounds and a fraction ``p = present / U`` drawn at random in each round.
@@ -215,14 +215,14 @@ class Writes:
 
         These are records of participants and evaluated users, and overwritten records that checkpoints still refer to.
         """
-        known = ever_present(self.users, self.present, self.rounds)
+        known = expected_participants(self.users, self.present, self.rounds)
         known += self.evaluated * (1 - known / self.users)
         often = math.ceil(self.older / self.evaluate_every)
         return known + self._written_over(known) + self.evaluated * min(often, self.older // self.every)
 
     def moments(self) -> float:
         """Return the largest number of records of optimiser moments, which only participants have."""
-        known = ever_present(self.users, self.present, self.rounds)
+        known = expected_participants(self.users, self.present, self.rounds)
         return known + self._written_over(known)
 
     def _written_over(self, known: float) -> float:
@@ -518,8 +518,10 @@ def _of_cohorts(stage: Rehearsal, portions: Portions) -> tuple[int, int]:
     at_once = min(portions.users, stage.present * copies)
     # The cohort in training, prefetched ones, those waiting to be written (models or moments, counted once), and the
     # record offsets of all users.
-    models = at_once * (user.params + (READ_AHEAD + MAX_PENDING_WRITES) * user.params_record) + PLACES_BYTES * rows
-    return models + clients.mask[:1].nbytes, at_once * (user.moments + READ_AHEAD * user.moments_record)
+    models = (
+        at_once * (user.params + (PREFETCHED_COHORTS + MAX_PENDING_WRITES) * user.params_record) + INDEX_BYTES * rows
+    )
+    return models + clients.mask[:1].nbytes, at_once * (user.moments + PREFETCHED_COHORTS * user.moments_record)
 
 
 def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
@@ -581,7 +583,7 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
     drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
     examples = empty_batch(stage, len(rows), steps.portions.sequences)
     hidden = steps.private is not None and steps.private.applies(phase, steps.model.layout)
-    with quietly(), _telling(stage), LiveBytes() as live:
+    with ignore_grad_warning(), _shapes_only(stage), LiveBytes() as live:
         if hidden:
             gradients = _hidden(cohort, phase, steps, drawn, examples)
         else:
@@ -619,7 +621,7 @@ def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int
     clients = stage.federation.clients
     count = steps.batch_source.scored_at_once(clients.users, steps.portions)
     inputs = empty_inputs(stage, len(rows), count)
-    with quietly(), _telling(stage), LiveBytes() as live:
+    with ignore_grad_warning(), _shapes_only(stage), LiveBytes() as live:
         Scorer(steps=steps).predict(clients.models, rows, inputs)
     return live.peak
 
@@ -651,14 +653,14 @@ def empty_inputs(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users
     )
 
 
-def _telling(stage: Rehearsal) -> AbstractContextManager[None]:
+def _shapes_only(stage: Rehearsal) -> AbstractContextManager[None]:
     """Return a context in which a net's input form accepts tensors without data, if the net has such a form."""
     form = getattr(stage.steps.model, "form", None)
     return getattr(form, "telling", nullcontext)()
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def ignore_grad_warning() -> Iterator[None]:
     """Suppress torch's warning about reading ``.grad`` of a non-leaf tensor, which torch itself triggers here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor", category=UserWarning)

@@ -30,7 +30,7 @@ from comingle.data.populations import LazyPopulation, names_of
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import SPLITS
 from comingle.data.text.streams import UserData
-from comingle.methods import make, settings_beside
+from comingle.methods import make, settings_in_comparison
 from comingle.models.base import Base, logger
 from comingle.models.generation import check_places
 from comingle.models.hardware import free_bytes
@@ -66,7 +66,7 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = Mappi
         name: Name of the method.
         for_all: Settings that are applied if the method has them.
     """
-    settings = settings_beside(name, recipe.method.name, recipe.method.settings, for_all)
+    settings = settings_in_comparison(name, recipe.method.name, recipe.method.settings, for_all)
     changes: dict[str, Any] = {"method": {"name": name, **settings}, "training.participation": 1.0}
     if kind_of(recipe).needs_base:  # nets compile fast
         changes["runtime.compile"] = False
@@ -191,8 +191,15 @@ def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> Portions |
     """
     if machine.fixed_bytes > free:
         return None
-    smaller = _smaller(stage.steps.portions)
-    return next((one for one in smaller if memory(stage, portions=one).total_bytes <= free), None)
+    candidates = _smaller(stage.steps.portions)
+    return next(
+        (
+            smaller_portions
+            for smaller_portions in candidates
+            if memory(stage, portions=smaller_portions).total_bytes <= free
+        ),
+        None,
+    )
 
 
 def _smaller(now: Portions) -> Iterator[Portions]:
@@ -267,7 +274,7 @@ def rehearse_nets(
     recipe: Recipe,
     population: Population,
     participation: Participation = EVERYBODY,
-    everybody: Sequence[str] | None = None,
+    all_names: Sequence[str] | None = None,
 ) -> Rehearsal:
     """Build a federation of nets whose samples have no data.
 
@@ -275,16 +282,16 @@ def rehearse_nets(
         recipe: The recipe.
         population: Users and their samples.
         participation: Fraction or names of the participants.
-        everybody: Names of all users, if some are in other processes.
+        all_names: Names of all users, if some are in other processes.
     """
-    federation = bare_nets(recipe, population, everybody)
+    federation = bare_nets(recipe, population, all_names)
     clients = federation.clients
     trainers = 1 if clients.method.placement.pooled else len(population.users)
     process_size = process_bytes("samples", clients.model.device)
     return rehearse(
         federation,
         trainers,
-        present=largest_round(participation, len(population.users if everybody is None else everybody)),
+        present=largest_round(participation, len(population.users if all_names is None else all_names)),
         store=recipe.runtime.store,
         data_bytes=data_bytes(population, clients.model.dtype),
         reads_cohorts=isinstance(population.users, LazyPopulation),
@@ -312,8 +319,8 @@ def data_bytes(population: Population, dtype: torch.dtype) -> int:
     """
     users, total = population.users, 0
     if isinstance(users, LazyPopulation) and users.sizes is not None:
-        one = data_bytes(replace(population, users=[users[0]]), dtype)
-        return int(one * users.sizes.sum() / users.sizes[0].sum())
+        one_user = data_bytes(replace(population, users=[users[0]]), dtype)
+        return int(one_user * users.sizes.sum() / users.sizes[0].sum())
     for part in (user.split(split) for user in users for split in SPLITS):
         total += part.inputs.nbytes + part.targets.nbytes + part.inputs.numel() * dtype.itemsize
         total += part.targets.numel() * (dtype if part.targets.is_floating_point() else part.targets.dtype).itemsize
@@ -342,8 +349,8 @@ def plan(
     """
     present = recipe.training.participation
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
-    for one in recipes:
-        check_recipe(one)
+    for variant in recipes:
+        check_recipe(variant)
     if not (kind := kind_of(recipe)).needs_base:
         return plan_nets(recipes, users, present)
     check_count(users)
@@ -359,8 +366,8 @@ def plan(
     names = tuple(name for name in user_names(recipe, users) if name not in small)
     free, training = free_bytes(base.device), recipe.training
     costs = [
-        with_privacy(method_cost(one, base, names, free, present), one, names, present, whole=was)
-        for one, was in zip(recipes, whole, strict=True)
+        with_privacy(method_cost(variant, base, names, free, present), variant, names, present, whole=was)
+        for variant, was in zip(recipes, whole, strict=True)
     ]
     return Plan(
         base=base.name,
@@ -393,8 +400,10 @@ def _check_given(recipe: Recipe, users: int | None) -> None:
 def _check_examples(recipe: Recipe, users: int | None) -> None:
     """Refuse a number of users with example-level privacy: epsilon depends on the users' numbers of examples."""
     if users is not None and recipe.privacy is not None and protects_examples(recipe.privacy.mechanism):
-        told = "with privacy.mechanism: example users' data is read, as epsilon follows from how many examples each has"
-        raise RecipeError(f"--users: got {users}; {told}; leave it out")
+        reason = (
+            "with privacy.mechanism: example users' data is read, as epsilon follows from how many examples each has"
+        )
+        raise RecipeError(f"--users: got {users}; {reason}; leave it out")
 
 
 def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
@@ -429,8 +438,8 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
     numbers = range(len(names)) if here is None else here
     if alike and not placement.pooled:
         numbers = numbers[: portions(plan, base.device, plan.training.batch_size).users]
-    people = [_nobody(names[number]) for number in numbers]
-    trainers = [_nobody("everyone")] if placement.pooled else people
+    user_data = [_user_without_text(names[number]) for number in numbers]
+    trainers = [_user_without_text("everyone")] if placement.pooled else user_data
     if placement.mixture is not None and not placement.mixture.trains_apart:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
@@ -439,11 +448,11 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
         tokens = among * plan.iterations * plan.training.batch_size * plan.training.context
         model = adapt_base(recipe, base, method, among, tokens)
         model = model.only(numbers) if unlike else model
-    batch_source = TextBatchSource(trainers, plan, batch_size(plan, len(people)))
-    return federate(Clients(model, plan, trainers=trainers, users=people, batch_source=batch_source, reads=False))
+    batch_source = TextBatchSource(trainers, plan, batch_size(plan, len(user_data)))
+    return federate(Clients(model, plan, trainers=trainers, users=user_data, batch_source=batch_source, reads=False))
 
 
-def _nobody(name: str) -> UserData:
+def _user_without_text(name: str) -> UserData:
     nothing = torch.empty(0, dtype=torch.int32)
     return UserData(name=name, train=nothing, valid=nothing, test=nothing)
 
@@ -517,10 +526,10 @@ def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFl
 def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
     """Return Table 3 of the paper for this base and these adapters: CoMiGS-1G1S and FedAvg for a user of full rank."""
     recipe, rank = without_sums(recipe), recipe.adapters.rank
-    one = recipe if isinstance(rank, int) else recipe.with_changes({"adapters.rank": max(rank)})
+    uniform = recipe if isinstance(rank, int) else recipe.with_changes({"adapters.rank": max(rank)})
     accounts, parameters = [], []
     for name in ("fedavg", "comigs-1g1s"):
-        federation = federate_bare(with_method(one, name), base, ("anybody",))
+        federation = federate_bare(with_method(uniform, name), base, ("anybody",))
         (user,) = count_users(federation, ("anybody",))
         # Parameters and both moments of AdamW, in the dtype of the state.
         state = user.trainable_parameters * 3 * federation.clients.state.rows.element_size()
@@ -557,8 +566,8 @@ def fit(recipe: Recipe, materials: RunData) -> Portions:
     """
     stage = _rehearsed(with_method(recipe, recipe.method.name), materials, recipe.training.participation)
     device = stage.steps.model.device
-    here = stage.weights_bytes + stage.process_bytes + stage.data_bytes
-    free = int(FREE_SHARE.get(device.type, 1.0) * free_bytes(device)) + here
+    loaded = stage.weights_bytes + stage.process_bytes + stage.data_bytes
+    free = int(FREE_SHARE.get(device.type, 1.0) * free_bytes(device)) + loaded
     machine, chosen = memory(stage), stage.steps.portions
     if machine.total_bytes > free:
         smaller = smaller_pass(stage, machine, free)
@@ -571,11 +580,11 @@ def fit(recipe: Recipe, materials: RunData) -> Portions:
 
 
 def _rehearsed(recipe: Recipe, materials: RunData, participation: Participation) -> Rehearsal:
-    kind, users, everybody = kind_of(recipe), materials.present, names_of(materials.users)
+    kind, users, all_names = kind_of(recipe), materials.present, names_of(materials.users)
     if not kind.needs_base:
-        return rehearse_nets(recipe, replace(materials.common, users=users), participation, everybody)
+        return rehearse_nets(recipe, replace(materials.common, users=users), participation, all_names)
     (as_text,) = (
         as_long(kind, [recipe], users) if isinstance(users, LazyPopulation) else kind.as_text([recipe], len(users))[0]
     )
     assert materials.base is not None
-    return rehearse_text(as_text, materials.base, tuple(everybody), participation, materials.here)
+    return rehearse_text(as_text, materials.base, tuple(all_names), participation, materials.here)

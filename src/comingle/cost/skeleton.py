@@ -143,7 +143,7 @@ def _hub_config(repository: str) -> Path | None:
         return None
 
 
-def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] | None = None) -> InProcess:
+def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] | None = None) -> InProcess:
     """Return a federation with the first users of a population of nets.
 
     The others differ from them in their samples alone. Pooled methods get all users.
@@ -151,13 +151,13 @@ def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] |
     Args:
         recipe: The recipe.
         population: Users and their samples.
-        everybody: Names of all users, if some are in other processes.
+        all_names: Names of all users, if some are in other processes.
 
     Raises:
         RecipeError: As :func:`comingle.training.kinds.nets.build_nets`.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    plan = make_plan(recipe, method, names_of(population.users) if everybody is None else everybody)
+    plan = make_plan(recipe, method, names_of(population.users) if all_names is None else all_names)
     plan = plan.updated("runtime", store=MEMORY)
     if method.placement.pooled:
         return federate(build_nets(recipe, population, plan))

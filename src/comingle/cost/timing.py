@@ -53,7 +53,7 @@ from comingle.training.kinds.base import RunData
 from comingle.training.rounds import run_rounds
 from comingle.utils.errors import ComingleError
 
-WHOLE = 8
+INTEGER_BYTES = 8
 """Bytes of a number in an integer sum (:mod:`comingle.training.backends.distributed`)."""
 
 
@@ -95,7 +95,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class Collectives:
     """Collective operations of all processes per round, by type."""
 
     gathers: float = 0.0
@@ -129,11 +129,11 @@ class Parts:
     fixed: float
     hop: float
     bus: float
-    steps: Steps
+    steps: Collectives
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class RunWork:
     """Amount of work in a run.
 
     Args:
@@ -208,7 +208,7 @@ def share(count: int, processes: int) -> int:
     return -(-count // processes)
 
 
-def compute_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
+def compute_seconds(load: RunWork, parts: Parts, cluster: Cluster) -> float:
     """Return the seconds of local work and evaluation, in the process that has most users.
 
     ``(n/P (user + exchanges handling) + m/P evaluation / every) / cores`` with n participants, m evaluated users and P
@@ -224,7 +224,7 @@ def compute_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
     return (steps + evaluated * parts.evaluation / load.evaluate_every) / cluster.cores_each
 
 
-def server_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
+def server_seconds(load: RunWork, parts: Parts, cluster: Cluster) -> float:
     """Return the seconds of the server, which runs in the first process.
 
     ``fixed + n words + n upload / cores`` with n participants. If sums are reduced between processes, the server reads
@@ -235,9 +235,9 @@ def server_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
         parts: Measured times.
         cluster: The machines.
     """
-    several = cluster.size > 1
-    looks = 0.0 if several and load.adds else parts.upload / cluster.cores_each
-    return parts.fixed + load.present * load.exchanges * (looks + (parts.words if several else 0.0))
+    distributed = cluster.size > 1
+    read_seconds = 0.0 if distributed and load.adds else parts.upload / cluster.cores_each
+    return parts.fixed + load.present * load.exchanges * (read_seconds + (parts.words if distributed else 0.0))
 
 
 def ring_seconds(size_bytes: float, processes: int, rate: float) -> float:
@@ -273,7 +273,7 @@ def one_end_seconds(size_bytes: float, processes: int, rate: float) -> float:
     return (1 - 1 / processes) * size_bytes / rate
 
 
-def hops(steps: Steps, processes: int) -> float:
+def hops(steps: Collectives, processes: int) -> float:
     """Return the number of small messages per round that wait for each other.
 
     A gather takes ``P - 1``, a reduction ``2 (P - 1)`` and a broadcast ``ceil(log2 P)``.
@@ -282,7 +282,7 @@ def hops(steps: Steps, processes: int) -> float:
     return (steps.gathers + steps.sends + 2 * steps.reduces) * others + steps.broadcasts * depth
 
 
-def network_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
+def network_seconds(load: RunWork, parts: Parts, cluster: Cluster) -> float:
     """Return the seconds of an exchange between processes over the slowest link, and of all small messages.
 
     Args:
@@ -295,7 +295,7 @@ def network_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
     far, P = cluster.machines > 1, cluster.size
     rate, hop = (min(cluster.link, parts.bus), parts.hop + cluster.latency) if far else (parts.bus, parts.hop)
     if load.adds:
-        up = ring_seconds(WHOLE * load.shared, P, rate)
+        up = ring_seconds(INTEGER_BYTES * load.shared, P, rate)
     else:
         up = one_end_seconds(load.present * load.upload_bytes, P, rate)
     if load.common:
@@ -305,7 +305,7 @@ def network_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
     return load.exchanges * (up + down) + hops(parts.steps, P) * hop
 
 
-def disk_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
+def disk_seconds(load: RunWork, parts: Parts, cluster: Cluster) -> float:
     """Return the seconds of disk access that are not hidden by local steps.
 
     In memory, a machine writes checkpoints of its users: ``U/P p state / (every disk)`` with U users, P processes and p
@@ -323,7 +323,7 @@ def disk_seconds(load: Load, parts: Parts, cluster: Cluster) -> float:
     return max(0.0, 2 * share(load.present, cluster.size) * here - compute_seconds(load, parts, cluster))
 
 
-def round_of(load: Load, parts: Parts, cluster: Cluster) -> Round:
+def round_of(load: RunWork, parts: Parts, cluster: Cluster) -> Round:
     """Return the seconds of all parts of a round.
 
     Args:
@@ -356,7 +356,7 @@ ROUNDS = 5
 FEW = 4
 """In some rounds only ``1 / FEW`` of the users send, in others all; the difference is the time that users take."""
 
-MOST_TRAINED, MOST_SENDING, ROOM_BYTES = 128, 1024, 2**28
+MAX_TRAINED, MAX_SENDING, MAX_STATE_BYTES = 128, 1024, 2**28
 """Limits per process: users that train together, users that send without training, and bytes of their tensors."""
 
 _HOPS, _DISK_BYTES, _BUS_NUMBERS = 50, 2**25, 2**20
@@ -377,12 +377,12 @@ def main() -> None:
         Path(order["out"]).write_text(json.dumps(found), encoding="utf-8")
 
 
-def measured(recipe: Recipe, own: int, ranks: Ranks | None) -> dict[str, object]:
+def measured(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, object]:
     """Measure all parts of a round.
 
     Args:
         recipe: The recipe.
-        own: Users per process.
+        own_users: Users per process.
         ranks: The processes; None for one process.
 
     Returns:
@@ -390,34 +390,34 @@ def measured(recipe: Recipe, own: int, ranks: Ranks | None) -> dict[str, object]
     """
     size = 1 if ranks is None else ranks.size
     read = prepare(recipe)
-    least = build(recipe, several(read, 1)).clients
-    cohort, state = min(MOST_TRAINED, least.portions.users), user_bytes(least.state, MEMORY)
-    each = max(own, cohort, min(MOST_SENDING, ROOM_BYTES // max(1, state.params + state.moments)))
-    federation = _federation(recipe, several(read, each * size), ranks)
-    clients, meet = federation.clients, _alone if ranks is None else ranks.meet
+    least = build(recipe, copy_users(read, 1)).clients
+    cohort, state = min(MAX_TRAINED, least.portions.users), user_bytes(least.state, MEMORY)
+    per_process = max(own_users, cohort, min(MAX_SENDING, MAX_STATE_BYTES // max(1, state.params + state.moments)))
+    federation = _federation(recipe, copy_users(read, per_process * size), ranks)
+    clients, meet = federation.clients, _no_barrier if ranks is None else ranks.meet
     with counting() as counts:
-        own_s, _ = rounds_of(federation, min(own, cohort), size)
-    user_s = own_s if own >= cohort else rounds_of(federation, cohort, size)[0]
-    few = max(1, each // FEW)
+        own_s, _ = rounds_of(federation, min(own_users, cohort), size)
+    user_s = own_s if own_users >= cohort else rounds_of(federation, cohort, size)[0]
+    fewer = max(1, per_process // FEW)
     with untrained():
-        others = [rounds_of(federation, count, size)[1] for count in (few, each)]
+        other_seconds = [rounds_of(federation, count, size)[1] for count in (fewer, per_process)]
     clients.scored = range(cohort)
     meet()
-    found = about(federation) | {
+    times = describe_messages(federation) | {
         "amounts": amounts_of(clients),
         "cohort": cohort,
-        "own_user_s": own_s / min(own, cohort),
-        "user_s": user_s / cohort if own < cohort else own_s / min(own, cohort),
+        "own_user_s": own_s / min(own_users, cohort),
+        "user_s": user_s / cohort if own_users < cohort else own_s / min(own_users, cohort),
         "evaluation_s": timed(clients.evaluate, 1) / cohort,
-        "others_s": others,
-        "counts_of_users": [few, each],
+        "others_s": other_seconds,
+        "counts_of_users": [fewer, per_process],
         "counts": {name: count / ROUNDS for name, count in counts.items()},
     }
     meet()
     if federation.leads:
-        found |= exchange_of(federation) | {"disk": disk_rate()}
+        times |= time_exchange(federation) | {"disk": disk_rate()}
     meet()
-    return found | (wires(ranks) if ranks is not None else {})
+    return times | (link_rates(ranks) if ranks is not None else {})
 
 
 def _federation(recipe: Recipe, materials: RunData, ranks: Ranks | None) -> InProcess:
@@ -428,27 +428,27 @@ def _federation(recipe: Recipe, materials: RunData, ranks: Ranks | None) -> InPr
     return build_sharded(recipe, share_out(materials, here), make(recipe.method.name, **recipe.method.settings), ranks)
 
 
-def _alone() -> None:
+def _no_barrier() -> None:
     """Return at once: a single process has no others to wait for."""
 
 
-def several(materials: RunData, count: int) -> RunData:
+def copy_users(materials: RunData, count: int) -> RunData:
     """Return ``count`` users that are copies of the given ones under other names."""
     users = tuple(replace(materials.users[i % len(materials.users)], name=f"user {i}") for i in range(count))
     return materials.with_users(users)
 
 
-def rounds_of(federation: InProcess, each: int, size: int) -> tuple[float, float]:
+def rounds_of(federation: InProcess, members_each: int, size: int) -> tuple[float, float]:
     """Return the median seconds of local steps, and of everything else, in a round.
 
     Args:
         federation: The federation.
-        each: Participants in every process.
+        members_each: Participants in every process.
         size: Number of processes.
     """
     clients = federation.clients
-    here, first = len(clients.trainers), federation.server.version
-    members = tuple(rank * here + i for rank in range(size) for i in range(each))
+    num_users, first = len(clients.trainers), federation.server.version
+    members = tuple(rank * num_users + i for rank in range(size) for i in range(members_each))
     plan = replace(clients.plan, participation=(members,)).updated("training", rounds=10**6)
     clients.plan = plan.updated("evaluation", every=10**6, first=False).updated("checkpoints", every=1)
     steps: list[float] = []
@@ -461,15 +461,15 @@ def rounds_of(federation: InProcess, each: int, size: int) -> tuple[float, float
     def mark(done: int, clock: Clock) -> None:
         marks.append(time.perf_counter())
         if len(marks) == ROUNDS:
-            raise _EnoughError
+            raise _RoundsDoneError
 
-    with suppress(_EnoughError):
+    with suppress(_RoundsDoneError):
         run_rounds(federation, observe=observe, checkpoint=mark, first_round=first)
     spent = [after - before - own for (before, after), own in zip(pairwise(marks), steps[1:], strict=True)]
     return median(steps[1:]), max(0.0, median(spent))
 
 
-class _EnoughError(Exception):
+class _RoundsDoneError(Exception):
     """Ends a run after :data:`ROUNDS` rounds."""
 
 
@@ -487,15 +487,15 @@ def untrained() -> Iterator[None]:
         local.train = trains
 
 
-def about(federation: InProcess) -> dict[str, object]:
+def describe_messages(federation: InProcess) -> dict[str, object]:
     """Return the sizes of messages and users, and whether the server needs sums alone."""
     clients, server = federation.clients, federation.server
-    found: dict[str, object] = {"adds": bool(server.adds and not getattr(federation, "ordered", False))}
+    sizes: dict[str, object] = {"adds": bool(server.adds and not getattr(federation, "ordered", False))}
     user = user_bytes(clients.state, clients.plan.runtime.store)
-    return found | {"shared": server.size, "state_bytes": user.record, "columns": clients.model.layout.columns}
+    return sizes | {"shared": server.size, "state_bytes": user.record, "columns": clients.model.layout.columns}
 
 
-def exchange_of(federation: InProcess) -> dict[str, object]:
+def time_exchange(federation: InProcess) -> dict[str, object]:
     """Return the seconds for one user's messages on the client, and for its upload on the server."""
     clients, server = federation.clients, federation.server
     if not clients.shares:
@@ -504,12 +504,12 @@ def exchange_of(federation: InProcess) -> dict[str, object]:
     names = [clients.names[member] for member in members]
     message = server.download(names) if not clients.method.server.peer_to_peer else None
     receive_s = 0.0 if message is None else timed(lambda: clients.receive(message), 3)
-    said = {LOSS: torch.zeros(len(members))}
-    send_s = timed(lambda: clients.upload(members, 1, said, counts=True), 3)
-    upload = clients.upload(members, 1, said, counts=True)
-    found = {"receive_s": receive_s, "send_s": send_s, "sum_s": 0.0, "aggregate_s": 0.0}
+    losses = {LOSS: torch.zeros(len(members))}
+    send_s = timed(lambda: clients.upload(members, 1, losses, counts=True), 3)
+    upload = clients.upload(members, 1, losses, counts=True)
+    times = {"receive_s": receive_s, "send_s": send_s, "sum_s": 0.0, "aggregate_s": 0.0}
     if server.sums is None:
-        found["aggregate_s"] = timed(lambda: server.aggregate(replace(upload, round=server.version)), 3)
+        times["aggregate_s"] = timed(lambda: server.aggregate(replace(upload, round=server.version)), 3)
     if server.adds:
         weights = dict.fromkeys(upload.tensors, torch.full((len(members),), 1 / len(members), dtype=torch.float64))
 
@@ -517,12 +517,12 @@ def exchange_of(federation: InProcess) -> dict[str, object]:
             largest = largest_terms(upload.tensors, weights)
             whole_sums(upload.tensors, weights, shifts_of(largest, len(members)))
 
-        found["sum_s"] = timed(summed, 3) if clients.plan.training.uploads == "float32" else send_s
+        times["sum_s"] = timed(summed, 3) if clients.plan.training.uploads == "float32" else send_s
     common = message is None or all(t.stride(0) == 0 or len(names) == 1 for t in message.tensors.values())
-    return {**{key: value / len(members) for key, value in found.items()}, "common": common}
+    return {**{key: value / len(members) for key, value in times.items()}, "common": common}
 
 
-def wires(ranks: Ranks) -> dict[str, float]:
+def link_rates(ranks: Ranks) -> dict[str, float]:
     """Return the seconds of a barrier per hop, and the bandwidth of reductions and broadcasts in bytes per second."""
     numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
     hop = timed(lambda: [ranks.meet() for _ in range(_HOPS)], 3) / _HOPS
@@ -541,12 +541,12 @@ def disk_rate() -> float:
 
 def timed(work: Callable[[], object], times: int) -> float:
     """Return the median seconds of ``times`` calls."""
-    found = []
+    durations = []
     for _ in range(times):
         began = time.perf_counter()
         work()
-        found.append(time.perf_counter() - began)
-    return median(found)
+        durations.append(time.perf_counter() - began)
+    return median(durations)
 
 
 @contextmanager

@@ -106,8 +106,8 @@ class Repeated:
         if self.counts:
             listed = ", ".join(f"{name!r} ({count})" for name, count in list(self.counts.items())[:_LISTED])
             more = f" and {len(self.counts) - _LISTED} more users" if len(self.counts) > _LISTED else ""
-            told = "data.deduplicate: %d repeated documents or conversations are left out: %s%s"
-            logger.warning(told, self.counts.total(), listed, more)
+            message = "data.deduplicate: %d repeated documents or conversations are left out: %s%s"
+            logger.warning(message, self.counts.total(), listed, more)
             self.counts.clear()
 
 

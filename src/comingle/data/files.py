@@ -1,8 +1,8 @@
 """Text files and folders of a data source: suffixes, decompression, type detection, and splits named by files.
 
 Text is shuffled before it is cut into splits, so every split depends on everything that was read. How much is read of a
-source therefore follows from the recipe alone, not from token counts: the first :func:`most_bytes` bytes, enough for
-all splits.
+source therefore follows from the recipe alone, not from token counts: the first :func:`max_read_bytes` bytes, enough
+for all splits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from comingle.utils.errors import DataError
 
 COMPRESSIONS = (".xz", ".gz")
 """Suffixes of compressed files."""
-ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 """Suffixes of files of rows; each may be followed by one of :data:`COMPRESSIONS`."""
 
 
@@ -40,7 +40,7 @@ def suffix_of(path: Path) -> str:
 
 def has_rows(path: Path) -> bool:
     """Return whether a file holds rows, judged by its suffix."""
-    return suffix_of(path) in ROWS
+    return suffix_of(path) in ROW_SUFFIXES
 
 
 def is_saved(folder: Path) -> bool:
@@ -146,21 +146,21 @@ class _BoundedExpansion(io.RawIOBase):
         super().close()
 
 
-READ_AT_LEAST = 32 << 20
+MIN_READ_BYTES = 32 << 20
 """Smallest read limit in bytes: a shorter source is always read completely."""
 
-BYTES_A_TOKEN = 64
+BYTES_PER_TOKEN = 64
 """Upper bound of the mean number of bytes per token; English text has about 4."""
 
-Part = tuple[int | None, float]
+SplitLimit = tuple[int | None, float]
 """Token limit of a split (None: no limit) and the fraction of the source that the split gets."""
 
 
-def most_bytes(*, train: Part, valid: Part = (None, 0.0), test: Part = (None, 0.0)) -> int | None:
+def max_read_bytes(*, train: SplitLimit, valid: SplitLimit = (None, 0.0), test: SplitLimit = (None, 0.0)) -> int | None:
     """Return how many bytes of a source to read so that every split reaches its token limit; None to read all.
 
-    A split that gets a fraction of the source needs ``BYTES_A_TOKEN * tokens / fraction`` bytes. The result is the
-    maximum over the splits, and at least :data:`READ_AT_LEAST`.
+    A split that gets a fraction of the source needs ``BYTES_PER_TOKEN * tokens / fraction`` bytes. The result is the
+    maximum over the splits, and at least :data:`MIN_READ_BYTES`.
 
     Args:
         train: Token limit and fraction of train. Without a limit, everything is read.
@@ -169,8 +169,8 @@ def most_bytes(*, train: Part, valid: Part = (None, 0.0), test: Part = (None, 0.
     """
     if train[0] is None:
         return None
-    needed = [ceil(BYTES_A_TOKEN * tokens / share) for tokens, share in (train, valid, test) if tokens and share]
-    return max(READ_AT_LEAST, *needed)
+    needed = [ceil(BYTES_PER_TOKEN * tokens / share) for tokens, share in (train, valid, test) if tokens and share]
+    return max(MIN_READ_BYTES, *needed)
 
 
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -195,18 +195,18 @@ _KINDS = {
 }
 
 
-MOST_WORD_CHARACTERS = 1 << 20
+MAX_WORD_CHARACTERS = 1 << 20
 """Largest number of characters without white space; tokenizers need gigabytes of memory for a longer word."""
 
 
 def word_problem(text: str) -> str | None:
     """Return an error text if a word has more than a million characters, as Base64 may have; None otherwise."""
-    if len(text) <= MOST_WORD_CHARACTERS or max(map(len, text.split()), default=0) <= MOST_WORD_CHARACTERS:
+    if len(text) <= MAX_WORD_CHARACTERS or max(map(len, text.split()), default=0) <= MAX_WORD_CHARACTERS:
         return None
-    return f"more than {MOST_WORD_CHARACTERS:,} characters without white space, which is no text"
+    return f"more than {MAX_WORD_CHARACTERS:,} characters without white space, which is no text"
 
 
-def kind_of(content: bytes) -> str | None:
+def describe_binary(content: bytes) -> str | None:
     """Return a description of bytes that are not text in any encoding; None if they may be text."""
     for start, kind in _KINDS.items():
         if content.startswith(start):
@@ -243,12 +243,12 @@ class RowFile:
     Args:
         path: The file.
         split: Split of its rows.
-        more: Columns that its folders name (Hive partitioning), such as ``user=ada``.
+        extra_columns: Columns that its folders name (Hive partitioning), such as ``user=ada``.
     """
 
     path: Path
     split: str
-    more: dict[str, str | None]
+    extra_columns: dict[str, str | None]
 
 
 def list_files(folder: Path) -> list[str]:
@@ -296,11 +296,11 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
     left_out = [name for name in names if name not in set(rows) and Path(name).name.lower() != _DATA_CARD]
     if not rows:
         there = f"{len(names)} other files, first: {names[0]}" if names else "nothing"
-        raise DataError(f"{folder}: no file of rows in it ({', '.join(ROWS)}); found: {there}")
+        raise DataError(f"{folder}: no file of rows in it ({', '.join(ROW_SUFFIXES)}); found: {there}")
     worded = [_split_by_word(name) for name in rows]
     splits = worded if "train" in worded and None not in worded else [_split_by_name(name) for name in rows]
     files = [
-        RowFile(path=folder / name, split=split or "train", more=dict(_partitions(name)))
+        RowFile(path=folder / name, split=split or "train", extra_columns=dict(_partitions(name)))
         for name, split in zip(rows, splits, strict=True)
     ]
     return sorted(files, key=lambda file: _ORDER.index(file.split)), left_out
@@ -313,7 +313,7 @@ def _split_by_name(name: str) -> str | None:
     for word, split in _SPLITS.items():
         if stem.startswith(word) and (stem == word or _SHARD.fullmatch(stem[len(word) :])):
             return split
-    return next((_SPLITS[one] for one in reversed(folders) if one in _SPLITS), None)
+    return next((_SPLITS[folder] for folder in reversed(folders) if folder in _SPLITS), None)
 
 
 def _split_by_word(name: str) -> str | None:
@@ -354,7 +354,7 @@ def check_regular(path: Path) -> None:
         raise DataError(f"{path}: not a regular file or folder")
 
 
-def read_text_file(path: Path, *, most: int | None = None) -> list[str]:
+def read_text_file(path: Path, *, max_bytes: int | None = None) -> list[str]:
     """Read a UTF-8 text file, plain or compressed by ``.xz`` or ``.gz``, as documents that are blocks of paragraphs.
 
     Paragraphs end at blank lines; consecutive ones are joined until a block has 2,000 characters. Paragraphs are not
@@ -362,24 +362,24 @@ def read_text_file(path: Path, *, most: int | None = None) -> list[str]:
 
     Args:
         path: The file.
-        most: Largest number of bytes to read, of a longer file up to the last line end before that; None for all.
+        max_bytes: Largest number of bytes to read, of a longer file up to the last line end before that; None for all.
 
     Raises:
         DataError: The file cannot be opened, or is not UTF-8 text.
     """
     try:
         with open_bytes(path) as file:
-            text, longer = _read_head(file, most)
+            text, longer = _read_head(file, max_bytes)
     except UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     except _NotText as reason:
         raise DataError(f"{path}: {reason}") from None
-    if longer and most is not None:
-        warn_longer(path, most)
+    if longer and max_bytes is not None:
+        warn_longer(path, max_bytes)
     return join_paragraphs(split_paragraphs(text))
 
 
-def read_text_folder(folder: Path, *, most: int | None = None) -> list[str]:
+def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]:
     """Read every text file below a folder as one document, in the order of their relative paths.
 
     Skips hidden files and folders. Also skips files that are not UTF-8 text, files of rows, and notebooks, and counts
@@ -387,19 +387,19 @@ def read_text_folder(folder: Path, *, most: int | None = None) -> list[str]:
 
     Args:
         folder: The folder.
-        most: Number of bytes after which reading ends; None for all.
+        max_bytes: Number of bytes after which reading ends; None for all.
     """
     documents: list[str] = []
     skipped: list[str] = []
     rows: list[str] = []
-    left = most
+    left = max_bytes
     for name in list_files(folder):
         path = folder / name
         if has_rows(path) or path.suffix.lower() in _NOTEBOOKS:
             rows.append(name)
             continue
-        if most is not None and left is not None and left <= 0:
-            warn_longer(folder, most)
+        if max_bytes is not None and left is not None and left <= 0:
+            warn_longer(folder, max_bytes)
             break
         try:
             if not path.is_file():
@@ -418,9 +418,9 @@ def read_text_folder(folder: Path, *, most: int | None = None) -> list[str]:
     return documents
 
 
-def warn_longer(source: str | Path, most: int) -> None:
+def warn_longer(source: str | Path, max_bytes: int) -> None:
     """Warn that a source was not read to its end."""
-    _LOG.warning("%s: longer than what is kept of it; its first %s bytes are read", source, f"{most:,}")
+    _LOG.warning("%s: longer than what is kept of it; its first %s bytes are read", source, f"{max_bytes:,}")
 
 
 def split_paragraphs(text: str) -> Iterator[str]:
@@ -438,18 +438,18 @@ def join_paragraphs(paragraphs: Iterable[str]) -> list[str]:
     return ["\n\n".join(block) for block in blocks if block]
 
 
-def _read_head(file: io.BufferedIOBase, most: int | None) -> tuple[str, bool]:
-    """Return the text of the first ``most`` bytes up to the last line end, and whether the file is longer."""
-    content: bytes = file.read() if most is None else _read_up_to(file, most + 1)
-    if most is None or len(content) <= most:
+def _read_head(file: io.BufferedIOBase, max_bytes: int | None) -> tuple[str, bool]:
+    """Return the text of the first ``max_bytes`` bytes up to the last line end, and whether the file is longer."""
+    content: bytes = file.read() if max_bytes is None else _read_up_to(file, max_bytes + 1)
+    if max_bytes is None or len(content) <= max_bytes:
         return _decode(content), False
-    text = _decode(content[:most], final=False)
+    text = _decode(content[:max_bytes], final=False)
     return text.rpartition("\n")[0] or text, True
 
 
-def _read_up_to(file: io.BufferedIOBase, most: int) -> bytes:
-    """Read up to ``most`` bytes in chunks; ``read(most)`` would allocate that much memory even for a short file."""
-    pieces, left = [file.read(min(most, _PIECE))], most
+def _read_up_to(file: io.BufferedIOBase, max_bytes: int) -> bytes:
+    """Read up to ``max_bytes`` bytes in chunks; ``read(max_bytes)`` would allocate that much for a short file too."""
+    pieces, left = [file.read(min(max_bytes, _PIECE))], max_bytes
     while pieces[-1] and (left := left - len(pieces[-1])) > 0:
         pieces.append(file.read(min(left, _PIECE)))
     return b"".join(pieces)
@@ -457,7 +457,7 @@ def _read_up_to(file: io.BufferedIOBase, most: int) -> bytes:
 
 def _decode(content: bytes, *, final: bool = True) -> str:
     """Decode UTF-8 and normalise line ends; drop a byte order mark and, unless ``final``, a cut-off last character."""
-    if kind := kind_of(content):
+    if kind := describe_binary(content):
         raise _NotText(f"is {kind}, not text; {_ACCEPTED}")
     try:
         text, _ = codecs.utf_8_decode(content.removeprefix(codecs.BOM_UTF8), "strict", final)

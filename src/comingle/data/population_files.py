@@ -76,9 +76,9 @@ def _answers_parts(user: UserAnswers) -> Arrays:
     found: dict[str, Tensor] = {}
     for split in SPLITS:
         part = user.split(split)
-        told = json.dumps([part.references, part.limit, part.measures, part.ends]).encode()
-        words = torch.from_numpy(np.frombuffer(told, dtype=np.uint8).copy())
-        of_split = {"windows": part.windows, "owners": part.owners, "prompts": part.prompt_tokens, "told": words}
+        content = json.dumps([part.references, part.limit, part.measures, part.ends]).encode()
+        encoded = torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
+        of_split = {"windows": part.windows, "owners": part.owners, "prompts": part.prompt_tokens, "told": encoded}
         found |= {f"{split}.{key}": t for key, t in of_split.items()}
     return found
 
@@ -128,10 +128,10 @@ FORMS: dict[type, UserForm] = {
 
 
 USERS, ENDS, SIZES, ABOUT = "users.bin", "users.ends", "users.sizes", "about.json"
-_LINE = 16
+_ALIGNMENT = 16
 """Alignment of the arrays in ``users.bin``, in bytes."""
-_PLACE = np.dtype([("end", "<i8"), ("sum", "<u4")])
-_AT_ONCE = 1 << 20
+_END_DTYPE = np.dtype([("end", "<i8"), ("sum", "<u4")])
+_READ_BYTES = 1 << 20
 """Bytes per read when a file is checksummed."""
 
 
@@ -181,12 +181,12 @@ class PopulationWriter:
             raise DataError(f"user {user.name!r}: is {type(user).__name__}; allowed: {allowed}")
         self._form, self.count = type(user), self.count + 1
         self._names.add(user.name)
-        content = _packed(form, user)
+        content = _serialise(form, user)
         users, ends, sizes = self._files
         users.write(content)
         self._digest.update(content)
         self._end += len(content)
-        ends.write(np.array((self._end, zlib.crc32(content)), dtype=_PLACE).tobytes())
+        ends.write(np.array((self._end, zlib.crc32(content)), dtype=_END_DTYPE).tobytes())
         sizes.write(np.array([len(getattr(user, split)) for split in SPLITS], dtype="<i8").tobytes())
         for key, value in form.counts(user).items():
             before = self._counts.get(key, 0)
@@ -205,32 +205,32 @@ class PopulationWriter:
         """
         self._open.close()
         self._names.finish()
-        sums = {path.name: _sum(path) for path in sorted(self.folder.iterdir()) if path.name not in (USERS, ABOUT)}
+        sums = {path.name: _checksum(path) for path in sorted(self.folder.iterdir()) if path.name not in (USERS, ABOUT)}
         about = {"type": self._form.__name__, "digest": self._digest.hexdigest(), "counts": self._counts, "sums": sums}
         (self.folder / ABOUT).write_text(json.dumps(about | dict(more or {}), indent=2) + "\n", encoding="utf-8")
         return self.count
 
 
-def _sum(path: Path) -> int:
+def _checksum(path: Path) -> int:
     """Return the CRC-32 of a file, read in chunks."""
     found = 0
     with open(path, "rb") as file:
-        while content := file.read(_AT_ONCE):
+        while content := file.read(_READ_BYTES):
             found = zlib.crc32(content, found)
     return found
 
 
-def _packed(form: UserForm, user: object) -> bytes:
+def _serialise(form: UserForm, user: object) -> bytes:
     """Return a JSON line with the name, dtype and shape of each array, followed by the arrays."""
     parts = {key: t.detach().cpu().contiguous() for key, t in form.parts(user).items()}
-    told = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in parts.items()]
-    pieces = [_padded(json.dumps(told).encode() + b"\n", b" ")]
+    header = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in parts.items()]
+    pieces = [_padded(json.dumps(header).encode() + b"\n", b" ")]
     pieces += [_padded(t.flatten().view(torch.uint8).numpy().tobytes(), b"\0") for t in parts.values() if t.numel()]
     return b"".join(pieces)
 
 
 def _padded(content: bytes, by: bytes) -> bytes:
-    return by * (-len(content) % _LINE) + content if by == b" " else content + by * (-len(content) % _LINE)
+    return by * (-len(content) % _ALIGNMENT) + content if by == b" " else content + by * (-len(content) % _ALIGNMENT)
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -256,18 +256,18 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
     form = next((form for kind, form in FORMS.items() if kind.__name__ == about.get("type")), None)
     try:
         sums = about["sums"] if form else {}
-        if changed := [name for name, known in sums.items() if _sum(folder / name) != known]:
+        if changed := [name for name, known in sums.items() if _checksum(folder / name) != known]:
             raise ValueError(f"{', '.join(changed)}: not as it was written")
         names = StoredNames(folder)
-        ends = np.memmap(folder / ENDS, dtype=_PLACE, mode="r")
+        ends = np.memmap(folder / ENDS, dtype=_END_DTYPE, mode="r")
         sizes = np.memmap(folder / SIZES, dtype="<i8", mode="r").reshape(-1, len(SPLITS))
         with open(folder / USERS, "rb") as file:  # copy-on-write: tensors on it are writable, the file is not changed
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: no population of users ({error}); write it again") from None
     if form is None or not len(names) == len(ends) == len(sizes) or ends["end"][-1] != len(content):
-        told = f"{len(names)} names, {len(ends)} users, {len(content)} bytes"
-        raise DataError(f"{folder}: files that do not fit each other ({told}); write it again")
+        lengths = f"{len(names)} names, {len(ends)} users, {len(content)} bytes"
+        raise DataError(f"{folder}: files that do not fit each other ({lengths}); write it again")
 
     def make(number: int) -> Any:
         start, end = int(ends["end"][number - 1]) if number else 0, int(ends["end"][number])
@@ -288,7 +288,7 @@ def _arrays(content: mmap.mmap, start: int) -> dict[str, Tensor]:
         whole = torch.frombuffer(content, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
         arrays[key] = whole.view(shape)
         size = count * dtype.itemsize
-        at += size + -size % _LINE
+        at += size + -size % _ALIGNMENT
     return arrays
 
 
@@ -297,13 +297,13 @@ def _arrays(content: mmap.mmap, start: int) -> dict[str, Tensor]:
 SKIPPED = "skipped.jsonl"
 """File with one line for each skipped user: the name, and what the user has too little of."""
 
-HEARD = 100
+MAX_RECORDED_WARNINGS = 100
 """Number of warnings that are stored and repeated."""
 
 logger = logging.getLogger("comingle")
 
 
-class _Heard(logging.Handler):
+class _WarningRecorder(logging.Handler):
     """Handler that records the first warnings of reading, to repeat them when the users come from the cache."""
 
     def __init__(self) -> None:
@@ -313,10 +313,10 @@ class _Heard(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Record a warning."""
         self.count += 1
-        if self.count <= HEARD:
+        if self.count <= MAX_RECORDED_WARNINGS:
             self.lines.append(record.getMessage())
 
-    def __enter__(self) -> _Heard:
+    def __enter__(self) -> _WarningRecorder:
         logger.addHandler(self)
         return self
 
@@ -326,7 +326,7 @@ class _Heard(logging.Handler):
     @property
     def repeated(self) -> list[str]:
         """Recorded lines, followed by a line with the number of further warnings."""
-        more = self.count - HEARD
+        more = self.count - MAX_RECORDED_WARNINGS
         return [*self.lines, *([f"{more} more such lines were said when the users were read"] if more > 0 else [])]
 
 
@@ -337,7 +337,7 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
         DataError: A source cannot be read, or a user has too little data and the reader does not skip users.
     """
     small = FirstUsers()
-    with PopulationWriter(folder) as writer, _Heard() as heard:
+    with PopulationWriter(folder) as writer, _WarningRecorder() as recorder:
         with open(folder / SKIPPED, "w", encoding="utf-8") as skipped:
             reader.on_skip = lambda name, what: skipped.write(json.dumps([name, what]) + "\n")
             rows = StoredRows(folder)
@@ -353,7 +353,7 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
         if small.count:
             raise reader.refuse(small)
         about, lines = reader.summary()
-        writer.finish({"told": lines, "heard": heard.repeated, "skipped": reader.left_out.count, **about})
+        writer.finish({"told": lines, "heard": recorder.repeated, "skipped": reader.left_out.count, **about})
 
 
 def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[User], dict[str, Any], Mapping[str, str]]:
@@ -367,19 +367,19 @@ def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[Use
     Raises:
         DataError: A user's data cannot be used, or the cache is not writable.
     """
-    folder, was_there = cached_population(reader)
+    folder, was_cached = cached_population(reader)
     try:
         users, about = read_population(folder), read_about(folder)
     except DataError:  # the cached files are damaged: read the users again
         shutil.rmtree(folder, ignore_errors=True)
-        folder, was_there = cached_population(reader)
+        folder, was_cached = cached_population(reader)
         users, about = read_population(folder), read_about(folder)
-    for line in (*(about["heard"] if was_there else []), *about["told"]):
+    for line in (*(about["heard"] if was_cached else []), *about["told"]):
         logger.warning("%s", line)
-    return users, about, Skipped(folder / SKIPPED, about["skipped"])
+    return users, about, SkippedUsers(folder / SKIPPED, about["skipped"])
 
 
-class Skipped(Mapping[str, str]):
+class SkippedUsers(Mapping[str, str]):
     """Mapping from skipped users to what they have too little of, read from a file on access.
 
     Args:
@@ -402,13 +402,13 @@ class Skipped(Mapping[str, str]):
         return (name for name, _ in self.items())
 
     def __getitem__(self, name: str) -> str:
-        for one, what in self.items():
-            if one == name:
+        for skipped, what in self.items():
+            if skipped == name:
                 return what
         raise KeyError(name)
 
 
-_FORM = 3
+_FORMAT_VERSION = 3
 """Version of the file format, part of the cache key."""
 
 _DAYS_UNUSED = 30
@@ -428,22 +428,29 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         write_users(reader, folder)
         return folder, False
-    decides = [_FORM, version("comingle"), reader.data.model_dump(mode="json"), reader.seed, reader.key(), states]
-    home = cache_folder() / "populations"
-    target = home / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
+    cache_key = [
+        _FORMAT_VERSION,
+        version("comingle"),
+        reader.data.model_dump(mode="json"),
+        reader.seed,
+        reader.key(),
+        states,
+    ]
+    cache = cache_folder() / "populations"
+    target = cache / hashlib.sha256(json.dumps(cache_key).encode()).hexdigest()[:32]
     try:
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with FileLock(home / f"{target.name}.lock"):
-            there = (target / ABOUT).is_file()
-            if not there:  # a system's cleaner may have deleted single files
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with FileLock(cache / f"{target.name}.lock"):
+            cached = (target / ABOUT).is_file()
+            if not cached:  # a system's cleaner may have deleted single files
                 shutil.rmtree(target, ignore_errors=True)
             make_once(target, partial(write_users, reader))
             os.utime(target / ABOUT)
-        _sweep(home)
+        _delete_unused(cache)
     except OSError as error:
-        told = f"{home}: cannot be written to: {error.strerror}; COMINGLE_CACHE names another place for it"
-        raise DataError(told) from None
-    return target, there
+        message = f"{cache}: cannot be written to: {error.strerror}; COMINGLE_CACHE names another place for it"
+        raise DataError(message) from None
+    return target, cached
 
 
 def _digest(states: Iterator[Sequence[object] | None]) -> str | None:
@@ -497,10 +504,10 @@ def _state(path: Path) -> list[object]:
     return [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def _sweep(home: Path) -> None:
+def _delete_unused(cache: Path) -> None:
     """Delete populations that were not used for 30 days."""
-    for about in home.glob(f"*/{ABOUT}"):
+    for about in cache.glob(f"*/{ABOUT}"):
         # Another process may have deleted it already, or may hold the lock to use it.
-        with suppress(FileNotFoundError, Timeout), FileLock(home / f"{about.parent.name}.lock", blocking=False):
+        with suppress(FileNotFoundError, Timeout), FileLock(cache / f"{about.parent.name}.lock", blocking=False):
             if time.time() - about.stat().st_mtime > _DAYS_UNUSED * 86400:
                 shutil.rmtree(about.parent, ignore_errors=True)

@@ -360,8 +360,8 @@ def draw_users(names: Sequence[str], count: int, *purpose: str | int) -> list[in
     """
     if len(names) > MAX_HASHED_NAMES:
         return sorted(random.Random(derive(*purpose)).sample(range(len(names)), count))
-    lots = [derive(*purpose, name) for name in names]
-    return sorted(sorted(range(len(names)), key=lots.__getitem__)[:count])
+    keys = [derive(*purpose, name) for name in names]
+    return sorted(sorted(range(len(names)), key=keys.__getitem__)[:count])
 
 
 def digest_names(names: Sequence[str]) -> str:

@@ -33,11 +33,11 @@ from comingle.utils.errors import DataError
 OnBadRow = Literal["refuse", "skip"]
 """Values of ``data.on_bad_row``."""
 
-MOST_REFUSED = 1000
+MAX_REFUSED_ROWS = 1000
 """Number of bad rows after which reading stops if bad rows are refused."""
 
 _LISTED, _REMARKS = 20, 8
-ADVICE = "repair them, or leave them out with data.on_bad_row: skip"
+BAD_ROWS_ADVICE = "repair them, or leave them out with data.on_bad_row: skip"
 """Advice at the end of errors about bad rows."""
 
 logger = logging.getLogger("comingle")
@@ -89,9 +89,9 @@ class BadRows:
             BadRowsError: The policy is ``refuse``, and 1,000 rows have been collected.
         """
         self.count += 1
-        if self.count <= MOST_REFUSED:
+        if self.count <= MAX_REFUSED_ROWS:
             self.problems.append((where, problem))
-        if self.policy == "refuse" and self.count == MOST_REFUSED:
+        if self.policy == "refuse" and self.count == MAX_REFUSED_ROWS:
             self.settle()
 
     def remark(self, where: str, what: str) -> None:
@@ -118,15 +118,15 @@ class BadRows:
             self.skipped += count
             logger.warning("data.on_bad_row: %d rows that cannot be used are left out: %s", count, listed)
         elif count == 1:
-            raise BadRowsError(f"{listed}; {ADVICE.replace('them', 'it')}", problems)
+            raise BadRowsError(f"{listed}; {BAD_ROWS_ADVICE.replace('them', 'it')}", problems)
         else:
-            raise BadRowsError(f"{count} rows cannot be used: {listed}; {ADVICE}", problems)
+            raise BadRowsError(f"{count} rows cannot be used: {listed}; {BAD_ROWS_ADVICE}", problems)
 
 
 def _merge_equal(problems: list[tuple[str, str]]) -> list[str]:
     """Return one line per problem; merge consecutive rows of one source with the same problem."""
     lines = list[str]()
-    for (source, problem), group in groupby(problems, key=lambda one: (one[0].rpartition(": ")[0], one[1])):
+    for (source, problem), group in groupby(problems, key=lambda item: (item[0].rpartition(": ")[0], item[1])):
         places = ", ".join(where.removeprefix(f"{source}: ") for where, _ in group)
         lines.append(f"{source}: {places}: {problem}" if source else f"{places}: {problem}")
     return lines
@@ -138,10 +138,10 @@ Row = Mapping[str, Any]
 PlacedRows = Iterator[tuple[str, Row]]
 """Rows with their places in the file, such as ``line 3``."""
 
-MOST_CHARACTERS = 64 << 20
+MAX_ROW_CHARACTERS = 64 << 20
 """Largest number of characters of a row; a longer one is an error before it fills memory."""
 
-_TOO_LONG = f"longer than {MOST_CHARACTERS >> 20} MiB; allowed: a row for each document or conversation"
+_TOO_LONG = f"longer than {MAX_ROW_CHARACTERS >> 20} MiB; allowed: a row for each document or conversation"
 _PIECE = 1 << 20
 _LISTED_CHARACTERS = 300
 _BATCH_ROWS = 1000
@@ -171,14 +171,14 @@ class TypedNumber(float):
         self.spelling = spelling
 
 
-def open_table(path: Path, *, split: str = "train", sep: str | None = None, more: Row | None = None) -> Table:
+def open_table(path: Path, *, split: str = "train", sep: str | None = None, extra_columns: Row | None = None) -> Table:
     """Open a file of rows by its suffix.
 
     Args:
         path: The file.
         split: Split of its rows.
         sep: Separator of the fields of a CSV file; by default a comma, or a tab in a .tsv file.
-        more: Columns to add to every row, such as those that the folders of a partitioned data set name.
+        extra_columns: Columns to add to every row, such as those that the folders of a partitioned data set name.
 
     Raises:
         DataError: A Parquet file cannot be opened.
@@ -191,13 +191,13 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, more
         columns, read = _csv_columns(path, sep), lambda bad, _: read_csv(path, sep, bad)
     else:
         read = lambda bad, _: read_json(path, bad)  # noqa: E731
-    if more:
-        inner, columns = read, None if columns is None else (*more, *columns)
-        read = lambda bad, wanted: ((place, {**more, **row}) for place, row in inner(bad, wanted))  # noqa: E731
+    if extra_columns:
+        inner, columns = read, None if columns is None else (*extra_columns, *columns)
+        read = lambda bad, wanted: ((place, {**extra_columns, **row}) for place, row in inner(bad, wanted))  # noqa: E731
     return Table(where=str(path), split=split, read=read, columns=columns)
 
 
-def name_in(value: object, column: str) -> str:
+def read_name(value: object, column: str) -> str:
     """Return a cell of a user or split column as a name, with numbers spelled as in the file.
 
     Raises:
@@ -213,7 +213,7 @@ def name_in(value: object, column: str) -> str:
     raise ValueError(f"column {column!r} holds {_described(value)}; a name is text or a whole number")
 
 
-def describe(error: BaseException) -> str:
+def describe_cause(error: BaseException) -> str:
     """Return the message of an error's cause, or else of the error itself, in one line."""
     cause = error.__cause__ or error
     return " ".join(str(cause).split())[:_LISTED_CHARACTERS] or type(cause).__name__
@@ -261,8 +261,8 @@ def read_json(path: Path, bad: BadRows) -> PlacedRows:
 
 
 def _line(file: io.TextIOWrapper, path: Path, number: int) -> str:
-    line = file.readline(MOST_CHARACTERS + 1)
-    if len(line) > MOST_CHARACTERS:
+    line = file.readline(MAX_ROW_CHARACTERS + 1)
+    if len(line) > MAX_ROW_CHARACTERS:
         raise DataError(f"{path}: line {number} is {_TOO_LONG}")
     return line
 
@@ -339,7 +339,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
                 raise refused(_TOO_DEEP, at) from None
             except ValueError as error:
                 raise refused(f"not JSON: {error}", at) from None
-            if len(text) - at > MOST_CHARACTERS:
+            if len(text) - at > MAX_ROW_CHARACTERS:
                 raise refused(_TOO_LONG, at)
             grow()
 
@@ -408,7 +408,7 @@ def _csv_columns(path: Path, sep: str) -> tuple[str, ...]:
 @contextmanager
 def _open_csv(path: Path, sep: str) -> Iterator[tuple[list[str], Iterator[tuple[int, list[str]]]]]:
     """Return the columns, and an iterator over the rows that are not blank, each with its last line number."""
-    csv.field_size_limit(MOST_CHARACTERS)
+    csv.field_size_limit(MAX_ROW_CHARACTERS)
     reader: Any = None
     try:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
@@ -443,7 +443,7 @@ def _open_parquet(path: Path) -> tuple[tuple[str, ...], Callable[[BadRows, Seque
         with opened() as file:
             return tuple(file.schema_arrow.names), read
     except Exception as error:  # pyarrow's exceptions have no useful common base
-        raise DataError(f"{path}: cannot be read as Parquet: {describe(error)}") from None
+        raise DataError(f"{path}: cannot be read as Parquet: {describe_cause(error)}") from None
 
 
 def _parquet_rows(path: Path, opened: Callable[[], Any], wanted: Sequence[str] | None) -> Iterator[Row]:
@@ -458,7 +458,7 @@ def _parquet_rows(path: Path, opened: Callable[[], Any], wanted: Sequence[str] |
             except StopIteration:
                 return
             except Exception as error:
-                raise DataError(f"{path}: reading stopped: {describe(error)}") from None
+                raise DataError(f"{path}: reading stopped: {describe_cause(error)}") from None
             for row in rows:
                 yield {name: _labelled(value, labels.get(name)) for name, value in row.items()}
 
@@ -469,7 +469,7 @@ def _class_labels(schema: Any) -> dict[str, list[str]]:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, ValueError, TypeError):
         return {}
-    return {name: one["names"] for name, one in features.items() if isinstance(one, dict) and "names" in one}
+    return {name: item["names"] for name, item in features.items() if isinstance(item, dict) and "names" in item}
 
 
 def _labelled(value: object, labels: Sequence[str] | None) -> object:

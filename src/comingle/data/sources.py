@@ -25,7 +25,7 @@ Groups = dict[str, dict[str, list[str]]]
 
 
 def read_documents(
-    path: str | Path, *, column: str = "text", most: int | None = None, bad: BadRows | None = None
+    path: str | Path, *, column: str = "text", max_bytes: int | None = None, bad: BadRows | None = None
 ) -> list[str]:
     """Read the documents of one user.
 
@@ -42,7 +42,7 @@ def read_documents(
     Args:
         path: Path or name of the source.
         column: Column that holds the documents of rows.
-        most: Number of bytes of text after which reading ends, approximately, with a warning; None for all.
+        max_bytes: Number of bytes of text after which reading ends, approximately, with a warning; None for all.
         bad: Collects bad rows; None to raise an error for them.
 
     Raises:
@@ -51,7 +51,7 @@ def read_documents(
     """
     collected = bad or BadRows()
     if str(path).startswith(HUB_PREFIX):
-        documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents, most, collected)
+        documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents, max_bytes, collected)
     elif is_named(str(path)):
         from comingle.data.demo import read_demo
 
@@ -59,7 +59,7 @@ def read_documents(
     else:
         path = expand_home(path)
         check_regular(path)
-        documents = [document for document in _read_path(path, column, most, collected) if document.strip()]
+        documents = [document for document in _read_path(path, column, max_bytes, collected) if document.strip()]
     if bad is None:
         collected.settle()
     if not documents:
@@ -102,7 +102,7 @@ def group_documents(
     Raises:
         DataError: A source, column or user is unknown, a name is invalid, or rows are unreadable or missing.
     """
-    where, found = where_of(source), iterate_documents(source, user=user, text=text, users=users, **options)
+    where, found = source_label(source), iterate_documents(source, user=user, text=text, users=users, **options)
     rows.fill(
         found,
         pack=lambda document: document.encode("utf-8", "surrogatepass"),
@@ -111,14 +111,14 @@ def group_documents(
     if not rows.owners:
         if (bad := options.get("bad")) is not None:
             bad.settle()
-        raise no_texts(source, text, user, name=options.get("name"), data_files=options.get("data_files"))
+        raise no_texts_error(source, text, user, name=options.get("name"), data_files=options.get("data_files"))
     wanted = choose_users(rows.owners, users, where)
     if problem := name_problem(wanted):
         raise DataError(f"{where}: column {user!r}: {problem}")
     return wanted
 
 
-def no_texts(source: str | Path | Sequence[str | Path], text: str, user: str, **options: Any) -> DataError:
+def no_texts_error(source: str | Path | Sequence[str | Path], text: str, user: str, **options: Any) -> DataError:
     """Return the error for a source in which no row has both a text and a user.
 
     Args:
@@ -128,11 +128,13 @@ def no_texts(source: str | Path | Sequence[str | Path], text: str, user: str, **
         **options: Further arguments of :func:`comingle.data.tables.read_tables`.
     """
     if any(True for table in read_tables(source, **options) for _ in table.read(BadRows("skip"), None)):
-        return DataError(f"{where_of(source)}: no row has both text in column {text!r} and a user in column {user!r}")
-    return DataError(f"{where_of(source)}: no rows in it")
+        return DataError(
+            f"{source_label(source)}: no row has both text in column {text!r} and a user in column {user!r}"
+        )
+    return DataError(f"{source_label(source)}: no rows in it")
 
 
-def where_of(source: str | Path | Sequence[str | Path]) -> str:
+def source_label(source: str | Path | Sequence[str | Path]) -> str:
     """Return the name of a source in messages."""
     return str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
 
@@ -170,7 +172,7 @@ def iterate_documents(
     Raises:
         DataError: A source or column is unknown, or rows are unreadable.
     """
-    where = where_of(source)
+    where = source_label(source)
     if where.startswith(HUB_PREFIX) and parse_hub_name(where).documents:
         raise DataError(f"{where}: documents is for a single user's source; here, max_documents says how many")
     columns = [text, user] if split is None else [text, user, split]
@@ -187,12 +189,12 @@ def _kept(
     rows: Iterable[Sequence[str]],
     own_split: str,
     users: Sequence[str] | int | None,
-    most: int | None,
+    max_documents: int | None,
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of one table that are within the limits; ``counts`` has the numbers of documents kept so far."""
     named = set(users) if isinstance(users, Sequence) else None
     number = users if named is None else len(named)
-    limited = most is not None or isinstance(users, int)
+    limited = max_documents is not None or isinstance(users, int)
     complete: set[str] = set()  # selected users with the maximum number of documents of this split
     for document, owner, *row_split in rows:
         split = row_split[0] if row_split else own_split
@@ -202,34 +204,34 @@ def _kept(
         if isinstance(users, int) and owner not in counts and len(counts) == users:
             continue
         of_user = counts.setdefault(owner, Counter())
-        if most is None or of_user[split] < most:
+        if max_documents is None or of_user[split] < max_documents:
             of_user[split] += 1
             yield owner, split, document
-        if not row_split and of_user[split] == most and (named is None or owner in named):
+        if not row_split and of_user[split] == max_documents and (named is None or owner in named):
             complete.add(owner)
             if len(complete) == number:
                 return
 
 
-def _read_rows(source: str, column: str, count: int | None, most: int | None, bad: BadRows) -> list[str]:
-    """Read the documents of the first ``count`` rows (None: of all rows), up to about ``most`` bytes."""
+def _read_rows(source: str, column: str, count: int | None, max_bytes: int | None, bad: BadRows) -> list[str]:
+    """Read the documents of the first ``count`` rows (None: of all rows), up to about ``max_bytes`` bytes."""
     documents: list[str] = []
-    left = math.inf if most is None else most
+    left = math.inf if max_bytes is None else max_bytes
     tables = read_tables(source, stream=count is not None)
     rows = (document for table in tables for (document,) in iterate_texts(table, [column], bad))
     for document in islice(rows, count):
         if left <= 0:
-            warn_longer(source, most or 0)
+            warn_longer(source, max_bytes or 0)
             break
         documents.append(document)
         left -= len(document.encode(errors="replace"))
     return documents
 
 
-def _read_path(path: Path, column: str, most: int | None, bad: BadRows) -> Iterator[str]:
+def _read_path(path: Path, column: str, max_bytes: int | None, bad: BadRows) -> Iterator[str]:
     if path.is_dir() and not is_saved(path):
-        yield from read_text_folder(path, most=most)
+        yield from read_text_folder(path, max_bytes=max_bytes)
     elif path.is_dir() or has_rows(path):
-        yield from _read_rows(str(path), column, None, most, bad)
+        yield from _read_rows(str(path), column, None, max_bytes, bad)
     else:
-        yield from read_text_file(path, most=most)
+        yield from read_text_file(path, max_bytes=max_bytes)

@@ -169,7 +169,7 @@ class Mixture:
         self.lists, self.seed, self.names = lists, seed, list[str]()
         self._own = lists("own")
         self._sizes: dict[str, list[int]] = {split: [] for split in HELD_OUT}
-        self._dealt: dict[str, DocumentLists] = {}
+        self._shares: dict[str, DocumentLists] = {}
 
     def add(self, text: UserText) -> None:
         """Add a user with its own documents."""
@@ -188,24 +188,26 @@ class Mixture:
         self._own.finish()
         order = sorted(range(len(self.names)), key=self.names.__getitem__)
         for at, split in enumerate(HELD_OUT, start=1):
-            if quota := quota_of(dict(zip(self.names, self._sizes[split], strict=True)), split):
-                self._dealt[split] = shares = self.lists(split)
-                for giver in order:
-                    own, name = self._own[3 * giver + at], self.names[giver]
-                    for share in deal(own, quota, len(order), split, self.seed, name):
+            if quota := mixture_quota(dict(zip(self.names, self._sizes[split], strict=True)), split):
+                self._shares[split] = shares = self.lists(split)
+                for contributor in order:
+                    own, name = self._own[3 * contributor + at], self.names[contributor]
+                    for share in cut_shares(own, quota, len(order), split, self.seed, name):
                         shares.add(share)
                 shares.finish()
         places = {user: place for place, user in enumerate(order)}
         for user, name in enumerate(self.names):
-            mixed = {split: self._mixed(shares, places[user], order) for split, shares in self._dealt.items()}
+            mixed = {split: self._mixed(shares, places[user], order) for split, shares in self._shares.items()}
             yield UserText(name=name, train=tuple(self._own[3 * user]), **mixed)
 
     def _mixed(self, shares: DocumentLists, place: int, order: Sequence[int]) -> tuple[str, ...]:
-        return take_turns({self.names[giver]: shares[at * len(order) + place] for at, giver in enumerate(order)})
+        return interleave(
+            {self.names[contributor]: shares[at * len(order) + place] for at, contributor in enumerate(order)}
+        )
 
     def remove(self) -> None:
         """Delete the files."""
-        for lists in (self._own, *self._dealt.values()):
+        for lists in (self._own, *self._shares.values()):
             lists.remove()
 
 
@@ -234,15 +236,15 @@ def _repeated(documents: Sequence[str], texts: set[str], shingles: UInt64[np.nda
     split = [split_words(document) for document in documents]
     hashes, owner = hash_shingles(split)
     known = np.bincount(owner[np.isin(hashes, shingles)], minlength=len(split))
-    every = np.bincount(owner, minlength=len(split))
+    totals = np.bincount(owner, minlength=len(split))
     return [
         document
-        for document, words, mostly in zip(documents, split, 2 * known > every, strict=True)
+        for document, words, mostly in zip(documents, split, 2 * known > totals, strict=True)
         if mostly or " ".join(words) in texts
     ]
 
 
-def quota_of(sizes: Mapping[str, int], split: str) -> int:
+def mixture_quota(sizes: Mapping[str, int], split: str) -> int:
     """Return how many characters each user contributes to the mixtures of a split: the minimum of ``sizes``.
 
     The result is 0 if all sizes are 0.
@@ -257,7 +259,7 @@ def quota_of(sizes: Mapping[str, int], split: str) -> int:
     return quota
 
 
-def deal(documents: Sequence[str], quota: int, parts: int, split: str, seed: int, name: str) -> list[list[str]]:
+def cut_shares(documents: Sequence[str], quota: int, parts: int, split: str, seed: int, name: str) -> list[list[str]]:
     """Return the shares that the user ``name`` contributes to each of the mixtures of a split.
 
     Shuffles the documents, then cuts their first ``quota`` characters into consecutive parts of equal size, to within a
@@ -271,20 +273,20 @@ def deal(documents: Sequence[str], quota: int, parts: int, split: str, seed: int
         seed: Seed of the shuffle.
         name: Name of the user.
     """
-    dealt: list[list[str]] = []
+    shares: list[list[str]] = []
     rest = _shuffle(documents, "mix", split, seed, name)
     for index in range(parts, -1, -1):
         rest, part = _cut(rest, quota * index // parts)
-        dealt.insert(0, part)
-    return dealt[:-1]
+        shares.insert(0, part)
+    return shares[:-1]
 
 
-def take_turns(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def interleave(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return all documents, sorted by the number of characters before each in its contributor's share."""
     placed: list[tuple[int, str, str]] = []
-    for giver, documents in shares.items():
+    for contributor, documents in shares.items():
         before = accumulate(map(len, documents), initial=0)
-        placed += [(offset, giver, document) for offset, document in zip(before, documents, strict=False)]
+        placed += [(offset, contributor, document) for offset, document in zip(before, documents, strict=False)]
     return tuple(document for _, _, document in sorted(placed))
 
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:  # these import torch, which reading documents does not need
 
 Read = TypeVar("Read")
 
-LISTED = 10
+MAX_LISTED_USERS = 10
 """Number of users that a message lists by name."""
 
 
-def list_small(shortages: Mapping[str, str], count: int | None = None) -> str:
+def list_shortages(shortages: Mapping[str, str], count: int | None = None) -> str:
     """Return the first ten users with what is wrong with each, and the number of the others.
 
     Args:
@@ -38,8 +38,8 @@ def list_small(shortages: Mapping[str, str], count: int | None = None) -> str:
         count: Number of users with a problem; by default the length of ``shortages``.
     """
     count = len(shortages) if count is None else count
-    named = [f"{name!r} ({what})" for name, what in islice(shortages.items(), LISTED)]
-    return ", ".join(named) + (f" and {count - LISTED} more" if count > LISTED else "")
+    named = [f"{name!r} ({what})" for name, what in islice(shortages.items(), MAX_LISTED_USERS)]
+    return ", ".join(named) + (f" and {count - MAX_LISTED_USERS} more" if count > MAX_LISTED_USERS else "")
 
 
 @dataclass(kw_only=True)
@@ -57,13 +57,13 @@ class FirstUsers:
     def add(self, name: str, what: object) -> None:
         """Count a user; keep the detail if it is one of the first."""
         self.count += 1
-        if len(self.first) <= LISTED:
+        if len(self.first) <= MAX_LISTED_USERS:
             self.first[name] = what
 
     @property
     def listed(self) -> str:
         """First ten users with their details, and the number of the others."""
-        return list_small({name: describe_shortage(what) for name, what in self.first.items()}, self.count)
+        return list_shortages({name: describe_shortage(what) for name, what in self.first.items()}, self.count)
 
 
 def describe_shortage(shortage: object) -> str:
@@ -114,7 +114,7 @@ class StoredDocuments(DocumentLists):
 
     def __init__(self, path: Path):
         self._paths = path.with_suffix(".pieces"), path.with_suffix(".ends")
-        self._files: list[Any] = [open(one, "wb") for one in self._paths]  # noqa: SIM115 (closed by finish or remove)
+        self._files: list[Any] = [open(each, "wb") for each in self._paths]  # noqa: SIM115 (closed by finish or remove)
         self._end = 0
 
     def add(self, documents: Sequence[str]) -> None:
@@ -317,7 +317,7 @@ def read_each(
     raise DataError(f"{empty.count} of {users} users have no {data}: {empty.listed}")
 
 
-class SmallUsers(Generic[User]):
+class SmallUserFilter(Generic[User]):
     """Filter that counts users and skips those with too little data.
 
     Args:
@@ -366,7 +366,7 @@ class SmallUsers(Generic[User]):
         return [self._left_out_line] if self._left_out_line else []
 
 
-class StreamingReader(SmallUsers[User], ABC, Generic[Read, User]):
+class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
     """Base class of the readers of a recipe's users.
 
     ``Read`` is the type of a user before it is encoded, ``User`` the type that a run uses.

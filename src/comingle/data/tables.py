@@ -22,7 +22,7 @@ import yaml
 from comingle.data.files import (
     COMPRESSIONS,
     OPENERS,
-    ROWS,
+    ROW_SUFFIXES,
     check_regular,
     has_rows,
     is_saved,
@@ -30,7 +30,7 @@ from comingle.data.files import (
     looks_like_path,
     word_problem,
 )
-from comingle.data.row_files import BadRows, Row, Table, describe, name_in, open_table
+from comingle.data.row_files import BadRows, Row, Table, describe_cause, open_table, read_name
 from comingle.utils.errors import DataError, did_you_mean, list_names
 from comingle.utils.names import HUB_PREFIX, parse_hub_name
 from comingle.utils.records import expand_home
@@ -71,7 +71,7 @@ def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterato
             continue
         with bad.row(f"{table.where}: {place}"):
             text = _document(document, columns[0])
-            owners = [name_in(other, column) for other, column in zip(others, columns[1:], strict=True)]
+            owners = [read_name(other, column) for other, column in zip(others, columns[1:], strict=True)]
             if text.strip():
                 yield text, *owners
     if not empty:
@@ -158,7 +158,7 @@ def iterate_batches(rows: Rows, where: str) -> Iterator[dict[str, Any]]:
     except DataError:
         raise
     except Exception as error:  # datasets, pyarrow and the hub have separate exception hierarchies
-        raise DataError(f"{where}: reading stopped: {describe(error)}") from error
+        raise DataError(f"{where}: reading stopped: {describe_cause(error)}") from error
 
 
 def choose_users(groups: Mapping[str, T], users: Sequence[str] | int | None, where: str) -> Mapping[str, T]:
@@ -206,8 +206,8 @@ def read_tables(
     Raises:
         DataError: A source is unknown or cannot be opened.
     """
-    for one in [source] if isinstance(source, str | Path) else source:
-        yield from _tables(str(one), name, data_files, stream)
+    for item in [source] if isinstance(source, str | Path) else source:
+        yield from _tables(str(item), name, data_files, stream)
 
 
 def _tables(source: str, name: str | None, data_files: object, stream: bool) -> Iterator[Table]:
@@ -216,7 +216,7 @@ def _tables(source: str, name: str | None, data_files: object, stream: bool) -> 
         check_regular(path)
         if path.is_file():
             if not has_rows(path):
-                allowed = f"{', '.join(ROWS)}, each also with {' or '.join(COMPRESSIONS)}"
+                allowed = f"{', '.join(ROW_SUFFIXES)}, each also with {' or '.join(COMPRESSIONS)}"
                 raise DataError(f"{path}: not a file of rows; allowed: {allowed}")
             yield open_table(path)
             return
@@ -233,7 +233,7 @@ def _folder(folder: Path) -> Iterator[Table]:
     if left_out:
         logger.warning("%s: %d files left out that hold no rows, first: %s", folder, len(left_out), left_out[0])
     for file in files:
-        yield open_table(file.path, split=file.split, more=file.more)
+        yield open_table(file.path, split=file.split, extra_columns=file.extra_columns)
 
 
 def _has_configurations(folder: Path) -> bool:
@@ -280,7 +280,7 @@ def _load(
     except DataError:
         raise
     except Exception as error:  # datasets, pyarrow, pandas and the hub have separate exception hierarchies
-        raise DataError(f"{source}: cannot be loaded as a data set: {describe(error)}") from error
+        raise DataError(f"{source}: cannot be loaded as a data set: {describe_cause(error)}") from error
     if isinstance(loaded, list):
         return loaded
     splits = loaded if isinstance(loaded, dict) else {hub.split if hub and hub.split else "train": loaded}

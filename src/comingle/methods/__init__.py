@@ -43,7 +43,7 @@ def own_errors(method: Method) -> Iterator[None]:
             raise
         if (place := _place(error, owners)) is None:
             raise
-        raise _told(method.name, error, place) from error
+        raise _plugin_error(method.name, error, place) from error
 
 
 def call_constructor(name: str, constructor: Callable[..., object], settings: Mapping[str, object]) -> Method:
@@ -63,7 +63,7 @@ def call_constructor(name: str, constructor: Callable[..., object], settings: Ma
     except Exception as error:
         if isinstance(error, ComingleError) or lacks_memory(error) or not _is_own(constructor):
             raise
-        raise _told(name, error, _deepest(error, constructor) or _definition(constructor)) from error
+        raise _plugin_error(name, error, _deepest(error, constructor) or _definition(constructor)) from error
     if not isinstance(made, Method):
         raise PluginError(f"method {name}: its function returned {type(made).__name__}; allowed: a Method")
     for part, kind in (("placement", Placement), ("client", Client), ("server", Server)):
@@ -77,7 +77,7 @@ def call_constructor(name: str, constructor: Callable[..., object], settings: Ma
     return made
 
 
-def _told(name: str, error: Exception, place: str) -> PluginError:
+def _plugin_error(name: str, error: Exception, place: str) -> PluginError:
     _log.info("method %s", name, exc_info=error)
     what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     return PluginError(f"method {name}: {place}: {what}{_SEE}")
@@ -87,7 +87,7 @@ def _owners(method: Method) -> list[type]:
     """Return the classes of a method's objects that are defined outside comingle."""
     placement = method.placement
     objects = [*method.client.parts, method.server, placement.mixture, placement.gating]
-    return [type(one) for one in objects if one is not None and _is_own(type(one))]
+    return [type(each) for each in objects if each is not None and _is_own(type(each))]
 
 
 def _is_own(defined: object) -> bool:
@@ -99,7 +99,7 @@ def _place(error: Exception, owners: list[type]) -> str | None:
     """Return where an exception comes from if user-defined code raised it, or returned what made comingle raise it."""
     frames = list(_frames(error))
     classes = [type(frame.f_locals.get("self")) for frame, _ in frames]
-    if called := next((one for one in classes if one in owners), None):
+    if called := next((owner for owner in classes if owner in owners), None):
         return _deepest(error, called) or _definition(called)
     core = [number for number, (frame, _) in enumerate(frames) if _in_core(frame)]
     if not core or any(_is_users(frame) for frame, _ in frames[core[0] :]):
@@ -219,7 +219,7 @@ def register(name: str, method: Method | Make) -> None:
 
 
 @contextmanager
-def lent(method: str | Method | Make) -> Iterator[str]:
+def temporarily_registered(method: str | Method | Make) -> Iterator[str]:
     """Register a method for the duration of a ``with`` block and yield its name; registered methods only yield theirs.
 
     Raises:
@@ -230,14 +230,14 @@ def lent(method: str | Method | Make) -> Iterator[str]:
         yield method
         return
     made = make(method)
-    if _same(made, method):
+    if _is_registered(made, method):
         yield made.name
         return
-    with REGISTRY.lent(made.name, (lambda: method) if isinstance(method, Method) else method):
+    with REGISTRY.temporarily_registered(made.name, (lambda: method) if isinstance(method, Method) else method):
         yield made.name
 
 
-def _same(made: Method, method: Method | Make) -> bool:
+def _is_registered(made: Method, method: Method | Make) -> bool:
     """Return whether a method is what is registered under its name."""
     if made.name not in REGISTRY:
         return False
@@ -254,11 +254,13 @@ def settings_of(method: str | Method | Make) -> dict[str, Any]:
     parameters = inspect.signature(_constructor(method)).parameters.values()
     for p in parameters:
         if p.default is p.empty:
-            raise PluginError(f"method {_called(method)}: {str(p)!r} has no default; each setting needs one")
+            raise PluginError(f"method {_name_of(method)}: {str(p)!r} has no default; each setting needs one")
     return {p.name: p.default for p in parameters if p.name != "name"}
 
 
-def settings_beside(name: str, chosen: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]) -> dict[str, Any]:
+def settings_in_comparison(
+    name: str, chosen: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the settings of a method that is compared with the method of a recipe.
 
     Args:
@@ -280,7 +282,7 @@ def make(method: str | Method | Make, /, **settings: object) -> Method:
             placement does not have.
         PluginError: A plug-in cannot be used.
     """
-    constructor, name, known = _constructor(method), _called(method), settings_of(method)
+    constructor, name, known = _constructor(method), _name_of(method), settings_of(method)
     ranges = allowed(constructor)
     for key, value in settings.items():
         if key not in known:
@@ -328,7 +330,7 @@ def _constructor(method: str | Method | Make) -> Make:
     return method
 
 
-def _called(method: str | Method | Make) -> str:
+def _name_of(method: str | Method | Make) -> str:
     if isinstance(method, Method):
         return method.name
     return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)

@@ -138,7 +138,7 @@ class Cohort(CohortState):
         """Restore the tensors of ``roles`` to their values before any training."""
 
     @abstractmethod
-    def forget(self, roles: frozenset[str]) -> None:
+    def reset_moments(self, roles: frozenset[str]) -> None:
         """Reset the optimisers' moments of ``roles``.
 
         An optimiser that trains no other roles resets its step count too.
@@ -236,7 +236,7 @@ class ClientHook:
     """Whether the hook reads the tensors from the start of the round (:attr:`CohortState.began`)."""
     looks_across: ClassVar[bool] = False
     """Whether the hook reads the first copy from the start of the round (:attr:`CohortState.exchanged`)."""
-    forgets: ClassVar[bool] = False
+    only_resets_moments: ClassVar[bool] = False
     """Whether :meth:`begin` only resets moments, so that it needs no data."""
     sweeps: ClassVar[bool] = False
     """Whether the hook computes the losses of several models or components on all training data, once a round."""
@@ -343,8 +343,8 @@ class Client:
     @property
     def trained(self) -> frozenset[str]:
         """Roles that any phase or hook trains."""
-        own = (*self.phases, *self.tuning, *self.parts)
-        return frozenset().union(*(one.roles for one in own))
+        trainers = (*self.phases, *self.tuning, *self.parts)
+        return frozenset().union(*(trainer.roles for trainer in trainers))
 
     @property
     def before(self) -> tuple[Phase, ...]:

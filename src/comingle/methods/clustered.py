@@ -35,13 +35,13 @@ def ifca(*, models: Models = 5) -> Method:
     return Method(
         name="ifca",
         placement=Placement(shared=MODEL),
-        client=Client(phases=joint(routed=False), parts=(Choose(models),)),
-        server=Candidates(models=models),
+        client=Client(phases=joint(routed=False), parts=(ChooseModel(models),)),
+        server=CandidateModels(models=models),
     )
 
 
 @dataclass(frozen=True)
-class Choose(ClientHook):
+class ChooseModel(ClientHook):
     """Pick the model with the lowest loss on the training data; report which one with the upload."""
 
     models: int
@@ -79,7 +79,7 @@ class Choose(ClientHook):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidates(Mean):
+class CandidateModels(Mean):
     """Server that averages each model over the users who picked it; other models are unchanged."""
 
     models: int

@@ -133,12 +133,12 @@ class Fuse(ClientHook):
             def fused(weights: Float[Tensor, " copies"]) -> Float[Tensor, " columns"]:
                 return torch.tensordot(weights.to(copies), copies[:, user], dims=1)
 
-            return fused(lowest(lambda weights: cohort.validate(fused(weights), user), self.steps))
+            return fused(minimise_loss(lambda weights: cohort.validate(fused(weights), user), self.steps))
 
         return torch.stack([best(user) for user in range(copies.shape[1])])
 
 
-def lowest(loss: Callable[[Float[Tensor, " copies"]], float], steps: int) -> Float[Tensor, " copies"]:
+def minimise_loss(loss: Callable[[Float[Tensor, " copies"]], float], steps: int) -> Float[Tensor, " copies"]:
     """Minimise a loss of two weights with Nelder-Mead, starting at (1, 0), (0, 1) and (0.7, 0.7).
 
     The result is never worse than either copy alone. It takes ``steps`` evaluations of ``loss``, at least 3.
@@ -185,21 +185,21 @@ def feddpa(
         afterwards: Whether to train the local LoRA after the rounds (FedDPA-F) instead of within them (FedDPA-T).
     """
     own = Phase(roles=frozenset({SPECIALIST}), without=ROUTERS, label="local")
-    everybodys = Phase(roles=GLOBAL, without=frozenset({SPECIALIST, ROUTER}))
+    global_phase = Phase(roles=GLOBAL, without=frozenset({SPECIALIST, ROUTER}))
     similarity = Similarity(scaling, instances)
-    client = Client(phases=(own, everybodys), parts=(similarity,))
+    client = Client(phases=(own, global_phase), parts=(similarity,))
     if afterwards:
-        client = Client(phases=(everybodys,), tuning=(own,), finetunes=True, parts=(FromGlobal(), similarity))
+        client = Client(phases=(global_phase,), tuning=(own,), finetunes=True, parts=(FromGlobal(), similarity))
     return Method(
         name="feddpa",
-        placement=Placement(specialists=1, routed=True, gating=Near(), shared=GLOBAL),
+        placement=Placement(specialists=1, routed=True, gating=SimilarityGating(), shared=GLOBAL),
         client=client,
         server=Mean(),
     )
 
 
 @dataclass(frozen=True)
-class Near:
+class SimilarityGating:
     """Gating that weighs experts by the similarity of the router's input to stored directions."""
 
     def __str__(self) -> str:

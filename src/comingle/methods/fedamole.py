@@ -22,19 +22,19 @@ from comingle.utils.seeds import generator
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init, Tree
 
 EXPERTS, PLACES, TOKENS, EMBEDDINGS = "experts.", "places", "tokens", "embeddings"
-PER_USER = 3
+EXPERTS_PER_USER = 3
 """Domain experts per user if ``experts`` is 0; the public code has 30 experts for 10 users."""
-LEAST = 2
+MIN_EXPERTS = 2
 """Smallest number of domain experts of a user, if there are enough."""
 
 
-def keys_of(tensors: Tree, router: str) -> Float[Tensor, "users most rank width"]:
+def expert_keys(tensors: Tree, router: str) -> Float[Tensor, "users most rank width"]:
     """Return the A factors of the domain experts that share a router's input."""
     return tensors[router.removesuffix(ROUTER) + "up.a"][:, 1:]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assigning(Server):
+class AssignmentServer(Server):
     """Server that averages experts and assigns them to users.
 
     Its state has the shared tensors, all domain experts, and their assignment ``places (users, layers, most)``: indices
@@ -45,7 +45,7 @@ class Assigning(Server):
     experts: int
     choices: int
     most: int
-    stands: bool = False
+    fixed: bool = False
     kind = "stack"
     by_user = frozenset({PLACES, TOKENS})
     one_rank = True
@@ -60,7 +60,7 @@ class Assigning(Server):
             RecipeError: The number of experts per user is above ``most`` or below 1.
         """
         users, layers = len(setup.users), layers_of(setup.models)
-        experts = self.experts or PER_USER * users
+        experts = self.experts or EXPERTS_PER_USER * users
         chosen = experts * min(self.choices, users)
         if users > 1 and not users <= chosen <= users * self.most:
             raise RecipeError(
@@ -79,8 +79,8 @@ class Assigning(Server):
         kept[TOKENS] = torch.stack(drawn).to(own)
         drawn = [torch.randn(size, generator=generator(setup.seed, e, "embeddings")) for e in range(experts)]
         kept[EMBEDDINGS] = torch.stack(drawn, 1).to(own)
-        everybody = range(users)
-        kept[PLACES] = torch.stack([self.assign(fit(kept, layer, everybody)) for layer in range(len(layers))], 1)
+        all_users = range(users)
+        kept[PLACES] = torch.stack([self.assign(fit_scores(kept, layer, all_users)) for layer in range(len(layers))], 1)
         return kept
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
@@ -100,20 +100,20 @@ class Assigning(Server):
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Average the uploads, then assign experts anew; once experts are fixed, only reassign the participants."""
         users, layers = list(received.users), layers_of(model_of(kept))
-        all_have = {n: t[:, :1] if EXPERTS + n in kept else t for n, t in received.tensors.items()}
-        sums = {} if self.stands else weighted_sums(all_have, dict.fromkeys(all_have, received.weights))
+        common = {n: t[:, :1] if EXPERTS + n in kept else t for n, t in received.tensors.items()}
+        sums = {} if self.fixed else weighted_sums(common, dict.fromkeys(common, received.weights))
         for name, t in sums.items():
             kept[MODEL_PREFIX + name].copy_(t)
         for number, layer in enumerate(layers):
-            had = kept[PLACES][users, number]
-            told = told_in(received.tensors[f"{layer}{ROUTER}"], kept[TOKENS].shape[-1], self.most)
-            kept[TOKENS][users, number] = told[:, 0].to(kept[TOKENS])
-            if not self.stands:
-                move_means(kept[EMBEDDINGS][number], told[:, 1:], had, received.weights)
+            assigned = kept[PLACES][users, number]
+            means = unpack_means(received.tensors[f"{layer}{ROUTER}"], kept[TOKENS].shape[-1], self.most)
+            kept[TOKENS][users, number] = means[:, 0].to(kept[TOKENS])
+            if not self.fixed:
+                move_means(kept[EMBEDDINGS][number], means[:, 1:], assigned, received.weights)
                 for name in (n for n in received.tensors if layer_of(n) == layer and EXPERTS + n in kept):
-                    move_means(kept[EXPERTS + name], received.tensors[name][:, 1:], had, received.weights)
-            whose = users if self.stands else list(range(len(kept[PLACES])))
-            kept[PLACES][whose, number] = self.assign(fit(kept, number, whose))
+                    move_means(kept[EXPERTS + name], received.tensors[name][:, 1:], assigned, received.weights)
+            reassigned = users if self.fixed else list(range(len(kept[PLACES])))
+            kept[PLACES][reassigned, number] = self.assign(fit_scores(kept, number, reassigned))
 
     def assign(self, found: Float[Tensor, "experts users"]) -> Int[Tensor, "users most"]:
         """Return the indices of each user's experts, from how well they fit; a single user gets those that fit best.
@@ -130,20 +130,20 @@ class Assigning(Server):
             chosen = torch.zeros_like(found, dtype=torch.bool)
             chosen[found[:, 0].argsort(descending=True, stable=True)[: self.most]] = True
         else:
-            chosen = choose(found.double().softmax(1), min(self.choices, users), self.most)
+            chosen = solve_assignment(found.double().softmax(1), min(self.choices, users), self.most)
         numbers = torch.arange(experts, device=found.device).unsqueeze(1)
         listed = torch.where(chosen, numbers, experts).T.sort(1).values
         return torch.nn.functional.pad(listed, (0, self.most), value=experts)[:, : self.most]
 
-    def settled(self) -> Assigning:
+    def settled(self) -> AssignmentServer:
         """Return a server with fixed experts.
 
         A new user reports its means for one round, gets experts, and trains on without further exchanges.
         """
-        return replace(self, stands=True, exchange_every=NEVER)
+        return replace(self, fixed=True, exchange_every=NEVER)
 
 
-def fit(kept: Tree, layer: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
+def fit_scores(kept: Tree, layer: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
     """Return the scores ``(mean of A_e x)^T (mean of T x) / sqrt(rank)`` of experts and users.
 
     Args:
@@ -165,7 +165,7 @@ def layers_of(tensors: Tree) -> list[str]:
     return [name.removesuffix(ROUTER) for name in tensors if name.endswith(f".{ROUTER}")]
 
 
-def told_in(router: Float[Tensor, "users rows width"], rank: int, most: int) -> Float[Tensor, "users told rank"]:
+def unpack_means(router: Float[Tensor, "users rows width"], rank: int, most: int) -> Float[Tensor, "users means rank"]:
     """Return the means of T x and of each A_e x from the rows below T in uploaded routers.
 
     Args:
@@ -182,7 +182,7 @@ def told_in(router: Float[Tensor, "users rows width"], rank: int, most: int) -> 
 def move_means(
     kept: Float[Tensor, "experts ..."],
     sent: Float[Tensor, "users most ..."],
-    had: Int[Tensor, "users most"],
+    assigned: Int[Tensor, "users most"],
     weights: Float[Tensor, " users"],
 ) -> None:
     """Set each expert to the weighted mean of its users' uploads, in place; an expert without users is unchanged.
@@ -190,20 +190,20 @@ def move_means(
     Args:
         kept: The experts.
         sent: Uploaded experts of each user.
-        had: Their indices; the number of experts stands for an empty place.
+        assigned: Their indices; the number of experts stands for an empty place.
         weights: Aggregation weights of the users.
     """
-    flat = had.flatten()
+    flat = assigned.flatten()
     counts = flat.bincount(minlength=len(kept) + 1)[: len(kept)]
     places = torch.arange(int(counts.max()), device=kept.device)
     rows = flat.argsort(stable=True)[((counts.cumsum(0) - counts).unsqueeze(1) + places).clamp(max=len(flat) - 1)]
-    shares = weights.to(kept).repeat_interleave(had.shape[1])[rows] * (places < counts.unsqueeze(1))
+    shares = weights.to(kept).repeat_interleave(assigned.shape[1])[rows] * (places < counts.unsqueeze(1))
     shares = shares / shares.sum(1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
     mean = torch.einsum("eh,eh...->e...", shares, sent.flatten(0, 1)[rows].to(kept))
     kept.copy_(torch.where((counts > 0).view(-1, *[1] * (kept.dim() - 1)), mean, kept))
 
 
-def choose(scores: Float[Tensor, "experts users"], choices: int, most: int) -> Bool[Tensor, "experts users"]:
+def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most: int) -> Bool[Tensor, "experts users"]:
     """Return which expert chooses which user, so that the sum of the chosen scores is maximal.
 
     This is RSEA, an integer program.
@@ -218,7 +218,7 @@ def choose(scores: Float[Tensor, "experts users"], choices: int, most: int) -> B
     from scipy.sparse import eye_array, kron
 
     experts, users = scores.shape
-    least = min(LEAST, experts * choices // users)
+    least = min(MIN_EXPERTS, experts * choices // users)
     gain = (
         (scores - scores.mean()).flatten().cpu().numpy()
     )  # centred and scaled for the solver; the optimum is the same
@@ -277,16 +277,16 @@ def fedamole(
         placement=Placement(
             specialists=most,
             routed=True,
-            gating=Pairs(),
+            gating=PairGating(),
             shared=SHARED,
         ),
-        client=Client(phases=joint(routed=True), parts=(Embedded(instances),)),
-        server=Assigning(experts=experts, choices=choices, most=most),
+        client=Client(phases=joint(routed=True), parts=(ReportEmbeddings(instances),)),
+        server=AssignmentServer(experts=experts, choices=choices, most=most),
     )
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairGating:
     """Gating that weighs domain experts by the product of two projections of the input: the expert's A, and T."""
 
     def __str__(self) -> str:
@@ -329,7 +329,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Embedded(ClientHook):
+class ReportEmbeddings(ClientHook):
     """Reports the mean projections by T and by each expert's A of a user's own text."""
 
     instances: int
@@ -337,7 +337,7 @@ class Embedded(ClientHook):
 
     def begin(self, cohort: Cohort) -> None:
         """Reset the optimisers, as the experts in these places may be others now."""
-        cohort.forget(SHARED)
+        cohort.reset_moments(SHARED)
 
     def end(self, cohort: Cohort) -> None:
         """Write the means into the router's rows below T.
@@ -345,8 +345,8 @@ class Embedded(ClientHook):
         Inputs are scaled to a mean square of 1, as after a norm layer.
         """
         for name, direction in cohort.router_directions(self.instances, whole=True).items():
-            router, keys = cohort.tensors[name], keys_of(cohort.tensors, name)
+            router, keys = cohort.tensors[name], expert_keys(cohort.tensors, name)
             rank, x = keys.shape[2], direction.unsqueeze(-1) * math.sqrt(direction.shape[-1])
-            told = torch.cat([router[:, :rank] @ x, (keys.flatten(1, 2) @ x)], 1).squeeze(-1)
+            means = torch.cat([router[:, :rank] @ x, (keys.flatten(1, 2) @ x)], 1).squeeze(-1)
             below = router[:, rank:]
-            below.copy_(F.pad(told, (0, below[0].numel() - told.shape[1])).view(below.shape))
+            below.copy_(F.pad(means, (0, below[0].numel() - means.shape[1])).view(below.shape))

@@ -56,10 +56,10 @@ class ExactMean(Mean):
             mean_a, mean_b = kept[f"{MODEL_PREFIX}{name}.a"], kept[f"{MODEL_PREFIX}{name}.b"]
             weights = received.weights * received.scales
             parts = [(t, b[i] * float(weights[i])) for i, t in enumerate(a)]
-            add_to(kept, name, [*parts, (mean_a, -float(received.scales[0]) * mean_b)])
+            add_to_residual(kept, name, [*parts, (mean_a, -float(received.scales[0]) * mean_b)])
 
 
-def add_to(kept: Tree, name: str, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def add_to_residual(kept: Tree, name: str, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Add the products ``A^T B`` to the residual of a weight.
 
     Args:
@@ -69,11 +69,11 @@ def add_to(kept: Tree, name: str, parts: list[tuple[torch.Tensor, torch.Tensor]]
     """
     ends = kept[f"{MODEL_PREFIX}{name}.{IN}"], kept[f"{MODEL_PREFIX}{name}.{OUT}"]
     change = sum((a.mT @ b for a, b in parts), ends[0].mT @ ends[1])
-    for end, t in zip(ends, factored(change, ends[0].shape[-2]), strict=True):
+    for end, t in zip(ends, factorise(change, ends[0].shape[-2]), strict=True):
         end.copy_(t)
 
 
-def factored(
+def factorise(
     change: Float[Tensor, "*experts d_in d_out"], rank: int
 ) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
     """Return factors I, O of ``change = I^T O``: exact at full rank, else the best approximation of that rank."""
@@ -104,21 +104,21 @@ def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
     return Method(
         name="flora-stacking",
         placement=Placement(generalists=2, shared=LORA, received=frozenset({RESIDUAL}), residual=residual_rank),
-        client=Client(phases=(Phase(roles=LORA),), parts=(Anew(),)),
+        client=Client(phases=(Phase(roles=LORA),), parts=(Reinitialise(),)),
         server=Stack(),
     )
 
 
-TIMES = "anew"
+RESTARTS = "anew"
 """Key of a user's state: the run's seed, and how often its LoRA has been reinitialised."""
 
 
-class Anew(ClientHook):
+class Reinitialise(ClientHook):
     """Reinitialises LoRA each round: A is drawn at random, B is zero, and optimisers are new."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
         """Return zero counts."""
-        return {TIMES: torch.tensor([[seed, 0]]).repeat(len(names), 1)}
+        return {RESTARTS: torch.tensor([[seed, 0]]).repeat(len(names), 1)}
 
     def received(self, cohort: Cohort) -> None:
         """Set B to zero, as the trained LoRA is in the weights now."""
@@ -127,13 +127,13 @@ class Anew(ClientHook):
 
     def begin(self, cohort: Cohort) -> None:
         """Draw a new A for each user, within its rank."""
-        cohort.forget(LORA)
+        cohort.reset_moments(LORA)
         for name, a, _ in lora_pairs(cohort.tensors):
-            for own, user, (seed, times) in zip(a, cohort.names, cohort.kept[TIMES].tolist(), strict=True):
+            for own, user, (seed, times) in zip(a, cohort.names, cohort.kept[RESTARTS].tolist(), strict=True):
                 own.copy_(init_a(tuple(own.shape), generator(seed, user, "anew", f"{name}.a", times)))
             places = torch.arange(a.shape[-2], device=a.device) < cohort.ranks.unsqueeze(1)
             a.mul_(places.view(len(a), *[1] * (a.dim() - 3), -1, 1))
-        cohort.kept[TIMES][:, 1] += 1
+        cohort.kept[RESTARTS][:, 1] += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,4 +148,4 @@ class Stack(Mean):
         """Add the stack of a round."""
         weights = (received.weights * received.scales).tolist()
         for name, a, b in lora_pairs(received.tensors):
-            add_to(kept, name, [(t, b[i] * weights[i]) for i, t in enumerate(a)])
+            add_to_residual(kept, name, [(t, b[i] * weights[i]) for i, t in enumerate(a)])

@@ -26,7 +26,7 @@ class WarmUp(ClientHook):
         """Reset the router if ``resets``, then take the steps."""
         if self.resets:
             cohort.reset(ROUTERS)
-            cohort.forget(ROUTERS)
+            cohort.reset_moments(ROUTERS)
         for phase in self.before:
             cohort.take_steps(phase)
 
@@ -76,11 +76,11 @@ def client_mixture(
         server: The server; by default :class:`ClusterSteps`.
         reports: Whether users who share components report their mixture weights.
     """
-    told = (ReportMixture(mixture),) if reports and ADAPTOR in shared else ()
+    report_hooks = (ReportMixture(mixture),) if reports and ADAPTOR in shared else ()
     return Method(
         name=name,
         placement=Placement(shared=shared, mixture=mixture),
-        client=Client(phases=phases, parts=(*parts, *told)),
+        client=Client(phases=phases, parts=(*parts, *report_hooks)),
         server=server or ClusterSteps(centre=mixture.centre),
         components="adaptor set" if mixture.of == "adaptors" else "model",
     )

@@ -30,7 +30,7 @@ class Centres(Server):
     quantile: float
     iterations: int
     rate: float
-    stands: bool = False
+    fixed: bool = False
     kind = "stack"
     knows_starts = True
     one_rank = True  # columns above a user's rank are not trained, but would count as if they had moved
@@ -48,7 +48,7 @@ class Centres(Server):
         """Update the centres, then take a step for each participant."""
         users, centres = list(received.users), kept[CENTRES]
         momenta = kept[OWN][users] - flatten([received.tensors[name] for name in model_of(kept)])
-        if not self.stands:
+        if not self.fixed:
             if kept[LEFT]:
                 order = kept[DRAW][users].argsort()
                 centres.copy_(momenta[order[torch.arange(self.clusters) % len(order)]])
@@ -57,7 +57,7 @@ class Centres(Server):
                 centres.copy_(threshold_step(centres, momenta, received.weights, self.quantile))
             kept[MOVED].sub_(centres, alpha=self.rate)
         nearest = distances(centres, momenta).argmin(0)
-        if self.stands:
+        if self.fixed:
             kept[OWN][users] = flatten([t.unsqueeze(0) for t in model_of(kept).values()]) + kept[MOVED][nearest]
         else:
             kept[OWN][users] -= self.rate * centres[nearest]
@@ -70,7 +70,7 @@ class Centres(Server):
 
     def settled(self) -> Centres:
         """Return a server with fixed centres; a new user moves by the total change of its cluster."""
-        return replace(self, stands=True)
+        return replace(self, fixed=True)
 
 
 def distances(

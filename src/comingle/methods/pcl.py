@@ -30,7 +30,7 @@ def collaboration(
     return torch.where(scores.isinf().all(1, keepdim=True), is_own.to(scores), scores.softmax(1))
 
 
-class Listen(ClientHook):
+class AverageByPerplexity(ClientHook):
     """Averages all uploads, with weights from the user's own validation text."""
 
     language_only = True
@@ -91,6 +91,6 @@ def pcl(*, exchange_from: Count = 5, exchange_every: Count = 2) -> Method:
     return Method(
         name="pcl",
         placement=Placement(generalists=2, shared=frozenset({ATTENTION, GENERALIST})),
-        client=Client(phases=joint(routed=False), parts=(Listen(),)),
+        client=Client(phases=joint(routed=False), parts=(AverageByPerplexity(),)),
         server=Relay(exchange_from=exchange_from, exchange_every=exchange_every),
     )

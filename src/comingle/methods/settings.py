@@ -50,7 +50,7 @@ NotNegative = Annotated[float, Range(least=0)]
 Positive = Annotated[float, Range(least=0, above=True)]
 BelowOne = Annotated[float, Range(least=0, most=1, below=True)]
 
-_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+_SYNONYMS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("mu", "proximal_mu", "prox_mu", "prox"), ("proximal", "nearness")),
     **dict.fromkeys(
         ("lambda", "lam", "lamda", "lambda_", "reg", "penalty"), ("nearness", "regularisation", "proximal")
@@ -69,8 +69,8 @@ _OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 
 def setting_hint(key: str, known: Collection[str]) -> str:
     """Return a hint for an unknown setting: a setting that is called so elsewhere, or the nearest spelling."""
-    meant = next((name for name in _OTHER_NAMES.get(key.lower(), ()) if name in known), None)
-    return f" Did you mean {meant!r}?" if meant else did_you_mean(key, known)
+    synonym = next((name for name in _SYNONYMS.get(key.lower(), ()) if name in known), None)
+    return f" Did you mean {synonym!r}?" if synonym else did_you_mean(key, known)
 
 
 Fits = Callable[[Any], bool]
@@ -86,7 +86,7 @@ def allowed(make: Callable[..., object]) -> dict[str, tuple[str, Fits]]:
 
 
 def _allowed(hint: Any) -> tuple[str, Fits]:
-    limit = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Range)), None)
+    limit = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)), None)
     plain = hint.__origin__ if hasattr(hint, "__metadata__") else hint
     if get_origin(plain) is Literal:
         words = get_args(plain)
@@ -101,7 +101,7 @@ def _allowed(hint: Any) -> tuple[str, Fits]:
 def _fits(limit: Range, kind: type, value: object, many: bool) -> bool:
     """Return whether a value is allowed; where lists are, each of its values, of which there is at least one."""
     values = list(value) if many and isinstance(value, list | tuple) else [value]
-    return bool(values) and all(limit.fits(kind, one) for one in values)
+    return bool(values) and all(limit.fits(kind, each) for each in values)
 
 
 def by_type(kind: object) -> tuple[str, Fits]:

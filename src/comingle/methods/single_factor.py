@@ -49,11 +49,11 @@ def fedsa_lora() -> Method:
 class NewOptimisers(ClientHook):
     """Resets the optimisers at the start of each round, as their moments belong to other factors."""
 
-    forgets: ClassVar[bool] = True
+    only_resets_moments: ClassVar[bool] = True
 
     def begin(self, cohort: Cohort) -> None:
         """Reset the moments of all experts and routers."""
-        cohort.forget(frozenset({*EXPERT_ROLES, ROUTER}))
+        cohort.reset_moments(frozenset({*EXPERT_ROLES, ROUTER}))
 
 
 def rolora() -> Method:

@@ -41,29 +41,29 @@ def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
         return slope < 0
 
     most = torch.full_like(cohort.tensors[CLIENT_ROUTER][:, :2], math.log(LARGEST_POWER), dtype=torch.float64)
-    low, high = halved(falls, -most, most, POWER_BISECTIONS)
+    low, high = bisect(falls, -most, most, POWER_BISECTIONS)
     return torch.where(low >= 0, low, high).exp()
 
 
-def likeliest(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor, " users"]:
+def likeliest_weight(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor, " users"]:
     """Return the first model's weight w that maximises ``sum_t log(w exp(-loss_1t) + (1 - w) exp(-loss_2t))``.
 
     The slope in w, ``sum_t (r_t - 1) / (w r_t + 1 - w)`` with ``r_t = exp(loss_2t - loss_1t)``, is decreasing, so
     bisection finds its root, or the end of [0, 1] beyond which it lies. If the two models never differ, w is 1/2.
     """
-    ahead = losses[:, 1] - losses[:, 0]
+    margin = losses[:, 1] - losses[:, 0]
     # Divided by r + 1, so that neither a very large nor a very small ratio overflows.
-    first, second = ahead.sigmoid(), (-ahead).sigmoid()
+    first, second = margin.sigmoid(), (-margin).sigmoid()
 
     def rises(weight: Float[Tensor, " users"]) -> Bool[Tensor, " users"]:
         w = weight.unsqueeze(1)
         return ((first - second) / (w * first + (1 - w) * second)).sum(1) > 0
 
-    low, high = halved(rises, torch.zeros_like(ahead[:, 0]), torch.ones_like(ahead[:, 0]), BISECTIONS)
-    return torch.where((ahead == 0).all(1), 0.5, torch.where(low == 0, low, high))
+    low, high = bisect(rises, torch.zeros_like(margin[:, 0]), torch.ones_like(margin[:, 0]), BISECTIONS)
+    return torch.where((margin == 0).all(1), 0.5, torch.where(low == 0, low, high))
 
 
-def halved(rises: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, times: int) -> tuple[Tensor, Tensor]:
+def bisect(rises: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, times: int) -> tuple[Tensor, Tensor]:
     """Return the interval around the maximum after ``times`` bisections.
 
     Args:
@@ -118,13 +118,13 @@ def stacking(*, generalists: Annotated[int, Range(least=0, most=MODELS)] = 1, te
             shared=frozenset({GENERALIST} if generalists else ()),
             mixture=ClientMixture(clusters=MODELS, of="models", at="predictions", experts=2, tempered=temperatures),
         ),
-        client=Client(phases=joint(routed=False), parts=(Likeliest(tempered=temperatures),)),
+        client=Client(phases=joint(routed=False), parts=(FitWeights(tempered=temperatures),)),
         server=Mean() if generalists else Server(),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Likeliest(ClientHook):
+class FitWeights(ClientHook):
     """Sets each user's mixture weight by the likelihood on its validation data, after temperatures if ``tempered``."""
 
     tempered: bool = False
@@ -134,11 +134,11 @@ class Likeliest(ClientHook):
     language_only = True
 
     def settle(self, cohort: Cohort) -> None:
-        """Set the router to the logarithms of the weights by :func:`likeliest`, which are logits of a softmax.
+        """Set the router to the logarithms of the weights by :func:`likeliest_weight`, which are logits of a softmax.
 
         With ``tempered`` the logarithms of the powers follow them.
         """
         powers = best_powers(cohort) if self.tempered else None
-        first = likeliest(cohort.held_out_losses(powers))
+        first = likeliest_weight(cohort.held_out_losses(powers))
         weights = torch.stack([first, 1 - first], 1).clamp(min=torch.finfo(torch.float32).tiny)
         cohort.tensors[CLIENT_ROUTER].copy_((weights if powers is None else torch.cat([weights, powers], 1)).log())

@@ -59,7 +59,7 @@ def load_file(path: Path) -> list[str]:
     module = _run(path, where)
     for name, method in _methods(module):
         if name in REGISTRY and not (name not in before and REGISTRY[name] is method):
-            raise PluginError(f"{where}: method {name!r} is there already{_whose(name)}; give it another name")
+            raise PluginError(f"{where}: method {name!r} is there already{_origin_suffix(name)}; give it another name")
         register(name, method)
     names = [name for name in REGISTRY if name not in before]
     if not names:
@@ -123,8 +123,8 @@ def _warn_changed(method: str, file: Path, was: str, now: str, folder: Path) -> 
     known = os.environ.get(CHANGED, "").split()
     if (change := f"{was}-{now}") not in known:
         os.environ[CHANGED] = " ".join([*known, change])
-        told = "%s: method %r has changed since the run began: %s had sha256 %s, now %s"
-        _log.warning(told, folder, method, file, was, now)
+        message = "%s: method %r has changed since the run began: %s had sha256 %s, now %s"
+        _log.warning(message, folder, method, file, was, now)
 
 
 def _run(path: Path, where: str) -> ModuleType:
@@ -168,7 +168,7 @@ def _returns_method(function: object) -> bool:
     return annotation is Method or (isinstance(annotation, str) and annotation.rpartition(".")[2] == "Method")
 
 
-def _whose(name: str) -> str:
+def _origin_suffix(name: str) -> str:
     path = _file_of(name)
     return "" if path is None else f", from {path}"
 

@@ -78,8 +78,8 @@ class AdapterRouting(TokenRouting):
         at, real = prompt_ends(batch)[..., None, None], (batch != PAD).any(-1, keepdim=True)
         wide = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in read.items()}
         if whole:
-            there = (batch[..., :-1] != PAD).double()
-            shares = there / there.sum(-1, keepdim=True).clamp(min=1)
+            is_token = (batch[..., :-1] != PAD).double()
+            shares = is_token / is_token.sum(-1, keepdim=True).clamp(min=1)
             return {n: torch.einsum("ubt,ubtw->ubw", shares.to(x), x) for n, x in wide.items()}
         return {n: x.gather(2, at.expand(-1, -1, 1, x.shape[-1])).squeeze(2) * real for n, x in wide.items()}
 
@@ -265,10 +265,10 @@ def adapt(
     layers = decoder_layers(network)
     if checkpointed:
         for layer in layers:
-            setattr(layer, "forward", _computed_twice(layer))  # noqa: B010 (a method, not a Tensor)
+            setattr(layer, "forward", _checkpointed_forward(layer))  # noqa: B010 (a method, not a Tensor)
     elif compiled and not base.quantised:
-        _keep_compiled_code()
-        _forget_other_models(base.model, adapters)
+        _cache_custom_autograd()
+        _reset_compiler(base.model, adapters)
         for mlp in adapters.experts.values():
             # The expert MLP has fused kernels of its own; tracing its autograd function would undo them.
             setattr(mlp, "forward", torch.compiler.disable(mlp.forward))  # noqa: B010 (a method, not a Tensor)
@@ -287,21 +287,21 @@ def adapt(
     )
 
 
-def _keep_compiled_code() -> None:
+def _cache_custom_autograd() -> None:
     """Let torch.compile cache graphs with LoRA's autograd function on disk, for later processes.
 
     PyTorch excludes custom autograd functions by default. Its cache keys cover their forward and backward code.
     """
     from torch._functorch import config
 
-    if hasattr(config, _KEEPS):  # missing in some versions of PyTorch
-        setattr(config, _KEEPS, True)
+    if hasattr(config, _CACHE_OPTION):  # missing in some versions of PyTorch
+        setattr(config, _CACHE_OPTION, True)
 
 
-_KEEPS = "autograd_cache_allow_custom_autograd_functions"
+_CACHE_OPTION = "autograd_cache_allow_custom_autograd_functions"
 
 
-def _computed_twice(layer: nn.Module) -> Callable[..., object]:
+def _checkpointed_forward(layer: nn.Module) -> Callable[..., object]:
     """Return the layer's forward pass with activation checkpointing.
 
     The recomputation uses the adapters that were bound in the first pass: a loss may combine several models that are
@@ -327,7 +327,7 @@ def _computed_twice(layer: nn.Module) -> Callable[..., object]:
 _compiled_for: tuple[weakref.ref[nn.Module], Layout] | None = None
 
 
-def _forget_other_models(model: nn.Module, adapters: Adapters) -> None:
+def _reset_compiler(model: nn.Module, adapters: Adapters) -> None:
     """Reset torch.compile unless its last model had the same base and the same attention adapters.
 
     Each compiled variant counts towards PyTorch's recompilation limit. Methods of a comparison with equal attention

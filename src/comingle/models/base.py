@@ -119,7 +119,7 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     from transformers import GenerationConfig
 
     own = [getattr(part, "eos_token_id", None) for part in (model.generation_config, model.config)]
-    ends = next((one for one in own if one is not None), ())
+    ends = next((tokens for tokens in own if tokens is not None), ())
     model.requires_grad_(False)
     model.eval()
     model.config.use_cache = False

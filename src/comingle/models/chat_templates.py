@@ -89,7 +89,7 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 _PROBE = "\ue002{}\ue003"
 
 _THINK, _END_THINK = "<think>", "</think>"
-_OURS = ("learn", "tools")
+_OWN_KEYS = ("learn", "tools")
 _DIRECTIVES = (*(f"-{key}" for key in "dmHIMSjy"), *"aAbBcdfGHIjmMpSuUVwWxXyYZz")
 
 
@@ -167,7 +167,7 @@ class ChatTemplate:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [{key: value for key, value in message.items() if key not in _OURS} for message in messages],
+                    [{key: value for key, value in message.items() if key not in _OWN_KEYS} for message in messages],
                     tools=list(tools) if tools else None,
                     chat_template=template if template or not self.dated else self._with_date,
                     tokenize=False,
@@ -175,9 +175,9 @@ class ChatTemplate:
                 )
             )
         except Exception as error:  # templates are programs that may raise any error
-            said = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             roles = ", ".join(message["role"] for message in messages)
-            raise DataError(f"the base's chat template refuses the roles {roles}: {said}") from None
+            raise DataError(f"the base's chat template refuses the roles {roles}: {reason}") from None
 
     @cached_property
     def _with_date(self) -> str:
@@ -192,7 +192,7 @@ class ChatTemplate:
         filters = "".join(f" | replace({key!r}, {value!r})" for key, value in values.items())
         return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{own}"
 
-    def _asked(self, messages: Sequence[Message]) -> str:
+    def _prompt_text(self, messages: Sequence[Message]) -> str:
         """Return the prompt of the next response as text.
 
         Trailing spaces belong to the response, as tokenizers join a space and the following word.
@@ -221,11 +221,11 @@ class ChatTemplate:
             DataError: The template rejects the messages or omits one, or they are not valid Unicode.
         """
         require_characters("".join(message["content"] or "" for message in messages))
-        safe, spelt = self._hide(messages)
+        safe, hidden_texts = self._hide(messages)
         safe, _ = self._with_calls(safe)
-        asked = self._asked(safe)
+        asked = self._prompt_text(safe)
         self._check_written(safe, asked)
-        return tuple(token for token, _, _ in self._tokens(asked, spelt))
+        return tuple(token for token, _, _ in self._tokens(asked, hidden_texts))
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
         """Tokenise a conversation up to its last response.
@@ -237,7 +237,7 @@ class ChatTemplate:
             RewrittenTurnsError: The template changes earlier turns when a conversation continues.
             DataError: The template rejects the messages or omits one, or no response is to be learnt.
         """
-        return self._encoded(*self._readied(messages))
+        return self._encode_prepared(*self._prepare(messages))
 
     def encode_turns(self, messages: Sequence[Message]) -> list[Encoded]:
         """Tokenise a conversation, or each response with its own prompt if the template changes earlier turns.
@@ -245,23 +245,23 @@ class ChatTemplate:
         Raises:
             DataError: As in :meth:`encode`.
         """
-        safe, spelt, learnt, unwritten = self._readied(messages)
+        safe, hidden_texts, learnt, unwritten = self._prepare(messages)
         try:
-            return [self._encoded(safe, spelt, learnt, unwritten)]
+            return [self._encode_prepared(safe, hidden_texts, learnt, unwritten)]
         except RewrittenTurnsError:
             if len(learnt) < 2:
                 raise
-        turns = [self._encoded(safe, spelt, [number], 0) for number in learnt]
+        turns = [self._encode_prepared(safe, hidden_texts, [number], 0) for number in learnt]
         return [replace(turns[0], unwritten_calls=unwritten), *turns[1:]]
 
-    def _readied(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], list[int], int]:
+    def _prepare(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], list[int], int]:
         """Prepare messages for the template.
 
         Returns:
             The messages, the texts of hidden special tokens, the indices of responses to learn, and the number of
             responses whose tool calls the template does not write.
         """
-        safe, spelt = self._hide(messages)
+        safe, hidden_texts = self._hide(messages)
         safe, unwritten = self._with_calls(safe)
         learnt = [
             number
@@ -271,18 +271,22 @@ class ChatTemplate:
         if not learnt:
             why = "the base's chat template does not write its tool calls" if unwritten else "all are left out"
             raise DataError(f"no response to learn: {why}; allowed: at least one after a message")
-        return safe, spelt, learnt, len(unwritten)
+        return safe, hidden_texts, learnt, len(unwritten)
 
-    def _encoded(self, messages: list[Message], spelt: list[str], learnt: Sequence[int], unwritten: int) -> Encoded:
+    def _encode_prepared(
+        self, messages: list[Message], hidden_texts: list[str], learnt: Sequence[int], unwritten: int
+    ) -> Encoded:
         text, places, masked = self._places(messages[: learnt[-1] + 1], learnt)
-        tokens = self._tokens(text, spelt)
+        tokens = self._tokens(text, hidden_texts)
         stops = [stop for _, _, stop in tokens]
         # If a prompt's last token depends on the text after it, split there, so that training uses prompt()'s tokens.
         cuts = [
-            first for first, _, _ in places if self._tokens(text[:first], spelt) != tokens[: bisect_right(stops, first)]
+            first
+            for first, _, _ in places
+            if self._tokens(text[:first], hidden_texts) != tokens[: bisect_right(stops, first)]
         ]
         if cuts:
-            tokens = self._tokens(text, spelt, cuts)
+            tokens = self._tokens(text, hidden_texts, cuts)
         ids, starts = [token for token, _, _ in tokens], [start for _, start, _ in tokens]
         stops = [stop for _, _, stop in tokens]
 
@@ -300,7 +304,7 @@ class ChatTemplate:
                 end -= 1
             if any(token in self._special for token in ids[start:end]):  # generated texts are shown without them
                 return str(self.tokenizer.decode(ids[start:end], skip_special_tokens=True)).strip()
-            return _spell(text[first : last if end == stop else starts[end]], spelt).strip()
+            return _restore_special_tokens(text[first : last if end == stop else starts[end]], hidden_texts).strip()
 
         responses = [span(place) for place in places]
         return Encoded(
@@ -324,16 +328,16 @@ class ChatTemplate:
         self, messages: Sequence[Message], learnt: Sequence[int]
     ) -> tuple[str, list[Place], list[Place] | None]:
         """Return a conversation's text, and the places of the responses to learn and of the other responses."""
-        text, final = self._final(messages)
+        text, final = self._render_final(messages)
         self._check_written(messages[:-1], text)
-        if lost := _lost(messages[-1]["content"], text[final[0] :], thoughts=True):
-            raise _left_out(messages, len(messages) - 1, lost)
+        if missing := _missing_part(messages[-1]["content"], text[final[0] :], thoughts=True):
+            raise _omission_error(messages, len(messages) - 1, missing)
         places, masked, hidden = [], [], False
         for number in (n for n, message in enumerate(messages[:-1]) if message["role"] == ASSISTANT):
-            place = self._earlier(messages, number, text)
+            place = self._earlier_place(messages, number, text)
             if number in learnt:
-                said = "" if place is None else text[place[0] : place[1]]
-                if place is None or _lost(messages[number]["content"], said, thoughts=True):
+                response = "" if place is None else text[place[0] : place[1]]
+                if place is None or _missing_part(messages[number]["content"], response, thoughts=True):
                     raise RewrittenTurnsError(
                         "the base's chat template writes earlier turns anew as a conversation goes on, so responses "
                         "have no one place; give conversations of one turn"
@@ -345,29 +349,32 @@ class ChatTemplate:
                 hidden = hidden or number > 0 or not messages[number].get("learn", True)
         return text, [*places, final], None if hidden else masked
 
-    def _earlier(self, messages: Sequence[Message], number: int, text: str) -> Place | None:
+    def _earlier_place(self, messages: Sequence[Message], number: int, text: str) -> Place | None:
         """Return the place of a response that is not the last; None if the text does not begin with its prompt."""
         if not number:
             return None
         try:
-            asked, last = self._asked(messages[:number]), _common(self.render(messages[: number + 1]), text)
+            asked, last = (
+                self._prompt_text(messages[:number]),
+                _common_prefix(self.render(messages[: number + 1]), text),
+            )
         except DataError:
             return None
         return (len(asked), last, last) if text.startswith(asked) and len(asked) < last else None
 
-    def _final(self, messages: Sequence[Message]) -> tuple[str, Place]:
+    def _render_final(self, messages: Sequence[Message]) -> tuple[str, Place]:
         """Render a conversation so that its last response follows its prompt; return text and place."""
-        whole, asked = self.render(messages), self._asked(messages[:-1])
-        said, first = whole, len(asked)
+        whole, asked = self.render(messages), self._prompt_text(messages[:-1])
+        text, first = whole, len(asked)
         if not whole.startswith(asked):
-            said = asked + self._after(messages, whole)
+            text = asked + self._response_after_prompt(messages, whole)
         try:
-            closed = _common(self.render(messages, asks=True), whole) + len(said) - len(whole)
+            closed = _common_prefix(self.render(messages, asks=True), whole) + len(text) - len(whole)
         except DataError:
-            closed = len(said)
-        return said, (first, closed if closed > first else len(said), len(said))
+            closed = len(text)
+        return text, (first, closed if closed > first else len(text), len(text))
 
-    def _after(self, messages: Sequence[Message], whole: str) -> str:
+    def _response_after_prompt(self, messages: Sequence[Message], whole: str) -> str:
         """Return the last response with its end, for templates whose conversation does not begin with the prompt.
 
         Some templates open a thought in the prompt and remove thoughts from responses. Others write the system message
@@ -376,7 +383,7 @@ class ChatTemplate:
         probed = [*messages[:-2], {**messages[-2], "content": _PROBE.format(1)}]
         answered = [*probed, _response(_PROBE.format(2))]
         header = self.render(answered).partition(_PROBE.format(1))[2].partition(_PROBE.format(2))[0].rstrip(" ")
-        opened = self._asked(probed).partition(_PROBE.format(1))[2]
+        opened = self._prompt_text(probed).partition(_PROBE.format(1))[2]
         before = self.render([*messages[:-1], _response(_PROBE.format(2))]).partition(_PROBE.format(2))[0].rstrip(" ")
         if not opened.startswith(header) or not whole.startswith(before):
             raise RewrittenTurnsError(
@@ -404,16 +411,16 @@ class ChatTemplate:
         """
         if not self.own:
             return
-        flat, dropped = _flat(text), self._dropped(messages)
+        flat, dropped = _without_spaces(text), self._dropped(messages)
         for number, message in enumerate(messages):
             content = message["content"]
             kept = content.rpartition(_END_THINK)[2] if message["role"] == ASSISTANT else content
-            lost = content if number in dropped else _lost(kept, flat)
-            if lost.strip():
-                raise _left_out(messages, number, lost)
+            missing = content if number in dropped else _missing_part(kept, flat)
+            if missing.strip():
+                raise _omission_error(messages, number, missing)
         for tool in (messages[0].get("tools") if messages else None) or ():
             name = str((tool.get("function") or tool).get("name", ""))
-            if _lost(name, flat):
+            if _missing_part(name, flat):
                 raise DataError(
                     f"the base's chat template leaves out the tools ({name}); give a base whose template writes tools, "
                     "or leave out tools"
@@ -452,18 +459,18 @@ class ChatTemplate:
         calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
         found, refusal = list[tuple[list[Message], frozenset[int]]](), None
         for encodes in (False, True) if calling else ():
-            spelt = [_with_arguments(message, encodes) for message in messages]
+            formatted = [_with_arguments(message, encodes) for message in messages]
             try:
-                flat = _flat(self.render(spelt))
+                flat = _without_spaces(self.render(formatted))
             except DataError as error:
                 refusal = error
                 continue
-            found.append((spelt, frozenset(number for number in calling if not _writes(messages[number], flat))))
+            found.append((formatted, frozenset(number for number in calling if not _writes(messages[number], flat))))
         if refusal is not None and not found:
             raise refusal
-        return min(found, key=lambda one: len(one[1]), default=(messages, frozenset()))
+        return min(found, key=lambda option: len(option[1]), default=(messages, frozenset()))
 
-    # ------------------------------------------------------------ special tokens that are spelt out
+    # ------------------------------------------------------------ special tokens in messages
 
     @cached_property
     def _special(self) -> dict[int, str]:
@@ -475,31 +482,31 @@ class ChatTemplate:
 
     def _hide(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
         """Replace special tokens in messages by numbered placeholders; return the messages and the replaced texts."""
-        spelt: list[str] = []
+        hidden_texts: list[str] = []
 
         def hide(found: re.Match[str]) -> str:
-            spelt.append(found[0])
-            return f"{_OPEN}{len(spelt) - 1}{_CLOSE}"
+            hidden_texts.append(found[0])
+            return f"{_OPEN}{len(hidden_texts) - 1}{_CLOSE}"
 
         def hidden(value: object) -> Any:
             if isinstance(value, str):
                 return self._borders.sub(hide, value)
             if isinstance(value, Mapping):
-                return {key: hidden(one) for key, one in value.items()}
-            return [hidden(one) for one in value] if isinstance(value, list | tuple) else value
+                return {key: hidden(item) for key, item in value.items()}
+            return [hidden(item) for item in value] if isinstance(value, list | tuple) else value
 
         return [
             {**hidden({**message, "content": message["content"] or ""}), "role": message["role"]}
             for message in messages
-        ], spelt
+        ], hidden_texts
 
-    def _tokens(self, text: str, spelt: Sequence[str], cuts: Sequence[int] = ()) -> list[tuple[int, int, int]]:
+    def _tokens(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[tuple[int, int, int]]:
         """Tokenise a text; return each token with its start and end. No token spans one of the ``cuts``."""
         tokens, at = [], 0
         for first, last in pairwise([0, *cuts, len(text)]):
             for number, piece in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text[first:last])):
                 plain, width = number % 2 == 1, len(piece) + 2 * (number % 2)
-                ids, places = self._piece(spelt[int(piece)] if plain else piece, plain=plain)
+                ids, places = self._piece(hidden_texts[int(piece)] if plain else piece, plain=plain)
                 tokens += [
                     (token, at, at + width) if plain else (token, at + start, at + stop)
                     for token, (start, stop) in zip(ids, places, strict=True)
@@ -525,36 +532,39 @@ def _response(content: str) -> Message:
     return {"role": ASSISTANT, "content": content}
 
 
-def _common(first: str, second: str) -> int:
+def _common_prefix(first: str, second: str) -> int:
     """Return the length of the longest common prefix of two texts."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _spell(text: str, spelt: Sequence[str]) -> str:
+def _restore_special_tokens(text: str, hidden_texts: Sequence[str]) -> str:
     """Replace placeholders by the texts of special tokens."""
-    return re.sub(f"{_OPEN}(\\d+){_CLOSE}", lambda found: spelt[int(found[1])], text)
+    return re.sub(f"{_OPEN}(\\d+){_CLOSE}", lambda found: hidden_texts[int(found[1])], text)
 
 
-def _flat(text: str) -> str:
+def _without_spaces(text: str) -> str:
     """Return a text without white space, which templates strip and add."""
     return "".join(text.split())
 
 
-def _lost(content: str, text: str, *, thoughts: bool = False) -> str:
+def _missing_part(content: str, text: str, *, thoughts: bool = False) -> str:
     """Return the first part of a content that a text does not contain, verbatim or as JSON; empty if there is none.
 
     With ``thoughts`` the parts are the thoughts and the text around them, otherwise the whole content.
     """
-    flat = _flat(text)
+    flat = _without_spaces(text)
     for part in re.split("</?think>", content) if thoughts else [content]:
-        if _flat(part) not in flat and _flat(json.dumps(part, ensure_ascii=False)[1:-1]) not in flat:
+        if (
+            _without_spaces(part) not in flat
+            and _without_spaces(json.dumps(part, ensure_ascii=False)[1:-1]) not in flat
+        ):
             return part
     return ""
 
 
-def _left_out(messages: Sequence[Message], number: int, lost: str) -> DataError:
-    role, shown = messages[number]["role"], " ".join(lost.split())
+def _omission_error(messages: Sequence[Message], number: int, missing: str) -> DataError:
+    role, shown = messages[number]["role"], " ".join(missing.split())
     return DataError(
         f"the base's chat template leaves out the {role} message (messages[{number}]: {shown!r:.60}); give a base "
         f"whose template writes the role {role} in this place, or leave the message out"
@@ -577,7 +587,7 @@ def _with_arguments(message: Message, encodes: bool) -> Message:
 def _writes(message: Message, flat: str) -> bool:
     """Return whether a text contains the names and arguments of all tool calls of a message."""
     return not any(
-        _lost(text, flat)
+        _missing_part(text, flat)
         for call in message["tool_calls"]
         for text in (call["function"]["name"], *_texts(call["function"].get("arguments")))
     )
@@ -588,5 +598,5 @@ def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(one)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)

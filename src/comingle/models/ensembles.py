@@ -300,7 +300,7 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
     numbers = [*range(generalists), *range(specialists)]
     roles = (GENERALIST,) * generalists + (SPECIALIST,) * specialists
     slots = [
-        replace(s, shape=(mixture.clusters, *s.shape), roles=roles, init=_side_by_side(s.init, numbers))
+        replace(s, shape=(mixture.clusters, *s.shape), roles=roles, init=_stacked_init(s.init, numbers))
         for s in inner.layout.slots
     ]
     router = Slot(name=CLIENT_ROUTER, shape=(mixture.numbers,), roles=(ROUTER,), init=init_zero)
@@ -310,7 +310,7 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
     )
 
 
-def _side_by_side(init: Init, numbers: Sequence[int]) -> Init:
+def _stacked_init(init: Init, numbers: Sequence[int]) -> Init:
     """Return an initialiser that makes several draws and gives component c draw ``numbers[c]``."""
 
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

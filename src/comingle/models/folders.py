@@ -198,11 +198,11 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
     if missing := sorted(report["missing_keys"]):
         # transformers only warns, and initialises them at random
         raise BaseModelError(f"base model {folder}: the weights lack {len(missing)} tensors, first {missing[0]!r}.")
-    _require_places(folder, sorted(report["unexpected_keys"]))
+    _require_all_tensors(folder, sorted(report["unexpected_keys"]))
     return model
 
 
-def _require_places(folder: Path, unexpected: Sequence[str]) -> None:
+def _require_all_tensors(folder: Path, unexpected: Sequence[str]) -> None:
     """Check that the model uses all tensors of the files, except for buffers that it computes itself.
 
     ``unexpected`` names the tensors that transformers ignored.
@@ -273,14 +273,14 @@ def one_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-_ASIDE = ("transformers_version", "_name_or_path")
+_IGNORED_KEYS = ("transformers_version", "_name_or_path")
 """Keys of a configuration that do not describe the model."""
 
 
 def digest_folder(folder: Path) -> str:
     """Return a digest of a folder's weight files, each read once, and its configuration."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    parts: list[Any] = [{key: value for key, value in config.items() if key not in _ASIDE}]
+    parts: list[Any] = [{key: value for key, value in config.items() if key not in _IGNORED_KEYS}]
     for path in weight_files(folder):
         with path.open("rb") as file:
             parts.append([path.name, hashlib.file_digest(file, "sha256").hexdigest()])
@@ -307,5 +307,5 @@ def _digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
     if backend is None:
         return digest_all(type(tokenizer).__name__, tokenizer.get_vocab(), ids)
     content = json.loads(backend.to_str())
-    aside = ("truncation", "padding")  # settings of the last call only
-    return digest_all({key: value for key, value in content.items() if key not in aside}, ids)
+    ignored = ("truncation", "padding")  # settings of the last call only
+    return digest_all({key: value for key, value in content.items() if key not in ignored}, ids)

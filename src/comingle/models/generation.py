@@ -60,31 +60,31 @@ class Sampling:
 _Rule = tuple[Callable[[Any], bool], str]
 
 
-def _whole(least: int, below: float = math.inf) -> _Rule:
+def _integer(least: int, below: float = math.inf) -> _Rule:
     upto = "" if below == math.inf else f" and below {below:,}"
     return lambda v: isinstance(v, int) and is_number(v) and least <= v < below, f"a whole number from {least}{upto}"
 
 
-def _texts(value: object) -> bool:
+def _are_texts(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
 
 
 _RULES: Mapping[str, _Rule] = {
-    "max_new_tokens": _whole(1),
-    "min_new_tokens": _whole(0),
+    "max_new_tokens": _integer(1),
+    "min_new_tokens": _integer(0),
     "temperature": (lambda v: is_number(v) and v >= 0, "a number from 0 (greedy)"),
-    "top_k": _whole(0),
+    "top_k": _integer(0),
     "top_p": (lambda v: is_number(v) and 0 < v <= 1, "a number above 0, up to 1"),
     "min_p": (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
     "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "a number from 0.01 to 100"),
-    "no_repeat_ngram_size": _whole(0),
-    "stop": (_texts, "a text or a list of texts, none empty"),
-    "stop_strings": (_texts, "a text or a list of texts, none empty"),
+    "no_repeat_ngram_size": _integer(0),
+    "stop": (_are_texts, "a text or a list of texts, none empty"),
+    "stop_strings": (_are_texts, "a text or a list of texts, none empty"),
     "eos_token_id": (
         lambda v: isinstance(v, tuple) and all(isinstance(i, int) and is_number(i) and i >= 0 for i in v),
         "a token's number or a list of them",
     ),
-    "seed": _whole(0, 2**63),
+    "seed": _integer(0, 2**63),
 }
 
 _SAMPLING_ONLY = ("top_k", "top_p", "min_p")
@@ -101,8 +101,8 @@ def read_sampling(config: object | None = None, **given: object) -> Sampling:
     Raises:
         RecipeError: A name is unknown or unsupported, a value is out of range, or settings contradict each other.
     """
-    typed = {key: value for key, value in given.items() if value is not None}
-    values: dict[str, Any] = {**_of_config(config), **typed}
+    arguments = {key: value for key, value in given.items() if value is not None}
+    values: dict[str, Any] = {**_config_values(config), **arguments}
     for key in [key for key in values if key not in _RULES and key != "do_sample"]:
         _refuse_unsupported(key, values.pop(key))
     for key in ("stop", "stop_strings", "eos_token_id"):
@@ -110,7 +110,7 @@ def read_sampling(config: object | None = None, **given: object) -> Sampling:
     for key, value in values.items():
         _check(key, value)
     do_sample = values.pop("do_sample", None)
-    _require_agreement(do_sample, values, typed)
+    _require_agreement(do_sample, values, arguments)
     if do_sample is False:
         values["temperature"] = 0.0
     elif do_sample:
@@ -124,17 +124,19 @@ def read_sampling(config: object | None = None, **given: object) -> Sampling:
     return sampling
 
 
-def _of_config(config: object | None) -> dict[str, Any]:
+def _config_values(config: object | None) -> dict[str, Any]:
     """Return the values of a ``GenerationConfig`` that are not defaults; sampling values only if it samples."""
     if config is None:
         return {}
-    tell = getattr(config, "to_diff_dict", None)
-    if tell is None:
+    to_dict = getattr(config, "to_diff_dict", None)
+    if to_dict is None:
         raise RecipeError(f"generation_config: got {config!r:.60}, expected transformers.GenerationConfig(...)")
-    values_told = {key: value for key, value in tell().items() if value is not None and key not in _BOOKKEEPING}
-    if not values_told.setdefault("do_sample", False):  # transformers ignores sampling values without do_sample, too
-        values_told = {key: value for key, value in values_told.items() if key not in (*_SAMPLING_ONLY, "temperature")}
-    return values_told
+    config_values = {key: value for key, value in to_dict().items() if value is not None and key not in _BOOKKEEPING}
+    if not config_values.setdefault("do_sample", False):  # transformers ignores sampling values without do_sample, too
+        config_values = {
+            key: value for key, value in config_values.items() if key not in (*_SAMPLING_ONLY, "temperature")
+        }
+    return config_values
 
 
 def _refuse_unsupported(key: str, value: object) -> None:
@@ -157,15 +159,15 @@ def _check(key: str, value: object) -> None:
         raise RecipeError(f"{key}: got {got!r:.60}, allowed is {allowed}")
 
 
-def _require_agreement(do_sample: object, values: Mapping[str, object], typed: Mapping[str, object]) -> None:
+def _require_agreement(do_sample: object, values: Mapping[str, object], arguments: Mapping[str, object]) -> None:
     temperature = values.get("temperature")
     if do_sample and temperature == 0:
         raise RecipeError("temperature: got 0 with do_sample=True; sampling needs a temperature above 0")
-    if do_sample is False and typed.get("do_sample") is False and typed.get("temperature"):
+    if do_sample is False and arguments.get("do_sample") is False and arguments.get("temperature"):
         raise RecipeError(
             f"temperature: got {temperature} with do_sample=False, which is greedy; leave one of them out"
         )
-    idle = [key for key in _SAMPLING_ONLY if key in typed]
+    idle = [key for key in _SAMPLING_ONLY if key in arguments]
     if idle and not do_sample and not temperature:
         raise RecipeError(f"{idle[0]}: changes nothing in a greedy text; give do_sample=True or a temperature above 0")
 
@@ -188,14 +190,14 @@ def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"]
     room = (most - lengths).clamp(min=1, max=limit) if most else torch.full_like(lengths, limit)
     if len(sizes := room.unique().tolist()) == 1:
         return _continue(network, prompts, sizes[0])
-    said = torch.full((len(prompts), max(sizes)), PAD, dtype=torch.int64)
+    new_tokens = torch.full((len(prompts), max(sizes)), PAD, dtype=torch.int64)
     last = torch.arange(prompts.shape[1], device=prompts.device) == prompts.shape[1] - 1
     for size in sizes:  # each batch has all rows, as the row index determines the adapters
         these = room == size
         some = prompts.masked_fill(~(these.unsqueeze(1) | last), PAD)
         found = _continue(network, some[:, -int(lengths[these].max()) :], size)
-        said[these.cpu(), : found.shape[1]] = found[these.cpu()]
-    return said
+        new_tokens[these.cpu(), : found.shape[1]] = found[these.cpu()]
+    return new_tokens
 
 
 def _continue(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
@@ -203,7 +205,7 @@ def _continue(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit:
     width, config = prompts.shape[1], network.generation_config
     generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
     with padded_attention(network):
-        said = generate(
+        tokens = generate(
             prompts.clamp(min=0),
             attention_mask=(prompts != PAD).long(),
             max_new_tokens=limit,
@@ -211,7 +213,7 @@ def _continue(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit:
             do_sample=False,
             pad_token_id=config.pad_token_id if config is not None else None,
         )
-    return said[:, width:].cpu()
+    return tokens[:, width:].cpu()
 
 
 def can_pad(network: PreTrainedModel) -> bool:
@@ -278,11 +280,11 @@ def continue_texts(
     tokenizer = base.tokenizer
     assert tokenizer is not None
     encoded = [encode_prompt(tokenizer, prompt, base.begin) for prompt in prompts]
-    for one in encoded:
-        base.require_rows(one, "the prompt")
+    for ids in encoded:
+        base.require_rows(ids, "the prompt")
     if len({len(ids) for ids in encoded}) > 1 and not can_pad(network):
         return [text for prompt in prompts for text in continue_texts(network, base, [prompt], sampling)]
-    _require_places(network, encoded, sampling)
+    _require_positions(network, encoded, sampling)
     width, device = max(map(len, encoded)), next(network.parameters()).device
     starts = [width - len(ids) for ids in encoded]
     ends = stop_tokens(network, tokenizer, sampling)
@@ -291,12 +293,12 @@ def continue_texts(
     ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
     after = [place_of(tokenizer, ids) if isinstance(p, str) else [] for ids, p in zip(encoded, prompts, strict=True)]
-    watch = _Watch(tokenizer, width, ends, sampling.stop + sampling.stop_strings, after)
+    criterion = _StopCriterion(tokenizer, width, ends, sampling.stop + sampling.stop_strings, after)
     # The length changes with each token, so compiling is not worthwhile.
     with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
-        out = _generate(network, ids, mask, starts, ends, pad, sampling, watch)
-    said = [added_text(tokenizer, after[i], row[width : watch.ends[i]]) for i, row in enumerate(out.tolist())]
-    return [cut_at(text, sampling.stop) for text in said]
+        out = _generate(network, ids, mask, starts, ends, pad, sampling, criterion)
+    texts = [added_text(tokenizer, after[i], row[width : criterion.ends[i]]) for i, row in enumerate(out.tolist())]
+    return [cut_at(text, sampling.stop) for text in texts]
 
 
 def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int]) -> str:
@@ -351,7 +353,7 @@ def encode_prompt(
     return [cast(int, start)]
 
 
-def _require_places(network: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def _require_positions(network: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: Sampling) -> None:
     most, longest = max_places(network), max(map(len, encoded))
     if most is not None and longest + sampling.max_new_tokens > most:
         where = (
@@ -415,7 +417,7 @@ def _generate(
     ends: Sequence[int],
     pad: int,
     sampling: Sampling,
-    watch: _Watch,
+    criterion: _StopCriterion,
 ) -> Int[Tensor, "n total"]:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -441,11 +443,11 @@ def _generate(
             use_cache=True,
         ),
         logits_processor=LogitsProcessorList([choose]),  # type: ignore[list-item]
-        stopping_criteria=StoppingCriteriaList([watch]),  # type: ignore[list-item]
+        stopping_criteria=StoppingCriteriaList([criterion]),  # type: ignore[list-item]
     )
 
 
-_COLDEST = 1e-6
+_MIN_TEMPERATURE = 1e-6
 """The smallest temperature in use: below it tokens would not change, but logits would overflow."""
 
 
@@ -462,18 +464,18 @@ def chooser_of(sampling: Sampling, prompt: int, ends: Sequence[int], device: tor
     """
     import transformers as library
 
-    choosers: list[Any] = []
+    processors: list[Any] = []
     if sampling.repetition_penalty != 1:
-        choosers.append(library.RepetitionPenaltyLogitsProcessor(penalty=float(sampling.repetition_penalty)))
+        processors.append(library.RepetitionPenaltyLogitsProcessor(penalty=float(sampling.repetition_penalty)))
     if sampling.no_repeat_ngram_size:
-        choosers.append(library.NoRepeatNGramLogitsProcessor(sampling.no_repeat_ngram_size))
+        processors.append(library.NoRepeatNGramLogitsProcessor(sampling.no_repeat_ngram_size))
     if sampling.min_new_tokens and ends:
         least = sampling.min_new_tokens
-        choosers.append(library.MinNewTokensLengthLogitsProcessor(prompt, least, list(ends), device=str(device)))
+        processors.append(library.MinNewTokensLengthLogitsProcessor(prompt, least, list(ends), device=str(device)))
     if sampling.temperature:
-        choosers += _warpers(sampling)
-        choosers.append(_Draw(torch.Generator(device).manual_seed(sampling.seed)))
-    return library.LogitsProcessorList(choosers)
+        processors += _warpers(sampling)
+        processors.append(_SampleToken(torch.Generator(device).manual_seed(sampling.seed)))
+    return library.LogitsProcessorList(processors)
 
 
 def _warpers(sampling: Sampling) -> list[Any]:
@@ -481,7 +483,7 @@ def _warpers(sampling: Sampling) -> list[Any]:
 
     warpers: list[Any] = []
     if sampling.temperature != 1:
-        warpers.append(library.TemperatureLogitsWarper(max(float(sampling.temperature), _COLDEST)))
+        warpers.append(library.TemperatureLogitsWarper(max(float(sampling.temperature), _MIN_TEMPERATURE)))
     if sampling.top_k:
         warpers.append(library.TopKLogitsWarper(top_k=sampling.top_k))
     if sampling.top_p < 1:
@@ -491,7 +493,7 @@ def _warpers(sampling: Sampling) -> list[Any]:
     return warpers
 
 
-class _Draw:
+class _SampleToken:
     """A logits processor that draws one token with a generator of its own."""
 
     def __init__(self, generator: torch.Generator):
@@ -503,7 +505,7 @@ class _Draw:
 
 
 @dataclass
-class _Watch:
+class _StopCriterion:
     """A stopping criterion that ends a row after a stop token or string, and records its length in ``ends``.
 
     Args:
@@ -525,13 +527,13 @@ class _Watch:
     def __call__(self, tokens: Int[Tensor, "n total"], scores: object, **_: object) -> Bool[Tensor, " n"]:
         for i, row in enumerate(tokens[:, self.width :].tolist()):
             if self.ends.get(i) is None:
-                self.ends[i] = tokens.shape[1] if self._over(row, self.after[i]) else None
+                self.ends[i] = tokens.shape[1] if self._is_finished(row, self.after[i]) else None
         return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)
 
-    def _over(self, said: list[int], after: list[int]) -> bool:
-        if said[-1] in self.stop_ids or not self.stops:
-            return said[-1] in self.stop_ids
-        text = added_text(self.tokenizer, after, said)
+    def _is_finished(self, tokens: list[int], after: list[int]) -> bool:
+        if tokens[-1] in self.stop_ids or not self.stops:
+            return tokens[-1] in self.stop_ids
+        text = added_text(self.tokenizer, after, tokens)
         return any(stop in text for stop in self.stops)
 
 

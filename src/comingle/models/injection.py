@@ -87,9 +87,9 @@ class RoutedMLP(nn.Module):
         tokens = x.reshape(users, -1, x.shape[-1])
         if self.mix == "output" and self._decodes(x, users):
             return self._mix_rows(tokens).view(x.shape)
-        part = expert_mlp.part_for(tokens, self.act, self.factors["down"][0].shape[-2])
-        if self.mix == "output" and part is not None:
-            return self._mix_natively(part, tokens).view(x.shape)
+        backend = expert_mlp.part_for(tokens, self.act, self.factors["down"][0].shape[-2])
+        if self.mix == "output" and backend is not None:
+            return self._mix_natively(backend, tokens).view(x.shape)
         gates = self.router(tokens)
         mixed = self._mix_linears(tokens, gates) if self.mix == "linear" else self._mix_outputs(tokens, gates)
         return mixed.view(x.shape)
@@ -114,7 +114,7 @@ class RoutedMLP(nn.Module):
         weights = [t for pair in bases for t in pair]
         return cast(Tensor, _Mixture.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
 
-    def _mix_natively(self, part: object, x: Tokens) -> Tokens:
+    def _mix_natively(self, backend: object, x: Tokens) -> Tokens:
         """Compute :meth:`_mix_outputs` with :class:`_NativeMixture`; the product with A includes the router's."""
         names = [*self.first, "down"]
         a, b = zip(*((f.to(x.dtype).contiguous() for f in self.factors[name]) for name in names), strict=True)
@@ -126,7 +126,7 @@ class RoutedMLP(nn.Module):
         weights = [t for linear in (*self.first.values(), self.last) for t in base_weight(linear)]
         x = alias if x.requires_grad else x
         rest = (*b[:-1], a[-1], b[-1], *weights)
-        return cast(Tensor, _NativeMixture.apply(part, self.act, self.scale, x, z, gates, len(names) - 1, *rest))
+        return cast(Tensor, _NativeMixture.apply(backend, self.act, self.scale, x, z, gates, len(names) - 1, *rest))
 
     def _mix_linears(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
         pre = {name: self._mix_linear(linear, name, x, gates) for name, linear in self.first.items()}
@@ -154,7 +154,7 @@ class _Mixture(torch.autograd.Function):
         u, experts, rank = a_last.shape[:3]
         n = x.shape[1]
         # One product for all first layers and experts: (u, n, first * experts * rank) -> (first, u * experts, n, rank)
-        z = torch.bmm(x, _side_by_side(a_first).mT).mul_(scale)
+        z = torch.bmm(x, _concatenate(a_first).mT).mul_(scale)
         z = z.view(u, n, first, experts, rank).permute(2, 0, 3, 1, 4).reshape(first, u * experts, n, rank)
         products = [F.linear(x, *base) for base in bases[:-1]]
         loras = [torch.bmm(z[i], b.flatten(0, 1)).view(u, experts, n, -1) for i, b in enumerate(b_first)]
@@ -188,11 +188,11 @@ class _Mixture(torch.autograd.Function):
         for i in range(first):
             d_lora = d_loras[i].flatten(0, 1)
             d_z.append(torch.bmm(d_lora, b_first[i].flatten(0, 1).mT).view(u, experts, n, rank))
-            part = d_bases[i] @ bases[i][0]
-            d_x = part if d_x is None else d_x.add_(part)
+            product = d_bases[i] @ bases[i][0]
+            d_x = product if d_x is None else d_x.add_(product)
             grads += [None, torch.bmm(turn(z[i]), d_lora).view_as(b_first[i]) if wants[2 * i + 1] else None]
         flat = torch.stack(d_z, 1).permute(0, 3, 1, 2, 4).reshape(u, n, first * experts * rank).mul_(scale)
-        d_x = cast(Tensor, d_x).baddbmm_(flat, _side_by_side(a_first))
+        d_x = cast(Tensor, d_x).baddbmm_(flat, _concatenate(a_first))
         if wants[0]:
             d_a = torch.bmm(turn(flat), x).view(u, first, experts, rank, -1)
             grads[0 : 2 * first : 2] = d_a.unbind(1)
@@ -223,7 +223,7 @@ class _Enter(torch.autograd.Function):
 class _NativeMixture(torch.autograd.Function):
     """The expert mixture after :class:`_Enter`; native code computes all tensors of the hidden width.
 
-    Of those only the base's products are saved for the backward pass. ``part`` is the kernel backend: an object with
+    Of those only the base's products are saved for the backward pass. ``backend`` is an object with
     ``forward`` and ``backward`` like the module :mod:`~comingle.models.kernels.expert_mlp`. Arguments after ``first``:
     B of each first linear layer, A and B of the last, then (W, b) of the same layers.
     """
@@ -231,7 +231,7 @@ class _NativeMixture(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        part: Any,
+        backend: Any,
         act: Any,
         scale: float,
         x: Tokens,
@@ -242,9 +242,9 @@ class _NativeMixture(torch.autograd.Function):
     ) -> Tokens:
         b_first, (a_last, b_last), weights, biases = _sort_native(rest, first)
         products = [F.linear(x, weight) for weight in weights[:-1]]
-        mixed, last, gated = part.forward(act, scale, products, biases[:-1], z, gates, b_first, a_last)
+        mixed, last, gated = backend.forward(act, scale, products, biases[:-1], z, gates, b_first, a_last)
         y = F.linear(mixed, weights[-1], biases[-1]).baddbmm_(gated, b_last.flatten(1, 2))
-        ctx.part, ctx.act, ctx.scale, ctx.first = part, act, scale, first
+        ctx.backend, ctx.act, ctx.scale, ctx.first = backend, act, scale, first
         ctx.save_for_backward(z, gates, last, gated, *products, *rest)
         return y
 
@@ -258,7 +258,7 @@ class _NativeMixture(torch.autograd.Function):
         d_mixed = dy @ weights[-1]
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
         given = (ctx.act, ctx.scale, products, biases[:-1], z, gates, b_first, a_last, last)
-        d_bases, d_z, d_gates, d_b, d_a_last = ctx.part.backward(*given, d_mixed, d_gated, factors)
+        d_bases, d_z, d_gates, d_b, d_a_last = ctx.backend.backward(*given, d_mixed, d_gated, factors)
         d_x = None
         if ctx.needs_input_grad[3]:
             d_x = d_bases[0] @ weights[0]
@@ -275,7 +275,7 @@ def _sort_native(
     return rest[:first], (rest[first], rest[first + 1]), rest[first + 2 :: 2], rest[first + 3 :: 2]
 
 
-def _side_by_side(factors: Sequence[Tensor]) -> Float[Tensor, "users columns width"]:
+def _concatenate(factors: Sequence[Tensor]) -> Float[Tensor, "users columns width"]:
     """Concatenate all experts' factors of several linear layers to one matrix per user."""
     flat = [f.flatten(1, 2) for f in factors]
     return flat[0] if len(flat) == 1 else torch.cat(flat, 1)

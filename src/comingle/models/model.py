@@ -18,7 +18,7 @@ from comingle.models.pretrained import PreTrainedModel
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout, Tree
 
-_known: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+_tied_names: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
 def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[str, object] | None = None) -> Any:
@@ -33,19 +33,19 @@ def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[s
         inputs: Positional arguments of the call.
         options: Keyword arguments of the call.
     """
-    if net not in _known:
-        _known[net] = _tied(net)
-    also = {name: tensors[first] for name, first in _known[net].items() if first in tensors}
-    return functional_call(net, tensors | also, inputs, dict(options or {}), tie_weights=False)
+    if net not in _tied_names:
+        _tied_names[net] = _find_tied(net)
+    tied_tensors = {name: tensors[first] for name, first in _tied_names[net].items() if first in tensors}
+    return functional_call(net, tensors | tied_tensors, inputs, dict(options or {}), tie_weights=False)
 
 
-def _tied(net: nn.Module) -> dict[str, str]:
+def _find_tied(net: nn.Module) -> dict[str, str]:
     """Map the name of each further occurrence of a tensor to the name of its first."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for prefix, module in net.named_modules():  # each once
-        for own, t in (*module._parameters.items(), *module._buffers.items()):
-            name = f"{prefix}.{own}" if prefix else own
+        for local_name, t in (*module._parameters.items(), *module._buffers.items()):
+            name = f"{prefix}.{local_name}" if prefix else local_name
             if t is not None and first.setdefault(id(t), name) != name:
                 tied[name] = first[id(t)]
     return tied

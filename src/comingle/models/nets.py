@@ -19,7 +19,7 @@ from comingle.utils.seeds import derive
 Shape = Sequence[int]
 Build = Callable[[Shape, int], nn.Module]
 
-WIDEST = 512
+MAX_HIDDEN = 512
 """Largest number of hidden units of :func:`_mlp`."""
 
 
@@ -39,13 +39,13 @@ def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = 
     if name not in NETS:
         raise RecipeError(f"no net {name!r}.{NETS.hint(name)} Allowed: {', '.join(NETS)}")
     if seed is None:
-        return _made(name, input_shape, outputs)
+        return _build(name, input_shape, outputs)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(derive("net", name, seed))
-        return _made(name, input_shape, outputs)
+        return _build(name, input_shape, outputs)
 
 
-def _made(name: str, input_shape: Shape, outputs: int) -> nn.Module:
+def _build(name: str, input_shape: Shape, outputs: int) -> nn.Module:
     build = NETS[name]
     if not callable(build):
         raise PluginError(f"net {name!r}: got {type(build).__name__}; allowed: a function that makes an nn.Module")
@@ -61,9 +61,9 @@ def _linear(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def _mlp(input_shape: Shape, outputs: int) -> nn.Module:
-    """Build a net with one hidden layer of ``min(2 * inputs, WIDEST)`` units (FLoRAL, appendix G.2, m = 2)."""
+    """Build a net with one hidden layer of ``min(2 * inputs, MAX_HIDDEN)`` units (FLoRAL, appendix G.2, m = 2)."""
     inputs = prod(input_shape)
-    hidden = min(2 * inputs, WIDEST)
+    hidden = min(2 * inputs, MAX_HIDDEN)
     layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs)]
     return nn.Sequential(*layers) if len(input_shape) == 1 else nn.Sequential(nn.Flatten(), *layers)
 
@@ -102,7 +102,7 @@ def require_shape(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Sh
     return shape
 
 
-_OWN: Mapping[str, Build] = {"linear": _linear, "mlp": _mlp, "cnn": _cnn}
+_BUILT_IN: Mapping[str, Build] = {"linear": _linear, "mlp": _mlp, "cnn": _cnn}
 
-NETS: Registry[Build] = Registry("comingle.nets", _OWN)
+NETS: Registry[Build] = Registry("comingle.nets", _BUILT_IN)
 """Builders of nets by name, plug-ins included; each takes an input shape and a number of outputs."""

@@ -68,8 +68,8 @@ class Change:
 
     def alone(self, expert: int) -> Change:
         """Return the change of a single expert; its share is not renormalised."""
-        one = slice(expert, expert + 1)
-        return replace(self, a=self.a[one], b=self.b[one], shares=self.shares[one])
+        kept = slice(expert, expert + 1)
+        return replace(self, a=self.a[kept], b=self.b[kept], shares=self.shares[kept])
 
     def weighed(self, weights: Float[Tensor, " experts"]) -> Change:
         """Return the change with each expert's share multiplied by its weight."""
@@ -85,32 +85,34 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
         row: Row of the user.
     """
     model.adapters.bind(tensors, [row])
-    names, found = _names(model.base.model), []
+    names, found = _module_names(model.base.model), []
     present = model.adapters.present[row]
     for at, lora in model.adapters.attention.items():
-        a, b = (_wide(f[0]).unsqueeze(0) for f in lora.factors)
-        found.append(_change(names, lora.linear, _layer(at), "", a, b, _same(1, lora.scale)))
+        a, b = (_widen(f[0]).unsqueeze(0) for f in lora.factors)
+        found.append(_change(names, lora.linear, _layer_number(at), "", a, b, _constant(1, lora.scale)))
     for at, mlp in model.adapters.experts.items():
         for key, linear in (*mlp.first.items(), ("down", mlp.last)):
-            a, b = (_wide(f[0])[present.to(f.device)] for f in mlp.factors[key])
-            found.append(_change(names, linear, _layer(at), key, a, b, _same(len(a), mlp.scale)))
-    return _cut(found)
+            a, b = (_widen(f[0])[present.to(f.device)] for f in mlp.factors[key])
+            found.append(_change(names, linear, _layer_number(at), key, a, b, _constant(len(a), mlp.scale)))
+    return _trim_ranks(found)
 
 
 def averaged(changes: Sequence[Change]) -> list[Change]:
     """Return the changes with experts weighted equally, for a model that can be merged into the base's weights."""
-    means = (_same(len(change.a), 1 / len(change.a)) for change in changes)
+    means = (_constant(len(change.a), 1 / len(change.a)) for change in changes)
     return [change.weighed(mean) if change.key else change for change, mean in zip(changes, means, strict=True)]
 
 
 def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
     """Return one change of rank C x r per adapted linear, with the clusters as experts and pi in the shares."""
-    own, shares = model.of_one_user(tensors), _wide(model.shares(tensors)[0])
-    names, found = _names(model.base.model), []
+    own, shares = model.of_one_user(tensors), _widen(model.shares(tensors)[0])
+    names, found = _module_names(model.base.model), []
     for at, layer in own.layers().items():
         a, b = layer.get_parameter("a"), layer.get_parameter("b")
-        factors = (_wide(a.detach()), _wide(b.detach()).mT)
-        found.append(_change(names, layer.base, _layer(at), "", *factors, layer.alpha * layer.of_mixture(shares)))
+        factors = (_widen(a.detach()), _widen(b.detach()).mT)
+        found.append(
+            _change(names, layer.base, _layer_number(at), "", *factors, layer.alpha * layer.of_mixture(shares))
+        )
     return found
 
 
@@ -122,33 +124,33 @@ def _change(
     return Change(name=name, layer=layer, key=key, transposed=transposed, a=a, b=b, shares=shares.to(a))
 
 
-def _names(model: PreTrainedModel) -> dict[int, str]:
+def _module_names(model: PreTrainedModel) -> dict[int, str]:
     """Map the identity of each weight to its module's name; copies of the base share the weights."""
     return {id(p): name.removesuffix(".weight") for name, p in model.named_parameters()}
 
 
-def _layer(name: str) -> int:
+def _layer_number(name: str) -> int:
     """Return the number in a name such as "layers.3.mlp"."""
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
-def _same(experts: int, value: float) -> Float[Tensor, " experts"]:
+def _constant(experts: int, value: float) -> Float[Tensor, " experts"]:
     return torch.full((experts,), value, dtype=torch.float64)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, WIDE))
 
 
-def _cut(changes: Sequence[Change]) -> list[Change]:
+def _trim_ranks(changes: Sequence[Change]) -> list[Change]:
     """Remove the ranks beyond the user's own, where a factor is zero."""
     used = max(_rank(change) for change in changes)
     return [replace(change, a=change.a[:, :used], b=change.b[:, :used]) for change in changes]
 
 
 def _rank(change: Change) -> int:
-    busy = (change.a.abs().amax((0, 2)) * change.b.abs().amax((0, 2))).nonzero()
-    return int(busy.max()) + 1 if len(busy) else 1
+    nonzero_ranks = (change.a.abs().amax((0, 2)) * change.b.abs().amax((0, 2))).nonzero()
+    return int(nonzero_ranks.max()) + 1 if len(nonzero_ranks) else 1
 
 
 def why_not_merged(model: AdaptedModel, row: int) -> str:
@@ -298,27 +300,27 @@ class Personal:
             generation_config: Settings of transformers.
             options: Settings by name, which override ``generation_config``.
         """
-        raise self._has_no("generate")
+        raise self._unsupported("generate")
 
     def perplexity(self, text: str, *, context: int = 128) -> float:
         """Return the perplexity of a text; language models only."""
-        raise self._has_no("perplexity")
+        raise self._unsupported("perplexity")
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of each next token; language models only."""
-        raise self._has_no("logits")
+        raise self._unsupported("logits")
 
     def score(self, tokens: Tensor, *, context: int) -> Score:
         """Return the loss on a stream of tokens; language models only."""
-        raise self._has_no("score")
+        raise self._unsupported("score")
 
     def route(self, text: str | Tensor, *, context: int = 128) -> Routing:
         """Return the gates of each token; language models with routers only."""
-        raise self._has_no("route")
+        raise self._unsupported("route")
 
     def merge(self) -> PreTrainedModel:
         """Return a plain transformers model; language models only."""
-        raise self._has_no("merge")
+        raise self._unsupported("merge")
 
     def export(
         self, folder: str | Path, *, format: str = "transformers", dtype: str | None = None, force: bool = False
@@ -331,21 +333,21 @@ class Personal:
             dtype: Number format of the weights; None for the base's.
             force: Replace an earlier export.
         """
-        raise self._has_no("export")
+        raise self._unsupported("export")
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Return the outputs for inputs; nets only."""
-        raise self._has_no("predict")
+        raise self._unsupported("predict")
 
     def evaluate(self, samples: object) -> SampleScore:
         """Return the mean loss and the accuracy; nets only."""
-        raise self._has_no("evaluate")
+        raise self._unsupported("evaluate")
 
-    def _has_no(self, asked: str) -> DataError:
+    def _unsupported(self, method: str) -> DataError:
         here = type(self)
         has = sorted(name for name, of in vars(Personal).items() if callable(of) and getattr(here, name) is not of)
         has = ", ".join(name for name in has if not name.startswith("_"))
-        return DataError(f"user {self.name!r}: no {asked} of a {here.__name__}; it has model, {has}")
+        return DataError(f"user {self.name!r}: no {method} of a {here.__name__}; it has model, {has}")
 
 
 _EXPORT = "comingle.serving.export.exporting:export_personal"
@@ -515,16 +517,16 @@ class PersonalModel(Personal):
         named = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p}
         sampling = read_sampling(generation_config, **named, top_k=top_k, stop=stop, seed=seed, **options)
         with self.generating() as network:
-            said = continue_texts(network, self.model.base, prompts, sampling)
-        return said[0] if chats or isinstance(prompt, str) else said
+            texts = continue_texts(network, self.model.base, prompts, sampling)
+        return texts[0] if chats or isinstance(prompt, str) else texts
 
     def _messages(self, prompt: Sequence[object]) -> list[Message]:
         messages: list[Message] = []
         for message in prompt:
             role, content = (message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content"))
             if not isinstance(message, Mapping) or role not in ROLES or not isinstance(content, str):
-                told = f"a message has a role ({', '.join(ROLES)}) and content, got {message!r:.60}"
-                raise DataError(f"user {self.name!r}: {told}")
+                expected = f"a message has a role ({', '.join(ROLES)}) and content, got {message!r:.60}"
+                raise DataError(f"user {self.name!r}: {expected}")
             messages.append(message)
         return messages
 
@@ -619,4 +621,4 @@ class PersonalModel(Personal):
 
 
 def _is_chat(prompt: object) -> bool:
-    return isinstance(prompt, list | tuple) and any(isinstance(one, Mapping) for one in prompt)
+    return isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)

@@ -106,20 +106,20 @@ def packed_parameters(model: nn.Module) -> int:
 @contextmanager
 def giving_back() -> Iterator[None]:
     """Save no unpacked weight for the backward pass in the context, which then unpacks it again."""
-    with torch.autograd.graph.saved_tensors_hooks(_put_away, _bring_back):
+    with torch.autograd.graph.saved_tensors_hooks(_pack_saved, _restore_saved):
         yield
 
 
-_Place = tuple["QuantisedLinear", torch.Size, tuple[int, ...], int | torch.SymInt]
+_PackedView = tuple["QuantisedLinear", torch.Size, tuple[int, ...], int | torch.SymInt]
 """A packed linear, and shape, strides and offset of a view of its weight."""
 
 
-def _put_away(t: Tensor) -> Tensor | _Place:
+def _pack_saved(t: Tensor) -> Tensor | _PackedView:
     source = _sources.get(t.untyped_storage()._cdata)
     return t if source is None else (source[1], t.shape, t.stride(), t.storage_offset())
 
 
-def _bring_back(kept: Tensor | _Place) -> Tensor:
+def _restore_saved(kept: Tensor | _PackedView) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     linear, shape, strides, offset = kept
@@ -176,12 +176,12 @@ def _convert_into(folder: Path, path: Path) -> None:
 
     logger.info("converting %s to safetensors, once; this takes up to a minute", path.name)
     try:
-        with _read_once():
+        with _cached_reader():
             model, tokenizer = _read_gguf(path)
     except BaseModelError:
         raise
     except Exception as error:  # the library's errors for bad files have no common type
-        raise BaseModelError(f"base model {path}: damaged or unsupported GGUF: {_told(error)}") from error
+        raise BaseModelError(f"base model {path}: damaged or unsupported GGUF: {_one_line_message(error)}") from error
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -189,13 +189,13 @@ def _convert_into(folder: Path, path: Path) -> None:
         raise OSError(one_line(error)) from error
 
 
-def _told(error: Exception) -> str:
+def _one_line_message(error: Exception) -> str:
     """Return the whole message in one line; torch names the mismatched tensors only after the first line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextlib.contextmanager
-def _read_once() -> Iterator[None]:
+def _cached_reader() -> Iterator[None]:
     """Cache GGUF readers in the context, because transformers parses the file anew for each item."""
     import gguf
 
@@ -217,10 +217,10 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     file = GGUFReader(str(path))
-    numbers = sum(int(tensor.n_elements) for tensor in file.tensors)
+    values = sum(int(tensor.n_elements) for tensor in file.tensors)
     # Twice: the tensors and the model that they are copied into are in memory together.
     advice = "its folder of safetensors"
-    require_memory(f"base model {path}: converted,", 2 * numbers, torch.float32, torch.device("cpu"), advice)
+    require_memory(f"base model {path}: converted,", 2 * values, torch.float32, torch.device("cpu"), advice)
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     check_config(path, config.to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -238,14 +238,14 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
     kind = str(file.get_field("general.architecture").contents())
     make = TENSOR_PROCESSORS.get(kind, TensorProcessor)
     places = get_gguf_hf_weights_map(model, make(config=model.config.to_dict()))
-    left = [tensor.name for tensor in file.tensors if tensor.name not in places]
+    unsupported = [tensor.name for tensor in file.tensors if tensor.name not in places]
     scaling = file.get_field(f"{kind}.rope.scaling.type")
     if scaling is not None and str(scaling.contents()) not in ("", "none"):
-        left.append(f"{scaling.contents()} RoPE scaling")
-    if left:
+        unsupported.append(f"{scaling.contents()} RoPE scaling")
+    if unsupported:
         raise BaseModelError(
-            f"base model {path}: {left[0]}{', ...' if len(left) > 1 else ''} would be lost, and with it what the model "
-            "says; give its folder of safetensors."
+            f"base model {path}: {unsupported[0]}{', ...' if len(unsupported) > 1 else ''} would be lost, and with it "
+            "what the model says; give its folder of safetensors."
         )
 
 

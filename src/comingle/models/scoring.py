@@ -48,8 +48,8 @@ def prompt_ends(windows: Int[Tensor, "*batch window"]) -> Int64[Tensor, "*batch"
     """
     predicted = (windows[..., 1:] >= 0).long()
     first, places = predicted.argmax(-1), torch.arange(predicted.shape[-1], device=windows.device)
-    begun = (first == 1) & (windows[..., 0] >= 0)  # plain text after a begin-of-text token
-    return torch.where((first > 0) & ~begun, first, (predicted * places).amax(-1))
+    begins = (first == 1) & (windows[..., 0] >= 0)  # plain text after a begin-of-text token
+    return torch.where((first > 0) & ~begins, first, (predicted * places).amax(-1))
 
 
 def random_windows(
@@ -102,10 +102,10 @@ def evaluation_windows(
         begin: Begin-of-text token, if the base has one.
     """
     if begin is None:
-        return _cut(stream, width=context + 1, stride=context, count=-(-count_targets(stream) // context))
+        return _cut_windows(stream, width=context + 1, stride=context, count=-(-count_targets(stream) // context))
     stride = max(1, context - 1)
     count = -(-max(0, len(stream) - context) // stride) + min(1, len(stream))
-    windows = _cut(stream, width=context, stride=stride, count=count)
+    windows = _cut_windows(stream, width=context, stride=stride, count=count)
     return begin_windows(windows, begin, at_start=_is_first(windows) | (context == 1))
 
 
@@ -123,11 +123,13 @@ def fixed_windows(
     """
     width = context + (begin is None)
     count = -(-len(stream) // width) - (len(stream) % width == 1)
-    windows = _cut(stream, width=width, stride=width, count=count)
+    windows = _cut_windows(stream, width=width, stride=width, count=count)
     return windows if begin is None else begin_windows(windows, begin, at_start=_is_first(windows))
 
 
-def _cut(stream: Int[Tensor, " tokens"], *, width: int, stride: int, count: int) -> Int64[Tensor, "windows width"]:
+def _cut_windows(
+    stream: Int[Tensor, " tokens"], *, width: int, stride: int, count: int
+) -> Int64[Tensor, "windows width"]:
     if not count:
         return torch.empty((0, width), dtype=torch.int64, device=stream.device)
     padded = torch.full(((count - 1) * stride + width,), PAD, dtype=torch.int64, device=stream.device)
@@ -260,23 +262,23 @@ def score_windows(
     """
     sums = [0.0] * len(parts)
     counts = [0] * len(parts)
-    said: list[Tensor | float] = [0.0] * len(parts)
-    jobs = [_Job(i, windows) for i, parts_of_one in enumerate(parts) for windows in parts_of_one if len(windows)]
+    gate_sums: list[Tensor | float] = [0.0] * len(parts)
+    jobs = [_Job(i, windows) for i, windows_of_set in enumerate(parts) for windows in windows_of_set if len(windows)]
     jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))  # group equal sizes, in a deterministic order
     for start in range(0, len(jobs), slots):
         group = jobs[start : start + slots]
-        windows = _together([job.windows for job in group])
+        windows = _stack_padded([job.windows for job in group])
         lost = losses([models[job.owner] for job in group], windows).double().sum((1, 2)).cpu()
         pieces = _sum_gates(gates(), windows) if gates else [0.0] * len(group)
         for slot, job in enumerate(group):
             sums[job.owner] += float(lost[slot])
             counts[job.owner] += int((job.windows[:, 1:] >= 0).sum())
-            said[job.owner] = said[job.owner] + pieces[slot]
-    scored = zip(sums, counts, said, strict=True)
+            gate_sums[job.owner] = gate_sums[job.owner] + pieces[slot]
+    scored = zip(sums, counts, gate_sums, strict=True)
     return [Score(loss_nats=s, tokens=c, expert_scores=_mean_gates(g, c)) for s, c, g in scored]
 
 
-def _together(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch window"]:
+def _stack_padded(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch window"]:
     """Stack the windows of several jobs, padded with ``PAD``."""
     rows, width = max(len(part) for part in parts), max(part.shape[1] for part in parts)
     windows = torch.full((len(parts), rows, width), PAD, dtype=torch.int64)
@@ -345,7 +347,7 @@ def _mse(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean(-1)
 
 
-def _of_outputs(name: str, loss: Callable[..., Tensor]) -> Loss:
+def _mean_over_outputs(name: str, loss: Callable[..., Tensor]) -> Loss:
     def mean(outputs: Tensor, targets: Tensor) -> Tensor:
         return loss(outputs, targets, reduction="none").mean(-1)
 
@@ -356,15 +358,15 @@ CROSS_ENTROPY = Loss(name="cross_entropy", function=_cross_entropy, classes=True
 """Cross-entropy in nats."""
 MSE = Loss(name="mse", function=_mse, classes=False, paired=True)
 
-_OWN: Mapping[str, Any] = {
+_BUILT_IN: Mapping[str, Any] = {
     "cross_entropy": CROSS_ENTROPY,
     "mse": MSE,
-    "l1": _of_outputs("l1", F.l1_loss),
-    "smooth_l1": _of_outputs("smooth_l1", F.smooth_l1_loss),
-    "bce": _of_outputs("bce", F.binary_cross_entropy_with_logits),
+    "l1": _mean_over_outputs("l1", F.l1_loss),
+    "smooth_l1": _mean_over_outputs("smooth_l1", F.smooth_l1_loss),
+    "bce": _mean_over_outputs("bce", F.binary_cross_entropy_with_logits),
 }
 
-LOSSES: Registry[Any] = Registry("comingle.losses", _OWN)
+LOSSES: Registry[Any] = Registry("comingle.losses", _BUILT_IN)
 """Losses by name: a :class:`Loss`, or a function of outputs and targets.
 
 Losses of real targets are means over a sample's outputs.

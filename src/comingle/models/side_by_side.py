@@ -51,10 +51,10 @@ class FusedNorms(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         given = _NORM_SIGNATURES[func].bind(*args, **(kwargs or {}))
         given.apply_defaults()
-        return _SideBySide.apply(func, *given.args)
+        return _FusedNorm.apply(func, *given.args)
 
 
-class _SideBySide(torch.autograd.Function):
+class _FusedNorm(torch.autograd.Function):
     """A norm with a rule for ``vmap``, composed of differentiable operations; it has no derivative of its own."""
 
     @staticmethod
@@ -76,7 +76,7 @@ class _SideBySide(torch.autograd.Function):
             rest[0] *= users
         side_by_side = [x.flatten(1, 2), *rest]
         deeper = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in side_by_side)
-        run = partial(_SideBySide.apply, norm) if deeper else norm
+        run = partial(_FusedNorm.apply, norm) if deeper else norm
         return run(*side_by_side).unflatten(1, (users, -1)), 1
 
 
@@ -213,14 +213,14 @@ class Sum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``relu(chain(x) + other(x))``."""
         (other,), left, x = self.other, self.first, self.crowd.lanes(x)
-        made = x
+        y = x
         if left and isinstance(left[0], Step):
-            made, x = left[0].passing(x)
+            y, x = left[0].passing(x)
             left = left[1:]
         added = self.crowd.lanes(other(x))
         for step in left:
-            made = step(made)
-        return self.last(made, added)
+            y = step(y)
+        return self.last(y, added)
 
 
 FEWEST = 10
@@ -250,7 +250,7 @@ class Chained:
 
     def __init__(self, net: nn.Module) -> None:
         self.crowd = Crowd()
-        self.net = self._chained(net)
+        self.net = self._convert(net)
         if not any(isinstance(step, Step) for m in self.net.modules() if isinstance(m, Chain) for step in m.steps):
             raise UnknownLayerError
 
@@ -276,39 +276,39 @@ class Chained:
         """Accept tensors without data and only allocate what a pass would, to count costs."""
         return convolutions.telling()
 
-    def _chained(self, net: nn.Module) -> nn.Module:
+    def _convert(self, net: nn.Module) -> nn.Module:
         if type(net) is nn.Sequential:
-            return self._chain(net)
+            return self._convert_sequential(net)
         if type(net) in _BY_SAMPLE and getattr(net, "start_dim", 1) == 1:
             return net
         if not getattr(net, "by_sample", False):
             raise UnknownLayerError
         if getattr(net, "is_relu_of_sum", False):
-            return self._sum(net)
-        made = copy.copy(net)
-        made._modules = {name: self._chained(child) for name, child in _children(net)}
-        return made
+            return self._convert_sum(net)
+        converted = copy.copy(net)
+        converted._modules = {name: self._convert(child) for name, child in _children(net)}
+        return converted
 
-    def _sum(self, net: nn.Module) -> Sum:
+    def _convert_sum(self, net: nn.Module) -> Sum:
         names = [name for name, _ in _children(net)]
-        chain, other = (self._chained(child) for _, child in _children(net))
+        chain, other = (self._convert(child) for _, child in _children(net))
         if not isinstance(chain, Chain) or not isinstance(chain.steps[-1], Step) or chain.steps[-1].pool > 1:
             raise UnknownLayerError
         return Sum(chain, other, self.crowd, names)
 
-    def _chain(self, net: nn.Sequential) -> Chain:
-        made, left = Chain(), _children(net)
-        made.steps = []
+    def _convert_sequential(self, net: nn.Sequential) -> Chain:
+        converted, left = Chain(), _children(net)
+        converted.steps = []
         while left:
             found = _step([module for _, module in left], self.crowd)
             step, count = found or (None, 1)
             for name, module in left[:count]:
-                made.add_module(name, module if step is not None else self._chained(module))
-            made.steps.append(step or self._on(made[-1]))
+                converted.add_module(name, module if step is not None else self._convert(module))
+            converted.steps.append(step or self._on_samples(converted[-1]))
             left = left[count:]
-        return made
+        return converted
 
-    def _on(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+    def _on_samples(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return the module, with its inputs converted to plain samples unless it works on either layout."""
         return module if isinstance(module, (Chain, Sum, *_POINTWISE)) else lambda x: module(self.crowd.flat(x))
 
@@ -321,17 +321,17 @@ def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
 def _step(following: Sequence[nn.Module], crowd: Crowd) -> tuple[Step, int] | None:
     """Return the step that the next modules form and their number, or None."""
     convolution, *rest = following
-    if type(convolution) is not nn.Conv2d or not _plain(convolution):
+    if type(convolution) is not nn.Conv2d or not _is_plain(convolution):
         return None
     norm = rest.pop(0) if rest and _has_statistics(rest[0]) else None
     relu = rest.pop(0) if rest and type(rest[0]) is nn.ReLU else None
-    pool = rest.pop(0) if rest and _apart(rest[0]) else None
-    size = 1 if pool is None else _square(pool.kernel_size)  # type: ignore[arg-type]
+    pool = rest.pop(0) if rest and _is_disjoint_max_pool(rest[0]) else None
+    size = 1 if pool is None else _square_side(pool.kernel_size)  # type: ignore[arg-type]
     count = 1 + sum(part is not None for part in (norm, relu, pool))
     return Step(convolution=convolution, norm=norm, relu=relu is not None, pool=size, crowd=crowd), count  # type: ignore[arg-type]
 
 
-def _plain(convolution: nn.Conv2d) -> bool:
+def _is_plain(convolution: nn.Conv2d) -> bool:
     known = convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
     return known and convolution.groups == 1
 
@@ -342,16 +342,16 @@ def _has_statistics(norm: nn.Module) -> bool:
     return type(norm) is nn.BatchNorm2d and norm.momentum is not None and norm.track_running_stats
 
 
-def _square(size: int | tuple[int, ...]) -> int:
+def _square_side(size: int | tuple[int, ...]) -> int:
     """Return the side of a square window, or 0 for other windows."""
     sides = {size} if isinstance(size, int) else set(size)
     return sides.pop() if len(sides) == 1 else 0
 
 
-def _apart(pool: nn.Module) -> bool:
+def _is_disjoint_max_pool(pool: nn.Module) -> bool:
     """Return whether a module is max-pooling of square windows that do not overlap."""
     if type(pool) is not nn.MaxPool2d or pool.ceil_mode or pool.return_indices:
         return False
-    size = _square(pool.kernel_size)
-    others = (_square(pool.stride), _square(pool.padding), _square(pool.dilation))
+    size = _square_side(pool.kernel_size)
+    others = (_square_side(pool.stride), _square_side(pool.padding), _square_side(pool.dilation))
     return 1 < size <= convolutions.LARGEST_POOL and others == (size, 0, 1)

@@ -52,7 +52,7 @@ from comingle.utils.trees import (
     Tree,
 )
 
-_PLACES = {"shared": GENERALIST, "own": SPECIALIST, "head": SPECIALIST, "gate": ROUTER}
+_ROLES = {"shared": GENERALIST, "own": SPECIALIST, "head": SPECIALIST, "gate": ROUTER}
 
 
 class GatedPair(nn.Module):
@@ -110,7 +110,7 @@ def place(slot: Slot) -> Slot:
     part = slot.name.partition(".")[0]
     if slot.roles == (STATISTICS,):
         return replace(slot, factor=part)
-    return replace(slot, roles=(_PLACES[part],))
+    return replace(slot, roles=(_ROLES[part],))
 
 
 _ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
@@ -119,9 +119,9 @@ _ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
 def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
     """Return the layout of the first net, or, with ``side_by_side``, of all nets as components with a router."""
     if side_by_side:
-        slots = [*_models(nets), _router(len(nets))]
+        slots = [*_component_slots(nets), _router_slot(len(nets))]
     else:
-        slots = _adapted(nets[0]) if isinstance(nets[0], FloralModel) else _plain(nets[0])
+        slots = _adapted_slots(nets[0]) if isinstance(nets[0], FloralModel) else _net_slots(nets[0])
     return Layout(slots=tuple(sorted(slots, key=lambda slot: _ORDER.index(slot.roles[0]))))
 
 
@@ -131,7 +131,7 @@ def row_of(net: nn.Module, layout: Layout) -> Float[Tensor, " columns"]:
     return torch.cat([tensors[slot.name][0].flatten().cpu() for slot in layout.slots])
 
 
-def _router(clusters: int) -> Slot:
+def _router_slot(clusters: int) -> Slot:
     return Slot(name=CLIENT_ROUTER, shape=(clusters,), roles=(ROUTER,), init=init_zero)
 
 
@@ -141,10 +141,10 @@ def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
     return by_name | {name: (b, STATISTICS) for name, b in net.named_buffers() if b.is_floating_point()}
 
 
-def _plain(net: nn.Module) -> list[Slot]:
-    by_name, part = _tensors(net).items(), _parts(net)
+def _net_slots(net: nn.Module) -> list[Slot]:
+    by_name, part = _tensors(net).items(), _module_parts(net)
     slots = [
-        Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_given(t), part=part[name.rpartition(".")[0]])
+        Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_constant_init(t), part=part[name.rpartition(".")[0]])
         for name, (t, role) in by_name
     ]
     return [place(slot) for slot in slots] if isinstance(net, GatedPair) else slots
@@ -153,41 +153,41 @@ def _plain(net: nn.Module) -> list[Slot]:
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
-def _parts(net: nn.Module) -> dict[str, str]:
+def _module_parts(net: nn.Module) -> dict[str, str]:
     """Map each module to "norm", "head" (the last module with parameters) or "body"."""
     last = [name.rpartition(".")[0] for name, _ in net.named_parameters()][-1:]
     modules = net.named_modules()
     return {n: "norm" if isinstance(m, _NORMS) else "head" if n in last else "body" for n, m in modules}
 
 
-def _models(nets: Sequence[nn.Module]) -> list[Slot]:
+def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
     """Return the slots of whole models as components of a mixture, so that servers weigh each by its users."""
     parts = [_tensors(net) for net in nets]
     slots = []
     for name, (_, role) in parts[0].items():
         value = torch.stack([part[name][0] for part in parts])
         kind = ADAPTOR if role == BASE else role
-        slots.append(Slot(name=name, shape=tuple(value.shape), roles=(kind,) * len(nets), init=_given(value)))
+        slots.append(Slot(name=name, shape=tuple(value.shape), roles=(kind,) * len(nets), init=_constant_init(value)))
     return slots
 
 
-def _adapted(model: FloralModel) -> list[Slot]:
+def _adapted_slots(model: FloralModel) -> list[Slot]:
     """Return the slots of base, adaptors, router and statistics of a net with adaptors."""
     draws, values = initialisers(model), dict(model.named_parameters()) | dict(model.named_buffers())
     slots, layers = [], model.layers()
     for name, role in roles(model).items():
         value = values[name].detach()
         kinds = (role,) * (model.num_clusters if role == ADAPTOR else 1)
-        init = draws.get(name, _given(value))
+        init = draws.get(name, _constant_init(value))
         # Statistics belong to an adapted norm, or to a norm of the base.
         factor = ("adaptor" if name.rpartition(".")[0] in layers else "base") if role == STATISTICS else ""
         slots.append(Slot(name=name, shape=tuple(value.shape), roles=kinds, init=init, factor=factor))
     return slots
 
 
-def _given(value: Tensor) -> Init:
-    kept = value.detach().clone().cpu()
-    return lambda shape, generator: kept
+def _constant_init(value: Tensor) -> Init:
+    initial = value.detach().clone().cpu()
+    return lambda shape, generator: initial
 
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -262,14 +262,14 @@ class StackedModel(Model):
         return torch.ones(1, self.layout.columns, dtype=torch.bool, device=self.device).expand(self.users, -1)
 
     @cached_property
-    def _drops(self) -> bool:
+    def _is_random(self) -> bool:
         kinds = {type(m) for m in self.net.modules()}
         return any(issubclass(k, _RANDOM) or not k.__module__.startswith("torch.nn.") for k in kinds)
 
     @contextmanager
     def randomness(self, *key: object) -> Iterator[None]:
         """Seed the random numbers of a pass, such as dropout, with the key, so that a resumed run draws the same."""
-        if not self._drops:
+        if not self._is_random:
             yield
             return
         devices = [self.device] if self.device.type == "cuda" else []
@@ -388,9 +388,9 @@ class StackedModel(Model):
         }
         base = {s.name for s in self.layout.only({BASE}).slots if tensors[s.name].requires_grad}
         wide |= {n: weigh_gradient(tensors[n], self.shares(tensors).detach()) for n in base}
-        along = ({name: 0 if name in statistics | base else None for name in tensors}, None, 0)
+        in_dims = ({name: 0 if name in statistics | base else None for name in tensors}, None, 0)
         alone = vmap(
-            lambda user_tensors, x, pi: self._call(user_tensors, x, mixture=pi), in_dims=along, randomness="different"
+            lambda user_tensors, x, pi: self._call(user_tensors, x, mixture=pi), in_dims=in_dims, randomness="different"
         )
         outputs = self._run(train, lambda user_tensors, x: alone(user_tensors, x, one_hot), wide, inputs)
         for name in statistics:
@@ -476,9 +476,9 @@ def stack(
     """
     device = device or torch.device("cpu")
     nets = [net.to(device, dtype) for net in nets]
-    many = mixture is not None and mixture.of == "models"
-    layout = layout_of(nets, side_by_side=many)
-    others = None if many or len(nets) == 1 else torch.stack([row_of(net, layout) for net in nets[1:]])
+    whole_models = mixture is not None and mixture.of == "models"
+    layout = layout_of(nets, side_by_side=whole_models)
+    others = None if whole_models or len(nets) == 1 else torch.stack([row_of(net, layout) for net in nets[1:]])
     return StackedModel(
         name=name,
         net=nets[0].requires_grad_(False),
@@ -490,11 +490,11 @@ def stack(
         others=others,
         loss=loss,
         compiled=compiled,
-        batchwise=batchwise or any(map(_sees_batches, nets[0].modules())),
+        batchwise=batchwise or any(map(_depends_on_batch, nets[0].modules())),
     )
 
 
-def _sees_batches(module: nn.Module) -> bool:
+def _depends_on_batch(module: nn.Module) -> bool:
     norms = nn.modules.batchnorm
     return isinstance(module, norms._BatchNorm) or (isinstance(module, norms._NormBase) and module.track_running_stats)
 
@@ -555,13 +555,12 @@ class MixedLanguageModel(StackedModel):
             limit: Largest number of new tokens.
         """
         parts, prompts = [], prompts.to(self.device)
-        with torch.compiler.set_stance(
-            "force_eager"
-        ):  # lengths change with every token, so compiling would not pay off
+        # Lengths change with every token, so compiling would not pay off.
+        with torch.compiler.set_stance("force_eager"):
             for row, of_user in enumerate(prompts):
-                mine = {name: t[row : row + 1] for name, t in tensors.items()}
-                personal = self.of_one_user(mine)
-                with personal.mixing(self.shares(mine)[0]):
+                user_tensors = {name: t[row : row + 1] for name, t in tensors.items()}
+                personal = self.of_one_user(user_tensors)
+                with personal.mixing(self.shares(user_tensors)[0]):
                     parts.append(continue_greedily(cast(PreTrainedModel, personal.model), of_user, limit))
         width = max(part.shape[1] for part in parts)
         return torch.stack([F.pad(part, (0, width - part.shape[1]), value=PAD) for part in parts])

@@ -608,7 +608,7 @@ def _entangled(method: Method) -> str:
         )
     for part in client.parts:
         looks = part.sweeps or bool(part.before) or (part.validates and part not in client.finishing)
-        hooks = [hook for hook in _HOOKS if not (hook == "begin" and part.forgets)]
+        hooks = [hook for hook in _HOOKS if not (hook == "begin" and part.only_resets_moments)]
         if looks or any(getattr(type(part), hook) is not getattr(ClientHook, hook) for hook in hooks):
             return f"{type(part).__name__} changes what users have by more than steps on noised gradients"
     return ""

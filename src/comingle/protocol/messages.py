@@ -142,7 +142,7 @@ def _join(parts: Sequence[Message]) -> Message:
     return replace(
         parts[0],
         users=tuple(user for part in parts for user in part.users),
-        tensors={name: _together([part.tensors[name] for part in parts]) for name in parts[0].tensors},
+        tensors={name: _join_padded([part.tensors[name] for part in parts]) for name in parts[0].tensors},
         ranks=torch.cat([part.ranks for part in parts]),
     )
 
@@ -150,7 +150,7 @@ def _join(parts: Sequence[Message]) -> Message:
 def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
     """Pad LoRA factors ``(..., rank, width)`` with zeros to the largest rank of ``layout``."""
     wanted = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
-    return {name: _filled(t, wanted[name]) if name in wanted else t for name, t in tensors.items()}
+    return {name: _padded(t, wanted[name]) if name in wanted else t for name, t in tensors.items()}
 
 
 def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
@@ -171,7 +171,7 @@ def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
     return {name: torch.stack(part) for name, part in parts.items()}
 
 
-def _filled(factor: Tensor, rank: int) -> Tensor:
+def _padded(factor: Tensor, rank: int) -> Tensor:
     missing = rank - factor.shape[-2]
     return torch.nn.functional.pad(factor, (0, 0, 0, missing)) if missing > 0 else factor
 
@@ -180,12 +180,12 @@ def _row(tree: Tree, at: int) -> Tree:
     return {name: t[at : at + 1] for name, t in tree.items()}
 
 
-def _together(parts: Sequence[Tensor]) -> Tensor:
+def _join_padded(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors ``(users, ..., rank, width)`` of different ranks along users."""
     if len({part.shape[1:] for part in parts}) == 1:
         return torch.cat(list(parts))
     most = max(part.shape[-2] for part in parts)
-    return torch.cat([_filled(part, most) for part in parts])
+    return torch.cat([_padded(part, most) for part in parts])
 
 
 SCALE = ".scale"
@@ -195,13 +195,13 @@ RESIDUAL = "residual/"
 _LEVELS = 127
 
 
-def compress(tensors: Tree, form: Format, left: Tree) -> tuple[Tree, Tree]:
+def compress(tensors: Tree, form: Format, residuals: Tree) -> tuple[Tree, Tree]:
     """Compress tensors for an upload.
 
     Args:
         tensors: ``(..., width)`` by name.
         form: The number format of uploads.
-        left: The rounding errors of the previous upload; used by int8 only.
+        residuals: The rounding errors of the previous upload; used by int8 only.
 
     Returns:
         The tensors to send (int8: levels, and scales ``(..., 1)`` as ``NAME.scale``) and the new rounding errors, which
@@ -212,17 +212,17 @@ def compress(tensors: Tree, form: Format, left: Tree) -> tuple[Tree, Tree]:
     if form == "bfloat16":
         return {name: t.to(torch.bfloat16) for name, t in tensors.items()}, {}
     sent: Tree = {}
-    kept: Tree = {}
+    new_residuals: Tree = {}
     for name, t in tensors.items():
-        whole = t + left[name]
+        whole = t + residuals[name]
         scale = whole.abs().amax(-1, keepdim=True) / _LEVELS
         levels = (whole / scale.clamp(min=torch.finfo(whole.dtype).tiny)).round().clamp(-_LEVELS, _LEVELS)
         sent[name], sent[name + SCALE] = levels.to(torch.int8), scale.float()
-        kept[name] = whole - _expanded(sent[name], sent[name + SCALE])
-    return sent, kept
+        new_residuals[name] = whole - _dequantise(sent[name], sent[name + SCALE])
+    return sent, new_residuals
 
 
-def compress_kept(tensors: Tree, form: Format, kept: Tree, users: list[int], *, remembers: bool = True) -> Tree:
+def compress_kept(tensors: Tree, form: Format, kept: Tree, users: list[int], *, store_residuals: bool = True) -> Tree:
     """Compress some users' tensors and update their rounding errors in place.
 
     Args:
@@ -230,14 +230,14 @@ def compress_kept(tensors: Tree, form: Format, kept: Tree, users: list[int], *, 
         form: The number format of uploads.
         kept: The client state of all users; holds rounding errors as ``residual/NAME``.
         users: Rows of ``kept`` to which the tensors belong.
-        remembers: Whether to store the new rounding errors in ``kept``.
+        store_residuals: Whether to store the new rounding errors in ``kept``.
 
     Returns:
         The tensors to send.
     """
-    left = {name: kept[RESIDUAL + name][users] for name in tensors} if form == "int8" else {}
-    sent, rest = compress(tensors, form, left)
-    for name, t in rest.items() if remembers else ():
+    residuals = {name: kept[RESIDUAL + name][users] for name in tensors} if form == "int8" else {}
+    sent, new_residuals = compress(tensors, form, residuals)
+    for name, t in new_residuals.items() if store_residuals else ():
         kept[RESIDUAL + name][users] = t
     return sent
 
@@ -261,8 +261,8 @@ def expand(tensors: Tree, form: Format) -> Tree:
         scale = tensors.get(name + SCALE)
         if scale is None or scale.shape != (*t.shape[:-1], 1) or bool((scale < 0).any()):
             raise MessageError(f"upload: tensor {name!r} has no scales that fit")
-    return {name: _expanded(t, tensors[name + SCALE]) for name, t in found.items()}
+    return {name: _dequantise(t, tensors[name + SCALE]) for name, t in found.items()}
 
 
-def _expanded(levels: Tensor, scale: Tensor) -> Tensor:
+def _dequantise(levels: Tensor, scale: Tensor) -> Tensor:
     return levels.to(torch.float32) * scale

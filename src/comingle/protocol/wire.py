@@ -65,7 +65,7 @@ def unpack(data: bytes) -> Download | Upload:
     Raises:
         MessageError: The bytes are no message: truncated, corrupted, or of another version.
     """
-    header, tensors = _parts(data)
+    header, tensors = _split(data)
     try:
         return _read(json.loads(header), load(tensors))
     # torch raises RuntimeError for numbers that a tensor cannot hold.
@@ -112,13 +112,13 @@ def _header(message: Download | Upload) -> dict[str, Any]:
 def _tensors(message: Download | Upload) -> Tree:
     """Return the tensors to send: no users dimension, cut to the user's rank, without the user's own upload."""
     rank = int(message.ranks[0])
-    of_user = {name: _cut(name, t[0], rank) for name, t in message.tensors.items()}
+    own = {name: _cut(name, t[0], rank) for name, t in message.tensors.items()}
     if isinstance(message, Upload):
-        return of_user | {_REPORT + name: t[0] for name, t in message.reports.items()}
+        return own | {_REPORT + name: t[0] for name, t in message.reports.items()}
     if message.users[0] not in message.senders:
-        return of_user
+        return own
     kept = [i for i, sender in enumerate(message.senders) if sender != message.users[0]]
-    return {name: t[kept] for name, t in of_user.items()}
+    return {name: t[kept] for name, t in own.items()}
 
 
 def _cut(name: str, t: Tensor, rank: int) -> Tensor:
@@ -126,7 +126,7 @@ def _cut(name: str, t: Tensor, rank: int) -> Tensor:
     return t[..., :rank, :] if rank and name.removesuffix(SCALE).endswith((".a", ".b")) else t
 
 
-def _parts(data: bytes) -> tuple[bytes, bytes]:
+def _split(data: bytes) -> tuple[bytes, bytes]:
     if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
         raise MessageError(f"message: {len(data)} bytes that do not begin as a message of comingle does")
     _, version, header, tensors, check = _PREFIX.unpack_from(data)

@@ -96,7 +96,7 @@ def advise_on(
     """
     first = next(iter(local.values()))
     measure = measure_of(dict(first))
-    asked = len(first["users"]) * len(methods) + sum(map(len, groups))
+    num_intervals = len(first["users"]) * len(methods) + sum(map(len, groups))
     means = {name: _mean_gain(name, runs, local, measure, 2 * len(methods) - 1) for name, runs in methods.items()}
     best = _best(means, measure)
     return Advice(
@@ -109,14 +109,16 @@ def advise_on(
             if any("planned_rounds" in metrics for metrics in runs.values())
         },
         grouped_by=grouped_by,
-        methods={name: _gains(runs, local, list(first["users"]), measure, asked) for name, runs in methods.items()},
+        methods={
+            name: _gains(runs, local, list(first["users"]), measure, num_intervals) for name, runs in methods.items()
+        },
         means=means,
         against_best={
             name: _mean_gain(name, runs, methods[best], measure, 2 * len(methods) - 1)
             for name, runs in methods.items()
             if name != best
         },
-        groups={names: _gains(runs, local, names, measure, asked) for names, runs in groups.items()},
+        groups={names: _gains(runs, local, names, measure, num_intervals) for names, runs in groups.items()},
         upload_bytes={name: _bytes(runs, "upload") for name, runs in methods.items()},
         download_bytes={name: _bytes(runs, "download") for name, runs in methods.items()},
     )
@@ -126,32 +128,36 @@ def _bytes(runs: Runs, way: str) -> float:
     return fmean(metrics[f"{way}_bytes_per_user_round"] for metrics in runs.values())
 
 
-def _gains(runs: Runs, local: Runs, users: Sequence[str], measure: str, asked: int) -> dict[str, Gain]:
+def _gains(runs: Runs, local: Runs, users: Sequence[str], measure: str, num_intervals: int) -> dict[str, Gain]:
     """Return the change of each user, seed by seed; users with a result that is not finite are left out."""
-    key, found = f"test_{measure}", {}
+    key, by_user = f"test_{measure}", {}
     for user in users:
         pairs = [(runs[seed]["users"][user][key], local[seed]["users"][user][key]) for seed in local]
-        if (gain := _gain(user, pairs, measure, asked)) is not None:
-            found[user] = gain
-    return found
+        if (gain := _gain(user, pairs, measure, num_intervals)) is not None:
+            by_user[user] = gain
+    return by_user
 
 
-def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, asked: int) -> Gain:
+def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals: int) -> Gain:
     """Return the mean change over users, seed by seed. Relative changes give each user the same weight."""
     key, by_seed = f"test_{measure}", []
     for seed, other in others.items():
         users = other["users"]
         changes = [change(runs[seed]["users"][user][key], users[user][key], measure) for user in users]
         by_seed.append(fmean(value for value in changes if value is not None))
-    return Gain(user=name, measure=measure, change=spread(by_seed), interval=interval(by_seed, together=asked))
+    return Gain(user=name, measure=measure, change=spread(by_seed), interval=interval(by_seed, together=num_intervals))
 
 
-def _gain(user: str, pairs: Sequence[tuple[float | None, float | None]], measure: str, asked: int) -> Gain | None:
-    known = [change(one, other, measure) for one, other in pairs if one is not None and other is not None]
-    values = [value for value in known if value is not None]
+def _gain(
+    user: str, pairs: Sequence[tuple[float | None, float | None]], measure: str, num_intervals: int
+) -> Gain | None:
+    changes = [
+        change(value, baseline, measure) for value, baseline in pairs if value is not None and baseline is not None
+    ]
+    values = [number for number in changes if number is not None]
     if len(values) < len(pairs):
         return None
-    return Gain(user=user, measure=measure, change=spread(values), interval=interval(values, together=asked))
+    return Gain(user=user, measure=measure, change=spread(values), interval=interval(values, together=num_intervals))
 
 
 def _best(means: Mapping[str, Gain], measure: str) -> str:
@@ -169,11 +175,11 @@ def method_to_take(advice: Advice) -> str | None:
     """
     best = next(name for name in advice.means if name not in advice.against_best)
     level = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
-    shown = [name for name in (best, *level) if advice.means[name].verdict == GAINED]
-    return min(shown, key=lambda name: (advice.upload_bytes[name], name != best), default=None)
+    gaining = [name for name in (best, *level) if advice.means[name].verdict == GAINED]
+    return min(gaining, key=lambda name: (advice.upload_bytes[name], name != best), default=None)
 
 
-def alone(advice: Advice) -> list[str]:
+def harmed_by_all(advice: Advice) -> list[str]:
     """Return the users that every method is shown to harm."""
     return _users(advice, lambda verdicts: verdicts == {HARMED})
 
@@ -204,54 +210,54 @@ def partners(advice: Advice, user: str) -> dict[str, list[str]]:
 
 def paragraph(advice: Advice) -> str:
     """Return the advice in a few sentences, without anything that an interval leaves open."""
-    said = [_method_told(advice)]
+    sentences = [_method_text(advice)]
     if len(advice.seeds) < 2:
-        said = ["With one seed there are no intervals, so nothing is shown; give at least two seeds."]
+        sentences = ["With one seed there are no intervals, so nothing is shown; give at least two seeds."]
     else:
-        if lonely := alone(advice):
-            said.append(f"Every method tried harms {_listed(lonely)}: train alone.")
+        if harmed := harmed_by_all(advice):
+            sentences.append(f"Every method tried harms {_listed(harmed)}: train alone.")
         if level := undecided(advice):
-            said.append(f"No method is shown to help {_listed(level)}.")
-        said += _pairs_told(advice)
-        said.append(f"The {advice.intervals} intervals of users hold together with 95%, and those of means too.")
+            sentences.append(f"No method is shown to help {_listed(level)}.")
+        sentences += _pair_texts(advice)
+        sentences.append(f"The {advice.intervals} intervals of users hold together with 95%, and those of means too.")
     seeds = ", ".join(map(str, advice.seeds))
-    said.append(f"All is of runs of {plural(advice.rounds, 'round')} with seeds {seeds}; longer ones may differ.")
-    said += [
+    sentences.append(f"All is of runs of {plural(advice.rounds, 'round')} with seeds {seeds}; longer ones may differ.")
+    sentences += [
         f"{name}: the privacy budget was spent after {done} of {advice.rounds} rounds."
         for name, done in advice.stopped.items()
     ]
-    return " ".join(said)
+    return " ".join(sentences)
 
 
-def _method_told(advice: Advice) -> str:
+def _method_text(advice: Advice) -> str:
     taken = method_to_take(advice)
     if taken is None:
         return "No method is shown to gain on training alone in the mean over users: local, which sends nothing."
     gain, best = advice.means[taken], next(name for name in advice.means if name not in advice.against_best)
     cost = sizes([advice.upload_bytes[taken]])[0]
-    told = f"Take {taken}: {_told(gain)} in the mean over users, for {cost} sent by each user in a round."
+    text = f"Take {taken}: {_gain_text(gain)} in the mean over users, for {cost} sent by each user in a round."
     if taken != best:
-        told += f" {best} has the best mean and is not shown to be better."
+        text += f" {best} has the best mean and is not shown to be better."
     elif level := [name for name, other in advice.against_best.items() if other.verdict != HARMED]:
-        told += f" It is not shown to be better than {_listed(level)}."
-    return told
+        text += f" It is not shown to be better than {_listed(level)}."
+    return text
 
 
-def _pairs_told(advice: Advice) -> list[str]:
+def _pair_texts(advice: Advice) -> list[str]:
     users = dict.fromkeys(user for gains in advice.groups.values() for user in gains)
-    said = []
+    sentences = []
     for user in users:
-        found = partners(advice, user)
+        by_verdict = partners(advice, user)
         parts = [
-            f"{word} {_listed(found[key])}"
+            f"{word} {_listed(by_verdict[key])}"
             for key, word in ((GAINED, "gains from"), (HARMED, "is harmed by"))
-            if found[key]
+            if by_verdict[key]
         ]
         if parts:
-            said.append(f"In pairs ({advice.grouped_by}) {printable(user)} {' and '.join(parts)}.")
-    if advice.groups and not said:
-        said.append(f"No smaller group ({advice.grouped_by}) is shown to gain or to harm anybody on its own.")
-    return said
+            sentences.append(f"In pairs ({advice.grouped_by}) {printable(user)} {' and '.join(parts)}.")
+    if advice.groups and not sentences:
+        sentences.append(f"No smaller group ({advice.grouped_by}) is shown to gain or to harm anybody on its own.")
+    return sentences
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -259,11 +265,11 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _told(gain: Gain) -> str:
-    return change_text(gain.change.mean, gain.measure) + _reach(gain)
+def _gain_text(gain: Gain) -> str:
+    return change_text(gain.change.mean, gain.measure) + _interval_text(gain)
 
 
-def _reach(gain: Gain) -> str:
+def _interval_text(gain: Gain) -> str:
     return "" if gain.interval is None else f" ({gain.interval[0]:+.1f} to {gain.interval[1]:+.1f})"
 
 
@@ -271,7 +277,7 @@ def cell(gain: Gain | None) -> str:
     """Return the text of a gain in a table: mean, interval and verdict."""
     if gain is None:
         return "not finite"
-    return f"{gain.change.mean:+.1f}{_reach(gain)} {gain.verdict}"
+    return f"{gain.change.mean:+.1f}{_interval_text(gain)} {gain.verdict}"
 
 
 def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:

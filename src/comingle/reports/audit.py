@@ -194,23 +194,23 @@ def verdict(audit: Audit) -> list[str]:
     """Return sentences on what the audit shows and what it does not show."""
     if audit.inversions:
         return [
-            *map(_inversion_told, audit.inversions),
+            *map(_inversion_text, audit.inversions),
             "Nothing else was attacked; canaries need users with text or conversations.",
         ]
-    said = [_proof_told(proof, audit) for proof in audit.proofs]
-    said += [_membership_told(audit), *(_shadowed_told(audit, view) for view in VIEWS if audit.shadowed)]
-    said += [_exposure_told(audit), *map(_recovery_told, audit.recoveries)]
+    sentences = [_proof_text(proof, audit) for proof in audit.proofs]
+    sentences += [_membership_text(audit), *(_shadowed_text(audit, view) for view in VIEWS if audit.shadowed)]
+    sentences += [_exposure_text(audit), *map(_recovery_text, audit.recoveries)]
     if audit.kind == "conversations":
-        said.append("Tokens out of one upload were not attacked: that attack is for users with text.")
+        sentences.append("Tokens out of one upload were not attacked: that attack is for users with text.")
     also = f", the reference models of {audit.shadows} more" if audit.shadowed else ""
-    said.append(
+    sentences.append(
         f"The canaries are of {plural(audit.trials, 'run')} of {plural(audit.rounds, 'round')} made for this{also}, "
         "not of the run itself; longer runs may leak more. An attack that fails shows nothing of better attacks."
     )
-    return said
+    return sentences
 
 
-def _proof_told(proof: Proof, audit: Audit) -> str:
+def _proof_text(proof: Proof, audit: Audit) -> str:
     who = {"server": "The server", "users": "Whoever gets the shared model"}[proof.view]
     guessed = f"{proof.correct} of {proof.guesses} guesses right"
     of_examples = audit.privacy is not None and protects_examples(audit.privacy["mechanism"])
@@ -234,87 +234,91 @@ def _proof_told(proof: Proof, audit: Audit) -> str:
     )
 
 
-def _membership_told(audit: Audit) -> str:
-    values = [one.auc for one in audit.members]
+def _membership_text(audit: Audit) -> str:
+    values = [result.auc for result in audit.members]
     if not values:
         return "Membership was not looked at."
-    mean, reach = fmean(values), interval(values)
-    if reach is None:
+    mean, bounds = fmean(values), interval(values)
+    if bounds is None:
         return f"Training {audit.windows}: AUC {mean:.2f} for one user, without an interval: nothing is shown."
-    told = f"AUC {mean:.2f} in the mean over users ({reach_told(reach)})"
-    if reach[0] > 0.5:
+    auc_text = f"AUC {mean:.2f} in the mean over users ({bounds_text(bounds)})"
+    if bounds[0] > 0.5:
         return (
             f"Training {audit.windows} can be told from held-out ones of the same user by the final shared model: "
-            f"{told}. Differences between training and test data for other reasons count as told too."
+            f"{auc_text}. Differences between training and test data for other reasons count as told too."
         )
-    return f"Training {audit.windows} are not shown to be told from held-out ones by the final shared model: {told}."
+    return (
+        f"Training {audit.windows} are not shown to be told from held-out ones by the final shared model: {auc_text}."
+    )
 
 
-def _shadowed_told(audit: Audit, view: str) -> str:
+def _shadowed_text(audit: Audit, view: str) -> str:
     """Return the sentence on attacks with reference models."""
-    whose = {"server": "a user's uploads", "users": "what others are sent"}[view]
-    values = [one.auc for one in audit.shadowed if one.view == view]
-    reach = interval(values)
-    if reach is None:
-        return f"With reference models too little was seen of {whose} to say anything."
-    told = f"AUC {fmean(values):.2f} in the mean over users ({reach_told(reach)})"
+    source = {"server": "a user's uploads", "users": "what others are sent"}[view]
+    values = [result.auc for result in audit.shadowed if result.view == view]
+    bounds = interval(values)
+    if bounds is None:
+        return f"With reference models too little was seen of {source} to say anything."
+    auc_text = f"AUC {fmean(values):.2f} in the mean over users ({bounds_text(bounds)})"
     which = f"With reference models, which {audit.windows} a user has trained on"
-    if reach[0] > 0.5:
-        return f"{which} can be told from {whose}: {told}."
-    return f"{which} is not shown to be told from {whose}: {told}."
+    if bounds[0] > 0.5:
+        return f"{which} can be told from {source}: {auc_text}."
+    return f"{which} is not shown to be told from {source}: {auc_text}."
 
 
-def _recovery_told(recovery: Recovery) -> str:
+def _recovery_text(recovery: Recovery) -> str:
     """Return the sentence on tokens: they are read if the interval of the difference to common tokens is above 0."""
     pairs = zip(recovery.recovered, recovery.guesses, strict=True)
-    reach = interval([found - guess for found, guess in pairs])
-    told = (
+    bounds = interval([found - guess for found, guess in pairs])
+    shares = (
         f"{_percent(recovery.recovered)} of {fmean(recovery.tokens):.0f} different tokens, by guessing common ones "
         f"{_percent(recovery.guesses)}"
     )
-    if reach is not None and reach[0] > 0:
-        return f"The server reads tokens off the upload of {recovery.what}: {told}."
-    return f"This attack reads no more tokens off the upload of {recovery.what} than are common; others may: {told}."
+    if bounds is not None and bounds[0] > 0:
+        return f"The server reads tokens off the upload of {recovery.what}: {shares}."
+    return f"This attack reads no more tokens off the upload of {recovery.what} than are common; others may: {shares}."
 
 
 def _percent(values: Sequence[float]) -> str:
     return f"{fmean(values):.0%}"
 
 
-def _exposure_told(audit: Audit) -> str:
-    told = (
-        f"exposure {mean_told(audit.inserted)} of {audit.most:.0f} bits with it and {mean_told(audit.absent)} without"
+def _exposure_text(audit: Audit) -> str:
+    exposures = (
+        f"exposure {mean_text(audit.inserted)} of {audit.most:.0f} bits with it and {mean_text(audit.absent)} without"
     )
-    reaches = interval(audit.inserted), interval(audit.absent)
-    if reaches[0] and reaches[1] and reaches[0][0] > reaches[1][1]:
-        return f"A canary of one user is remembered by the model that others get: {told}."
-    return f"A canary of one user is not shown to be remembered by the model that others get: {told}."
+    bounds = interval(audit.inserted), interval(audit.absent)
+    if bounds[0] and bounds[1] and bounds[0][0] > bounds[1][1]:
+        return f"A canary of one user is remembered by the model that others get: {exposures}."
+    return f"A canary of one user is not shown to be remembered by the model that others get: {exposures}."
 
 
 _BACK = 0.1
 """Largest relative error at which an input counts as reconstructed."""
 
 
-def _inversion_told(inversion: Inversion) -> str:
+def _inversion_text(inversion: Inversion) -> str:
     back = sum(error < _BACK for error in inversion.errors)
-    told = f"relative error {mean_told(inversion.errors, 3)}, of the mean input {mean_told(inversion.guesses, 3)}"
+    errors_text = (
+        f"relative error {mean_text(inversion.errors, 3)}, of the mean input {mean_text(inversion.guesses, 3)}"
+    )
     if back:
         count = f"{back} of {len(inversion.errors)} users"
-        return f"The server reads an input off the upload of {inversion.what} for {count}: {told}."
-    return f"This attack reads no input off the upload of {inversion.what}; others may: {told}."
+        return f"The server reads an input off the upload of {inversion.what} for {count}: {errors_text}."
+    return f"This attack reads no input off the upload of {inversion.what}; others may: {errors_text}."
 
 
-def mean_told(values: Sequence[float], digits: int = 1) -> str:
+def mean_text(values: Sequence[float], digits: int = 1) -> str:
     """Return a mean and its interval as text."""
     if not values:
         return "unknown"
-    reach = interval(values)
-    return f"{fmean(values):.{digits}f}" + (f" ({reach_told(reach, digits)})" if reach is not None else "")
+    bounds = interval(values)
+    return f"{fmean(values):.{digits}f}" + (f" ({bounds_text(bounds, digits)})" if bounds is not None else "")
 
 
-def reach_told(reach: tuple[float, float], digits: int = 2) -> str:
+def bounds_text(bounds: tuple[float, float], digits: int = 2) -> str:
     """Return an interval as text."""
-    return f"{reach[0]:.{digits}f} to {reach[1]:.{digits}f}"
+    return f"{bounds[0]:.{digits}f} to {bounds[1]:.{digits}f}"
 
 
 def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
@@ -338,17 +342,17 @@ def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     head = ["user", "members", "others", "AUC", "AUC of loss alone", "found at 1% false alarms"]
     rows = [
         [
-            printable(one.user),
-            str(one.members),
-            str(one.others),
-            f"{one.auc:.2f}",
-            f"{one.auc_of_loss:.2f}",
-            "too few others" if one.found is None else f"{one.found:.2f}",
+            printable(result.user),
+            str(result.members),
+            str(result.others),
+            f"{result.auc:.2f}",
+            f"{result.auc_of_loss:.2f}",
+            "too few others" if result.found is None else f"{result.found:.2f}",
         ]
-        for one in audit.members
+        for result in audit.members
     ]
-    found = [one.found for one in audit.members if one.found is not None]
-    columns = ([one.auc for one in audit.members], [one.auc_of_loss for one in audit.members], found)
+    found = [result.found for result in audit.members if result.found is not None]
+    columns = ([result.auc for result in audit.members], [result.auc_of_loss for result in audit.members], found)
     rows.append(["mean", "", "", *map(_spread, columns)])
     return head, rows
 
@@ -356,8 +360,8 @@ def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of reconstructed inputs."""
     rows = [
-        [one.what, str(len(one.errors)), mean_told(one.errors, 3), mean_told(one.guesses, 3)]
-        for one in audit.inversions
+        [result.what, str(len(result.errors)), mean_text(result.errors, 3), mean_text(result.guesses, 3)]
+        for result in audit.inversions
     ]
     return ["upload of", "users", "relative error", "of the mean input"], rows
 
@@ -367,13 +371,15 @@ def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     head = ["user", "who looks", "members", "others", "AUC", "AUC without references", "found at 1% false alarms"]
     rows = []
     for view in VIEWS:
-        of_view = [one for one in audit.shadowed if one.view == view]
-        for one in of_view:
-            found = "too few others" if one.found is None else f"{one.found:.2f}"
-            counts = [str(one.members), str(one.others)]
-            rows.append([printable(one.user), view, *counts, f"{one.auc:.2f}", f"{one.auc_of_scores:.2f}", found])
-        found = [one.found for one in of_view if one.found is not None]
-        columns = ([one.auc for one in of_view], [one.auc_of_scores for one in of_view], found)
+        of_view = [result for result in audit.shadowed if result.view == view]
+        for result in of_view:
+            found = "too few others" if result.found is None else f"{result.found:.2f}"
+            counts = [str(result.members), str(result.others)]
+            rows.append(
+                [printable(result.user), view, *counts, f"{result.auc:.2f}", f"{result.auc_of_scores:.2f}", found]
+            )
+        found = [result.found for result in of_view if result.found is not None]
+        columns = ([result.auc for result in of_view], [result.auc_of_scores for result in of_view], found)
         rows += [["mean", view, "", "", *map(_spread, columns)]] if of_view else []
     return head, rows
 
@@ -382,13 +388,13 @@ def recovery_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of recovered tokens."""
     rows = [
         [
-            one.what,
-            str(len(one.tokens)),
-            f"{fmean(one.tokens):.0f}",
-            mean_told(one.recovered, 2),
-            mean_told(one.guesses, 2),
+            result.what,
+            str(len(result.tokens)),
+            f"{fmean(result.tokens):.0f}",
+            mean_text(result.recovered, 2),
+            mean_text(result.guesses, 2),
         ]
-        for one in audit.recoveries
+        for result in audit.recoveries
     ]
     return ["upload of", "users", "different tokens", "share recovered", "by guessing common ones"], rows
 
@@ -400,19 +406,19 @@ def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
     runs = f"{plural(audit.trials, 'run')}, {plural(audit.rounds, 'round')}"
     canaries = f"canaries: {runs}; {audit.confidence:.0%}, delta {audit.delta:g}"
     members = f"training {audit.windows}, by the final shared model; 95%"
-    found = {canaries: proof_rows(audit), members: member_rows(audit)}
+    sections = {canaries: proof_rows(audit), members: member_rows(audit)}
     if audit.shadowed:
-        found[f"training {audit.windows}, with reference models: {audit.shadows} runs; 95%"] = shadow_rows(audit)
+        sections[f"training {audit.windows}, with reference models: {audit.shadows} runs; 95%"] = shadow_rows(audit)
     if audit.recoveries:
-        found["tokens out of one upload; 95%"] = recovery_rows(audit)
-    return found
+        sections["tokens out of one upload; 95%"] = recovery_rows(audit)
+    return sections
 
 
 def _spread(values: Sequence[float]) -> str:
     if not values:
         return ""
-    reach = interval(values)
-    return f"{fmean(values):.2f}" + (f" ({reach_told(reach)})" if reach is not None else "")
+    bounds = interval(values)
+    return f"{fmean(values):.2f}" + (f" ({bounds_text(bounds)})" if bounds is not None else "")
 
 
 def render_audit(audit: Audit) -> list[Table]:
@@ -431,7 +437,7 @@ def render_audit(audit: Audit) -> list[Table]:
 def markdown(audit: Audit) -> str:
     """Return the page as Markdown."""
     lines = [f"# What leaks: {printable(audit.run)}", "", f"{audit.method}, {audit.users} users.", ""]
-    lines += [line for said in verdict(audit) for line in (f"- {said}",)]
+    lines += [f"- {sentence}" for sentence in verdict(audit)]
     for head, rows in _sections(audit).values():
         lines += ["", _line(head), _line(["---"] * len(head)), *map(_line, rows)]
     return "\n".join(lines) + "\n"

@@ -110,7 +110,7 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 def expert_css() -> list[tuple[str, Colour]]:
     """Return the class name (g1, g2, s1 ...) and the background colour of each expert."""
-    return [(f"{role[0]}{n + 1}", one) for role, kinds in _EXPERTS.items() for n, one in enumerate(kinds)]
+    return [(f"{role[0]}{n + 1}", colour) for role, kinds in _EXPERTS.items() for n, colour in enumerate(kinds)]
 
 
 def expert_class(name: str) -> str:
@@ -197,13 +197,13 @@ class Panels:
         """Return all panels in one picture; only the outer ones have labels."""
 
         def paint(figure: Figure, axes: list[Axes]) -> None:
-            for number, (axis, one) in enumerate(zip(axes, self.paint, strict=False)):
+            for number, (axis, fill) in enumerate(zip(axes, self.paint, strict=False)):
                 axis.set_xlabel(self.below if number + self.columns >= len(self.paint) else "")
                 axis.set_ylabel(self.left if number % self.columns == 0 else "")
-                if one is None:
+                if fill is None:
                     axis.set_axis_off()
                 else:
-                    one(axis)
+                    fill(axis)
             for axis in axes[len(self.paint) :]:
                 axis.set_axis_off()
             if self.keys:
@@ -213,7 +213,9 @@ class Panels:
 
     def parts(self) -> list[Figure]:
         """Return one picture with labels for each panel."""
-        return [draw(1, 1, self.size, lambda _, axes, one=one: self._part(axes[0], one)) for one in self.paint if one]
+        return [
+            draw(1, 1, self.size, lambda _, axes, fill=fill: self._part(axes[0], fill)) for fill in self.paint if fill
+        ]
 
     def _part(self, axis: Axes, paint: Callable[[Axes], None]) -> None:
         axis.set_xlabel(self.below)
@@ -227,12 +229,12 @@ def draw_key(mark: Line2D | Patch) -> Figure:
         figure = Figure(figsize=(0.4, 0.16))
         FigureCanvasAgg(figure)
         if isinstance(mark, Line2D):
-            shown: Any = Line2D([0.02, 0.5, 0.98], [0.5] * 3, markevery=[1])
+            artist: Any = Line2D([0.02, 0.5, 0.98], [0.5] * 3, markevery=[1])
         else:
-            shown = Rectangle((0.2, 0.05), 0.6, 0.9)
-        shown.update_from(mark)
-        shown.set_transform(figure.transFigure)
-        figure.add_artist(shown)
+            artist = Rectangle((0.2, 0.05), 0.6, 0.9)
+        artist.update_from(mark)
+        artist.set_transform(figure.transFigure)
+        figure.add_artist(artist)
     return figure
 
 
@@ -283,8 +285,8 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
     letters = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\">]*?([\d.]+)px", text)]
     least = width * SMALLEST / min(letters) if letters else 0.0
     sides = f"min-width:{math.ceil(least)}px;max-width:{max(least, width * 1.45):.0f}px"
-    told = f'role="img" aria-label="{label}"' if label else 'aria-hidden="true"'
-    opening = f'<svg {told} viewBox="0 0 {width} {height}" style="{sides}"'
+    role = f'role="img" aria-label="{label}"' if label else 'aria-hidden="true"'
+    opening = f'<svg {role} viewBox="0 0 {width} {height}" style="{sides}"'
     return re.sub(r"<svg [^>]*>", f'{opening} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)
 
 
@@ -324,5 +326,5 @@ def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float
         axis.annotate(text, (right_of, above), textcoords="offset points", xytext=sides[chosen], fontsize=9)
 
 
-def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _overlap(box: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]

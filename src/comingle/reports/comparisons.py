@@ -34,9 +34,9 @@ from comingle.reports.formatting import (
     as_change,
     best_of,
     change_text,
+    interval_text,
     is_worse,
     markdown_line,
-    reach_text,
     rule,
     worst_of,
 )
@@ -58,8 +58,8 @@ class Estimate:
 
     def interval(self, share: float = 1.0) -> tuple[float, float]:
         """Return ``mean -+ t error`` with confidence ``1 - 0.05 share``."""
-        reach = self.error * float(stdtrit(self.freedom, 1 - share * ERROR / 2)) if self.error else 0.0
-        return self.mean - reach, self.mean + reach
+        half_width = self.error * float(stdtrit(self.freedom, 1 - share * ERROR / 2)) if self.error else 0.0
+        return self.mean - half_width, self.mean + half_width
 
     @property
     def p_value(self) -> float:
@@ -202,8 +202,8 @@ class Verdict:
     worst: float | None = None
 
 
-class AgainstRecord(TypedDict):
-    """:class:`Against` as plain data; each of ``methods`` has the fields of a :class:`Verdict`."""
+class BaselineComparisonRecord(TypedDict):
+    """:class:`BaselineComparison` as plain data; each of ``methods`` has the fields of a :class:`Verdict`."""
 
     baseline: str
     measure: str
@@ -213,8 +213,8 @@ class AgainstRecord(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Against:
-    """All methods of a comparison against ``baseline``, which is named as by :func:`spoken`."""
+class BaselineComparison:
+    """All methods of a comparison against ``baseline``, which is named as by :func:`baseline_text`."""
 
     baseline: str
     measure: str
@@ -224,12 +224,12 @@ class Against:
     @property
     def judged(self) -> int:
         """Number of methods with an interval, over which Holm's procedure adjusts."""
-        return sum(one.change is not None for one in self.verdicts)
+        return sum(verdict.change is not None for verdict in self.verdicts)
 
-    def as_dict(self) -> AgainstRecord:
+    def as_dict(self) -> BaselineComparisonRecord:
         """Return plain data, for :meth:`read`."""
         unit = {"perplexity": "per cent", "loss": "powers of ten"}.get(self.measure, "points of 0.01")
-        methods = [{**asdict(one), "seeds": list(one.seeds)} for one in self.verdicts]
+        methods = [{**asdict(verdict), "seeds": list(verdict.seeds)} for verdict in self.verdicts]
         return {
             "baseline": self.baseline,
             "measure": self.measure,
@@ -239,9 +239,9 @@ class Against:
         }
 
     @classmethod
-    def read(cls, content: AgainstRecord) -> Against:
+    def read(cls, content: BaselineComparisonRecord) -> BaselineComparison:
         """Return the object that :meth:`as_dict` converted."""
-        verdicts = tuple(Verdict(**{**one, "seeds": tuple(one["seeds"])}) for one in content["methods"])
+        verdicts = tuple(Verdict(**{**record, "seeds": tuple(record["seeds"])}) for record in content["methods"])
         baseline, measure, users = content["baseline"], content["measure"], content["users"]
         return cls(baseline=baseline, measure=measure, users=users, verdicts=verdicts)
 
@@ -254,19 +254,19 @@ def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
     """
     if wanted is None:
         return BASELINE if BASELINE in methods else methods[0]
-    for name in members(wanted):
+    for name in baseline_methods(wanted):
         if name not in methods:
             hint = did_you_mean(name, methods)
             raise RecipeError(f"--against {name!r}: not among the methods.{hint} There are: {', '.join(methods)}")
-    return ",".join(members(wanted))
+    return ",".join(baseline_methods(wanted))
 
 
-def members(baseline: str) -> list[str]:
+def baseline_methods(baseline: str) -> list[str]:
     """Return the methods of a baseline, each once."""
     return list(dict.fromkeys(name.strip() for name in baseline.split(",")))
 
 
-def spoken(names: Sequence[str]) -> str:
+def baseline_text(names: Sequence[str]) -> str:
     """Return a baseline as text."""
     *others, last = names
     if not others:
@@ -274,7 +274,7 @@ def spoken(names: Sequence[str]) -> str:
     return f"the {'better' if len(others) == 1 else 'best'} of {', '.join(others)} and {last}"
 
 
-def hold(results: Results, measure: str, baseline: str) -> Against | None:
+def compare_with_baseline(results: Results, measure: str, baseline: str) -> BaselineComparison | None:
     """Compare every other method with ``baseline``.
 
     Args:
@@ -285,81 +285,83 @@ def hold(results: Results, measure: str, baseline: str) -> Against | None:
     Returns:
         The verdicts; None if there is no other method or none with two seeds.
     """
-    theirs = _best([results[name] for name in members(baseline)], measure)
-    pairs = {name: _differences(of, theirs, measure) for name, of in results.items() if name != baseline}
+    best = _best([results[name] for name in baseline_methods(baseline)], measure)
+    pairs = {name: _differences(own, best, measure) for name, own in results.items() if name != baseline}
     if not any(len(found) > 1 for found in pairs.values()):
         return None
     tables = {name: table for name, found in pairs.items() if (table := _whole(found)) is not None}
-    estimates = {name: two_way(table) for name, table in tables.items()}
-    shares = dict(zip(tables, holm_shares([one.p_value for one in estimates.values()]), strict=True))
+    by_method = {name: two_way(table) for name, table in tables.items()}
+    shares = dict(zip(tables, holm_shares([estimate.p_value for estimate in by_method.values()]), strict=True))
     p_values = dict(zip(tables, holm([signed_rank(table.mean(1).tolist()) for table in tables.values()]), strict=True))
-    users = len(next(iter(theirs.values())))
-    sayable = len(tables) * smallest_signed_rank(users) <= ERROR
+    users = len(next(iter(best.values())))
+    has_p_values = len(tables) * smallest_signed_rank(users) <= ERROR
 
     def verdict(name: str) -> Verdict:
         seeds = tuple(pairs[name])
         if name not in tables:
             return Verdict(method=name, seeds=seeds, verdict=NOT_FINITE if len(seeds) > 1 else ONE_SEED)
-        p_value = p_values[name] if sayable else None
-        return _verdict(name, seeds, estimates[name], measure, shares[name], p_value)
+        p_value = p_values[name] if has_p_values else None
+        return _verdict(name, seeds, by_method[name], measure, shares[name], p_value)
 
-    return Against(
-        baseline=spoken(members(baseline)),
+    return BaselineComparison(
+        baseline=baseline_text(baseline_methods(baseline)),
         measure=measure,
         users=users,
         verdicts=tuple(replace(verdict(name), **_counted(found, measure)) for name, found in pairs.items()),
     )
 
 
-def _best(of: Sequence[Mapping[int, Mapping[str, float | None]]], measure: str) -> dict[int, dict[str, float | None]]:
+def _best(
+    results: Sequence[Mapping[int, Mapping[str, float | None]]], measure: str
+) -> dict[int, dict[str, float | None]]:
     """Return each user's best result for each seed of all methods; None if a method's result is not finite."""
     pick = best_of(measure)
 
     def pick_of(seed: int, user: str) -> float | None:
-        values = [value for one in of if (value := one[seed].get(user)) is not None and math.isfinite(value)]
-        return pick(values) if len(values) == len(of) else None
+        values = [value for result in results if (value := result[seed].get(user)) is not None and math.isfinite(value)]
+        return pick(values) if len(values) == len(results) else None
 
-    seeds = [seed for seed in of[0] if all(seed in one for one in of)]
-    return {seed: {user: pick_of(seed, user) for user in of[0][seed]} for seed in seeds}
+    seeds = [seed for seed in results[0] if all(seed in result for result in results)]
+    return {seed: {user: pick_of(seed, user) for user in results[0][seed]} for seed in seeds}
 
 
 def _counted(pairs: Mapping[int, Sequence[float | None]], measure: str) -> dict[str, Any]:
     """Return the number of differences for the better, the number of all, and the worst change."""
-    found = [value for values in pairs.values() for value in values]
-    known = [value for value in found if value is not None]
+    changes = [value for values in pairs.values() for value in values]
+    known = [value for value in changes if value is not None]
     ahead = sum(value != 0 and not is_worse(value, measure) for value in known)
-    last = worst_of(measure)(known) if known and len(known) == len(found) else None
-    return {"ahead": ahead, "pairs": len(found), "worst": None if last is None else as_change(last, measure)}
+    extreme = worst_of(measure)(known) if known and len(known) == len(changes) else None
+    return {"ahead": ahead, "pairs": len(changes), "worst": None if extreme is None else as_change(extreme, measure)}
 
 
 def _differences(
-    of: Mapping[int, Mapping[str, float | None]], baseline: Mapping[int, Mapping[str, float | None]], measure: str
+    results: Mapping[int, Mapping[str, float | None]], baseline: Mapping[int, Mapping[str, float | None]], measure: str
 ) -> dict[int, list[float | None]]:
     """Return each user's difference, for each seed that both have."""
     return {
-        seed: [additive_difference(of[seed].get(user), value, measure) for user, value in users.items()]
+        seed: [additive_difference(results[seed].get(user), value, measure) for user, value in users.items()]
         for seed, users in baseline.items()
-        if seed in of
+        if seed in results
     }
 
 
-def _whole(found: Mapping[int, Sequence[float | None]]) -> np.ndarray | None:
+def _whole(differences: Mapping[int, Sequence[float | None]]) -> np.ndarray | None:
     """Return an array of users x seeds; None with fewer than two seeds or if a difference is missing."""
-    if len(found) < 2 or any(value is None for values in found.values() for value in values):
+    if len(differences) < 2 or any(value is None for values in differences.values() for value in values):
         return None
-    return np.array(list(found.values()), dtype=float).T
+    return np.array(list(differences.values()), dtype=float).T
 
 
 def _verdict(
     name: str, seeds: tuple[int, ...], estimate: Estimate, measure: str, share: float, p_value: float | None
 ) -> Verdict:
-    reach = estimate.interval(share)
+    bounds = estimate.interval(share)
     harm = is_worse(estimate.mean, measure)
-    low, high = (as_change(end, measure) for end in reach)
+    low, high = (as_change(end, measure) for end in bounds)
     return Verdict(
         method=name,
         seeds=seeds,
-        verdict=LEVEL if reach[0] <= 0 <= reach[1] else WORSE if harm else BETTER,
+        verdict=LEVEL if bounds[0] <= 0 <= bounds[1] else WORSE if harm else BETTER,
         change=as_change(estimate.mean, measure),
         low=low,
         high=high,
@@ -371,27 +373,27 @@ def _verdict(
 # -------------------------------------------------------------------- text and tables
 
 
-def heading(against: Against) -> str:
+def heading(against: BaselineComparison) -> str:
     """Return the heading of the table: baseline, measure, users and seeds."""
     mean = "geometric mean of test" if against.measure in ("perplexity", "loss") else "mean test"
-    seeds = sorted({seed for one in against.verdicts for seed in one.seeds})
+    seeds = sorted({seed for verdict in against.verdicts for seed in verdict.seeds})
     over = f"{against.users} user{'s' if against.users != 1 else ''} and seeds {', '.join(map(str, seeds))}"
     return f"against {against.baseline}: {mean} {against.measure} over {over} ({rule(against.measure)})"
 
 
-def rows_of(against: Against) -> tuple[list[str], list[list[str]]]:
+def rows_of(against: BaselineComparison) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table as text."""
     return ["method", "change", "interval", "verdict", "p over users", "ahead", "worst"], [
         [
-            one.method,
-            "–" if one.change is None else change_text(one.change, against.measure),
-            "–" if one.low is None or one.high is None else reach_text((one.low, one.high), against.measure),
-            one.verdict,
-            _p_text(one.p_value),
-            f"{one.ahead} of {one.pairs}" if one.pairs else "–",
-            "–" if one.worst is None else change_text(one.worst, against.measure),
+            each.method,
+            "–" if each.change is None else change_text(each.change, against.measure),
+            "–" if each.low is None or each.high is None else interval_text((each.low, each.high), against.measure),
+            each.verdict,
+            _p_text(each.p_value),
+            f"{each.ahead} of {each.pairs}" if each.pairs else "–",
+            "–" if each.worst is None else change_text(each.worst, against.measure),
         ]
-        for one in against.verdicts
+        for each in against.verdicts
     ]
 
 
@@ -401,15 +403,15 @@ def _p_text(value: float | None) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
 
 
-def notes(against: Against) -> list[str]:
+def notes(against: BaselineComparison) -> list[str]:
     """Return sentences on how to read the table, and on what it cannot show."""
     number = against.judged
-    many = (
+    holm_note = (
         f" Over {number} methods Holm widens them, so that all verdicts hold together with 95%." if number > 1 else ""
     )
-    told = [
+    lines = [
         "better, worse: the interval of the mean change leaves out 0; level: it does not, so nothing is shown. "
-        f"Users and seeds both count as drawn.{many}",
+        f"Users and seeds both count as drawn.{holm_note}",
     ]
     least = smallest_signed_rank(against.users)
     if number * least > ERROR:
@@ -419,29 +421,29 @@ def notes(against: Against) -> list[str]:
     else:
         p_value = "p: Wilcoxon's signed-rank test over users, with the seeds as given; adjusted by Holm."
     return [
-        *told,
+        *lines,
         p_value,
         "ahead: results, one for each user and seed, better than the baseline's; worst: the one furthest behind.",
     ]
 
 
-def markdown(against: Against) -> list[str]:
+def markdown(against: BaselineComparison) -> list[str]:
     """Return the lines of a Markdown table with its notes."""
     head, rows = rows_of(against)
     lines = [f"Table: {heading(against)}", "", markdown_line(head), "|" + "---|" * len(head)]
     return [*lines, *map(markdown_line, rows), "", *notes(against)]
 
 
-def render(against: Against) -> Iterator[Table | Text]:
+def render(against: BaselineComparison) -> Iterator[Table | Text]:
     """Yield the heading, the table and the notes for the terminal."""
     yield words(heading(against), "italic")  # a title would be wrapped at the width of the table
     head, rows = rows_of(against)
-    shown = Table(box=None)
+    table = Table(box=None)
     for name in head:
-        shown.add_column(name, justify="left" if name in ("method", "verdict") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("method", "verdict") else "right", no_wrap=True)
     for row in rows:
-        shown.add_row(*(words(cell, STYLES.get(cell, "") if i == 3 else "") for i, cell in enumerate(row)))
-    yield shown
+        table.add_row(*(words(cell, STYLES.get(cell, "") if i == 3 else "") for i, cell in enumerate(row)))
+    yield table
     yield words(" ".join(notes(against)), "dim")
 
 
@@ -479,7 +481,7 @@ class _ComparisonTable(TypedDict):
 class ComparisonTable(_ComparisonTable, total=False):
     """A comparison as in ``table.json``; older tables have no ``against``."""
 
-    against: AgainstRecord | None
+    against: BaselineComparisonRecord | None
 
 
 def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:
@@ -524,7 +526,7 @@ def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str |
     for name, metrics in named:
         by_method.setdefault(name, []).append(metrics)
     require_same_users(users_of(run for runs in by_method.values() for run in runs))
-    return hold_against({"methods": [_row(name, runs) for name, runs in by_method.items()]}, baseline)
+    return with_baseline({"methods": [_row(name, runs) for name, runs in by_method.items()]}, baseline)
 
 
 def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
@@ -533,11 +535,11 @@ def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
     Raises:
         RunError: They have not.
     """
-    first, theirs = runs[0]
+    first, expected = runs[0]
     for name, users in runs[1:]:
-        if set(users) != set(theirs):
+        if set(users) != set(expected):
             raise RunError(
-                f"{name}: its users are {list_names(users)}, those of {first} are {list_names(theirs)}; give runs of "
+                f"{name}: its users are {list_names(users)}, those of {first} are {list_names(expected)}; give runs of "
                 "the same users (data.on_small_user: skip may leave out others with another seed)"
             )
 
@@ -547,7 +549,7 @@ def users_of(runs: Iterable[Mapping[str, Any]]) -> list[tuple[str, Collection[st
     return [(f"{run['method']}, seed {run['seed']}", run["users"]) for run in runs]
 
 
-def hold_against(table: ComparisonTable, baseline: str | None) -> ComparisonTable:
+def with_baseline(table: ComparisonTable, baseline: str | None) -> ComparisonTable:
     """Return a comparison with verdicts against a baseline, by default ``local`` or else the first method.
 
     With one seed or one method there are no verdicts.
@@ -566,14 +568,14 @@ def hold_against(table: ComparisonTable, baseline: str | None) -> ComparisonTabl
         }
         for row in rows
     }
-    found = hold(results, measure_of(rows[0]), chosen)
-    return {**table, "against": None if found is None else found.as_dict()}
+    comparison = compare_with_baseline(results, measure_of(rows[0]), chosen)
+    return {**table, "against": None if comparison is None else comparison.as_dict()}
 
 
-def against_of(table: ComparisonTable) -> Against | None:
+def read_baseline_comparison(table: ComparisonTable) -> BaselineComparison | None:
     """Return a table's verdicts; None for tables of one seed and for older tables."""
-    found = table.get("against")
-    return Against.read(found) if found else None
+    comparison = table.get("against")
+    return BaselineComparison.read(comparison) if comparison else None
 
 
 def _row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:

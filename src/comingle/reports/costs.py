@@ -181,14 +181,14 @@ def _privacy(plan: PlanRecord) -> Iterator[str]:
     """Yield the privacy budget that each method spends, and its noise."""
     yield f"Privacy: what the run reveals of the {_hidden(plan)} most is revealed"
     for method in plan["methods"]:
-        if not (found := method.get("privacy")):
+        if not (spent := method.get("privacy")):
             continue
-        of = "steps" if protects_examples(found["mechanism"]) else "exchanges"
-        ends = "" if found["releases"] == found["planned_releases"] else f" of {found['planned_releases']}"
+        events = "steps" if protects_examples(spent["mechanism"]) else "exchanges"
+        ends = "" if spent["releases"] == spent["planned_releases"] else f" of {spent['planned_releases']}"
         yield (
-            f"{method['method']}: epsilon {found['epsilon']:.3g} at delta {found['delta']:g}, {found['mechanism']} "
-            f"noise of {found['noise_multiplier']:.4g} times the clip norm ({found['clip_norm']}), "
-            f"{found['releases']}{ends} {of}, by {found['accountant'].upper()}"
+            f"{method['method']}: epsilon {spent['epsilon']:.3g} at delta {spent['delta']:g}, {spent['mechanism']} "
+            f"noise of {spent['noise_multiplier']:.4g} times the clip norm ({spent['clip_norm']}), "
+            f"{spent['releases']}{ends} {events}, by {spent['accountant'].upper()}"
         )
 
 
@@ -208,13 +208,13 @@ def _head(plan: PlanRecord) -> Text:
         size = f"{plan['base_parameters']:,}"
         work = f"up to {plan['local_steps']} steps with {plan['batch_size']} samples"
         read = "Nothing was trained."
-    told = (
+    rest = (
         f", {size} parameters, {plan['dtype']} on "
         f"{plan['device']}; {len(plan['users'])} users: {names}\n"
         f"{plan['rounds']} rounds of {work} for each user. {read} MB = 10^6 bytes.\n"
         + (f"{plan['note']}\n" if plan["note"] else "")
     )
-    return Text.assemble(words(plan["base"], "bold"), printable(told, keep="\n"))
+    return Text.assemble(words(plan["base"], "bold"), printable(rest, keep="\n"))
 
 
 def _table(title: str, caption: str = "") -> Table:
@@ -231,9 +231,9 @@ def _rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
     """Yield each method's users, one row for each group with equal costs."""
     for method in plan["methods"]:
         for i, user in enumerate(method["users"]):
-            everybody = len(method["users"]) == 1 and len(user["names"]) > 1
-            shown = "each" if everybody else ", ".join(user["names"])
-            yield (method["method"] if i == 0 else ""), shown, user
+            is_common = len(method["users"]) == 1 and len(user["names"]) > 1
+            label = "each" if is_common else ", ".join(user["names"])
+            yield (method["method"] if i == 0 else ""), label, user
 
 
 def _parameters(plan: PlanRecord) -> Table:
@@ -244,11 +244,11 @@ def _parameters(plan: PlanRecord) -> Table:
     )
     _columns(table, "method", "user", *roles, "trained", "upload", "download", "exchanges")
     exchanges = {method["method"]: method["exchanges"] for method in plan["methods"]}
-    for name, shown, user in _rows(plan):
+    for name, label, user in _rows(plan):
         counts = [f"{user['parameters'].get(role, 0):,}" for role in roles]
         sent = [_bytes(user[key]) for key in ("upload_bytes", "download_bytes")]
         cells = [*counts, f"{user['trainable_parameters']:,}", *sent, str(exchanges.get(name, ""))]
-        table.add_row(name, words(shown), *cells)
+        table.add_row(name, words(label), *cells)
     return table
 
 
@@ -267,18 +267,18 @@ def _compute(plan: PlanRecord) -> Table:
     )
     last = ("overhead", "naive") if naive else ("overhead",)
     _columns(table, "method", "user", f"forward / {unit}", *last, f"training / {unit}", "training / round", *last)
-    for name, shown, user in rows:
+    for name, label, user in rows:
         forward, training = user[f"forward_flops_per_{unit}"], user[f"training_flops_per_{unit}"]
         done = user["training_flops_per_round"]
         cells = [_mega(forward["total"]), *_overheads(user, forward, naive), _mega(training["total"])]
-        table.add_row(name, words(shown), *cells, _tera(done["total"]), *_overheads(user, done, naive))
+        table.add_row(name, words(label), *cells, _tera(done["total"]), *_overheads(user, done, naive))
     return table
 
 
 def _overheads(user: UserCostRecord, spent: FlopsRecord, naive: bool) -> list[str]:
     """Return the overhead over the base, and that of the naive implementation if any user has experts."""
-    shown = [_share(spent["overhead"])]
-    return [*shown, _share(spent["naive_overhead"]) if user["experts"] else "–"] if naive else shown
+    cells = [_share(spent["overhead"])]
+    return [*cells, _share(spent["naive_overhead"]) if user["experts"] else "–"] if naive else cells
 
 
 _COMPILED = ", as runtime.compile: false holds it; compiled it is less"
@@ -397,8 +397,8 @@ def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
         spent = [seconds(part) for part in parts]
         cost = [f"{row['money']:,.2f}"] if priced else []
         times = [seconds(row["round_seconds"]), seconds(row["run_seconds"])]
-        held = f"{row['state_bytes'] / 1e9:,.3g} GB"
-        table.add_row(f"{row['users']:,}", f"{row['present']:,}", *spent, *times, *cost, row["binds"], held)
+        state = f"{row['state_bytes'] / 1e9:,.3g} GB"
+        table.add_row(f"{row['users']:,}", f"{row['present']:,}", *spent, *times, *cost, row["binds"], state)
     return table
 
 
@@ -408,8 +408,8 @@ def _measured(parts: TimePartsRecord) -> str:
     disk = f"; disk {parts['disk'] / 1e6:,.0f} MB/s"
     if parts["bus"] is None:
         return given + more + disk
-    wires = f"; between processes {parts['bus'] / 1e6:,.0f} MB/s, {parts['hops']:,.0f} small messages a round of "
-    return given + more + disk + wires + seconds(parts["hop_seconds"])
+    network = f"; between processes {parts['bus'] / 1e6:,.0f} MB/s, {parts['hops']:,.0f} small messages a round of "
+    return given + more + disk + network + seconds(parts["hop_seconds"])
 
 
 def _notes(times: TimesRecord) -> Iterator[str]:

@@ -89,8 +89,8 @@ def _by_change(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, fl
     baseline = baseline or next(iter(baselines(entries)), None)
     rows = [] if baseline is None else compared(entries, baseline)
     by_entry = [{gain.user: gain.change.mean for gain in gains_of_entry} for _, gains_of_entry in rows]
-    known = [user for user in entries[0].first.users if by_entry and all(user in one for one in by_entry)]
-    return {user: statistics.fmean(one[user] for one in by_entry) for user in known}
+    known = [user for user in entries[0].first.users if by_entry and all(user in changes for changes in by_entry)]
+    return {user: statistics.fmean(changes[user] for changes in by_entry) for user in known}
 
 
 def _by_result(entries: Sequence[Entry]) -> dict[str, float]:
@@ -127,7 +127,7 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     rounds = {evaluation.iterations: evaluation.round for run in entry.runs for evaluation in run.evaluations}
     paint: list[Callable[[Axes], None] | None] = []
     for user, by_layer in users.items():
-        titles = [f"{short(shown[user], 27 - len(one.name))}: {one.name}" for one in by_layer]
+        titles = [f"{short(shown[user], 27 - len(curves.name))}: {curves.name}" for curves in by_layer]
         paint += [
             partial(_heat, expert=e, title=title, rounds=rounds) for e, title in zip(by_layer, titles, strict=True)
         ]
@@ -195,25 +195,25 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
     rows = compared(entries, baseline)
     if not rows:
         return None
-    looks = _looks(entries)
-    shown = extremes(entries, bars_room(rows), baseline)
+    by_label = _styles_by_label(entries)
+    shown = extremes(entries, max_users_with_bars(rows), baseline)
     measure = baseline.first.measure
     return Panels(
-        paint=[partial(_users, rows=rows, shown=shown, looks=looks, measure=measure)],
+        paint=[partial(_users, rows=rows, shown=shown, by_label=by_label, measure=measure)],
         columns=1,
         size=(width, 1.1 + 0.17 * len(shown) * (len(rows) + 0.8)),
         sheet=_gain_sheet(rows, baseline),
-        keys=[(Patch(color=looks[entry.label].colour.light), entry.label) for entry, _ in rows],
+        keys=[(Patch(color=by_label[entry.label].colour.light), entry.label) for entry, _ in rows],
         below=change_label(measure, baseline.label, short=width < 6),
     )
 
 
-def bars_room(rows: Sequence[object]) -> int:
+def max_users_with_bars(rows: Sequence[object]) -> int:
     """Return the largest number of users that have bars."""
     return max(1, MAX_BARS // len(rows))
 
 
-def _looks(entries: Sequence[Entry]) -> dict[str, Style]:
+def _styles_by_label(entries: Sequence[Entry]) -> dict[str, Style]:
     every = styles([entry.method for entry in entries])
     return {entry.label: style for entry, style in zip(entries, every, strict=True)}
 
@@ -232,11 +232,11 @@ def _gain_sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
     return sheet
 
 
-def _users(axis: Axes, *, rows: Rows, shown: dict[str, str], looks: dict[str, Style], measure: str) -> None:
+def _users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dict[str, Style], measure: str) -> None:
     height = 0.8 / len(rows)
     for number, (entry, gains_of_entry) in enumerate(rows):
         by_user = {gain.user: gain for gain in gains_of_entry}
-        _bars(axis, list(shown), by_user, looks[entry.label], (number + 0.5) * height - 0.4, height)
+        _bars(axis, list(shown), by_user, by_label[entry.label], (number + 0.5) * height - 0.4, height)
     axis.axvline(_from(measure), color=INK.light, linewidth=1)
     if measure == "loss":
         axis.set_xscale("log")
@@ -296,20 +296,22 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
     if not rows:
         return None
     measure, amounts = baseline.first.measure, baseline.first.amounts
-    looks = _looks(entries)
-    told = [entry for entry in rows if amounts]
+    by_label = _styles_by_label(entries)
+    with_amounts = [entry for entry in rows if amounts]
     return Panels(
         paint=[
-            partial(_distribution, rows=rows, looks=looks, measure=measure, baseline=baseline.label),
+            partial(_distribution, rows=rows, by_label=by_label, measure=measure, baseline=baseline.label),
             *(
-                partial(_against_data, entry=entry, gains=gains_of_entry, style=looks[entry.label], baseline=baseline)
-                for entry, gains_of_entry in told
+                partial(
+                    _against_data, entry=entry, gains=gains_of_entry, style=by_label[entry.label], baseline=baseline
+                )
+                for entry, gains_of_entry in with_amounts
             ),
         ],
-        columns=min(3, 1 + len(told)),
+        columns=min(3, 1 + len(with_amounts)),
         size=(3.9, 2.9),
         sheet=_gain_sheet(rows, baseline),
-        keys=[(_legend_line(looks[entry.label]), entry.label) for entry, _ in rows],
+        keys=[(_legend_line(by_label[entry.label]), entry.label) for entry, _ in rows],
     )
 
 
@@ -317,11 +319,11 @@ def _legend_line(style: Style) -> Line2D:
     return Line2D([], [], color=style.colour.light, linestyle=style.line, marker=style.marker)
 
 
-def _distribution(axis: Axes, *, rows: Rows, looks: dict[str, Style], measure: str, baseline: str) -> None:
+def _distribution(axis: Axes, *, rows: Rows, by_label: dict[str, Style], measure: str, baseline: str) -> None:
     """Draw the cumulative distribution of changes: share of users (up) with at most a given change (across)."""
     for entry, gains_of_entry in rows:
         ends = np.sort([_end(gain, gain.change.mean) for gain in gains_of_entry])
-        style = looks[entry.label]
+        style = by_label[entry.label]
         axis.ecdf(ends, color=style.colour.light, linestyle=style.line)
     axis.axvline(_from(measure), color=INK.light, linewidth=1)
     axis.set_title("distribution over users")
@@ -425,12 +427,12 @@ def read_mixtures(folder: Path) -> Mixtures | None:
         order=order,
         values=values[:, :, list(order)],
         component=evaluations[-1].get("component", "component"),
-        entropy=_told(evaluations, "router_entropy_nats"),
-        mismatch=_told(evaluations, "aggregation_mismatch"),
+        entropy=_values_of(evaluations, "router_entropy_nats"),
+        mismatch=_values_of(evaluations, "aggregation_mismatch"),
     )
 
 
-def _told(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
+def _values_of(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
     """Return the values of a key in all events; None if an event does not have it."""
     return tuple(event[key] for event in events) if all(key in event for event in events) else None
 
@@ -452,15 +454,15 @@ def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple
     return (*taken, *sorted((c for c in sets if c not in taken), key=lambda c: (-total[c], c)))
 
 
-def adjusted_rand_index(one: Sequence[Hashable], other: Sequence[Hashable]) -> float:
+def adjusted_rand_index(first_partition: Sequence[Hashable], second_partition: Sequence[Hashable]) -> float:
     """Return the similarity of two partitions of the same items: 1 for equal ones, about 0 for unrelated ones.
 
     ``(n - e) / (m - e)``: n pairs are together in both partitions, e is the number expected by chance, and m is the
     mean number of pairs together in either partition (Hubert and Arabie, 1985). 0 / 0 counts as 1.
     """
-    together = _pairs(Counter(zip(one, other, strict=True)))
-    first, second = _pairs(Counter(one)), _pairs(Counter(other))
-    chance = first * second / comb(len(one), 2) if len(one) > 1 else 0.0
+    together = _pairs(Counter(zip(first_partition, second_partition, strict=True)))
+    first, second = _pairs(Counter(first_partition)), _pairs(Counter(second_partition))
+    chance = first * second / comb(len(first_partition), 2) if len(first_partition) > 1 else 0.0
     most = (first + second) / 2
     return 1.0 if most == chance else (together - chance) / (most - chance)
 
@@ -506,8 +508,8 @@ def _spread_out(count: int) -> list[int]:
 
 
 def _title(mixtures: Mixtures, at: int) -> str:
-    told = f"round {mixtures.rounds[at]}"
-    return told if mixtures.recovery is None else f"{told}\nARI {mixtures.recovery[at]:.2f}"
+    title = f"round {mixtures.rounds[at]}"
+    return title if mixtures.recovery is None else f"{title}\nARI {mixtures.recovery[at]:.2f}"
 
 
 def _mark_clusters(axis: Axes, mixtures: Mixtures, *, labels: bool) -> None:
@@ -559,7 +561,7 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
     which = [(None, False, f"mean {over}")]
     which += [(None, True, f"geometric mean {over}")] if measure == "perplexity" else []
     which += [(user, False, short(title)) for user, title in users.items()]
-    curves = [[_shown(entry, user, measure, geometric, start) for entry in entries] for user, geometric, _ in which]
+    curves = [[_curve_of(entry, user, measure, geometric, start) for entry in entries] for user, geometric, _ in which]
     return Panels(
         paint=[
             partial(_curves_panel, entries=entries, curves=curve, title=title, start=start, measure=measure)
@@ -576,12 +578,12 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
 
 def method_keys(entries: Sequence[Entry]) -> list[Key]:
     """Return the legend of entries."""
-    looks = styles([entry.method for entry in entries])
-    lines = [Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in looks]
+    line_styles = styles([entry.method for entry in entries])
+    lines = [Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in line_styles]
     return [(line, entry.label) for line, entry in zip(lines, entries, strict=True)]
 
 
-def _shown(entry: Entry, user: str | None, measure: str, geometric: bool, start: bool) -> Curve:
+def _curve_of(entry: Entry, user: str | None, measure: str, geometric: bool, start: bool) -> Curve:
     curve = learning_curve(entry, user, measure, geometric=geometric)
     return curve if start else _without_start(curve)
 
@@ -601,11 +603,11 @@ def _curves_panel(
     axis: Axes, *, entries: Sequence[Entry], curves: Sequence[Curve], title: str, start: bool, measure: str
 ) -> None:
     axis.set_title(title)
-    looks = styles([entry.method for entry in entries])
+    line_styles = styles([entry.method for entry in entries])
     trained = [entry.trained for entry in entries]
     means = [value.mean for curve, moves in zip(curves, trained, strict=True) if moves for value in curve.values]
     wide = _is_wide(means, measure, start)
-    for curve, style, moves in zip(curves, looks, trained, strict=True):
+    for curve, style, moves in zip(curves, line_styles, trained, strict=True):
         if moves:
             _line(axis, curve, style, wide)
         elif curve.values:

@@ -192,12 +192,12 @@ def change_text(difference: float, measure: str) -> str:
     return f"{difference:+.1f}\u00a0points" if measure in _POINTS else f"{difference:+.1f}%"
 
 
-def reach_text(reach: tuple[float, float], measure: str) -> str:
+def interval_text(bounds: tuple[float, float], measure: str) -> str:
     """Return an interval of changes as text, with one more digit if it is narrow."""
     if measure == "loss":
-        return " to ".join(factor_text(10 ** min(end, _LARGEST / math.log(10))) for end in reach)
-    digits = 1 if reach[1] - reach[0] >= 1 else 2
-    return f"{reach[0]:+.{digits}f} to {reach[1]:+.{digits}f}"
+        return " to ".join(factor_text(10 ** min(end, _LARGEST / math.log(10))) for end in bounds)
+    digits = 1 if bounds[1] - bounds[0] >= 1 else 2
+    return f"{bounds[0]:+.{digits}f} to {bounds[1]:+.{digits}f}"
 
 
 def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
@@ -249,32 +249,34 @@ class Table(table.Table):
         yield from _lines(console, caption, "table.caption")
 
 
-def _lines(console: Console, told: TextType | None, style: str) -> Iterator[RenderableType | Segment]:
-    if told:
-        yield told if isinstance(told, Text) else console.render_str(told, style=style)
+def _lines(console: Console, text: TextType | None, style: str) -> Iterator[RenderableType | Segment]:
+    if text:
+        yield text if isinstance(text, Text) else console.render_str(text, style=style)
 
 
 def html_of(parts: Iterable[table.Table | Text]) -> str:
     """Return tables and notes as one HTML fragment for a notebook, without scripts, all text escaped."""
     return (
         "<div>"
-        + "".join(_html_table(one) if isinstance(one, table.Table) else _html_note(one) for one in parts)
+        + "".join(_html_table(part) if isinstance(part, table.Table) else _html_note(part) for part in parts)
         + "</div>"
     )
 
 
-def _html_table(shown: table.Table) -> str:
-    head = "".join(_html_cell("th", one, one.header) for one in shown.columns)
-    rows = zip(*(one.cells for one in shown.columns), strict=False)
+def _html_table(source: table.Table) -> str:
+    head = "".join(_html_cell("th", column, column.header) for column in source.columns)
+    rows = zip(*(column.cells for column in source.columns), strict=False)
     body = "".join(
-        "<tr>" + "".join(_html_cell("td", one, cell) for one, cell in zip(shown.columns, row, strict=True)) + "</tr>"
+        "<tr>"
+        + "".join(_html_cell("td", column, cell) for column, cell in zip(source.columns, row, strict=True))
+        + "</tr>"
         for row in rows
     )
-    foot = "".join(_html_cell("td", one, one.footer) for one in shown.columns)
-    foot = f"<tfoot><tr>{foot}</tr></tfoot>" if shown.show_footer else ""
+    foot = "".join(_html_cell("td", column, column.footer) for column in source.columns)
+    foot = f"<tfoot><tr>{foot}</tr></tfoot>" if source.show_footer else ""
     return (
-        f"{_html_note(shown.title)}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table>"
-        f"{_html_note(shown.caption)}"
+        f"{_html_note(source.title)}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table>"
+        f"{_html_note(source.caption)}"
     )
 
 
@@ -283,8 +285,8 @@ def _html_cell(tag: str, column: table.Column, cell: RenderableType) -> str:
     return f'<{tag} style="text-align: {align}">{_html_text(cell)}</{tag}>'
 
 
-def _html_note(told: TextType | None) -> str:
-    return f"<p>{_html_text(told)}</p>" if told else ""
+def _html_note(note: TextType | None) -> str:
+    return f"<p>{_html_text(note)}</p>" if note else ""
 
 
 def _html_text(cell: RenderableType) -> str:

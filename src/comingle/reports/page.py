@@ -35,14 +35,14 @@ from comingle.reports.canvas import (
     styles,
     svg,
 )
-from comingle.reports.comparisons import BETTER, WORSE, Against, heading, notes, rows_of
+from comingle.reports.comparisons import BETTER, WORSE, BaselineComparison, heading, notes, rows_of
 from comingle.reports.figures import (
     MAX_PANELS,
     Mixtures,
-    bars_room,
     bytes_panels,
     curves_panels,
     is_population,
+    max_users_with_bars,
     mixtures_figure,
     population_panels,
     read_mixtures,
@@ -55,6 +55,7 @@ from comingle.reports.runs import (
     Gain,
     RunRecord,
     Spread,
+    baseline_comparison,
     baselines,
     bound,
     brief_list,
@@ -62,7 +63,6 @@ from comingle.reports.runs import (
     cost,
     expert_curves,
     final,
-    held,
     measured,
     verdicts,
 )
@@ -208,12 +208,12 @@ def _paint(axis: Axes, cell: _Cell, lines: int) -> None:
     axis.set_xlim(0, COLUMNS)
     axis.set_ylim(lines, 0)
     for token, (column, line), top in zip(cell.tokens, _place(cell.tokens), cell.gates.argmax(-1), strict=True):
-        shown = visible(token)
-        if not shown:
+        visible_text = visible(token)
+        if not visible_text:
             continue
         colour = expert_colour(cell.experts[int(top)]).light
-        axis.barh(line + 0.5, len(shown), 0.95, left=column, color=colour, alpha=0.75, linewidth=0)
-        axis.text(column, line + 0.78, shown, family="monospace", clip_on=True)
+        axis.barh(line + 0.5, len(visible_text), 0.95, left=column, color=colour, alpha=0.75, linewidth=0)
+        axis.text(column, line + 0.78, visible_text, family="monospace", clip_on=True)
 
 
 def visible(token: str) -> str:
@@ -350,8 +350,8 @@ def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
     rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
     for text, row in zip(view.texts, view.gates, strict=True):
         for user, experts, gates in zip(view.users, view.experts, row, strict=True):
-            for place, (token, said) in enumerate(zip(text.tokens, gates[layer], strict=True)):
-                pairs = zip(experts, said, strict=True)
+            for place, (token, probabilities) in enumerate(zip(text.tokens, gates[layer], strict=True)):
+                pairs = zip(experts, probabilities, strict=True)
                 rows += [[text.name, user, layer, place, token, name, float(gate)] for name, gate in pairs]
     return rows
 
@@ -448,7 +448,7 @@ def render_page(
     first = entries[0].first
     users = list(first.users)
     mixtures = [_mixtures(entry.label, learned, drawn) for entry in entries if (learned := _learned(entry))]
-    components = {one["component"] for one in mixtures}
+    components = {mixture["component"] for mixture in mixtures}
     return environment.get_template("report.html").render(
         heading=_heading(entries),
         base=first.base,
@@ -464,7 +464,7 @@ def render_page(
         experts=expert_css(),
         channels=lambda colour: " ".join(map(str, rgb(colour))),
         results=_results(entries, users),
-        against=_against(held(entries, baseline)),
+        against=_against(baseline_comparison(entries, baseline)),
         panels=MAX_PANELS,
         population=is_population(users),
         deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
@@ -504,7 +504,7 @@ def _palette(entries: Sequence[Entry]) -> list[Colour]:
 # -------------------------------------------------------------------- results
 
 
-def _told(value: Spread | None, measure: str) -> str:
+def _spread_text(value: Spread | None, measure: str) -> str:
     if value is None:
         return "not finite"
     deviation = "" if value.std is None else f" ({number(value.std, measure)})"
@@ -515,12 +515,12 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, object
     """Return a table of entries x users and means; for many users the worst and the best, and a second table of all."""
     measure = entries[0].first.measure
     by_user = {user: [final(entry, user) for entry in entries] for user in users}
-    whole = [(user, [_told(v, measure) for v in spreads]) for user, spreads in by_user.items()]
+    whole = [(user, [_spread_text(v, measure) for v in spreads]) for user, spreads in by_user.items()]
     means = {"mean": [final(entry) for entry in entries]}
     if measure == "perplexity":
         means["geometric mean"] = [final(entry, geometric=True) for entry in entries]
     columns = whole if len(users) <= WIDE else [_extreme(by_user, measure, worst=worst) for worst in (True, False)]
-    columns = [*columns, *((name, [_told(v, measure) for v in of]) for name, of in means.items())]
+    columns = [*columns, *((name, [_spread_text(v, measure) for v in spreads]) for name, spreads in means.items())]
     if any(entry.first.spent for entry in entries):
         columns.append(("epsilon", [bound(entry) for entry in entries]))
     rows = zip(entries, zip(*(cells for _, cells in columns), strict=True), strict=True)
@@ -539,11 +539,11 @@ def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bo
     for values in zip(*by_user.values(), strict=True):
         known = {user: value for user, value in zip(by_user, values, strict=True) if value is not None}
         name = pick(known, key=lambda user: known[user].mean) if len(known) == len(values) else ""
-        cells.append(f"{_told(known.get(name), measure)}{' · ' if name else ''}{name}")
+        cells.append(f"{_spread_text(known.get(name), measure)}{' · ' if name else ''}{name}")
     return ("worst user" if worst else "best user"), cells
 
 
-def _against(found: Against | None) -> dict[str, object] | None:
+def _against(found: BaselineComparison | None) -> dict[str, object] | None:
     """Return the table of verdicts."""
     if found is None:
         return None
@@ -555,11 +555,11 @@ def _curves(entries: Sequence[Entry], drawn: Drawn) -> Iterator[tuple[str, Marku
     """Yield titles and figures of learning curves, for accuracies also of losses."""
     names = measured(entries)
     for name in names:
-        of = f"{name} " if len(names) > 1 else ""
-        for start, told in ((True, "from the start"), (False, "without the start, so that late differences show")):
+        prefix = f"{name} " if len(names) > 1 else ""
+        for start, suffix in ((True, "from the start"), (False, "without the start, so that late differences show")):
             panels = curves_panels(entries, start=start, measure=name)
-            label, file = f"test {name} during training, {told}", f"curves-{name}{'' if start else '-late'}"
-            yield of + told, drawn.panels(panels, label, file)
+            label, file = f"test {name} during training, {suffix}", f"curves-{name}{'' if start else '-late'}"
+            yield prefix + suffix, drawn.panels(panels, label, file)
 
 
 def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str, object] | None:
@@ -567,7 +567,7 @@ def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str,
     bars = users_panels(entries, baseline)
     if bars is None:
         return None
-    kinds = [kind for kind in verdicts(measure) if _told_of(kind, pairs)]
+    kinds = [kind for kind in verdicts(measure) if _has_column(kind, pairs)]
     rows = []
     for entry, gains_of_entry in pairs:
         by_kind = {
@@ -577,34 +577,34 @@ def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str,
         cells = [(_CLASSES.get(kind, ""), _names(names, last=kind in bad)) for kind, names in by_kind.items()]
         rows.append({"label": entry.label, "cells": cells})
     label, file = f"change of each user's test {measure} against {baseline.label}", f"users-against-{baseline.method}"
-    everybody = population_panels(entries, baseline) if is_population(entries[0].first.users) else None
+    population = population_panels(entries, baseline) if is_population(entries[0].first.users) else None
     return {
         "baseline": baseline.label,
         "figure": drawn.panels(bars, label, file, phone=users_panels(entries, baseline, width=4.2)),
-        "population": everybody and drawn.panels(everybody, f"all users, against {baseline.label}", f"all-{file}"),
+        "population": population and drawn.panels(population, f"all users, against {baseline.label}", f"all-{file}"),
         "kinds": kinds,
         "single": any("one seed" in kind for kind in kinds),
         "rows": rows,
-        "room": bars_room(pairs),
+        "room": max_users_with_bars(pairs),
     }
 
 
-def _told_of(kind: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
+def _has_column(kind: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
     """Return whether a verdict has a column: "level" always, others with several seeds or with a single one."""
     single = {gain.interval is None for _, gains_of_entry in pairs for gain in gains_of_entry}
     return kind == "level" or ("one seed" in kind) in single
 
 
-def _names(told: list[str], *, last: bool) -> Markup:
+def _names(names: list[str], *, last: bool) -> Markup:
     """Return users' names, best first; of many the count, and the first names, or from the end if ``last``."""
-    most = told[: -NAMED - 1 : -1] if last else told[:NAMED]
-    shown = told if len(told) <= NAMED else most
-    spans = [Markup('<span class="name">{}</span>').format(name + ",") for name in shown[:-1]]
-    spans += [Markup('<span class="name">{}</span>').format(name) for name in shown[-1:]]
-    names = Markup(" ").join(spans)
-    if len(told) <= NAMED:
-        return names or Markup("nobody")
-    return Markup("{} users: {} and {} more").format(len(told), names, len(told) - NAMED)
+    listed_most = names[: -NAMED - 1 : -1] if last else names[:NAMED]
+    listed = names if len(names) <= NAMED else listed_most
+    spans = [Markup('<span class="name">{}</span>').format(name + ",") for name in listed[:-1]]
+    spans += [Markup('<span class="name">{}</span>').format(name) for name in listed[-1:]]
+    joined = Markup(" ").join(spans)
+    if len(names) <= NAMED:
+        return joined or Markup("nobody")
+    return Markup("{} users: {} and {} more").format(len(names), joined, len(names) - NAMED)
 
 
 # -------------------------------------------------------------------- mixtures and scores
@@ -613,7 +613,7 @@ def _names(told: list[str], *, last: bool) -> Markup:
 def _learned(entry: Entry) -> list[Mixtures]:
     """Return the mixtures of an entry's runs that have learned ones."""
     by_run = [read_mixtures(run.folder) for run in entry.runs]
-    return [one for one in by_run if one is not None and one.learned]
+    return [mixtures for mixtures in by_run if mixtures is not None and mixtures.learned]
 
 
 def _mixtures(label: str, by_run: Sequence[Mixtures], drawn: Drawn) -> dict[str, object]:
@@ -632,12 +632,12 @@ def _mixtures(label: str, by_run: Sequence[Mixtures], drawn: Drawn) -> dict[str,
         ),
         "runs": [
             [
-                str(one.seed),
-                "–" if one.recovery is None else f"{one.recovery[-1]:.2f}",
-                "–" if one.entropy is None else f"{one.entropy[0]:.2f} to {one.entropy[-1]:.2f}",
-                "–" if one.mismatch is None else f"{one.mismatch[0]:.2f} to {one.mismatch[-1]:.2f}",
+                str(mixtures.seed),
+                "–" if mixtures.recovery is None else f"{mixtures.recovery[-1]:.2f}",
+                "–" if mixtures.entropy is None else f"{mixtures.entropy[0]:.2f} to {mixtures.entropy[-1]:.2f}",
+                "–" if mixtures.mismatch is None else f"{mixtures.mismatch[0]:.2f} to {mixtures.mismatch[-1]:.2f}",
             ]
-            for one in by_run
+            for mixtures in by_run
         ],
         "true": first.clusters is not None,
         "users": [

@@ -15,12 +15,12 @@ import yaml
 
 from comingle.reports.comparisons import (
     BASELINE,
-    Against,
+    BaselineComparison,
+    baseline_methods,
     baseline_of,
+    compare_with_baseline,
     folder_name,
-    hold,
     interval,
-    members,
     require_same_users,
 )
 from comingle.reports.formatting import change, change_text, is_worse, negligible_change
@@ -100,10 +100,10 @@ class RunRecord:
         task_setting: dict[str, Any] | None = (self.recipe.get("data") or {}).get("task")
         if not task_setting:
             return ""
-        told = [
+        settings = [
             f"{key} {task_setting[key]}" for key in ("shift", "fraction") if task_setting.get(key) not in (None, 1.0)
         ]
-        return f"{task_setting['name']} ({', '.join(told)})" if told else task_setting["name"]
+        return f"{task_setting['name']} ({', '.join(settings)})" if settings else task_setting["name"]
 
     @property
     def subject(self) -> str:
@@ -137,8 +137,8 @@ class RunRecord:
     def key(self) -> tuple[tuple[str, object], ...]:
         """Everything that distinguishes the run from others, except for the seed."""
         kept = {key: value for key, value in self.recipe.items() if key not in _ASIDE}
-        asked = kept.pop("evaluation", None) or {}
-        evaluation = {"model": asked.get("model"), "select": asked.get("select", "last")}
+        given = kept.pop("evaluation", None) or {}
+        evaluation = {"model": given.get("model"), "select": given.get("select", "last")}
         return tuple(sorted(_flat({**kept, "evaluation": evaluation}).items()))
 
 
@@ -303,17 +303,17 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     for run in runs:
         among = [other for other in runs if other.method == run.method]
         whole = all(other.recipe.get("privacy") for other in among)
-        alike = [_told(other, whole=whole) for other in among]
-        of_run = _told(run, whole=whole)
+        alike = [_identity(other, whole=whole) for other in among]
+        of_run = _identity(run, whole=whole)
         keys = sorted(
             {key for other in alike for key in of_run.keys() | other.keys() if of_run.get(key) != other.get(key)}
         )
-        told = [f"{key.rpartition('.')[2]} {_short(of_run.get(key))}" for key in keys]
-        labels.append(f"{run.method} ({', '.join(told)})" if told else run.method)
+        settings = [f"{key.rpartition('.')[2]} {_short(of_run.get(key))}" for key in keys]
+        labels.append(f"{run.method} ({', '.join(settings)})" if settings else run.method)
     return labels
 
 
-def _told(run: RunRecord, *, whole: bool) -> dict[str, object]:
+def _identity(run: RunRecord, *, whole: bool) -> dict[str, object]:
     """Return everything that distinguishes a run from others.
 
     Unless ``whole``, that is if others have no privacy, only the mechanism of its privacy is kept.
@@ -401,8 +401,8 @@ class Gain:
 
 def verdicts(measure: str) -> tuple[str, ...]:
     """Return all verdicts from the best to the worst."""
-    one = ("lower (one seed)", "higher (one seed)")
-    good, bad = one if MEASURES[measure] == "lower" else one[::-1]
+    single_seed = ("lower (one seed)", "higher (one seed)")
+    good, bad = single_seed if MEASURES[measure] == "lower" else single_seed[::-1]
     return ("gained", good, "level", bad, "harmed")
 
 
@@ -431,11 +431,11 @@ def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
     last = entry.first.evaluations[-1]
     names, layers = last.experts.get(user, []), len(last.scores.get(user, []))
 
-    def one(layer: int, expert: int) -> Curve:
+    def score_curve(layer: int, expert: int) -> Curve:
         return _curve(entry, lambda evaluation: _score(evaluation, user, layer, expert))
 
     return [
-        ExpertCurves(name=name, layers=tuple(one(layer, expert) for layer in range(layers)))
+        ExpertCurves(name=name, layers=tuple(score_curve(layer, expert) for layer in range(layers)))
         for expert, name in enumerate(names)
     ]
 
@@ -485,12 +485,16 @@ def gains(entry: Entry, baseline: Entry) -> list[Gain]:
 
     Users without a finite result are left out.
     """
-    pairs = [(run, other) for run in entry.runs for other in baseline.runs if run.seed == other.seed]
+    pairs = [(run, reference) for run in entry.runs for reference in baseline.runs if run.seed == reference.seed]
     measure = entry.first.measure
     by_user = []
     for user in entry.first.users:
-        both = [(run.chosen.value(user), other.chosen.value(user)) for run, other in pairs]
-        changes = [change(one, other, measure) for one, other in both if one is not None and other is not None]
+        both = [(run.chosen.value(user), reference.chosen.value(user)) for run, reference in pairs]
+        changes = [
+            change(result, reference, measure)
+            for result, reference in both
+            if result is not None and reference is not None
+        ]
         known = [value for value in changes if value is not None]
         if known and len(known) == len(pairs):
             by_user.append(Gain(user=user, measure=measure, change=spread(known), interval=interval(known)))
@@ -509,7 +513,7 @@ def compared(entries: Sequence[Entry], baseline: Entry) -> list[tuple[Entry, lis
     return [(entry, gains_of_entry) for entry in others if (gains_of_entry := gains(entry, baseline))]
 
 
-def held(entries: Sequence[Entry], wanted: str | None = None) -> Against | None:
+def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> BaselineComparison | None:
     """Compare every other entry with a baseline.
 
     The baseline is the entry with the label or method ``wanted``, else ``local``, else the first entry. With one entry
@@ -520,13 +524,13 @@ def held(entries: Sequence[Entry], wanted: str | None = None) -> Against | None:
     """
     labels = [entry.label for entry in entries]
     by_method = {entry.method: entry.label for entry in reversed(entries)}
-    named = [one if one in labels else by_method.get(one, one) for one in members(wanted or BASELINE)]
+    named = [one if one in labels else by_method.get(one, one) for one in baseline_methods(wanted or BASELINE)]
     name = ",".join(named) if wanted or named[0] in labels else None
     results = {
         entry.label: {run.seed: {user: run.chosen.value(user) for user in run.users} for run in entry.runs}
         for entry in entries
     }
-    return hold(results, entries[0].first.measure, baseline_of(labels, name))
+    return compare_with_baseline(results, entries[0].first.measure, baseline_of(labels, name))
 
 
 # -------------------------------------------------------------------- costs
@@ -563,19 +567,19 @@ def cost(entry: Entry) -> Cost:
     def sent(key: str) -> float:
         return statistics.fmean(sum(event.get(key, 0) for event in run.rounds) for run in entry.runs)
 
-    one = finished[0] if finished else None
+    metrics = finished[0] if finished else None
     return Cost(
         label=entry.label,
         rounds=max(run.evaluations[-1].round for run in entry.runs),
         upload_bytes=sent("upload_bytes"),
         download_bytes=sent("download_bytes"),
-        upload_bytes_per_user_round=one["upload_bytes_per_user_round"] if one else None,
-        download_bytes_per_user_round=one["download_bytes_per_user_round"] if one else None,
-        trainable_parameters=one["trainable_parameters"] if one else None,
-        per_second=mean(f"{entry.first.unit}_per_second") if one and entry.trained else None,
+        upload_bytes_per_user_round=metrics["upload_bytes_per_user_round"] if metrics else None,
+        download_bytes_per_user_round=metrics["download_bytes_per_user_round"] if metrics else None,
+        trainable_parameters=metrics["trainable_parameters"] if metrics else None,
+        per_second=mean(f"{entry.first.unit}_per_second") if metrics and entry.trained else None,
         wall_seconds=mean("wall_seconds"),
         peak_memory_bytes=max(metrics["peak_memory_bytes"] for metrics in finished) if finished else None,
-        place=f"{one['dtype']} on {one['device']}" if one else "",
+        place=f"{metrics['dtype']} on {metrics['device']}" if metrics else "",
     )
 
 

@@ -18,7 +18,7 @@ from rich import table as rich_table
 from rich.text import Text
 
 from comingle.reports import comparisons
-from comingle.reports.comparisons import CellSpread, ComparisonTable, MethodRow, against_of, compare_runs
+from comingle.reports.comparisons import CellSpread, ComparisonTable, MethodRow, compare_runs, read_baseline_comparison
 from comingle.reports.formatting import (
     FEW,
     MOST_ROWS,
@@ -70,22 +70,22 @@ def seconds_text(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
-    """Return a table of a run's users and their mean; of many users, unless ``everybody``, the best and the worst."""
+def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
+    """Return a table of a run's users and their mean; of many users, unless ``all_users``, the best and the worst."""
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     title = f"{metrics['method']}, seed {metrics['seed']}: test {measure} ({rule(measure)})"
     table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
     means = {"mean": metrics[f"mean_test_{measure}"], **_geometric(metrics["users"], measure)}
     table.columns[0].footer = "\n".join(means)
     table.add_column(
-        measure, justify="right", footer="\n".join(_told(mean, metrics, measure) for mean in means.values())
+        measure, justify="right", footer="\n".join(_mean_text(mean, metrics, measure) for mean in means.values())
     )
     for name in (f"test {unit}", "trainable", "one upload"):  # comparisons average over rounds without uploads too
         table.add_column(name, justify="right")
-    if everybody or len(metrics["users"]) <= MOST_ROWS:
+    if all_users or len(metrics["users"]) <= MOST_ROWS:
         _add_users(table, metrics, list(metrics["users"]))
     else:
-        _add_crowd(table, metrics, measure)
+        _add_summary(table, metrics, measure)
     table.caption = caption = words(_circumstances(metrics, unit), "table.caption")
     table.caption_justify = "left"
     if privacy := metrics.get("privacy"):
@@ -99,12 +99,12 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
     if untold := metrics.get("untold"):
         caption.append(f"\nnot told to the server: results of {list_names(untold)}")
     if (chosen := metrics.get("selected_round", metrics["rounds"])) != metrics["rounds"]:
-        told = f"\nmodels of round {chosen} of {metrics['rounds']}, whose validation loss is the lowest"
-        caption.append(told)
+        note = f"\nmodels of round {chosen} of {metrics['rounds']}, whose validation loss is the lowest"
+        caption.append(note)
     return table
 
 
-def _told(mean: float | None, record: Mapping[str, object], measure: str) -> str:
+def _mean_text(mean: float | None, record: Mapping[str, object], measure: str) -> str:
     """Return a mean over users as text, also if no user shares its results."""
     return number(mean, measure) if record["users"] else "not told"
 
@@ -133,7 +133,7 @@ def _add_users(table: Table, metrics: dict[str, Any], names: Sequence[str]) -> N
         )
 
 
-def _add_crowd(table: Table, metrics: dict[str, Any], measure: str) -> None:
+def _add_summary(table: Table, metrics: dict[str, Any], measure: str) -> None:
     """Add the best users, quantiles of all results, and the worst users."""
     scores = {name: user[f"test_{measure}"] for name, user in metrics["users"].items()}
     ordered = best_first(scores, measure)
@@ -158,7 +158,7 @@ def render_curve(events: list[dict[str, Any]]) -> Table:
     for e in evaluations:
         scores = [number(e["users"][n][f"test_{measure}"], measure) if n in e["users"] else "not told" for n in names]
         means = [e[f"mean_test_{measure}"], *_geometric(e["users"], measure).values()]
-        table.add_row(str(e["round"]), *(_told(mean, e, measure) for mean in means), *scores)
+        table.add_row(str(e["round"]), *(_mean_text(mean, e, measure) for mean in means), *scores)
     return table
 
 
@@ -251,8 +251,8 @@ def _finite_parts(curve: Curve) -> list[list[tuple[int, float]]]:
 
 
 def _polyline(points: Sequence[tuple[float, float]]) -> str:
-    told = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{told}" fill="none" stroke="currentColor"/>'
+    coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{coordinates}" fill="none" stroke="currentColor"/>'
 
 
 def _dot(point: tuple[float, float]) -> str:
@@ -291,11 +291,11 @@ def counted(entry: Entry) -> list[Counted]:
         for event in run.judged:
             for user, share in event.get("counted", {}).items():
                 shares.setdefault(user, []).append(share)
-    found = [
+    by_user = [
         Counted(user=user, uploads=len(of_user), left_out=of_user.count(0), mean=fmean(of_user))
         for user, of_user in shares.items()
     ]
-    return sorted(found, key=lambda one: (one.mean, -one.left_out))
+    return sorted(by_user, key=lambda item: (item.mean, -item.left_out))
 
 
 def judged_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
@@ -304,7 +304,7 @@ def judged_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
     for entry in entries:
         if users := counted(entry):
             rule = entry.first.judged[0]["rule"]
-            cells = [(one.user, f"{one.left_out} of {one.uploads}", f"{one.mean:.2f}") for one in users[:MOST]]
+            cells = [(item.user, f"{item.left_out} of {item.uploads}", f"{item.mean:.2f}") for item in users[:MOST]]
             tables.append({"label": entry.label, "rule": rule, "rows": cells, "more": len(users) - len(cells)})
     return tables
 
@@ -340,7 +340,7 @@ def render_joined(name: str, measure: str, rows: Mapping[str, Mapping[str, Any]]
 _STYLES = {"here": "green", "away": "red", "expected": "dim"}
 
 
-def render_participants(folder: Path, *, everybody: bool = False) -> rich_table.Table:
+def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.Table:
     """Return a table of the clients of a federation, failing ones first.
 
     It has the round, the time since the last message, bytes, and the losses and scores that users share. Depending on
@@ -359,12 +359,12 @@ def render_participants(folder: Path, *, everybody: bool = False) -> rich_table.
         table.add_column(name, justify="right")
     table.add_column("")
     order = sorted(users, key=lambda name: ("away", "expected", "here").index(users[name]["state"]))
-    shown = order if everybody or len(order) <= MOST_ROWS else order[:MOST_ROWS]
-    for name in shown if len(shown) < len(users) else users:
+    listed = order if all_users or len(order) <= MOST_ROWS else order[:MOST_ROWS]
+    for name in listed if len(listed) < len(users) else users:
         *cells, why = _row(name, users[name], measure)
         table.add_row(*cells, *(_known(users[name].get(column)) for column in more), why)
-    if len(shown) < len(users):
-        table.caption, table.caption_justify = words(f"and {len(users) - len(shown):,} more", "table.caption"), "left"
+    if len(listed) < len(users):
+        table.caption, table.caption_justify = words(f"and {len(users) - len(listed):,} more", "table.caption"), "left"
     return table
 
 
@@ -421,20 +421,20 @@ def ledger(costs: Sequence[Cost]) -> list[list[str]]:
     """Return a row of costs for each entry; all byte counts of a column have one unit."""
 
     def bytes_of(key: str) -> list[str]:
-        return sizes([getattr(one, key) for one in costs])
+        return sizes([getattr(item, key) for item in costs])
 
     columns = [
-        [one.label for one in costs],
-        [str(one.rounds) for one in costs],
-        ["–" if one.trainable_parameters is None else f"{one.trainable_parameters:,}" for one in costs],
+        [item.label for item in costs],
+        [str(item.rounds) for item in costs],
+        ["–" if item.trainable_parameters is None else f"{item.trainable_parameters:,}" for item in costs],
         bytes_of("upload_bytes_per_user_round"),
         bytes_of("download_bytes_per_user_round"),
         bytes_of("upload_bytes"),
         bytes_of("download_bytes"),
-        ["–" if one.peak_memory_bytes is None else f"{one.peak_memory_bytes / 1e9:,.2f} GB" for one in costs],
-        [_measured(one.per_second) for one in costs],
-        [_measured(one.wall_seconds) for one in costs],
-        [one.place for one in costs],
+        ["–" if item.peak_memory_bytes is None else f"{item.peak_memory_bytes / 1e9:,.2f} GB" for item in costs],
+        [_measured(item.per_second) for item in costs],
+        [_measured(item.wall_seconds) for item in costs],
+        [item.place for item in costs],
     ]
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -495,9 +495,9 @@ def _cells(table: ComparisonTable) -> tuple[list[str], list[list[str]]]:
     measure = measure_of(table["methods"][0])
 
     def cell(value: dict[str, float | None]) -> str:
-        spread = value["std"]
+        deviation = value["std"]
         return number(value["mean"], measure) + (
-            f" ({number(spread, measure)})" if several and spread is not None else ""
+            f" ({number(deviation, measure)})" if several and deviation is not None else ""
         )
 
     scores = [(name, [cell(value) for value in values]) for name, values in score_columns(table)]
@@ -523,7 +523,7 @@ def note_of(table: ComparisonTable) -> str:
     private = [
         f"{row['method']}: privacy {privacy_told(row['privacy'])}" for row in table["methods"] if "privacy" in row
     ]
-    warned = [f"{row['method']}, {one}" for row in table["methods"] for one in row.get("warnings", ())]
+    warned = [f"{row['method']}, {warning}" for row in table["methods"] for warning in row.get("warnings", ())]
     rows = table["methods"]
     return "; ".join(filter(None, [_sample_note(rows), *missing, budget, *_stopped(rows), *private, *warned]))
 
@@ -538,11 +538,11 @@ def _stopped(rows: Sequence[MethodRow]) -> Iterator[str]:
 
 def _sample_note(rows: Sequence[MethodRow]) -> str:
     """Return a note on means over a sample of the users, with each method's interval; empty without samples."""
-    told = [(row["method"], sample_told(row).split(", ", 1)) for row in rows if "sample" in row]
-    if not told:
+    samples = [(row["method"], sample_told(row).split(", ", 1)) for row in rows if "sample" in row]
+    if not samples:
         return ""
-    intervals = [f"{method}: {', '.join(rest)}" for method, (_, *rest) in told if rest]
-    return "; ".join([told[0][1][0], *intervals])
+    intervals = [f"{method}: {', '.join(rest)}" for method, (_, *rest) in samples if rest]
+    return "; ".join([samples[0][1][0], *intervals])
 
 
 def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
@@ -561,30 +561,30 @@ def markdown(table: ComparisonTable) -> str:
     lines = [f"Table: {title_of(table)}", "", markdown_line(head), "|" + "---|" * len(head)]
     lines += [markdown_line(row) for row in rows]
     lines += ["", note] if (note := note_of(table)) else []
-    lines += ["", *comparisons.markdown(found)] if (found := against_of(table)) else []
+    lines += ["", *comparisons.markdown(comparison)] if (comparison := read_baseline_comparison(table)) else []
     return "\n".join(lines) + "\n"
 
 
-def tables_of(table: ComparisonTable, *, everybody: bool = False) -> Iterator[Table | Text]:
+def tables_of(table: ComparisonTable, *, all_users: bool = False) -> Iterator[Table | Text]:
     """Yield a comparison for the terminal: table, note, and verdicts against the baseline.
 
-    With ``everybody`` a last table has a row for each user, if users have no columns.
+    With ``all_users`` a last table has a row for each user, if users have no columns.
     """
     yield from render_comparison(table)
     if note := note_of(table):
         yield words(note, "dim")
-    if found := against_of(table):
+    if comparison := read_baseline_comparison(table):
         yield words("")
-        yield from comparisons.render(found)
-    if not everybody or users_with_column(table["methods"][0]["users"]):
+        yield from comparisons.render(comparison)
+    if not all_users or users_with_column(table["methods"][0]["users"]):
         return
-    shown = Table("user", title="every user", title_justify="left", box=None)
+    every_user = Table("user", title="every user", title_justify="left", box=None)
     for row in table["methods"]:
-        shown.add_column(row["method"], justify="right")
+        every_user.add_column(row["method"], justify="right")
     measure = measure_of(table["methods"][0])
     for name in table["methods"][0]["users"]:
-        shown.add_row(words(name), *(number(row["users"][name]["mean"], measure) for row in table["methods"]))
-    yield shown
+        every_user.add_row(words(name), *(number(row["users"][name]["mean"], measure) for row in table["methods"]))
+    yield every_user
 
 
 def render_comparison(table: ComparisonTable) -> Iterator[Table]:
@@ -601,14 +601,14 @@ def render_comparison(table: ComparisonTable) -> Iterator[Table]:
 
 
 def _shown_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    shown = Table(title=title or None, title_justify="left", box=None)
+    result = Table(title=title or None, title_justify="left", box=None)
     for i, name in enumerate(head):
         style = "bold" if name in _MEANS else ""
         justify = "left" if i == 0 else "right"
-        shown.add_column(words(name), justify=justify, style=style, no_wrap=i == 0, overflow="fold")
+        result.add_column(words(name), justify=justify, style=style, no_wrap=i == 0, overflow="fold")
     for row in rows:
-        shown.add_row(*row)
-    return shown
+        result.add_row(*row)
+    return result
 
 
 _CHARACTERS = {
@@ -642,7 +642,7 @@ def escape_latex(text: object) -> str:
     return _HYPHENS.sub("-{}", _SPECIAL.sub(lambda match: _CHARACTERS[match[0]], printable(text)))
 
 
-def latex(table: ComparisonTable, *, everybody: bool = False) -> str:
+def latex(table: ComparisonTable, *, all_users: bool = False) -> str:
     """Return a comparison as a ``table`` environment for the package booktabs.
 
     A row is a method, a column a user, a mean over users or a cost. With several seeds costs are a tabular of their own
@@ -651,7 +651,7 @@ def latex(table: ComparisonTable, *, everybody: bool = False) -> str:
 
     Args:
         table: The table of :func:`comingle.reports.comparisons.compare_metrics`.
-        everybody: If users have no columns, add a table with a row for each user, whose best mean is bold.
+        all_users: If users have no columns, add a table with a row for each user, whose best mean is bold.
     """
     rows, measure = table["methods"], measure_of(table["methods"][0])
     methods = [escape_latex(row["method"]) for row in rows]
@@ -662,10 +662,10 @@ def latex(table: ComparisonTable, *, everybody: bool = False) -> str:
     parted = [columns, [columns[0], *costs]] if max(seeds) > 1 else [[*columns, *costs]]  # deviations leave no room
     best = "; best in bold" if len(rows) > 1 else ""
     title = title_of(table, spread="mean ± std")
-    bodies = [_tabular([name for name, _ in one], zip(*(c for _, c in one), strict=True)) for one in parted]
+    bodies = [_tabular([name for name, _ in part], zip(*(c for _, c in part), strict=True)) for part in parted]
     parts = [_environment(f"{title}{best}", bodies, note_of(table))]
     users = rows[0]["users"]
-    if everybody and not users_with_column(users):
+    if all_users and not users_with_column(users):
         body = [
             [escape_latex(name), *_latex_cells([row["users"][name] for row in rows], seeds, measure)] for name in users
         ]
@@ -679,10 +679,10 @@ def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: st
     best = number(best_of(measure)(finite), measure) if finite and len(values) > 1 else None
     cells = []
     for value, count in zip(values, seeds, strict=True):
-        told = number(value["mean"], measure)
+        text = number(value["mean"], measure)
         std = value["std"] if count > 1 else None
-        cell = escape_latex(told if std is None else f"{told} ± {number(std, measure)}")
-        cells.append(rf"\textbf{{{cell}}}" if told == best else cell)
+        cell = escape_latex(text if std is None else f"{text} ± {number(std, measure)}")
+        cells.append(rf"\textbf{{{cell}}}" if text == best else cell)
     return cells
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from comingle.config import Recipe
 from comingle.config.files import read_text
 from comingle.data.populations import names_of
-from comingle.methods import make, settings_beside, settings_of
+from comingle.methods import make, settings_in_comparison, settings_of
 from comingle.reports.comparisons import folder_name, require_same_users
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, Given
@@ -203,7 +203,7 @@ def _short(value: object) -> str:
 
 
 def _method(recipe: Recipe, name: str, for_all: Mapping[str, object]) -> dict[str, Any]:
-    return {"name": name, **settings_beside(name, recipe.method.name, recipe.method.settings, for_all)}
+    return {"name": name, **settings_in_comparison(name, recipe.method.name, recipe.method.settings, for_all)}
 
 
 def compare_runs(

@@ -13,7 +13,7 @@ from comingle.reports.comparisons import (
     ComparisonTable,
     baseline_of,
     compare_metrics,
-    hold,
+    compare_with_baseline,
     require_same_users,
     users_of,
 )
@@ -91,7 +91,7 @@ class Comparison:
             users = {name: user[key] for name, user in metrics["users"].items()}
             results.setdefault(method, {})[seed] = users
         measure = measure_of(next(iter(self.metrics.values())))
-        found = hold(results, measure, baseline_of(list(results), baseline))
+        found = compare_with_baseline(results, measure, baseline_of(list(results), baseline))
         return [] if found is None else found.as_dict()["methods"]
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -113,7 +113,7 @@ class Comparison:
         """
         if not self.metrics:
             raise RunError("to_latex: got a comparison of 0 runs; allowed: 1 or more")
-        return latex(self._table(), everybody=everybody)
+        return latex(self._table(), all_users=everybody)
 
 
 def _told(mean: Mapping[str, object]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.config.settings import KINDS
-from comingle.methods import Make, lent
+from comingle.methods import Make, temporarily_registered
 from comingle.methods.base import Method
 from comingle.models.base import Base, with_date
 from comingle.models.generation import check_places
@@ -230,7 +230,7 @@ def _named(stack: ExitStack, method: Any) -> Any:
     if method is None:
         return None
     if not isinstance(method, Mapping):
-        return stack.enter_context(lent(method))
+        return stack.enter_context(temporarily_registered(method))
     if "name" not in method:
         raise RecipeError("method: got a mapping without name; allowed: {'name': a name or a method, 'setting': value}")
-    return {**method, "name": stack.enter_context(lent(method["name"]))}
+    return {**method, "name": stack.enter_context(temporarily_registered(method["name"]))}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from comingle.models.hardware import torch_defaults
-from comingle.reports.runs import held, read_entries
+from comingle.reports.runs import baseline_comparison, read_entries
 from comingle.runs.comparison import Comparison
 from comingle.runs.results import Run
 from comingle.training.backends.launched import require_alone
@@ -181,7 +181,7 @@ def report(
     path = folders[0] / "report.html" if out is None else Path(out)
     entries = read_entries(folders)
     check_target(path, force=force, option="out", replace="force=True")
-    held(entries, against)  # refused before models are loaded
+    baseline_comparison(entries, against)  # refused before models are loaded
     texts = None if text is None else _listed(text)
     views = route_texts(entries, texts, None if users is None else _listed(users), tokens) if token_view else []
     page = render_page(entries, views, baseline=against)

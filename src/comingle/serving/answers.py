@@ -15,7 +15,7 @@ from comingle.models.generation import Sampling, encode_prompt
 from comingle.models.personal import chat_ends
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.models.routing import Routing
-from comingle.serving.engine import Chosen, Engine, Finish, Piece, Request
+from comingle.serving.engine import Engine, Finish, Piece, Request, SampledToken
 from comingle.utils.errors import DataError, require_user
 
 
@@ -52,16 +52,16 @@ class Prompts:
             DataError: There is no prompt, an empty one that the tokenizer cannot begin, or a token outside the
                 vocabulary.
         """
-        many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
-        if not many:
+        items = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+        if not items:
             raise DataError("prompt: an empty list; give a text, tokens, or a list of either")
-        for number in (number for one in many if not isinstance(one, str) for number in one):
+        for number in (number for item in items if not isinstance(item, str) for number in item):
             if not 0 <= number < self.base.rows:
                 raise DataError(f"prompt: got token {number}; allowed are those from 0 below {self.base.rows:,}")
-        tokens = [encode_prompt(self.tokenizer, one, self.begin) for one in many]
-        for one in tokens:
-            self.base.require_rows(one, "the prompt")
-        return tokens
+        prompts = [encode_prompt(self.tokenizer, item, self.begin) for item in items]
+        for tokens in prompts:
+            self.base.require_rows(tokens, "the prompt")
+        return prompts
 
 
 DONE = "data: [DONE]\n\n"
@@ -73,17 +73,17 @@ class Choice:
     """One text of an answer, as generated so far."""
 
     text: str = ""
-    said: list[Chosen] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
     count: int = 0
     finish: Finish | None = None
 
-    def add(self, piece: Piece, ends: Sequence[int]) -> list[Chosen]:
+    def add(self, piece: Piece, ends: Sequence[int]) -> list[SampledToken]:
         """Append a piece, and return its token in a list, which is empty if the token only ends the text."""
         self.text += piece.text
-        self.count += piece.chosen is not None
+        self.count += piece.sampled is not None
         self.finish = piece.finish
-        shown = [piece.chosen] if piece.chosen and piece.chosen.token not in ends else []
-        self.said += shown
+        shown = [piece.sampled] if piece.sampled and piece.sampled.token not in ends else []
+        self.tokens += shown
         return shown
 
 
@@ -95,36 +95,36 @@ class Answer:
         chat: Whether it answers a chat request rather than a completion request.
         model: The user whose model answers.
         tokenizer: Decodes tokens for the log probabilities.
-        probable: Whether the client has requested log probabilities.
+        wants_logprobs: Whether the client has requested log probabilities.
         prompt_tokens: Tokens of all prompts.
-        made: When the answer was created, in seconds since 1970.
-        key: Random part of the answer's ID.
+        created: When the answer was created, in seconds since 1970.
+        random_id: Random part of the answer's ID.
     """
 
     chat: bool
     model: str
     tokenizer: PreTrainedTokenizerBase
-    probable: bool
+    wants_logprobs: bool
     prompt_tokens: int
-    made: int = field(default_factory=lambda: int(time.time()))
-    key: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+    random_id: str = field(default_factory=lambda: secrets.token_hex(12))
 
     # ------------------------------------------------------------ whole
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, object]:
+    def body(self, choices: Sequence[Choice]) -> dict[str, object]:
         """Return the body of an answer that is not streamed."""
         return {
-            **self._head("chat.completion" if self.chat else "text_completion"),
+            **self._common_fields("chat.completion" if self.chat else "text_completion"),
             "choices": [self._choice(number, choice) for number, choice in enumerate(choices)],
             "usage": self.usage(choices),
         }
 
     def _choice(self, number: int, choice: Choice) -> dict[str, object]:
-        said = {"logprobs": self._logprobs(choice.said), "finish_reason": choice.finish}
+        rest = {"logprobs": self._logprobs(choice.tokens), "finish_reason": choice.finish}
         if not self.chat:
-            return {"index": number, "text": choice.text, **said}
+            return {"index": number, "text": choice.text, **rest}
         message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": number, "message": message, **said}
+        return {"index": number, "message": message, **rest}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         """Return the numbers of prompt tokens, generated tokens, and both."""
@@ -139,50 +139,52 @@ class Answer:
 
     def chunk(self, choices: Sequence[Mapping[str, object]], usage: Mapping[str, int] | None = None) -> str:
         """Return one server-sent event of a stream."""
-        body = {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
+        body = {**self._common_fields("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
         return event(body if usage is None else {**body, "usage": usage})
 
-    def first(self, number: int) -> dict[str, object]:
+    def first_choice(self, number: int) -> dict[str, object]:
         """Return the first choice of a chat's stream, which carries the role."""
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def part(self, number: int, text: str, said: Sequence[Chosen], finish: Finish | None) -> dict[str, object]:
+    def choice_chunk(
+        self, number: int, text: str, tokens: Sequence[SampledToken], finish: Finish | None
+    ) -> dict[str, object]:
         """Return a choice of a stream's chunk with newly generated text.
 
         Args:
             number: Index of the choice.
             text: The new text.
-            said: Its tokens.
+            tokens: Its tokens.
             finish: Why the text has ended; None if it has not.
         """
-        rest = {"logprobs": self._logprobs(said), "finish_reason": finish}
+        rest = {"logprobs": self._logprobs(tokens), "finish_reason": finish}
         if not self.chat:
             return {"index": number, "text": text, **rest}
         return {"index": number, "delta": {"content": text} if text else {}, **rest}
 
     # ------------------------------------------------------------ parts of both
 
-    def _head(self, kind: str) -> dict[str, object]:
-        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.key}"
-        return {"id": name, "object": kind, "created": self.made, "model": self.model, "system_fingerprint": None}
+    def _common_fields(self, kind: str) -> dict[str, object]:
+        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.random_id}"
+        return {"id": name, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": None}
 
-    def _logprobs(self, said: Sequence[Chosen]) -> dict[str, object] | None:
-        if not self.probable:
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, object] | None:
+        if not self.wants_logprobs:
             return None
         if self.chat:
-            tokens = [{**self._likely(one.token, one.logprob), "top_logprobs": self._top(one)} for one in said]
-            return {"content": tokens, "refusal": None}
+            entries = [{**self._token_entry(t.token, t.logprob), "top_logprobs": self._top_entries(t)} for t in tokens]
+            return {"content": entries, "refusal": None}
         return {
-            "tokens": [self._text(one.token) for one in said],
-            "token_logprobs": [one.logprob for one in said],
-            "top_logprobs": [{self._text(token): value for token, value in one.top} for one in said],
-            "text_offset": [one.at for one in said],
+            "tokens": [self._text(t.token) for t in tokens],
+            "token_logprobs": [t.logprob for t in tokens],
+            "top_logprobs": [{self._text(token): value for token, value in t.top} for t in tokens],
+            "text_offset": [t.at for t in tokens],
         }
 
-    def _top(self, one: Chosen) -> list[dict[str, object]]:
-        return [self._likely(token, value) for token, value in one.top]
+    def _top_entries(self, sampled: SampledToken) -> list[dict[str, object]]:
+        return [self._token_entry(token, value) for token, value in sampled.top]
 
-    def _likely(self, token: int, logprob: float | None) -> dict[str, object]:
+    def _token_entry(self, token: int, logprob: float | None) -> dict[str, object]:
         text = self._text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
@@ -215,7 +217,7 @@ class Chat:
     """The last answer: its user, the prompt's tokens and the text."""
 
     def __post_init__(self) -> None:
-        self.prompts = Prompts(self.engine.people[self.user].model.base)
+        self.prompts = Prompts(self.engine.models[self.user].model.base)
 
     def switch(self, user: str) -> None:
         """Continue the conversation with another user's model.
@@ -223,7 +225,7 @@ class Chat:
         Raises:
             DataError: There is no such user.
         """
-        self.user = require_user(user, list(self.engine.people))
+        self.user = require_user(user, list(self.engine.models))
 
     def clear(self) -> None:
         """Delete the conversation."""
@@ -277,25 +279,27 @@ class Chat:
         return self.prompts.of_messages([*self.messages, {"role": "user", "content": text}])
 
     def _answer(self, engine: Engine, name: str, prompt: list[int], show: Callable[[str], object]) -> str:
-        said: list[str] = []
+        texts: list[str] = []
 
-        def tell(piece: Piece) -> None:
-            said.append(piece.text)
+        def on_piece(piece: Piece) -> None:
+            texts.append(piece.text)
             show(piece.text)
 
         sampling = self._sampling(engine, len(prompt))
-        request = Request(name=name, prompt=prompt, sampling=sampling, tell=tell, continues=self.plain)
+        request = Request(name=name, prompt=prompt, sampling=sampling, on_piece=on_piece, continues=self.plain)
         engine.submit(request)
         try:
             while engine.busy:
                 engine.step()
         except BaseException:  # Ctrl-C cancels the answer only.
-            engine.drop(InterruptedError())
+            engine.fail_all(InterruptedError())
             raise
-        return "".join(said)
+        return "".join(texts)
 
     def _sampling(self, engine: Engine, prompt: int) -> Sampling:
-        room = self.max_tokens if engine.most_tokens is None else min(self.max_tokens, engine.most_tokens - prompt)
+        room = (
+            self.max_tokens if engine.context_length is None else min(self.max_tokens, engine.context_length - prompt)
+        )
         return Sampling(
             max_new_tokens=max(1, room),
             temperature=self.temperature,

@@ -23,25 +23,25 @@ from comingle.models.personal import PersonalModel
 from comingle.serving import engine as engines
 from comingle.serving.answers import Answer, Prompts
 from comingle.serving.engine import Engine
-from comingle.serving.keys import Keys, Limits, Rates, foreign_page, hostname, is_loopback
+from comingle.serving.keys import Keys, Limits, Rates, cross_site_page, hostname, is_loopback
 from comingle.serving.schemas import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     Overloaded,
-    Refused,
+    PieceQueue,
     RouteRequest,
-    Talk,
     Worker,
-    no_model,
+    collect_choices,
+    invalid_request,
+    model_not_found,
     stream,
     while_connected,
-    whole,
-    wrong,
 )
 from comingle.utils.errors import ComingleError, RunError
 
 PAGE = Path(__file__).parent / "page" / "index.html"
-NOTHING_ELSE = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
@@ -62,15 +62,15 @@ def make_app(engine: Engine, keys: Keys, limits: Limits, *, answers: bool = True
     service = Service(engine, keys, limits, answers=answers)
 
     @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         service.worker.close()
 
-    app = FastAPI(title="comingle", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
-    app.add_exception_handler(Refused, lambda _, error: error.response())  # type: ignore[attr-defined,arg-type]
+    app = FastAPI(title="comingle", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.add_exception_handler(ApiError, lambda _, error: error.response())  # type: ignore[attr-defined,arg-type]
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
-    app.add_exception_handler(Exception, lambda *_: Refused(500, "the server failed; its log says why").response())
-    app.middleware("http")(service.same_site)
+    app.add_exception_handler(Exception, lambda *_: ApiError(500, "the server failed; its log says why").response())
+    app.middleware("http")(service.refuse_cross_site)
     app.get("/")(service.page)
     app.get("/v1/models")(service.models)
     app.get("/v1/models/{name:path}")(service.model)
@@ -81,7 +81,7 @@ def make_app(engine: Engine, keys: Keys, limits: Limits, *, answers: bool = True
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
+    return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
 
 
 class Service:
@@ -90,35 +90,37 @@ class Service:
     def __init__(self, engine: Engine, keys: Keys, limits: Limits, *, answers: bool) -> None:
         self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
         self.rates, self.worker = Rates(limits.rate), Worker(engine, queue=limits.queue)
-        self.prompts = Prompts(next(iter(engine.people.values())).model.base)
+        self.prompts = Prompts(next(iter(engine.models.values())).model.base)
         self.started = int(time.time())
 
     # ------------------------------------------------------------ who asks
 
-    async def same_site(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    async def refuse_cross_site(
+        self, request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
         """Without keys, refuse requests that another site's page sends through a browser on this machine."""
         host = hostname(request.headers.get("host", ""))
-        if not self.keys.needed and not is_loopback(host):
-            return Refused(400, f"got the host {host!r}; without keys only this machine is answered").response()
-        if not self.keys.needed and (page := foreign_page(request.headers)):
-            told = f"got a request from {page}; without keys only the server's own page and programs are answered"
-            return Refused(403, told).response()
+        if not self.keys.required and not is_loopback(host):
+            return ApiError(400, f"got the host {host!r}; without keys only this machine is answered").response()
+        if not self.keys.required and (page := cross_site_page(request.headers)):
+            message = f"got a request from {page}; without keys only the server's own page and programs are answered"
+            return ApiError(403, message).response()
         return await call_next(request)
 
-    def _opened(self, request: Request) -> tuple[str, ...]:
+    def _accessible_users(self, request: Request) -> tuple[str, ...]:
         """Return the users whose models the request's key opens; refuse a key that opens none."""
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        names = self.keys.opens(key.strip() if kind.lower() == "bearer" else "")
-        if self.keys.needed and not names:
-            raise Refused(401, "no such key; give one as Authorization: Bearer KEY", code="invalid_api_key")
+        names = self.keys.users_of(key.strip() if kind.lower() == "bearer" else "")
+        if self.keys.required and not names:
+            raise ApiError(401, "no such key; give one as Authorization: Bearer KEY", code="invalid_api_key")
         return names
 
     def _admit(self, request: Request, name: str) -> None:
-        if name not in self._opened(request):
-            raise no_model(name)
+        if name not in self._accessible_users(request):
+            raise model_not_found(name)
         if wait := self.rates.wait(name):
-            told = f"{name!r} has asked {self.limits.rate} times within a minute"
-            raise Refused(429, told, code="rate_limit_exceeded", after=wait)
+            message = f"{name!r} has asked {self.limits.rate} times within a minute"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         body = bytearray()
@@ -126,145 +128,154 @@ class Service:
             async for part in request.stream():
                 body += part
                 if len(body) > self.limits.body_bytes:
-                    raise Refused(400, f"a request has at most {self.limits.body_bytes:,} bytes")
+                    raise ApiError(400, f"a request has at most {self.limits.body_bytes:,} bytes")
         except ClientDisconnect:
-            raise Refused(499, "the client went away before its request was read") from None
+            raise ApiError(499, "the client went away before its request was read") from None
         try:
             return kind.model_validate_json(bytes(body))
         except ValidationError as error:
-            raise wrong(error) from None
+            raise invalid_request(error) from None
 
     # ------------------------------------------------------------ models
 
     async def page(self) -> Response:
         """Return the chat page, marked if it needs a key."""
         text = PAGE.read_text(encoding="utf-8")
-        text = text.replace("<html ", "<html data-keys ", 1) if self.keys.needed else text
+        text = text.replace("<html ", "<html data-keys ", 1) if self.keys.required else text
         return HTMLResponse(
-            text, headers={"Content-Security-Policy": NOTHING_ELSE, "X-Content-Type-Options": "nosniff"}
+            text, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff"}
         )
 
     async def models(self, request: Request) -> dict[str, object]:
         """List the users whose models the key opens."""
-        return {"object": "list", "data": [self._told(name) for name in self._opened(request)]}
+        return {"object": "list", "data": [self._describe(name) for name in self._accessible_users(request)]}
 
     async def model(self, request: Request, name: str) -> dict[str, object]:
         """Return the entry of one user's model."""
-        if name not in self._opened(request):
-            raise no_model(name)
-        return self._told(name)
+        if name not in self._accessible_users(request):
+            raise model_not_found(name)
+        return self._describe(name)
 
-    def _told(self, name: str) -> dict[str, object]:
+    def _describe(self, name: str) -> dict[str, object]:
         """Return a model's entry in the OpenAI format, with two fields for the chat page."""
-        own = {"answers": self.answers, "routed": self.engine.people[name].model.routed}
+        own = {"answers": self.answers, "routed": self.engine.models[name].model.routed}
         return {"id": name, "object": "model", "created": self.started, "owned_by": "comingle", **own}
 
     # ------------------------------------------------------------ answers
 
     async def chat(self, request: Request) -> Response:
         """Answer messages."""
-        self._opened(request)
-        asked = await self._read(request, ChatRequest)
-        self._admit(request, asked.model)
-        prompt, ends = self._told_wrong(
-            lambda: (self.prompts.of_messages([m.plain() for m in asked.messages]), self.prompts.chat_ends()),
+        self._accessible_users(request)
+        parsed = await self._read(request, ChatRequest)
+        self._admit(request, parsed.model)
+        prompt, ends = self._refuse_invalid(
+            lambda: (self.prompts.of_messages([m.plain() for m in parsed.messages]), self.prompts.chat_ends()),
             "messages",
         )
-        return await self._answer(request, asked, [prompt], ends)
+        return await self._answer(request, parsed, [prompt], ends)
 
     async def complete(self, request: Request) -> Response:
         """Continue texts."""
-        self._opened(request)
-        asked = await self._read(request, CompletionRequest)
-        self._admit(request, asked.model)
-        asks = "" if asked.prompt is None else asked.prompt
-        return await self._answer(request, asked, self._told_wrong(lambda: self.prompts.of_texts(asks)), None)
+        self._accessible_users(request)
+        parsed = await self._read(request, CompletionRequest)
+        self._admit(request, parsed.model)
+        prompt_or_empty = "" if parsed.prompt is None else parsed.prompt
+        return await self._answer(
+            request, parsed, self._refuse_invalid(lambda: self.prompts.of_texts(prompt_or_empty)), None
+        )
 
     async def route(self, request: Request) -> Response:
         """Return the expert that each token of an answer is routed to, in every layer."""
-        self._opened(request)
-        asked = await self._read(request, RouteRequest)
-        self._admit(request, asked.model)
-        if asked.messages is not None and asked.prompt is not None:
-            raise Refused(400, "prompt: got messages too; allowed is one of the two", param="prompt")
-        messages = [message.plain() for message in asked.messages or ()]
-        prompt = self._told_wrong(
-            lambda: self.prompts.of_messages(messages) if messages else self.prompts.of_texts(asked.prompt or "")[0]
+        self._accessible_users(request)
+        parsed = await self._read(request, RouteRequest)
+        self._admit(request, parsed.model)
+        if parsed.messages is not None and parsed.prompt is not None:
+            raise ApiError(400, "prompt: got messages too; allowed is one of the two", param="prompt")
+        messages = [message.plain() for message in parsed.messages or ()]
+        prompt = self._refuse_invalid(
+            lambda: self.prompts.of_messages(messages) if messages else self.prompts.of_texts(parsed.prompt or "")[0]
         )
-        text: Any = self.engine.tokenizer(asked.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        self._told_wrong(lambda: self.prompts.base.require_rows(text, "the text"), "text")
+        text: Any = self.engine.tokenizer(parsed.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        self._refuse_invalid(lambda: self.prompts.base.require_rows(text, "the text"), "text")
         self._require_room(len(prompt) + len(text), 0, "text")
         try:
-            job = self.worker.call(lambda: self.engine.route(asked.model, prompt, list(text)))
+            job = self.worker.call(lambda: self.engine.route(parsed.model, prompt, list(text)))
             found = await asyncio.wrap_future(job)
         except Overloaded as error:
-            raise Refused(503, str(error), code="overloaded", after=1) from None
+            raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
         except ComingleError as error:
-            raise Refused(400, str(error), code="no_routers") from None
+            raise ApiError(400, str(error), code="no_routers") from None
         return JSONResponse({"experts": found.experts, "tokens": found.tokens, "gates": found.gates.tolist()})
 
-    def _told_wrong(self, call: Callable[[], T], param: str = "prompt") -> T:
+    def _refuse_invalid(self, call: Callable[[], T], param: str = "prompt") -> T:
         try:
             return call()
         except ComingleError as error:
-            raise Refused(400, str(error), param=param) from None
+            raise ApiError(400, str(error), param=param) from None
 
     def _require_room(self, prompt: int, new: int, param: str) -> None:
-        most = self.engine.most_tokens
+        most = self.engine.context_length
         if most is not None and prompt + new > most:
-            told = f"this model reads at most {most:,} tokens; the prompt has {prompt:,}"
-            told += f", and {new:,} more are to follow" if new else ""
-            raise Refused(400, told, code="context_length_exceeded", param=param)
+            message = f"this model reads at most {most:,} tokens; the prompt has {prompt:,}"
+            message += f", and {new:,} more are to follow" if new else ""
+            raise ApiError(400, message, code="context_length_exceeded", param=param)
 
-    def _new_tokens(self, prompt: int, wanted: int | None, param: str) -> int:
+    def _new_tokens(self, prompt: int, max_new_tokens: int | None, param: str) -> int:
         """Return the limit on new tokens: the requested number, or as many as the context has room for."""
-        if wanted is not None and wanted > self.limits.max_tokens:
-            raise Refused(
-                400, f"max_tokens: got {wanted:,}; allowed: up to {self.limits.max_tokens:,}", param="max_tokens"
+        if max_new_tokens is not None and max_new_tokens > self.limits.max_tokens:
+            raise ApiError(
+                400,
+                f"max_tokens: got {max_new_tokens:,}; allowed: up to {self.limits.max_tokens:,}",
+                param="max_tokens",
             )
-        most = self.engine.most_tokens
+        most = self.engine.context_length
         room = self.limits.max_tokens if most is None else min(self.limits.max_tokens, most - prompt)
-        new = max(1, room) if wanted is None else wanted
+        new = max(1, room) if max_new_tokens is None else max_new_tokens
         self._require_room(prompt, new, param)
         return new
 
     async def _answer(
-        self, http: Request, asked: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], ends: object
+        self, http: Request, parsed: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], ends: object
     ) -> Response:
-        count = asked.n or 1
+        count = parsed.n or 1
         if count * len(prompts) > self.limits.choices:
-            told = f"{count * len(prompts)} answers in one request; allowed: up to {self.limits.choices}"
-            raise Refused(400, told, param="n")
-        seed = secrets.randbits(48) if asked.seed is None else asked.seed % 2**63
-        talk, requests = Talk(), list[engines.Request]()
+            message = f"{count * len(prompts)} answers in one request; allowed: up to {self.limits.choices}"
+            raise ApiError(400, message, param="n")
+        seed = secrets.randbits(48) if parsed.seed is None else parsed.seed % 2**63
+        piece_queue, requests = PieceQueue(), list[engines.Request]()
         for prompt in prompts:
-            param = "messages" if isinstance(asked, ChatRequest) else "prompt"
-            new = self._new_tokens(len(prompt), asked.wanted, param)
+            param = "messages" if isinstance(parsed, ChatRequest) else "prompt"
+            new = self._new_tokens(len(prompt), parsed.max_new_tokens, param)
             for number in range(count):
-                sampling = replace(asked.sampling(new, (seed + number) % 2**63), eos_token_id=ends)
-                tell = talk.teller(len(requests))
-                settings = {"name": asked.model, "prompt": prompt, "sampling": sampling, "logprobs": asked.likeliest}
-                goes_on = isinstance(asked, CompletionRequest)
-                requests.append(engines.Request(tell=tell, continues=goes_on, **settings))
+                sampling = replace(parsed.sampling(new, (seed + number) % 2**63), eos_token_id=ends)
+                on_piece = piece_queue.callback(len(requests))
+                settings = {
+                    "name": parsed.model,
+                    "prompt": prompt,
+                    "sampling": sampling,
+                    "logprobs": parsed.num_top_logprobs,
+                }
+                continues = isinstance(parsed, CompletionRequest)
+                requests.append(engines.Request(on_piece=on_piece, continues=continues, **settings))
         answer = Answer(
-            chat=isinstance(asked, ChatRequest),
-            model=asked.model,
+            chat=isinstance(parsed, ChatRequest),
+            model=parsed.model,
             tokenizer=self.engine.tokenizer,
-            probable=asked.likeliest is not None,
+            wants_logprobs=parsed.num_top_logprobs is not None,
             prompt_tokens=sum(map(len, prompts)),
         )
         try:
             self.worker.ask(requests)
         except Overloaded as error:
-            raise Refused(503, str(error), code="overloaded", after=1) from None
+            raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
         except ComingleError as error:
-            raise Refused(400, str(error)) from None
-        talk.requests, stops = requests, self.engine.ends(requests[0])
-        if asked.stream:
-            events = stream(talk, answer, stops, usage=asked.counts_tokens)
+            raise ApiError(400, str(error)) from None
+        piece_queue.requests, stops = requests, self.engine.ends(requests[0])
+        if parsed.stream:
+            events = stream(piece_queue, answer, stops, usage=parsed.includes_usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        choices = await while_connected(http, whole(talk, stops))
-        return Response(status_code=499) if choices is None else JSONResponse(answer.whole(choices))
+        choices = await while_connected(http, collect_choices(piece_queue, stops))
+        return Response(status_code=499) if choices is None else JSONResponse(answer.body(choices))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -280,15 +291,15 @@ def listen(host: str, port: int) -> socket.socket:
         raise RunError(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from None
 
 
-def url_of(place: socket.socket) -> str:
+def url_of(sock: socket.socket) -> str:
     """Return the URL of a socket for a browser."""
-    host, port = place.getsockname()[:2]
+    host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(
-    people: Mapping[str, PersonalModel],
-    place: socket.socket,
+    models: Mapping[str, PersonalModel],
+    sock: socket.socket,
     *,
     keys: Mapping[str, str] | None,
     limits: Limits,
@@ -298,15 +309,15 @@ def serve(
     """Answer requests until the process receives a signal to stop.
 
     Args:
-        people: Model by user.
-        place: The socket to listen on.
+        models: Model by user.
+        sock: The socket to listen on.
         keys: Key by user; None for none.
         limits: Limits on requests.
         answers: Whether the models answer messages rather than continue a text.
         ready: Called with the URL before the first request.
     """
-    app = make_app(Engine(people, rows=limits.rows), Keys(people, keys), limits, answers=answers)
+    app = make_app(Engine(models, rows=limits.rows), Keys(models, keys), limits, answers=answers)
     config = uvicorn.Config(app, log_level="warning", ws="none", access_log=False, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
-    ready(url_of(place))
-    server.run(sockets=[place])
+    ready(url_of(sock))
+    server.run(sockets=[sock])

@@ -40,7 +40,7 @@ from comingle.utils.errors import DataError, require_user
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class SampledToken:
     """A sampled token.
 
     Args:
@@ -56,7 +56,7 @@ class Chosen:
     at: int = 0
 
 
-class Chooser:
+class TokenSampler:
     """Samples a row's tokens as ``generate`` does, with a random stream of its own."""
 
     def __init__(
@@ -66,21 +66,21 @@ class Chooser:
         self.plain = not self.pick  # An empty list of processors means greedy decoding.
         self.device, self.logprobs = device, logprobs
 
-    def __call__(self, logits: Float[Tensor, " vocab"], tokens: list[int]) -> Chosen:
+    def __call__(self, logits: Float[Tensor, " vocab"], tokens: list[int]) -> SampledToken:
         """Return the token that follows ``tokens``."""
         scores = logits.float().unsqueeze(0)
         if not self.plain:
             scores = self.pick(torch.tensor([tokens], device=self.device), scores.clone())
         token = int(scores.argmax())
         if self.logprobs is None:
-            return Chosen(token=token)
-        said = logits.float().log_softmax(-1)
-        top = said.topk(self.logprobs) if self.logprobs else None
+            return SampledToken(token=token)
+        log_probs = logits.float().log_softmax(-1)
+        top = log_probs.topk(self.logprobs) if self.logprobs else None
         pairs = () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        return Chosen(token=token, logprob=float(said[token]), top=pairs)
+        return SampledToken(token=token, logprob=float(log_probs[token]), top=pairs)
 
 
-class Writer:
+class Detokenizer:
     """Incremental detokenizer of one answer.
 
     It returns complete characters only, and holds back text that may be the beginning of a stop string.
@@ -104,7 +104,7 @@ class Writer:
         self.tokens = list(after)
         self.read, self.before = len(after), 0  # tokens[before:read] are decoded, and are context for the next one
         self.text = ""
-        self.told = 0
+        self.emitted = 0
         self.stopped = False
 
     def add(self, token: int) -> str:
@@ -112,13 +112,13 @@ class Writer:
         self.tokens.append(token)
         self._read(last=token in self.ends)
         self.stopped = token in self.ends or any(stop in self.text for stop in self.stops)
-        return self.finish() if self.stopped else self._tell(len(self.text) - self._held())
+        return self.finish() if self.stopped else self._emit(len(self.text) - self._held_back())
 
     def finish(self) -> str:
         """Return the rest of the text up to a stop string."""
         self._read(last=True)
         self.text = cut_at(self.text, self.stops)
-        return self._tell(len(self.text))
+        return self._emit(len(self.text))
 
     def _read(self, *, last: bool) -> None:
         """Decode the new tokens after the previous ones: some tokenizers drop a space at the beginning of a text."""
@@ -133,15 +133,15 @@ class Writer:
     def _decode(self, start: int, stop: int) -> str:
         return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True))
 
-    def _held(self) -> int:
+    def _held_back(self) -> int:
         """Return the length of the longest suffix with which a stop string begins."""
-        most = len(self.text) + 1
-        begun = (n for stop in self.stops for n in range(1, min(len(stop), most)) if self.text.endswith(stop[:n]))
+        limit = len(self.text) + 1
+        begun = (n for stop in self.stops for n in range(1, min(len(stop), limit)) if self.text.endswith(stop[:n]))
         return max(begun, default=0)
 
-    def _tell(self, upto: int) -> str:
-        said, self.told = self.text[self.told : max(self.told, upto)], max(self.told, upto)
-        return said
+    def _emit(self, upto: int) -> str:
+        start, self.emitted = self.emitted, max(self.emitted, upto)
+        return self.text[start : self.emitted]
 
 
 logger = logging.getLogger("comingle")
@@ -157,7 +157,7 @@ class Piece:
     """Result of one step for one text: a token, newly certain text, and at the end why the text has ended."""
 
     text: str
-    chosen: Chosen | None = None
+    sampled: SampledToken | None = None
     finish: Finish | None = None
     error: Exception | None = None
 
@@ -170,7 +170,7 @@ class Request:
         name: The user.
         prompt: The prompt's tokens.
         sampling: How tokens are sampled.
-        tell: Called with each piece, in the thread that calls :meth:`Engine.step`.
+        on_piece: Called with each piece, in the thread that calls :meth:`Engine.step`.
         logprobs: Number of most likely tokens to return with each token's log probability; None for no probabilities.
         continues: Whether the text continues the prompt's, so that it may begin with a space. An answer does not.
         cancelled: Set to free the row before the next step.
@@ -179,7 +179,7 @@ class Request:
     name: str
     prompt: list[int]
     sampling: Sampling
-    tell: Callable[[Piece], None]
+    on_piece: Callable[[Piece], None]
     logprobs: int | None = None
     continues: bool = False
     cancelled: bool = False
@@ -188,29 +188,29 @@ class Request:
 @dataclass(eq=False, kw_only=True)
 class _Row:
     request: Request
-    chooser: Chooser
-    writer: Writer
+    sampler: TokenSampler
+    detokenizer: Detokenizer
     tokens: list[int] = field(default_factory=list)
 
 
 class Engine:
     """Generates text with the models of one run's users over one base in memory."""
 
-    def __init__(self, people: Mapping[str, PersonalModel], *, rows: int) -> None:
-        base = next(iter(people.values())).model.base
+    def __init__(self, models: Mapping[str, PersonalModel], *, rows: int) -> None:
+        base = next(iter(models.values())).model.base
         assert base.tokenizer is not None
-        self.people, self.tokenizer, self.device = dict(people), base.tokenizer, base.device
+        self.models, self.tokenizer, self.device = dict(models), base.tokenizer, base.device
         self.begin = base.begin
-        most = rows if can_pad(base.model) else 1
-        self.rows = rows_of(people, most)
+        max_rows = rows if can_pad(base.model) else 1
+        self.rows = rows_of(models, max_rows)
         self.network = self.rows.network
-        self.cache = RowCache(most)
+        self.cache = RowCache(max_rows)
         self.active: list[_Row] = []
         self.waiting: deque[Request] = deque()
-        self.most_tokens = max_places(base.model)
+        self.context_length = max_places(base.model)
         known = signature(self.network.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-        self._places = "position_ids" in known
+        self._takes_position_ids = "position_ids" in known
         self._bound = False
 
     # ------------------------------------------------------------ asked from outside
@@ -221,15 +221,15 @@ class Engine:
         Raises:
             DataError: There is no such user or no prompt, or prompt and new tokens exceed the base's context length.
         """
-        require_user(request.name, self.people)
+        require_user(request.name, self.models)
         if not request.prompt:
             raise DataError("the prompt has no tokens")
         longest = len(request.prompt) + request.sampling.max_new_tokens
-        if self.most_tokens is not None and longest > self.most_tokens:
+        if self.context_length is not None and longest > self.context_length:
             new = request.sampling.max_new_tokens
             raise DataError(
                 f"the prompt has {len(request.prompt):,} tokens, with {new:,} new ones more than the "
-                f"{self.most_tokens:,} that the base reads at once"
+                f"{self.context_length:,} that the base reads at once"
             )
 
     def submit(self, request: Request) -> None:
@@ -258,14 +258,14 @@ class Engine:
         """
         self._bound = False
         tokens = torch.tensor([*prompt, *text])
-        routing = self.people[name].route(tokens, context=len(tokens), begins=False)
+        routing = self.models[name].route(tokens, context=len(tokens), begins=False)
         start = len(prompt)
         return Routing(tokens=routing.tokens[start:], experts=routing.experts, gates=routing.gates[:, start:])
 
     @property
     def free(self) -> int:
         """Number of free rows."""
-        return self.cache.most - len(self.active)
+        return self.cache.max_rows - len(self.active)
 
     @property
     def busy(self) -> bool:
@@ -284,20 +284,20 @@ class Engine:
             if self.active:
                 self._decode()
 
-    def drop(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         """Answer all requests with an error and free all rows."""
         for request in [*(row.request for row in self.active), *self.waiting]:
-            request.tell(Piece(text="", error=error))
+            request.on_piece(Piece(text="", error=error))
         self.active, self._bound = [], False
         self.waiting.clear()
-        self.cache = RowCache(self.cache.most)
+        self.cache = RowCache(self.cache.max_rows)
 
     # ------------------------------------------------------------ a step
 
     def _join(self) -> None:
         """Add rows for waiting requests, each with its first token."""
         taken: list[Request] = []
-        while self.waiting and len(self.active) + len(taken) < self.cache.most:
+        while self.waiting and len(self.active) + len(taken) < self.cache.max_rows:
             if self.waiting[0].cancelled:
                 self.waiting.popleft()
                 continue
@@ -317,22 +317,22 @@ class Engine:
         read = DynamicCache()
         logits = self._read(taken, lengths, read)
         self.cache.join(read, lengths)
-        self._tell(first, logits)
+        self._emit(first, logits)
 
     def _row(self, request: Request) -> _Row:
         ends = self.ends(request)
-        chooser = Chooser(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
+        sampler = TokenSampler(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
         after = place_of(self.tokenizer, request.prompt) if request.continues else ()
-        writer = Writer(self.tokenizer, request.sampling.stop, ends=ends, after=after)
-        return _Row(request=request, chooser=chooser, writer=writer, tokens=list(request.prompt))
+        detokenizer = Detokenizer(self.tokenizer, request.sampling.stop, ends=ends, after=after)
+        return _Row(request=request, sampler=sampler, detokenizer=detokenizer, tokens=list(request.prompt))
 
     def _read(self, requests: list[Request], lengths: list[int], cache: DynamicCache) -> Float[Tensor, "rows vocab"]:
         """Return the logits after each prompt."""
         width = max(lengths)
         ids = torch.tensor([[0] * (width - len(r.prompt)) + r.prompt for r in requests])
         mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)
-        places = (mask.cumsum(-1) - 1).clamp(min=0)
-        return self._pass(ids, mask, places, cache)
+        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+        return self._pass(ids, mask, position_ids, cache)
 
     def _decode(self) -> None:
         """Generate a token for every row."""
@@ -340,13 +340,13 @@ class Engine:
             self.rows.bind(slice(0, len(self.active)))
             self._bound = True
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
-        places = self.cache.lengths().unsqueeze(1)
-        logits = self._pass(ids, self.cache.mask(), places, self.cache)
+        position_ids = self.cache.lengths().unsqueeze(1)
+        logits = self._pass(ids, self.cache.mask(), position_ids, self.cache)
         self.cache.advance()
-        self._tell(0, logits)
+        self._emit(0, logits)
 
-    def _pass(self, ids: Tensor, mask: Tensor, places: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
-        options: dict[str, Any] = {"position_ids": places.to(self.device)} if self._places else {}
+    def _pass(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
+        options: dict[str, Any] = {"position_ids": position_ids.to(self.device)} if self._takes_position_ids else {}
         out = self.network(
             input_ids=ids.to(self.device),
             attention_mask=mask.to(self.device, torch.long),
@@ -357,30 +357,30 @@ class Engine:
         )
         return out.logits[:, -1]
 
-    def _tell(self, first: int, logits: Float[Tensor, "rows vocab"]) -> None:
+    def _emit(self, first: int, logits: Float[Tensor, "rows vocab"]) -> None:
         """Sample a token for each row from ``first`` on, pass it to the request, and free rows that have finished."""
         for number in reversed(range(first, len(self.active))):
             row = self.active[number]
             try:
-                piece = self._piece(row, row.chooser(logits[number - first], row.tokens))
+                piece = self._piece(row, row.sampler(logits[number - first], row.tokens))
             except Exception as error:  # Other rows are not affected.
                 logger.exception("a token of %r could not be chosen", row.request.name)
-                row.request.tell(Piece(text="", error=error))
+                row.request.on_piece(Piece(text="", error=error))
                 self._leave(number)
                 continue
-            row.request.tell(piece)
+            row.request.on_piece(piece)
             if piece.finish:
                 self._leave(number)
 
-    def _piece(self, row: _Row, chosen: Chosen) -> Piece:
-        row.tokens.append(chosen.token)
-        chosen = replace(chosen, at=len(row.writer.text))
-        text = row.writer.add(chosen.token)
-        if row.writer.stopped:
-            return Piece(text=text, chosen=chosen, finish="stop")
+    def _piece(self, row: _Row, sampled: SampledToken) -> Piece:
+        row.tokens.append(sampled.token)
+        sampled = replace(sampled, at=len(row.detokenizer.text))
+        text = row.detokenizer.add(sampled.token)
+        if row.detokenizer.stopped:
+            return Piece(text=text, sampled=sampled, finish="stop")
         if len(row.tokens) - len(row.request.prompt) >= row.request.sampling.max_new_tokens:
-            return Piece(text=text + row.writer.finish(), chosen=chosen, finish="length")
-        return Piece(text=text, chosen=chosen)
+            return Piece(text=text + row.detokenizer.finish(), sampled=sampled, finish="length")
+        return Piece(text=text, sampled=sampled)
 
     def _leave(self, number: int) -> None:
         last = len(self.active) - 1

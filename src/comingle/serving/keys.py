@@ -20,7 +20,7 @@ from comingle.utils.records import write_text
 
 logger = logging.getLogger("comingle")
 
-SHORTEST = 16
+MIN_KEY_LENGTH = 16
 """Minimum length of a key in characters; shorter keys can be guessed."""
 
 
@@ -37,11 +37,11 @@ class Keys:
         self._digests = None if keys is None else {name: _digest(key) for name, key in keys.items()}
 
     @property
-    def needed(self) -> bool:
+    def required(self) -> bool:
         """Whether a request needs a key."""
         return self._digests is not None
 
-    def opens(self, key: str) -> tuple[str, ...]:
+    def users_of(self, key: str) -> tuple[str, ...]:
         """Return the users whose models a key opens; compare it with all keys in constant time."""
         if self._digests is None:
             return self.names
@@ -71,8 +71,8 @@ def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
     known, keys = list(names), dict[str, str]()
     for name, key in content.items():
         require_user(str(name), known, f"--keys {path}: ")
-        if not isinstance(key, str) or len(key) < SHORTEST:
-            raise DataError(f"--keys {path}: the key of {name!r} is no text of at least {SHORTEST} characters")
+        if not isinstance(key, str) or len(key) < MIN_KEY_LENGTH:
+            raise DataError(f"--keys {path}: the key of {name!r} is no text of at least {MIN_KEY_LENGTH} characters")
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise DataError(f"--keys {path}: the key of {name!r} has characters that no header carries as they are")
         if key in keys.values():
@@ -116,7 +116,7 @@ def hostname(place: str) -> str:
         return ""
 
 
-def foreign_page(headers: Mapping[str, str]) -> str:
+def cross_site_page(headers: Mapping[str, str]) -> str:
     """Describe the other site whose page sends a request through the browser; return an empty string if there is none.
 
     Browsers send a page's ``Origin``, or mark a request as cross-site; other programs send neither header.

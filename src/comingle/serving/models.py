@@ -30,7 +30,7 @@ def find_run(folder: Path, method: str | None = None, seed: int | None = None) -
         RunError: The comparison has several methods and ``method`` is None, or no run matches.
     """
     if (folder / "recipe.yaml").exists() or not folder.is_dir():
-        return _alone(folder, method, seed)
+        return _single_run(folder, method, seed)
     recipes = [(load_recipe(path.parent), path.parent) for path in sorted(folder.glob("*/metrics.json"))]
     if not recipes:
         return folder  # The caller reports the error when it reads the folder.
@@ -53,26 +53,26 @@ def _label(recipe: Recipe, path: Path) -> str:
     return f"{own}:{name.removeprefix(own + '-')}" if name.startswith(f"{own}-") and "=" in name else own
 
 
-def _alone(folder: Path, method: str | None, seed: int | None) -> Path:
+def _single_run(folder: Path, method: str | None, seed: int | None) -> Path:
     """Return the folder of a single run, after checking that method and seed, where given, are the run's."""
     if method is None and seed is None:
         return folder
     recipe = load_recipe(folder)
     for option, wanted, got in (("--method", method, recipe.method.name), ("--seed", seed, recipe.seed)):
         if wanted not in (None, got):
-            told = f"is a run with {option} {got}; it is not the folder of a comparison, so leave out {option}"
-            raise RunError(f"{folder}: {told}")
+            message = f"is a run with {option} {got}; it is not the folder of a comparison, so leave out {option}"
+            raise RunError(f"{folder}: {message}")
     return folder
 
 
-TURNS = ("conversations", "questions")
+TURN_KINDS = ("conversations", "questions")
 """Kinds of data that consist of turns."""
-WORTH_COMPILING = 10_000_000
+MIN_COMPILED_PARAMETERS = 10_000_000
 """Number of parameters from which a base is worth compiled code, which takes seconds once per machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class People:
+class UserModels:
     """The users' models of a run.
 
     Args:
@@ -85,7 +85,7 @@ class People:
     answers: bool
 
 
-def open_people(run: Path, method: str | None = None) -> People:
+def open_models(run: Path, method: str | None = None) -> UserModels:
     """Load the users' models of a finished run; in a comparison's folder, of the run of ``method``.
 
     Raises:
@@ -99,15 +99,15 @@ def open_people(run: Path, method: str | None = None) -> People:
         raise DataError(f"{folder}: {opened.federation.clients.model.name} predicts and generates no text")
     models = {name: cast(PersonalModel, opened.user(name)) for name in opened.users}
     base = next(iter(models.values())).model.base
-    wanted = opened.recipe.runtime.compile is not False and base.model.num_parameters() >= WORTH_COMPILING
+    wanted = opened.recipe.runtime.compile is not False and base.model.num_parameters() >= MIN_COMPILED_PARAMETERS
     if wanted and expert_mlp.fits(base.device, base.dtype):
         expert_mlp.enable(cache_folder() / "native")
     prepare(base.model)
     template = getattr(base.tokenizer, "chat_template", None)
-    return People(models=models, answers=kind_of(opened.recipe).name in TURNS or bool(template))
+    return UserModels(models=models, answers=kind_of(opened.recipe).name in TURN_KINDS or bool(template))
 
 
-def names_in(run: Path) -> list[str]:
+def users_in(run: Path) -> list[str]:
     """Return the users of a run without loading models.
 
     Raises:

@@ -32,11 +32,11 @@ from comingle.models.pretrained import PreTrainedModel
 from comingle.models.stacked import MixedLanguageModel
 from comingle.utils.trees import CLIENT_ROUTER, Tree, lora_pairs
 
-ROOM = 256
+CAPACITY_STEP = 256
 """The cache grows by multiples of this many positions."""
 
 States = Float[Tensor, "rows heads places width"]
-Stores = Float[Tensor, "most heads room width"]
+Stores = Float[Tensor, "max_rows heads capacity width"]
 Window = Float[Tensor, "rows heads window width"]
 
 
@@ -54,7 +54,7 @@ class _Layer(DynamicLayer):
         """Write a step after the window, and return the window with it."""
         at, count = self.cache.stop, key_states.shape[-2]
         window = slice(self.cache.start, at + count)
-        rows = slice(len(self.cache.begins))
+        rows = slice(len(self.cache.starts))
         for store, states in zip(self.stores, (key_states, value_states), strict=True):
             store[rows, :, at : at + count] = states
         keys, values = (store[rows, :, window] for store in self.stores)
@@ -70,93 +70,95 @@ class _Layer(DynamicLayer):
 
 
 class RowCache(Cache):
-    """Key-value cache of up to ``most`` rows.
+    """Key-value cache of up to ``max_rows`` rows.
 
-    ``begins`` holds the position where each row's text begins; ``start`` and ``stop`` bound the window of all rows.
+    ``starts`` holds the position where each row's text starts; ``start`` and ``stop`` bound the window of all rows.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_rows: int) -> None:
         super().__init__(layers=[])
-        self.most, self.begins = most, list[int]()
-        self.start = self.stop = self.room = 0
+        self.max_rows, self.starts = max_rows, list[int]()
+        self.start = self.stop = self.capacity = 0
 
     def lengths(self) -> Int[Tensor, " rows"]:
         """Return the number of cached tokens of each row."""
-        return self.stop - torch.tensor(self.begins)
+        return self.stop - torch.tensor(self.starts)
 
     def mask(self) -> Bool[Tensor, "rows places"]:
         """Return which positions of the window and of the next step belong to each row."""
-        return torch.arange(self.start, self.stop + 1) >= torch.tensor(self.begins).unsqueeze(1)
+        return torch.arange(self.start, self.stop + 1) >= torch.tensor(self.starts).unsqueeze(1)
 
     def join(self, prompts: Cache, lengths: Sequence[int]) -> None:
         """Add rows whose left-padded prompts have been read into the cache ``prompts``."""
         read: list[Any] = prompts.layers
-        if not self.begins:
+        if not self.starts:
             self.start = self.stop = 0
-        self._provide(read, max(lengths))
+        self._reserve(read, max(lengths))
         for own, other in zip(self.layers, read, strict=True):
             for store, states in zip(own.stores, (other.keys, other.values), strict=True):
                 for row, length in enumerate(lengths):
-                    place = store[len(self.begins) + row]
+                    place = store[len(self.starts) + row]
                     # Clear an old row's values: attention multiplies masked positions by zero, and 0 * NaN is NaN.
                     place[:, : self.stop - length] = 0
                     place[:, self.stop - length : self.stop] = states[row, :, -length:]
-        self.begins += [self.stop - length for length in lengths]
-        self.start = min(self.begins)
+        self.starts += [self.stop - length for length in lengths]
+        self.start = min(self.starts)
 
     def advance(self) -> None:
         """Extend the window by the step that was written."""
         self.stop += 1
-        self._provide(self.layers, 0)
+        self._reserve(self.layers, 0)
 
     def leave(self, row: int) -> None:
         """Remove a row and move the last one to its index."""
-        last = len(self.begins) - 1
+        last = len(self.starts) - 1
         if row != last:
             for layer in self.layers:
                 for store in layer.stores:
                     store[row, :, : self.stop] = store[last, :, : self.stop]
-        self.begins[row] = self.begins[last]
-        self.begins.pop()
-        self.start = min(self.begins, default=self.stop)
+        self.starts[row] = self.starts[last]
+        self.starts.pop()
+        self.start = min(self.starts, default=self.stop)
 
-    def _provide(self, like: Sequence[Any], longest: int) -> None:
+    def _reserve(self, like: Sequence[Any], longest: int) -> None:
         """Reserve room for rows of up to ``longest`` tokens before the window's end, and for a step after it."""
-        if longest <= self.stop < self.room:
+        if longest <= self.stop < self.capacity:
             return
         if not self.layers:
             self.layers = [_Layer(self) for _ in like]
         stop = max(self.stop - self.start, longest)
-        room = -(-(stop + ROOM // 2) // ROOM) * ROOM
+        capacity = -(-(stop + CAPACITY_STEP // 2) // CAPACITY_STEP) * CAPACITY_STEP
         for own, other in zip(self.layers, like, strict=True):
-            own.stores = [self._moved(store, stop, room) for store in own.stores or (other.keys, other.values)]
+            own.stores = [
+                self._reallocated(store, stop, capacity) for store in own.stores or (other.keys, other.values)
+            ]
         shift = stop - self.stop
-        self.begins = [begin + shift for begin in self.begins]
-        self.start, self.stop, self.room = self.start + shift, stop, room
+        self.starts = [begin + shift for begin in self.starts]
+        self.start, self.stop, self.capacity = self.start + shift, stop, capacity
 
-    def _moved(self, store: States, stop: int, room: int) -> Stores:
-        moved = store.new_zeros(self.most, store.shape[1], room, store.shape[3])
-        if rows := len(self.begins):
+    def _reallocated(self, store: States, stop: int, capacity: int) -> Stores:
+        moved = store.new_zeros(self.max_rows, store.shape[1], capacity, store.shape[3])
+        if rows := len(self.starts):
             moved[:rows, :, stop - (self.stop - self.start) : stop] = store[:rows, :, self.start : self.stop]
         return moved
 
 
 class Rows(ABC):
-    """``most`` rows of a batch, each with the model of one user."""
+    """``max_rows`` rows of a batch, each with the model of one user."""
 
     network: PreTrainedModel
     """The causal language model; computes the models of the rows that were bound last."""
 
-    def __init__(self, people: Mapping[str, PersonalModel], most: int) -> None:
-        self.own = {name: self._tree(person) for name, person in people.items()}
-        first = next(iter(self.own.values()))
-        self.stacked: Tree = {name: t.new_zeros(most, *t.shape[1:]) for name, t in first.items()}
-        self.names = [""] * most
+    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+        self.user_tensors = {name: self._tree(personal) for name, personal in models.items()}
+        first = next(iter(self.user_tensors.values()))
+        self.stacked: Tree = {name: t.new_zeros(max_rows, *t.shape[1:]) for name, t in first.items()}
+        self.names = [""] * max_rows
 
     def set(self, row: int, name: str) -> None:
         """Assign a row to a user."""
         if self.names[row] != name:
-            for slot, tensor in self.own[name].items():
+            for slot, tensor in self.user_tensors[name].items():
                 self.stacked[slot][row] = tensor[0]
             self.names[row] = name
 
@@ -169,7 +171,7 @@ class Rows(ABC):
         self._bind({name: t[rows] for name, t in self.stacked.items()}, self.names[rows])
 
     @abstractmethod
-    def _tree(self, person: PersonalModel) -> Tree:
+    def _tree(self, personal: PersonalModel) -> Tree:
         """Return a user's adapters with shapes ``(1, ...)``."""
 
     @abstractmethod
@@ -179,14 +181,14 @@ class Rows(ABC):
 class AdaptedRows(Rows):
     """Rows of models with experts and routers."""
 
-    def __init__(self, people: Mapping[str, PersonalModel], most: int) -> None:
-        super().__init__(people, most)
-        self.model = cast(AdaptedModel, next(iter(people.values())).model)
-        self.numbers = {name: person.row for name, person in people.items()}
+    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+        super().__init__(models, max_rows)
+        self.model = cast(AdaptedModel, next(iter(models.values())).model)
+        self.numbers = {name: personal.row for name, personal in models.items()}
         self.network = self.model.network
 
-    def _tree(self, person: PersonalModel) -> Tree:
-        return person.tensors
+    def _tree(self, personal: PersonalModel) -> Tree:
+        return personal.tensors
 
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
         self.model.adapters.bind(tensors, [self.numbers[name] for name in names])
@@ -195,20 +197,20 @@ class AdaptedRows(Rows):
 class MixedRows(Rows):
     """Rows of client-level mixtures: C components of rank r, mixed for a user, are one LoRA of rank C r."""
 
-    def __init__(self, people: Mapping[str, PersonalModel], most: int) -> None:
-        super().__init__(people, most)
-        self.network = share_weights(next(iter(people.values())).model.base.model)
+    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+        super().__init__(models, max_rows)
+        self.network = share_weights(next(iter(models.values())).model.base.model)
         inner = self.network.base_model
         self.linears: dict[str, LoraLinear] = {}
         for name, _, _ in lora_pairs(self.stacked):
             self.linears[name] = LoraLinear(inner.get_submodule(name), scale=1.0)
             inner.set_submodule(name, self.linears[name])
 
-    def _tree(self, person: PersonalModel) -> Tree:
-        model = cast(MixedLanguageModel, person.model)
+    def _tree(self, personal: PersonalModel) -> Tree:
+        model = cast(MixedLanguageModel, personal.model)
         layers = cast(FloralModel, model.net).layers()
-        shares, tree = model.shares(person.tensors)[0], Tree()
-        for stem, a, b in lora_pairs(person.tensors):
+        shares, tree = model.shares(personal.tensors)[0], Tree()
+        for stem, a, b in lora_pairs(personal.tensors):
             name = stem.removeprefix("model.")
             layer = layers[stem]
             wide = b[0] * (layer.alpha * layer.of_mixture(shares)).to(b).view(-1, 1, 1)  # (clusters, d_out, rank)
@@ -224,15 +226,15 @@ class MixedRows(Rows):
 class EnsembleRows(Rows):
     """Rows of ensembles: each has the adapters of all of its user's models, and their weights."""
 
-    def __init__(self, people: Mapping[str, PersonalModel], most: int) -> None:
-        super().__init__(people, most)
-        self.model = cast(EnsembleModel, next(iter(people.values())).model)
-        self.numbers = {name: person.row for name, person in people.items()}
+    def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+        super().__init__(models, max_rows)
+        self.model = cast(EnsembleModel, next(iter(models.values())).model)
+        self.numbers = {name: personal.row for name, personal in models.items()}
         self.network, self.mixing = self.model.inner.network, (torch.empty(0, 0), None)
         mix_forward(self.network, lambda: self.mixing)
 
-    def _tree(self, person: PersonalModel) -> Tree:
-        return person.tensors
+    def _tree(self, personal: PersonalModel) -> Tree:
+        return personal.tensors
 
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
         self.model.bind(tensors, [self.numbers[name] for name in names])
@@ -246,9 +248,9 @@ KINDS: dict[type, type[Rows]] = {
 }
 
 
-def rows_of(people: Mapping[str, PersonalModel], most: int) -> Rows:
+def rows_of(models: Mapping[str, PersonalModel], max_rows: int) -> Rows:
     """Return rows for the users of one run."""
-    rows = KINDS[type(next(iter(people.values())).model)](people, most)
+    rows = KINDS[type(next(iter(models.values())).model)](models, max_rows)
     head = rows.network.get_output_embeddings()
     if type(head) is nn.Linear:
         rows.network.set_output_embeddings(RowsLinear(head))
@@ -270,8 +272,8 @@ def prepare(network: PreTrainedModel) -> None:
         weight.data = weight.data.t().contiguous().t()
 
 
-def pretrained(person: PersonalModel) -> PersonalModel:
+def without_adapters(personal: PersonalModel) -> PersonalModel:
     """Return a user's model that behaves as the base does: adapters add zeros, mixtures leave logits unchanged."""
     adds = (".b", f".{OUT}", CLIENT_ROUTER)  # A router of zeros gives all models equal weights and exponent 1.
-    silent = {name: torch.zeros_like(t) if name.endswith(adds) else t for name, t in person.tensors.items()}
-    return replace(person, name="pretrained", tensors=cast(dict[str, Tensor], silent))
+    silent = {name: torch.zeros_like(t) if name.endswith(adds) else t for name, t in personal.tensors.items()}
+    return replace(personal, name="pretrained", tensors=cast(dict[str, Tensor], silent))

@@ -30,19 +30,19 @@ _LONGEST_STOP = 1000
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
-def _only(*allowed: object) -> BeforeValidator:
+def _accept_only(*allowed: object) -> BeforeValidator:
     """Accept the ``allowed`` values of a key that has no effect here, as None; refuse every other value."""
-    named = [json.dumps(one) for one in allowed if one not in _EMPTY]
+    named = [json.dumps(item) for item in allowed if item not in _EMPTY]
     message = f"not supported here{'; allowed: ' if named else ''}{', '.join(named)}"
 
     def check(value: object) -> None:
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
             raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
 
     return BeforeValidator(check)
 
 
-Nothing = Annotated[None, _only(*_EMPTY)]
+NullOrEmpty = Annotated[None, _accept_only(*_EMPTY)]
 """A key of the OpenAI API that is not supported: null or empty."""
 
 
@@ -55,7 +55,10 @@ def _joined(value: object) -> object:
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
         return value
     for part in value:
-        kind, more = part.get("type", "text"), {key for key, one in part.items() if one is not None} - {"type", "text"}
+        kind, more = (
+            part.get("type", "text"),
+            {key for key, value in part.items() if value is not None} - {"type", "text"},
+        )
         if kind != "text" or more:
             message = (
                 f"a part with {str(min(more) if kind == 'text' else kind)!r:.40} is not supported here; allowed: text"
@@ -89,9 +92,9 @@ class SamplingKeys(_Strict):
     stop: Stops = []
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     # Not supported.
-    frequency_penalty: Annotated[None, _only(None, 0)] = None
-    presence_penalty: Annotated[None, _only(None, 0)] = None
-    logit_bias: Nothing = None
+    frequency_penalty: Annotated[None, _accept_only(None, 0)] = None
+    presence_penalty: Annotated[None, _accept_only(None, 0)] = None
+    logit_bias: NullOrEmpty = None
     # Extensions that other servers of this API have.
     top_k: int | None = Field(default=None, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -123,12 +126,12 @@ class _Request(SamplingKeys):
 
     @model_validator(mode="after")
     def _is_streamed(self) -> _Request:
-        if self.counts_tokens and not self.stream:
+        if self.includes_usage and not self.stream:
             raise ValueError("stream_options: only with stream: true")
         return self
 
     @property
-    def counts_tokens(self) -> bool:
+    def includes_usage(self) -> bool:
         """Whether a stream's last chunk contains the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -139,13 +142,13 @@ class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
     # Not supported: templates do not use them.
-    name: Nothing = None
-    refusal: Nothing = None
-    annotations: Nothing = None
-    audio: Nothing = None
-    function_call: Nothing = None
-    tool_calls: Nothing = None
-    tool_call_id: Nothing = None
+    name: NullOrEmpty = None
+    refusal: NullOrEmpty = None
+    annotations: NullOrEmpty = None
+    audio: NullOrEmpty = None
+    function_call: NullOrEmpty = None
+    tool_calls: NullOrEmpty = None
+    tool_call_id: NullOrEmpty = None
 
     def plain(self) -> dict[str, str]:
         """Return the message as chat templates expect it."""
@@ -155,30 +158,30 @@ class ChatMessage(_Strict):
 class _WithoutTools(_Request):
     """Keys for tools, which are not supported."""
 
-    function_call: Annotated[None, _only(None, "none", "auto")] = None
-    functions: Nothing = None
-    parallel_tool_calls: Annotated[None, _only(None, True)] = None
-    tool_choice: Annotated[None, _only(None, "none", "auto")] = None
-    tools: Nothing = None
-    web_search_options: Annotated[None, _only(None)] = None
+    function_call: Annotated[None, _accept_only(None, "none", "auto")] = None
+    functions: NullOrEmpty = None
+    parallel_tool_calls: Annotated[None, _accept_only(None, True)] = None
+    tool_choice: Annotated[None, _accept_only(None, "none", "auto")] = None
+    tools: NullOrEmpty = None
+    web_search_options: Annotated[None, _accept_only(None)] = None
 
 
 class _TextAlone(_WithoutTools):
     """Keys for other modalities and hosted services, which are not supported."""
 
-    audio: Annotated[None, _only(None)] = None
-    modalities: Annotated[None, _only(None, [], ["text"])] = None
-    moderation: Annotated[None, _only(None)] = None
-    prediction: Annotated[None, _only(None)] = None
+    audio: Annotated[None, _accept_only(None)] = None
+    modalities: Annotated[None, _accept_only(None, [], ["text"])] = None
+    moderation: Annotated[None, _accept_only(None)] = None
+    prediction: Annotated[None, _accept_only(None)] = None
     prompt_cache_options: Annotated[
-        None, _only(None, {}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"})
+        None, _accept_only(None, {}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"})
     ] = None
-    prompt_cache_retention: Annotated[None, _only(None, "in_memory")] = None
-    reasoning_effort: Annotated[None, _only(None, "none")] = None
-    response_format: Annotated[None, _only(None, {"type": "text"})] = None
-    service_tier: Annotated[None, _only(None, "auto", "default")] = None
-    store: Annotated[None, _only(None, False)] = None
-    verbosity: Annotated[None, _only(None, "medium")] = None
+    prompt_cache_retention: Annotated[None, _accept_only(None, "in_memory")] = None
+    reasoning_effort: Annotated[None, _accept_only(None, "none")] = None
+    response_format: Annotated[None, _accept_only(None, {"type": "text"})] = None
+    service_tier: Annotated[None, _accept_only(None, "auto", "default")] = None
+    store: Annotated[None, _accept_only(None, False)] = None
+    verbosity: Annotated[None, _accept_only(None, "medium")] = None
 
 
 class ChatRequest(_TextAlone):
@@ -199,12 +202,12 @@ class ChatRequest(_TextAlone):
         return self
 
     @property
-    def wanted(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """Limit on new tokens."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def likeliest(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """Number of most likely tokens to return with each token's log probability; None for no probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -215,17 +218,17 @@ class CompletionRequest(_Request):
     prompt: str | list[str] | list[int] | list[list[int]] | None
     logprobs: int | None = Field(default=None, ge=0, le=5)
     # Not supported.
-    echo: Annotated[None, _only(None, False)] = None
-    best_of: Annotated[None, _only(None, 1)] = None
-    suffix: Nothing = None
+    echo: Annotated[None, _accept_only(None, False)] = None
+    best_of: Annotated[None, _accept_only(None, 1)] = None
+    suffix: NullOrEmpty = None
 
     @property
-    def wanted(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """Limit on new tokens; the API's default is 16."""
         return self.max_tokens or 16
 
     @property
-    def likeliest(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """Number of most likely tokens to return with each token's log probability; None for no probabilities."""
         return self.logprobs
 
@@ -251,7 +254,7 @@ KINDS = {
 }
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """A request that is refused.
 
     Args:
@@ -259,7 +262,7 @@ class Refused(Exception):
         message: The error message.
         code: Error code of the OpenAI API.
         param: The offending key.
-        after: Seconds after which the client may retry.
+        retry_after: Seconds after which the client may retry.
     """
 
     def __init__(
@@ -269,10 +272,10 @@ class Refused(Exception):
         *,
         code: str | None = None,
         param: str | None = None,
-        after: float | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param, self.after = status, code, param, after
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
 
     def body(self) -> dict[str, object]:
         """Return the error body of the OpenAI API."""
@@ -281,43 +284,43 @@ class Refused(Exception):
 
     def response(self) -> JSONResponse:
         """Return the HTTP response."""
-        headers = {} if self.after is None else {"Retry-After": str(max(1, round(self.after)))}
+        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
 
 
-def wrong(error: ValidationError) -> Refused:
+def invalid_request(error: ValidationError) -> ApiError:
     """Return the refusal of a request: an unsupported key if there is one, else its first problem."""
     problems = error.errors(include_url=False, include_input=False)
-    first = next((one for one in problems if one["type"] in ("extra_forbidden", UNSUPPORTED)), problems[0])
+    first = next((problem for problem in problems if problem["type"] in ("extra_forbidden", UNSUPPORTED)), problems[0])
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] in ("extra_forbidden", UNSUPPORTED):
         message = first["msg"] if first["type"] == UNSUPPORTED else "not supported here"
-        return Refused(400, f"{place}: {message}", code="unsupported_parameter", param=place)
-    return Refused(400, f"{place}: {first['msg']}" if place else first["msg"], param=place or None)
+        return ApiError(400, f"{place}: {message}", code="unsupported_parameter", param=place)
+    return ApiError(400, f"{place}: {first['msg']}" if place else first["msg"], param=place or None)
 
 
-def no_model(name: str) -> Refused:
+def model_not_found(name: str) -> ApiError:
     """Return the error for an unknown model or one that the key does not open, without revealing which."""
-    return Refused(404, f"no model {name!r} for this key", code="model_not_found", param="model")
+    return ApiError(404, f"no model {name!r} for this key", code="model_not_found", param="model")
 
 
-class Talk:
+class PieceQueue:
     """Transfers pieces from the engine's thread to the event loop."""
 
     def __init__(self) -> None:
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
         self.requests: list[Request] = []
 
-    def teller(self, number: int) -> Callable[[Piece], None]:
+    def callback(self, number: int) -> Callable[[Piece], None]:
         """Return a callback that queues the pieces of one text."""
 
-        def tell(piece: Piece) -> None:
+        def on_piece(piece: Piece) -> None:
             if not self.loop.is_closed():
                 self.loop.call_soon_threadsafe(self.queue.put_nowait, (number, piece))
 
-        return tell
+        return on_piece
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield the pieces of all texts; cancel all requests when the caller stops iterating."""
@@ -326,7 +329,7 @@ class Talk:
             while left:
                 number, piece = await self.queue.get()
                 if piece.error is not None:
-                    raise Refused(500, "the model failed on this; the server's log says why")
+                    raise ApiError(500, "the model failed on this; the server's log says why")
                 left -= piece.finish is not None
                 yield number, piece
         finally:
@@ -334,34 +337,34 @@ class Talk:
                 request.cancelled = True
 
 
-async def whole(talk: Talk, ends: Sequence[int]) -> list[Choice]:
+async def collect_choices(piece_queue: PieceQueue, ends: Sequence[int]) -> list[Choice]:
     """Return all texts once they have ended."""
-    choices = [Choice() for _ in talk.requests]
-    async with aclosing(talk.pieces()) as pieces:
+    choices = [Choice() for _ in piece_queue.requests]
+    async with aclosing(piece_queue.pieces()) as pieces:
         async for number, piece in pieces:
             choices[number].add(piece, ends)
     return choices
 
 
-async def stream(talk: Talk, answer: Answer, ends: Sequence[int], *, usage: bool) -> AsyncIterator[str]:
+async def stream(piece_queue: PieceQueue, answer: Answer, ends: Sequence[int], *, usage: bool) -> AsyncIterator[str]:
     """Yield an answer as server-sent events.
 
     Args:
-        talk: Source of the pieces.
+        piece_queue: Source of the pieces.
         answer: Values common to all chunks.
         ends: Tokens that end a text.
         usage: Whether to add a chunk with the numbers of tokens.
     """
-    choices = [Choice() for _ in talk.requests]
+    choices = [Choice() for _ in piece_queue.requests]
     try:
-        async with aclosing(talk.pieces()) as pieces:
+        async with aclosing(piece_queue.pieces()) as pieces:
             if answer.chat:
-                yield answer.chunk([answer.first(number) for number in range(len(choices))])
+                yield answer.chunk([answer.first_choice(number) for number in range(len(choices))])
             async for number, piece in pieces:
-                said = choices[number].add(piece, ends)
-                if piece.text or piece.finish or (answer.probable and said):
-                    yield answer.chunk([answer.part(number, piece.text, said, piece.finish)])
-    except Refused as error:
+                tokens = choices[number].add(piece, ends)
+                if piece.text or piece.finish or (answer.wants_logprobs and tokens):
+                    yield answer.chunk([answer.choice_chunk(number, piece.text, tokens, piece.finish)])
+    except ApiError as error:
         yield event(error.body())
         return
     if usage:
@@ -450,7 +453,7 @@ class Worker:
                     self.engine.step()
             except Exception as error:  # Fail the current requests, and keep answering later ones.
                 logger.exception("a step failed")
-                self.engine.drop(error)
+                self.engine.fail_all(error)
 
     def _compute(self, job: Callable[[], Result], future: Future[Result]) -> None:
         if not future.set_running_or_notify_cancel():

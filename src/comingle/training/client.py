@@ -425,7 +425,7 @@ class Clients(Users):
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = protect_uploads(self.mechanisms, copies, cohort, amounts, round_number)
         form, places = self.plan.training.uploads, list(range(len(cohort.rows)))
-        sent = compress_kept(copies, form, cohort.kept, places, remembers=not counts)
+        sent = compress_kept(copies, form, cohort.kept, places, store_residuals=not counts)
         if form == "int8" and not counts:
             state.put(cohort.rows, cohort.part)
         return Upload(
@@ -589,7 +589,7 @@ def _work(clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: 
     for part in clients.method.client.parts:
         part.begin(cohort)
     if clients.method.client.tuning and clients.phases[0].label == TUNING:
-        cohort.forget(clients.method.client.trained)  # tuning starts with new moments
+        cohort.reset_moments(clients.method.client.trained)  # tuning starts with new moments
     history = []
     for step in range(int(steps.max())):
         history.append(clients.steps.iteration(cohort, clients.phases, step, step < steps))

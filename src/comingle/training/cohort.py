@@ -185,7 +185,7 @@ class Cohort(CohortTensors):
         columns = self.layout.mask(roles).to(self.part.rows.device)
         self.part.rows[:, columns] = self.initial(self.rows)[:, columns]
 
-    def forget(self, roles: frozenset[str]) -> None:
+    def reset_moments(self, roles: frozenset[str]) -> None:
         """Reset the moments of some roles to zero.
 
         The step count of an optimizer is reset too if these are all the roles that it trains: bias correction counts

@@ -39,13 +39,17 @@ logger = logging.getLogger("comingle")
 
 
 EVALUATION_SHARE = Fraction(1, 10)
-"""Largest share of evaluation in the time of local steps."""
+"""Largest time of evaluation, as a fraction of the time of local steps."""
 TRAIN_COST = Fraction(23, 10)
-"""Time of training on a token, in units of the time of scoring one."""
+"""Time to train on one token, in units of the time to score one."""
 
 
 def amounts_of(clients: Clients) -> list[int]:
-    """Return how many evaluated users train, on how many tokens or samples a round, and how many are scored at once."""
+    """Return the amounts from which the evaluation interval follows.
+
+    Returns:
+        Number of evaluated trainers, tokens or samples that they train on per round, and amount of one evaluation.
+    """
     trainers, splits = (
         clients.scored_trainers,
         ("test", "valid") if clients.plan.evaluation.select == "best" else ("test",),
@@ -55,13 +59,13 @@ def amounts_of(clients: Clients) -> list[int]:
 
 
 def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
-    """Return the number of rounds from one evaluation to the next.
+    """Return the number of rounds between evaluations.
 
-    Warns if the evaluations that every run has take more than :data:`EVALUATION_SHARE`.
+    Logs a warning if the evaluations that every run has take more than :data:`EVALUATION_SHARE`.
 
     Args:
-        training: The settings of the run.
-        amounts: As :func:`amounts_of`, of trainers that stand for all users.
+        plan: Plan of the run.
+        amounts: Result of :func:`amounts_of`, for trainers that represent all users.
         users: Number of all users.
     """
     (trainers, trained, scored), part = amounts, plan.participation
@@ -69,7 +73,7 @@ def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
         return SHORTEST
     present = sample_size(part, users) if isinstance(part, float | int) else Fraction(sum(map(len, part)), len(part))
     room = EVALUATION_SHARE * TRAIN_COST * plan.training.rounds * present * Fraction(trained, trainers) / scored
-    others = plan.evaluation.first + (plan.evaluation.select == "best")  # whose models are scored once more
+    others = plan.evaluation.first + (plan.evaluation.select == "best")  # evaluations besides the periodic ones
     every = max(SHORTEST, math.ceil(plan.training.rounds / max(1, math.floor(room) - others)))
     if (count := others + math.ceil(plan.training.rounds / every)) > room:
         less = f"lower {plan.test_limit}" if plan.test_limit else "give less test data"
@@ -80,15 +84,16 @@ def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
 
 @cache
 def _warn_once(percent: float, advice: str) -> None:
-    """Log the share of evaluation once, however many methods of a comparison have it."""
+    """Log the share of evaluation; once per process and share, even if several methods are compared."""
     logger.warning("evaluation takes %.0f%% of the time of training; %s", percent, advice)
 
 
 PRECISION = 6
+"""Number of decimals of mixtures in events."""
 
 
 def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
-    """What that needs of each user who is here: its mixture, its true cluster, how much data it has."""
+    """Return the mixture, true cluster and number of training items of each evaluated user of this process."""
     known = mixture_at_users(clients)
     rows = [None] * len(clients.scored) if known is None else known.tolist()
     return {
@@ -98,7 +103,13 @@ def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
 
 
 def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[str, JsonMapping]) -> JsonObject:
-    """The same of all users of a federation, some of whom may not be here."""
+    """Return the mixtures of all users, as part of an evaluation event.
+
+    Args:
+        clients: Clients of this process.
+        server: The server, which may know mixtures.
+        users: Results of :func:`own_mixtures` of all processes, by user.
+    """
     shares, names = _known(server, users), list(users)
     if shares is None or not (event := mixtures_event(names, shares, clients.method)):
         return {}
@@ -112,7 +123,7 @@ def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[s
 
 
 def _known(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Float[Tensor, "users clusters"] | None:
-    """Everybody's mixture as the server knows it, else as users do."""
+    """Return the mixture of each user as the server knows it, otherwise as the users do."""
     if (merging := server.method.server.merging_weights(server.kept)) is not None:
         return merging[server.numbers(list(users))].double().cpu()
     rows = [of_user["mixture"] for of_user in users.values()]
@@ -120,7 +131,13 @@ def _known(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Float[Tensor
 
 
 def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"], method: Method) -> JsonObject:
-    """What an evaluation's event says of these users' mixtures; nothing of a single component."""
+    """Return mixtures, their component kind and mean entropy, as part of an event; empty with a single component.
+
+    Args:
+        names: Names of the users.
+        shares: Mixture weights of the users.
+        method: Method of the run.
+    """
     if shares.shape[1] < 2:
         return {}
     rows = [[round(p, PRECISION) for p in row] for row in shares.tolist()]
@@ -131,12 +148,15 @@ def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"]
 
 
 def _are_shares(shares: Float[Tensor, "users clusters"]) -> bool:
-    """Merging weights without a softmax may be anything."""
+    """Return whether no weight is negative, which merging weights without a softmax may be."""
     return bool((shares >= 0).all())
 
 
 def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None:
-    """Each user's mixture, without noise, or its choice, as users know it; the mean over layers that have their own."""
+    """Return the mixture of each evaluated user without noise, or its choice of model; None if the method has none.
+
+    Mixtures per layer are averaged over layers.
+    """
     mixture = clients.method.placement.mixture
     if not clients.scored:
         return None
@@ -149,21 +169,26 @@ def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None
 
 
 def _sizes(counts: Sequence[int], plan: RunPlan) -> Float[Tensor, " users"]:
-    """Each user's share of the training data, p(k), or equal shares where means are uniform."""
+    """Return each user's share of the training data, p(k); equal shares if means are uniform."""
     return averaging_weights(torch.tensor(counts) if plan.training.weighting != "uniform" else torch.ones(len(counts)))
 
 
 def entropy(mixture: Float[Tensor, "users clusters"]) -> Float[Tensor, " users"]:
-    """``-sum_c pi_c log pi_c`` in nats; 0 for a one-hot vector."""
+    """Return ``-sum_c pi_c log pi_c`` in nats; 0 for a one-hot vector."""
     return -torch.xlogy(mixture, mixture).sum(-1)
 
 
 def mismatch(
     mixture: Float[Tensor, "users clusters"], truth: Tensor, weights: Float[Tensor, " users"]
 ) -> Float[Tensor, " clusters"]:
-    """``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` of each component (FLoRAL section 4).
+    """Return ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` of each component (FLoRAL, section 4).
 
-    Components have no names, so each is held against the true cluster that makes most of it.
+    Components have no fixed order, so each is compared with the nearest true cluster.
+
+    Args:
+        mixture: Learned mixture weights.
+        truth: True cluster of each user.
+        weights: Share of each user in the training data.
     """
     clusters = int(truth.max()) + 1
     true = aggregation_weights(torch.nn.functional.one_hot(truth, clusters).to(mixture), weights)
@@ -173,13 +198,13 @@ def mismatch(
 
 
 def users_report(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
-    """Return what an evaluation event says of the users of this process: scores, routing, mixtures."""
+    """Return scores, routing and mixtures of the users of this process, for an evaluation event."""
     users = {user.name: measured(score) for user, score in zip(clients.scored_users, scores, strict=True)}
     return {"users": users, "routing": experts_event(clients, scores), "mixtures": own_mixtures(clients)}
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> JsonObject:
-    """Mappings of users, below the same names, as one, in the order of the parts."""
+    """Merge nested mappings of several processes, in the order of the processes."""
     if len(parts) == 1:
         return dict(parts[0])
     names = dict.fromkeys(name for part in parts for name in part)
@@ -188,16 +213,29 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> JsonObject:
 
 
 def evaluation_event(users: Mapping[str, JsonMapping], measure: str, *, done: int, iterations: int) -> JsonObject:
-    """What an event tells of users' scores after so many rounds."""
+    """Return an evaluation event: the scores of users and their mean.
+
+    Args:
+        users: Scores by user name.
+        measure: Name of the measure that models are compared by.
+        done: Number of rounds that are done.
+        iterations: Number of local steps that are done.
+    """
     of_users = {name: dict(of_user) for name, of_user in users.items()}
     event = {"event": "evaluation", "round": done, "iterations": iterations, "users": of_users}
     return event | {f"mean_test_{measure}": mean_of(users, measure)} | geometric(of_users, measure)
 
 
 def sampled(clients: Clients, users: Mapping[str, JsonMapping], measure: str) -> JsonObject:
-    """What is said where not everybody was evaluated: how many of how many, and a 95% interval for the mean of all.
+    """Return the sample size and a 95% confidence interval for the mean over all users, if only a sample was evaluated.
 
-    ``mean -+ t s sqrt((1 - n/N) / n)``: Student's t, drawn without replacement (Cochran 1977, section 2.6).
+    The interval is ``mean -+ t s sqrt((1 - n/N) / n)``: Student's t with a sample of n out of N drawn without
+    replacement (Cochran 1977, section 2.6).
+
+    Args:
+        clients: Clients of the run.
+        users: Scores of the evaluated users, by name.
+        measure: Name of the measure.
     """
     count, population = len(users), len(clients.population_names)
     if clients.method.placement.pooled or count >= population:
@@ -205,7 +243,7 @@ def sampled(clients: Clients, users: Mapping[str, JsonMapping], measure: str) ->
     values = [of_user[f"test_{measure}"] for of_user in users.values()]
     interval = None
     if count > 1 and all(map(math.isfinite, values)):
-        from scipy.special import stdtrit  # only such runs need it
+        from scipy.special import stdtrit  # slow to import
 
         error = statistics.stdev(values) * math.sqrt((1 - count / population) / count)
         reach, mean = float(stdtrit(count - 1, 0.975)) * error, statistics.fmean(values)
@@ -214,10 +252,15 @@ def sampled(clients: Clients, users: Mapping[str, JsonMapping], measure: str) ->
 
 
 def check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> None:
-    """Check that every user's test loss is finite after ``done`` rounds.
+    """Check that the test loss of every evaluated user is finite.
+
+    Args:
+        clients: Clients of the run.
+        scores: Scores of the evaluated users.
+        done: Number of rounds that are done.
 
     Raises:
-        DivergenceError: one is not.
+        DivergenceError: A loss is not finite; names the user.
     """
     for user, row, score in zip(clients.scored_users, clients.scored_rows, scores, strict=True):
         if not math.isfinite(score.mean_loss):
@@ -226,7 +269,7 @@ def check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> Non
 
 
 def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
-    """For methods with routers: each user's experts, and for each layer their mean gates over the test text."""
+    """Return the experts of each user and their mean gates per layer over the test data; empty without routers."""
     if not clients.scorer.routed:
         return {}
     rows = zip(clients.scored_users, clients.scored_rows, strict=True)
@@ -239,7 +282,7 @@ def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
 
 
 def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, JsonObject]:
-    """How each user's model shares the work out: mean gates ``(layers, experts)`` over its test text, its mixture."""
+    """Return the mean gates ``(layers, experts)`` over the test data and the mixture of each evaluated user."""
     gates = experts_event(clients, scores).get("expert_scores", {})
     mixed = mixture_at_users(clients)
     of_users: dict[str, JsonObject] = {name: {"gates": layers} for name, layers in gates.items()}
@@ -249,12 +292,18 @@ def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Jso
 
 
 def measured(score: AnyScore) -> dict[str, float]:
-    """A score as events and metrics have it."""
+    """Return the measures of a score under the keys of events and metrics."""
     return {f"test_{name}": value for name, value in score.measures.items()}
 
 
 def start_event(plan: RunPlan, base: str, users: Mapping[str, JsonMapping]) -> JsonObject:
-    """What a run says first: what it is, and how much everybody has, by :func:`amounts`."""
+    """Return the first event of a run.
+
+    Args:
+        plan: Plan of the run.
+        base: Name of the base model.
+        users: Amounts of data by user name, from :func:`amounts`.
+    """
     return {
         "event": "start",
         "method": plan.method.name,
@@ -266,33 +315,33 @@ def start_event(plan: RunPlan, base: str, users: Mapping[str, JsonMapping]) -> J
 
 
 def end_event(metrics: JsonMapping) -> JsonObject:
-    """What a run says last: what its models are compared by."""
+    """Return the last event of a run, with the means that methods are compared by."""
     means = (f"mean_test_{metrics['measure']}", GEOMETRIC)
     return {"event": "end"} | {key: metrics[key] for key in means if key in metrics}
 
 
 def amounts(user: AnyUser, unit: str) -> dict[str, int]:
-    """How much a user has, in the unit of its kind."""
+    """Return the amount of training and test data of a user, in the unit of its kind."""
     return {f"train_{unit}": len(user.train), f"test_{unit}": len(user.test)}
 
 
 def measure_of(scores: Sequence[AnyScore]) -> str:
-    """What models are compared by."""
+    """Return the name of the measure that models are compared by."""
     return next(iter(scores[0].measures))
 
 
 def measure_among(users: Mapping[str, JsonMapping]) -> str:
-    """The same, of what is told of users, none of whom may be here."""
+    """Return the name of the measure that models are compared by, from the scores in an event."""
     return next((key for of_user in users.values() for key in of_user), "test_loss").removeprefix("test_")
 
 
 def mean_of(users: Mapping[str, JsonMapping], measure: str) -> float:
-    """Mean over users of what they are compared by, as in the papers' tables."""
+    """Return the unweighted mean over users of a test measure; NaN without users."""
     return sum(of_user[f"test_{measure}"] for of_user in users.values()) / len(users) if users else math.nan
 
 
 def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, JsonObject]:
-    """What a finished run's metrics say of each user."""
+    """Return the entry of each evaluated user in the run's metrics."""
     parameters, sent = clients.trainable_parameters(), clients.upload_bytes()
     unit = clients.batch_source.unit
     return {
@@ -311,7 +360,14 @@ def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Jso
 def summarise(
     clients: Clients, scores: Sequence[AnyScore], clock: Clock, users: dict[str, JsonObject] | None = None
 ) -> Metrics:
-    """The metrics of a finished run; ``users`` are those of everybody, where some are not here."""
+    """Return the metrics of a finished run.
+
+    Args:
+        clients: Clients of this process.
+        scores: Final scores of its evaluated users.
+        clock: Time, tokens and bytes of the run.
+        users: Metrics of the users of all processes; those of this process if None.
+    """
     return metrics_of(
         users_metrics(clients, scores) if users is None else users,
         clients.model,
@@ -335,7 +391,18 @@ def metrics_of(
     measure: str,
     unit: str,
 ) -> Metrics:
-    """The same out of what is known of each user."""
+    """Return the metrics of a finished run from the metrics of its users.
+
+    Args:
+        users: Metrics by user name.
+        model: The model.
+        plan: Plan of the run.
+        clock: Time, tokens and bytes of the run.
+        rounds: Number of rounds that are done.
+        selected: Number of rounds after which the final models were trained.
+        measure: Name of the measure.
+        unit: Unit in which data is counted.
+    """
     return Metrics(
         method=plan.method.name,
         seed=plan.seed,

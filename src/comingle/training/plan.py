@@ -1,4 +1,4 @@
-"""The plan of a run, made from its recipe: noise and sums as its privacy asks for, and the mechanisms that follow."""
+"""The plan of a run, made from its recipe: privacy noise, secure sums and the privacy mechanisms."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from comingle.utils.errors import RecipeError, list_names
 
 
 def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
-    """Return the plan of a recipe for its users, with noise and sums as its privacy asks for.
+    """Return the plan of a recipe for its users, with the noise and the secure sums that its privacy section requires.
 
     Args:
         recipe: The recipe.
-        method: Its method.
+        method: Method of the recipe.
         names: Names of all users, in order.
 
     Raises:
-        RecipeError: ``participation`` names an unknown user, or no noise is enough.
+        RecipeError: ``participation`` names an unknown user, or no amount of noise is enough.
     """
     listed = recipe.training.participation
     if isinstance(listed, list):
@@ -53,7 +53,7 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
 
 
 def test_limit_of(recipe: Recipe) -> str:
-    """Return the recipe key that limits each user's test data; empty where the kind of data has none."""
+    """Return the recipe key that limits the test data of a user; empty if the kind of data has none."""
     return "data.max_test_tokens" if hasattr(recipe.data, "max_test_tokens") else ""
 
 
@@ -63,14 +63,14 @@ def aggregation_of(recipe: Recipe) -> AggregationSection | None:
 
 
 def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
-    """Return a plan with a noise multiplier: the one given, or the least with which the planned rounds spend epsilon.
+    """Return a plan with a noise multiplier: the given one, or the smallest with which all rounds keep to epsilon.
 
     Args:
         plan: The plan.
         users: Names of all users.
 
     Raises:
-        RecipeError: The package that computes it is not installed, or no noise is enough.
+        RecipeError: The package that computes it is not installed, or no amount of noise is enough.
     """
     privacy = plan.privacy
     if privacy is not None and privacy.protects == "example":
@@ -83,7 +83,7 @@ def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
 
 
 def planned_releases(plan: RunPlan, users: Sequence[str]) -> int:
-    """Return the largest number of rounds of a whole run in which something of one user is revealed."""
+    """Return the largest number of rounds of a run in which something about one user is released."""
     privacy = plan.privacy
     assert privacy is not None
     rounds, shares = plan.training.rounds if plan.method.trains else 0, bool(plan.method.shared)
@@ -95,7 +95,7 @@ def planned_releases(plan: RunPlan, users: Sequence[str]) -> int:
 
 
 def with_sums(plan: RunPlan, users: Sequence[str]) -> RunPlan:
-    """Return a plan with the settings of secure sums, where the server sees sums alone.
+    """Return a plan with the settings of secure sums, if the server sees only sums.
 
     Args:
         plan: The plan.
@@ -131,7 +131,14 @@ def server_mechanisms(plan: RunPlan, users: Sequence[str]) -> tuple[PrivacyMecha
 
 
 def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
-    """Return what users and server know of the sum of round ``done`` (from 1) of ``size`` numbers before it begins."""
+    """Return the terms of a secure sum that users and server know before it begins.
+
+    Args:
+        plan: Plan of the run.
+        run: Identifier of the run.
+        done: The round, counted from 1.
+        size: Number of entries of the sum.
+    """
     assert plan.sums is not None
     names = plan.sums.users
     asked = tuple(names[user] for user in participants(plan, done - 1, names))
@@ -139,17 +146,17 @@ def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
 
 
 def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, begun: bool = False) -> None:
-    """Give mechanisms the key that is kept in a folder; make one where there is none.
+    """Set the key of privacy mechanisms to the one stored in a folder; make a key if there is none.
 
     Args:
-        folder: Of the run.
-        mechanisms: Of the client, the server or both.
-        anew: Replace the key. With one key for two runs both would draw the same users.
-        begun: The run has drawn from the key before. With another key a round that is repeated would have other noise,
+        folder: Run folder.
+        *mechanisms: Mechanisms of the client, the server or both.
+        anew: Replace the key. Two runs with one key would draw the same users.
+        begun: The run has drawn from the key before. With another key, a repeated round would have different noise,
             which is a second release.
 
     Raises:
-        RunError: The key is damaged, or is gone.
+        RunError: The key is damaged or missing.
     """
     if anew:
         (folder / KEY).unlink(missing_ok=True)
@@ -159,17 +166,17 @@ def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, be
 
 
 def key_of(*mechanisms: PrivacyMechanism) -> str:
-    """Return the key of the first mechanism, or an empty string."""
+    """Return the key of the first mechanism; an empty string without mechanisms."""
     return next((mechanism.key for mechanism in mechanisms), "")
 
 
 def set_key(key: str, *mechanisms: PrivacyMechanism) -> None:
-    """Give mechanisms the key that another process of the run has."""
+    """Set the key of mechanisms to that of another process of the run."""
     for mechanism in mechanisms:
         mechanism.key = key
 
 
 def _key(plan: RunPlan) -> str:
-    """A new key until a kept one takes its place; in simulations that ask for it, the seed."""
+    """Return a new key, used until a stored key replaces it; derived from the seed in reproducible simulations."""
     reproducible = plan.privacy is not None and plan.privacy.noise == "reproducible"
     return f"seed {plan.seed}" if reproducible else new_key()

@@ -1,14 +1,14 @@
 """The round loop: select participants, download, train, upload, aggregate, evaluate.
 
-One round, as messages:
+The messages of one round:
 
-1. The server names the participants and sends each a download, unless it has what the server has.
-2. They receive it: assign, or make one model of several with data of their own.
-3. They train, and upload copies of what is shared.
-4. The server aggregates what arrived.
-5. Who was absent downloads when it next takes part, or when it is evaluated.
+1. The server selects the participants and sends a download to each stale one.
+2. Participants apply it: they assign the tensors, or combine several models into one with their own data.
+3. Participants train, and upload copies of the shared tensors.
+4. The server aggregates the uploads.
+5. Other users download when they next take part or are evaluated.
 
-The loop is the same wherever users train; what differs is in :class:`comingle.training.backends.base.Backend`.
+The loop is the same wherever users train; a :class:`comingle.training.backends.base.Backend` does the rest.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ logger = logging.getLogger("comingle")
 
 
 _UNIFORM = 0.02
-"""Largest distance of a share from 1/C, relative to it, at which a mixture counts as uniform."""
+"""Largest relative distance of mixture weights from 1/C at which a mixture counts as uniform."""
 
 
 class Evaluations:
-    """An observer that keeps the first evaluation of a run and the last; the others are forgotten."""
+    """Observer that keeps the first and the last evaluation event of a run."""
 
     def __init__(self, earlier: Iterable[Event] = ()) -> None:
         self.first: JsonMapping | None = None
@@ -43,20 +43,20 @@ class Evaluations:
             self(event)
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Record one event."""
         if event["event"] == "evaluation":
             self.first, self.last = self.first or event, event
 
 
 def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonMapping) -> dict[str, list[str]]:
-    """Return ``{"warnings": [...]}`` to merge into a finished run's metrics, or an empty dict.
+    """Return ``{"warnings": [...]}`` to merge into the metrics of a finished run, or an empty dict.
 
-    Warns if the test results got worse, or if learned mixtures stayed uniform.
+    Warns if test results got worse, or if learned mixtures stayed uniform.
 
     Args:
-        method: the method of the run.
-        evaluations: the first and last evaluation events of the run.
-        metrics: the metrics of the finished run.
+        method: Method of the run.
+        evaluations: First and last evaluation events of the run.
+        metrics: Metrics of the finished run.
     """
     found = [*_worse(evaluations.first, metrics), *_uniform(method, evaluations)]
     return {"warnings": found} if found else {}
@@ -109,7 +109,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _uniform(method: Method, evaluations: Evaluations) -> Sequence[str]:
-    """Look for mixtures that clients learn and that are uniform at the end."""
+    """Warn if the method learns mixtures and they are uniform at the end."""
     learned = bool(ROUTERS & method.client.trained) or method.client.sweeps
     mixtures = (evaluations.last or {}).get("mixtures", {})
     if not learned or not mixtures or evaluations.last is evaluations.first:
@@ -136,33 +136,33 @@ def run_rounds(
     first_round: int = 0,
     clock: Clock | None = None,
 ) -> S | None:
-    """Train from ``first_round`` (from 0) to the end and return the scores of the models with which the run ends.
+    """Train from ``first_round`` to the end and return the scores of the final models.
 
-    Where the local models count (``training.evaluate``), the last exchange is left out, so that a run ends with the
-    models that were evaluated. Whatever the setting, a method that finetunes starts from the exchanged model, and one
-    that makes final models makes them after the last exchange. With ``training.select`` "best" the run ends with the
-    models of the evaluated round whose validation loss was lowest.
+    If local models are evaluated (``evaluation.model``), the last exchange is left out, so that the run ends with the
+    models that were evaluated. A method that fine-tunes always starts from the exchanged model, and one that makes
+    final models makes them after the last exchange. With ``evaluation.select: best`` the run ends with the models of
+    the evaluated round with the lowest validation loss.
 
     Args:
         backend: The users and their server.
-        observe: Gets every event of the rounds.
-        checkpoint: Called with the number of rounds done and the clock, after each round whose state is saved.
-        first_round: Number of rounds that an earlier attempt has done.
-        clock: Time, tokens and bytes of the earlier attempt.
+        observe: Called with every event of the rounds.
+        checkpoint: Called with the number of rounds done and the clock after each round whose state is saved.
+        first_round: Number of rounds that were done before the run was resumed.
+        clock: Time, tokens and bytes of these rounds.
 
     Returns:
-        The scores, as the backend knows them; None if no user's model was scored.
+        The scores; None if no model was scored.
 
     Raises:
-        DivergenceError: a user's loss or tensors are not finite.
-        RunError: too few users answered.
+        DivergenceError: The loss or the tensors of a user are not finite.
+        RunError: Too few users answered.
     """
     clock = clock or Clock()
     clock.started = time.perf_counter()
     run, rounds = backend.start(observe, clock)
     method, account, shares = run.method, backend.server.mechanisms.account, backend.server.shares
     exchanged = counts_exchanged(run)
-    stopped = rounds < run.training.rounds * method.trains  # by the privacy budget, before the run was resumed
+    stopped = rounds < run.training.rounds * method.trains  # the privacy budget was spent before the run was resumed
     scores: S | None = None
 
     def evaluate(done: int, *, receives: bool = True, finishes: bool = False, silent: bool = False) -> S | None:
@@ -172,7 +172,7 @@ def run_rounds(
         return scores if found is None else found
 
     if rounds and first_round == 0 and run.evaluation.first:
-        scores = evaluate(0)  # where every curve starts: the pretrained model
+        scores = evaluate(0)  # the pretrained model, the first point of curves
     for round_number in range(first_round, rounds):
         plan = plan_round(run, shares, round_number)
         participants = backend.select_participants(plan)
@@ -203,10 +203,10 @@ def run_rounds(
     scores = backend.choose(rounds, scores)
     if scores is not None:
         return scores
-    # Without rounds there is nothing but this; a run resumed after its last round has its event already.
+    # A run without rounds is evaluated once here. A run that was resumed after its last round has logged its event.
     counted = clock.upload_bytes, clock.download_bytes
     scores = evaluate(rounds, receives=exchanged or not stopped, silent=first_round > 0)
-    if first_round or not backend.remote:  # bytes of the first attempt, or of messages that nobody sends
+    if first_round or not backend.remote:  # counted before, or never sent
         clock.upload_bytes, clock.download_bytes = counted
     return scores
 
@@ -215,8 +215,8 @@ def plan_round(run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
     """Return the plan of a round.
 
     Args:
-        run: The settings of the run.
-        shares: Whether users have anything to upload.
+        run: Plan of the run.
+        shares: Whether users share any tensors.
         round_number: The round, counted from 0.
     """
     done = round_number + 1
@@ -231,7 +231,14 @@ def plan_round(run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
 
 
 def log_round(result: RoundResult, done: int, observe: Observer, clock: Clock) -> None:
-    """Add a round to the clock, and log its event with the bytes since the event before."""
+    """Add a round to the clock, and log its event with the bytes since the previous round event.
+
+    Args:
+        result: Result of the round.
+        done: Number of rounds that are done.
+        observe: Called with the event.
+        clock: Clock of the run.
+    """
     sent, received = clock.upload_bytes - clock.told_upload_bytes, clock.download_bytes - clock.told_download_bytes
     clock.told_upload_bytes, clock.told_download_bytes = clock.upload_bytes, clock.download_bytes
     clock.train_seconds += result.seconds

@@ -1,4 +1,4 @@
-"""The plan of a run, and what follows from it: participants, exchanges, and how much goes through a model at once."""
+"""The plan of a run, and values that follow from it: participants, exchanges and the size of a pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """Settings of a run for its users: sections of the recipe, and what follows from them and from the users.
+    """Settings of a run: sections of the recipe, and values that follow from them and from the users.
 
     Args:
         method: Method of the recipe, made once.
@@ -42,12 +42,12 @@ class RunPlan:
         checkpoints: Section of the recipe.
         runtime: Section of the recipe.
         privacy: Section of the recipe, with the noise multiplier that its budget allows.
-        aggregation: Section of the recipe; None where uploads are combined as the method says.
+        aggregation: Section of the recipe; None if the method decides how uploads are aggregated.
         seed: Seed of all random streams.
         participation: Fraction of the users drawn each round, or the users of each round by number.
-        users: Names of all users, where the noise on single examples follows from how many rounds each takes part in.
-        sums: Settings of secure sums; None where the server sees single uploads.
-        test_limit: Recipe key that limits each user's test data; empty where the kind of data has none.
+        users: Names of all users, if the noise on single examples depends on the number of rounds of each user.
+        sums: Settings of secure sums; None if the server sees single uploads.
+        test_limit: Recipe key that limits the test data of a user; empty if the kind of data has none.
     """
 
     method: Method
@@ -65,12 +65,12 @@ class RunPlan:
 
     @property
     def period(self) -> int:
-        """Rounds between evaluations; the least, while the interval is not resolved."""
+        """Number of rounds between evaluations; the smallest allowed one until the interval is resolved."""
         return SHORTEST if self.evaluation.every == AUTO else self.evaluation.every
 
     @property
     def users_per_step(self) -> int | None:
-        """Number of users in one pass; None for as many as fit its number of tokens."""
+        """Number of users in one pass; None to fit the number of tokens of a pass."""
         return None if self.runtime.users_per_step == AUTO else self.runtime.users_per_step
 
     @property
@@ -84,10 +84,15 @@ class RunPlan:
 
 
 def check_needs(method: Method, name: str, layout: Layout) -> None:
-    """Whether the model called ``name`` has all that the method is about.
+    """Check that a model has all roles that a method needs.
+
+    Args:
+        method: The method.
+        name: Name of the model, for the error.
+        layout: Layout of the trainable tensors of the model.
 
     Raises:
-        RecipeError: it has not.
+        RecipeError: A role is missing.
     """
     for role in sorted(method.placement.needs):
         if not layout.count({role}):
@@ -95,27 +100,32 @@ def check_needs(method: Method, name: str, layout: Layout) -> None:
 
 
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 65536}
-"""How many tokens one forward and backward pass takes by default: more does not run faster, it only needs memory."""
+"""Default number of tokens in a forward and backward pass; more tokens take more memory and no less time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Portions:
-    """How many users, and how many sequences or samples of each, go through the model at once."""
+    """Number of users, and of sequences or samples of each, in one pass."""
 
     users: int
     sequences: int
 
     def slots(self, most: int) -> tuple[int, int]:
-        """For scoring, up to ``most`` sequences in a slot, and how many slots go through at once."""
+        """Return the number of sequences per slot, at most ``most``, and the number of slots in a scoring pass."""
         room = self.users * self.sequences
         batch = min(most, room)
         return batch, max(1, room // batch)
 
 
 def portions(plan: RunPlan, device: torch.device, batch_size: int) -> Portions:
-    """Fill in what the settings leave open: whole batches of as many users as a pass takes.
+    """Return the size of a pass: by default whole batches of as many users as fit into it.
 
-    The number of sequences does not depend on ``users_per_step``, so that results do not either.
+    The number of sequences does not depend on ``users_per_step``, so neither do results.
+
+    Args:
+        plan: Plan of the run.
+        device: Device of the model.
+        batch_size: Sequences in a batch of one user.
     """
     room = max(1, TOKENS_PER_PASS.get(device.type, TOKENS_PER_PASS["cpu"]) // plan.training.context)
     sequences = min(plan.runtime.micro_batch or room, batch_size)
@@ -123,19 +133,31 @@ def portions(plan: RunPlan, device: torch.device, batch_size: int) -> Portions:
 
 
 def participants(plan: RunPlan, round_number: int, users: Sequence[str]) -> list[int]:
-    """Return the numbers of the users who take part in a round (from 0), in ascending order; see :func:`selected`."""
+    """Return the participants of a round by number, in ascending order.
+
+    Args:
+        plan: Plan of the run.
+        round_number: The round, counted from 0.
+        users: Names of all users.
+    """
     return selected(plan.participation, plan.seed, round_number, users)
 
 
 def selected(
     participation: float | tuple[tuple[int, ...], ...], seed: int, round_number: int, users: Sequence[str]
 ) -> list[int]:
-    """Return the numbers of the users whom a fraction or a list for each round selects, in ascending order.
+    """Return the users that a fraction or a list per round selects, by number, in ascending order.
 
-    A fraction of them is :func:`comingle.data.populations.draw_users`.
+    A fraction is drawn by :func:`comingle.data.populations.draw_users`.
+
+    Args:
+        participation: Fraction of the users, or the numbers of the users of each round; lists are cycled.
+        seed: Seed of the run.
+        round_number: The round, counted from 0.
+        users: Names of all users.
 
     Raises:
-        RecipeError: A list names a user who does not exist.
+        RecipeError: A list contains a user that does not exist.
     """
     if isinstance(participation, float | int):
         count = sample_size(participation, len(users))
@@ -147,7 +169,14 @@ def selected(
 
 
 def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work:
-    """Return what a user with so many examples, and so many local steps in a round, does in a whole run."""
+    """Return the work of a user in a whole run, from which its privacy loss follows.
+
+    Args:
+        plan: Plan of the run.
+        name: Name of the user.
+        examples: Number of its training examples.
+        iterations: Number of its local steps in a round.
+    """
     steps = [phase.steps * -(-iterations // phase.every) for phase in plan.method.sharing]
     rounds = _rounds_of_users(plan.participation, plan.seed, plan.training.rounds, plan.users)[name]
     return Work(examples=examples, batch=plan.training.batch_size, steps=sum(steps), rounds=rounds)
@@ -157,13 +186,13 @@ def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work
 def _rounds_of_users(
     participation: float | tuple[tuple[int, ...], ...], seed: int, rounds: int, users: tuple[str, ...]
 ) -> Counter[str]:
-    """Return the number of rounds in which each user takes part."""
+    """Return the number of rounds in which each user takes part, by name."""
     taking_part = (selected(participation, seed, number, users) for number in range(rounds))
     return Counter(users[user] for chosen in taking_part for user in chosen)
 
 
 def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
-    """How many of the users take part in a round: the numbers that occur."""
+    """Return the numbers of participants that occur in rounds."""
     listed = plan.participation
     if isinstance(listed, float | int):
         return {sample_size(listed, len(users))}
@@ -171,12 +200,18 @@ def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
 
 
 def counts_exchanged(plan: RunPlan) -> bool:
-    """Return whether a run is judged by the models after the exchange that ends a round, not by the local ones."""
+    """Return whether a run is evaluated with the models after aggregation instead of the local models."""
     return plan.evaluation.model == "exchanged" or plan.method.client.ends_exchanged
 
 
 def exchanged_after(plan: RunPlan, shares: bool, done: int) -> bool:
-    """Return whether there is an exchange after round ``done``: none after the last where local models count."""
+    """Return whether users upload after a round; not after the last one if local models are evaluated.
+
+    Args:
+        plan: Plan of the run.
+        shares: Whether users share any tensors.
+        done: Number of rounds that are done.
+    """
     wanted = done < plan.training.rounds or counts_exchanged(plan)
     return wanted and shares and plan.method.server.exchanges(done)
 
@@ -185,5 +220,5 @@ T = TypeVar("T")
 
 
 def cohorts(members: Sequence[T], size: int) -> list[list[T]]:
-    """Members in groups of at most ``size``."""
+    """Return the items in groups of at most ``size``."""
     return [list(members[i : i + size]) for i in range(0, len(members), size)]

@@ -110,7 +110,7 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         self._registered[name] = offered
 
     @contextmanager
-    def lent(self, name: str, offered: Offered) -> Iterator[None]:
+    def temporarily_registered(self, name: str, offered: Offered) -> Iterator[None]:
         """Make something known while this lasts; what was registered under the name before comes back.
 
         Raises:

@@ -130,7 +130,7 @@ def lower_rank(model: FloralModel, rank: int) -> None:
         if isinstance(layer, LowRankLayer) and layer.geometry is not None and layer.b is not None:
             matrix = layer.geometry.outer_matrix(layer.b.data).clone()
             matrix[..., rank:] = 0
-            layer.b.data = layer.geometry.outer_of(matrix)
+            layer.b.data = layer.geometry.outer_from_matrix(matrix)
 
 
 SHARES = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64)

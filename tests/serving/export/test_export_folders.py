@@ -14,7 +14,7 @@ import yaml
 
 from comingle.models.loading import load_base
 from comingle.models.personal import About
-from comingle.serving.export.exporting import Card, licence_of, name_of, written_whole
+from comingle.serving.export.exporting import Card, licence_of, name_of, replace_folder
 from comingle.utils.errors import ComingleError, RunError
 from exporting import trained
 
@@ -98,7 +98,7 @@ def test_shards_and_folders_of_an_export_are_its_own(tmp_path: Path) -> None:
     target, more = tmp_path / "bob", "additional_chat_templates"
 
     def write(*names: str) -> None:
-        with written_whole(target, force=True) as draft:
+        with replace_folder(target, force=True) as draft:
             for name in names:
                 (draft / name).parent.mkdir(exist_ok=True)
                 (draft / name).write_text(CARD)
@@ -119,7 +119,7 @@ def test_shards_and_folders_of_an_export_are_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("force", [True, False])
 def test_what_is_put_there_while_an_export_is_written_is_left_alone(tmp_path: Path, force: bool) -> None:
     def write() -> None:
-        with written_whole(tmp_path / "bob", force=force):
+        with replace_folder(tmp_path / "bob", force=force):
             (tmp_path / "bob").mkdir()
             (tmp_path / "bob" / "notes.txt").write_text("mine")
 

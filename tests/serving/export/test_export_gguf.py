@@ -17,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from comingle.models.loading import load_base
 from comingle.models.random_bases import byte_tokenizer
-from comingle.serving.export.gguf import _SPLITS, Kind, vocabulary
+from comingle.serving.export.gguf import _SPLITS, TokenType, vocabulary
 from comingle.utils.errors import DataError
 from exporting import IDS, check_same, greedy, own_logits, trained
 
@@ -178,7 +178,13 @@ def test_bytes_and_special_tokens_are_kept() -> None:
     assert (words.model, words.pre, words.adds_bos, words.adds_eos) == ("gpt2", "gpt-2", False, False)
     assert words.tokens[ord("A")] == "A"
     assert words.tokens[256:] == ("<|eos|>", "<|bos|>", "<|pad|>", "[UNUSED259]", "[UNUSED260]", "[UNUSED261]")
-    assert words.kinds[255:260] == (Kind.NORMAL, Kind.CONTROL, Kind.CONTROL, Kind.CONTROL, Kind.UNUSED)
+    assert words.kinds[255:260] == (
+        TokenType.NORMAL,
+        TokenType.CONTROL,
+        TokenType.CONTROL,
+        TokenType.CONTROL,
+        TokenType.UNUSED,
+    )
     assert words.numbers == {"bos": 257, "eos": 256, "pad": 258}
 
 
@@ -232,7 +238,7 @@ def test_sentencepiece_tokens_keep_their_order_of_merging(stories: Path) -> None
     first, last = ("".join(spec["merges"][at]) for at in (0, -1))
     assert words.model == "llama"
     assert words.scores[spec["vocab"][first]] == 0.0 > words.scores[spec["vocab"][last]]
-    assert words.kinds[spec["vocab"]["<0x0A>"]] == Kind.BYTE
+    assert words.kinds[spec["vocab"]["<0x0A>"]] == TokenType.BYTE
 
 
 # -------------------------------------------------------------------- llama.cpp

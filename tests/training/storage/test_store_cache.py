@@ -226,7 +226,7 @@ def test_what_reading_warns_of_is_said_again_without_reading(
     assert len(written) == 1
     assert len(said_each_time[0]) == 1
     assert said_each_time[0] == said_each_time[1] == said_each_time[2]
-    monkeypatch.setattr(population_files, "HEARD", 2)
+    monkeypatch.setattr(population_files, "MAX_RECORDED_WARNINGS", 2)
     users = {f"user {number}": files["dag"] for number in range(4)}
     counts = []
     for _ in range(2):

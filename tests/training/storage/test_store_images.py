@@ -82,7 +82,7 @@ def test_one_user_with_images_is_in_memory_at_a_time(tmp_path: Path, monkeypatch
     """And the first, to whose shapes those of the others are held."""
     users = {f"user {i}": paint(tmp_path / str(i), {"cat": 10, "owl": 90}) for i in range(6)}
     alive, most = weakref.WeakSet[Any](), list[int]()
-    original = reading.part
+    original = reading.split_samples
 
     def part(*args: Any, **more: Any) -> UserSamples:
         user = original(*args, **more)
@@ -90,7 +90,7 @@ def test_one_user_with_images_is_in_memory_at_a_time(tmp_path: Path, monkeypatch
         most.append(len(alive))
         return user
 
-    monkeypatch.setattr(reading, "part", part)
+    monkeypatch.setattr(reading, "split_samples", part)
     prepare(recipe_of({"kind": "samples", "users": users}))
     assert len(most) == 6
     assert max(most) <= 3

@@ -12,7 +12,16 @@ from types import MappingProxyType
 from typing import Any, TypedDict
 
 from comingle.reports import comparisons
-from comingle.reports.comparisons import BASELINE, Against, AgainstRecord, Results, baseline_of, hold, members, spoken
+from comingle.reports.comparisons import (
+    BASELINE,
+    BaselineComparison,
+    BaselineComparisonRecord,
+    Results,
+    baseline_methods,
+    baseline_of,
+    baseline_text,
+    compare_with_baseline,
+)
 from comingle.reports.formatting import Table
 from comingle.utils.records import MEASURES, write_json, write_text
 from comingle.utils.terminal import words
@@ -152,7 +161,7 @@ class _Column(TypedDict):
 class ColumnRecord(_Column):
     """A column of a table, with each row against the baseline where that has been run."""
 
-    against: AgainstRecord | None
+    against: BaselineComparisonRecord | None
 
 
 class _TableNotes(TypedDict):
@@ -235,21 +244,23 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
     by_method = {plan.experiment.rows[row].method: row for row in reversed(plan.rows)}
     if wanted is None:
         return baseline_of(plan.rows, by_method.get(BASELINE))
-    names = [name if name in plan.rows else by_method.get(name, name) for name in members(wanted)]
+    names = [name if name in plan.rows else by_method.get(name, name) for name in baseline_methods(wanted)]
     return baseline_of(plan.rows, ",".join(names))
 
 
-def _against(plan: Plan, results: Results, baseline: str) -> AgainstRecord | None:
+def _against(plan: Plan, results: Results, baseline: str) -> BaselineComparisonRecord | None:
     """Every row against the baseline, where that has been run, under the names that rows have in the table."""
     measure = plan.experiment.metric.removeprefix("mean_test_")
-    if measure not in MEASURES or not results.keys() >= {*members(baseline)}:
+    if measure not in MEASURES or not results.keys() >= {*baseline_methods(baseline)}:
         return None
-    found = hold(results, measure, baseline)
+    found = compare_with_baseline(results, measure, baseline)
     if found is None:
         return None
     names = {row: plan.experiment.rows[row].label or row for row in results}
     verdicts = tuple(replace(one, method=names[one.method]) for one in found.verdicts)
-    return replace(found, baseline=spoken([names[row] for row in members(baseline)]), verdicts=verdicts).as_dict()
+    return replace(
+        found, baseline=baseline_text([names[row] for row in baseline_methods(baseline)]), verdicts=verdicts
+    ).as_dict()
 
 
 def _column(plan: Plan, name: str, scores: Scores) -> _Column:
@@ -326,10 +337,10 @@ def markdown(table: PaperTable) -> str:
     return "\n".join(lines) + "\n"
 
 
-def held(table: PaperTable) -> list[tuple[str, Against]]:
+def held(table: PaperTable) -> list[tuple[str, BaselineComparison]]:
     """The verdicts of each column that has any, with its label."""
     columns = ((column["label"], column.get("against")) for column in table["columns"])
-    return [(label, Against.read(found)) for label, found in columns if found]
+    return [(label, BaselineComparison.read(found)) for label, found in columns if found]
 
 
 def render(table: PaperTable) -> Table:

@@ -35,8 +35,8 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from comingle.data.files import OPENERS, UNREADABLE, open_bytes
-from comingle.data.row_files import Table, describe
-from comingle.data.samples.samples import UserSamples, find_unseen, hold_out, list_labels, read_arrays, take
+from comingle.data.row_files import Table, describe_cause
+from comingle.data.samples.samples import UserSamples, find_unseen, hold_out, list_labels, read_arrays, select_samples
 from comingle.data.tables import iterate_batches, open_splits
 from comingle.utils.errors import DataError, RecipeError, list_names
 from comingle.utils.names import HUB_PREFIX
@@ -58,7 +58,7 @@ def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
     if not len(held):
         got = f"{len(targets)} train samples of {len(labels.unique())} labels"
         raise DataError(f"user {user.name!r}: valid={share} of {got}: none can be spared; allowed: 0, or more samples")
-    return replace(user, train=take(user.train, kept), valid=take(user.train, held))
+    return replace(user, train=select_samples(user.train, kept), valid=select_samples(user.train, held))
 
 
 def check_labels(users: Sequence[UserSamples]) -> None:
@@ -319,7 +319,7 @@ def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
     try:
         images = [_open_image(content[start:stop]) for start, stop in places]
     except Exception as error:  # Pillow's readers raise what they come across
-        raise DataError(f"{path}: a damaged JPEG image: {describe(error)}") from error
+        raise DataError(f"{path}: a damaged JPEG image: {describe_cause(error)}") from error
     return stack(images, str(path))
 
 

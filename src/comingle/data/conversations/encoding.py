@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comingle.config import Recipe
-from comingle.data.conversations.reading import Placed, UserConversations, iterate_users
+from comingle.data.conversations.reading import PlacedConversation, UserConversations, iterate_users
 from comingle.data.conversations.section import ConversationsSection
 from comingle.data.row_files import BadRows
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import UserText
-from comingle.data.streaming import FirstUsers, ListedRows, Rows, list_small
-from comingle.data.text.reading import DocumentsReader, tokenizer_here
+from comingle.data.streaming import FirstUsers, ListedRows, Rows, list_shortages
+from comingle.data.text.reading import DocumentsReader, local_tokenizer
 from comingle.models.base import Base
 from comingle.models.chat_templates import ChatTemplate, Encoded, begin_of
 from comingle.models.scoring import PAD, hide
@@ -160,7 +160,7 @@ def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[li
     return encoded["input_ids"]
 
 
-def as_answers(
+def build_answers(
     encoded: Sequence[Encoded], *, limit: int, measures: Sequence[str], ends: Sequence[int], prompts: bool = False
 ) -> Answers:
     """Return conversations as padded windows with the loss on responses.
@@ -172,21 +172,21 @@ def as_answers(
         ends: Tokens that end a response.
         prompts: Put the loss on all tokens instead, except on masked responses.
     """
-    width = max((len(one) for one in encoded), default=2)
+    width = max((len(conversation) for conversation in encoded), default=2)
     windows = torch.full((len(encoded), width), PAD, dtype=torch.int64)
-    for row, one in zip(windows, encoded, strict=True):
-        tokens = torch.tensor(one.tokens)
-        row[: len(one)] = tokens if prompts else hide(tokens)
-        for start, stop in one.masked or ():
+    for row, conversation in zip(windows, encoded, strict=True):
+        tokens = torch.tensor(conversation.tokens)
+        row[: len(conversation)] = tokens if prompts else hide(tokens)
+        for start, stop in conversation.masked or ():
             row[start:stop] = hide(tokens[start:stop])
-        for start, stop in one.responses:
+        for start, stop in conversation.responses:
             row[start:stop] = tokens[start:stop]
-    starts = [(number, start) for number, one in enumerate(encoded) for start, _ in one.responses]
+    starts = [(number, start) for number, conversation in enumerate(encoded) for start, _ in conversation.responses]
     return Answers(
         windows=windows,
         owners=torch.tensor([number for number, _ in starts], dtype=torch.int64),
         prompt_tokens=torch.tensor([start for _, start in starts], dtype=torch.int64),
-        references=tuple(reference for one in encoded for reference in one.references),
+        references=tuple(reference for conversation in encoded for reference in conversation.references),
         limit=limit,
         measures=tuple(measures),
         ends=tuple(ends),
@@ -260,9 +260,9 @@ class Encoder:
             ]
             for split in SPLITS
         }
-        limit = max((one.longest for part in parts.values() for one in part), default=1)
+        limit = max((conversation.longest for part in parts.values() for conversation in part), default=1)
         train, valid, test = (
-            as_answers(
+            build_answers(
                 part,
                 limit=limit,
                 measures=data.measures,
@@ -273,21 +273,23 @@ class Encoder:
         )
         return UserAnswers(name=user.name, train=train, valid=valid, test=test)
 
-    def _turns(self, name: str, placed: Placed) -> list[Encoded]:
+    def _turns(self, name: str, placed: PlacedConversation) -> list[Encoded]:
         where, messages = placed
         with self.bad.row(f"user {name!r}: {where}"):
             encoded = self.template.encode_turns(messages)
-            if self.data.loss_on == "all" and (len(encoded) > 1 or any(one.masked is None for one in encoded)):
+            if self.data.loss_on == "all" and (
+                len(encoded) > 1 or any(conversation.masked is None for conversation in encoded)
+            ):
                 raise DataError(
                     "data.loss_on: got all, and the base's chat template writes earlier turns anew as a conversation "
                     "goes on; allowed: responses"
                 )
-            self.counts["calls"] += sum(one.unwritten_calls for one in encoded)
+            self.counts["calls"] += sum(conversation.unwritten_calls for conversation in encoded)
             return encoded
         return []
 
     @property
-    def told(self) -> str:
+    def too_long_line(self) -> str:
         """Numbers of conversations that were too long, as a line; empty if there are none."""
         cut, out = self.counts["cut"], self.counts["left out"]
         longer = f"{cut + out} of {self.counts['all']} conversations are longer than {self.context} tokens"
@@ -298,7 +300,7 @@ class Encoder:
         """Warnings over all users: conversations that are too long, and tool calls that the template does not write."""
         calls = self.counts["calls"]
         lost = f"{calls} responses call tools, which the base's chat template does not write; they carry no loss"
-        return [*filter(None, [self.told, lost if calls else ""])]
+        return [*filter(None, [self.too_long_line, lost if calls else ""])]
 
 
 def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> Encoded | None:
@@ -318,34 +320,34 @@ def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> En
     return replace(encoded, tokens=tokens, responses=tuple(kept), references=references, masked=masked)
 
 
-def find_small(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
+def find_shortages(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
     """Return the users that lack conversations in a split that will be used, and which splits these are."""
     wanted = ("train", "valid", "test") if needs_validation else ("train", "test")
     small = {user.name: [split for split in wanted if not len(getattr(user, split))] for user in users}
     return {name: f"no conversations in {' and '.join(splits)}" for name, splits in small.items() if splits}
 
 
-def check_small(users: Sequence[object], *, needs_validation: bool) -> None:
+def check_shortages(users: Sequence[object], *, needs_validation: bool) -> None:
     """Check that every user has the conversations that will be used; one error lists all users that lack some.
 
     Raises:
         DataError: Users lack conversations.
     """
-    if small := find_small(users, needs_validation=needs_validation):
-        raise too_few(list_small(small), len(small), len(users))
+    if small := find_shortages(users, needs_validation=needs_validation):
+        raise too_few_error(list_shortages(small), len(small), len(users))
 
 
-def too_few(told: str, small: int, users: int) -> DataError:
+def too_few_error(description: str, small: int, users: int) -> DataError:
     """Return the error for users with too few conversations.
 
     Args:
-        told: The first of these users, with the splits that are empty.
+        description: The first of these users, with the splits that are empty.
         small: Number of these users.
         users: Number of all users.
     """
     skip = ", or leave such users out with data.on_small_user: skip" if small < users else ""
     count = f"{small} of {users} users have too few conversations: " if small > 1 else "user "
-    return DataError(f"{count}{told}; give more of them, other fractions, or a longer training.context{skip}")
+    return DataError(f"{count}{description}; give more of them, other fractions, or a longer training.context{skip}")
 
 
 class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
@@ -374,11 +376,11 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
 
     def shortage(self, user: UserAnswers | UserConversations) -> str | None:
         """Return the splits without conversations."""
-        return find_small([user], needs_validation=self.validates).get(user.name)
+        return find_shortages([user], needs_validation=self.validates).get(user.name)
 
     def refuse(self, small: FirstUsers) -> DataError:
         """Return the error that lists the first small users."""
-        return too_few(small.listed, small.count, self.users)
+        return too_few_error(small.listed, small.count, self.users)
 
     def settle(self) -> None:
         """Report conversations that the template rejects."""
@@ -420,7 +422,7 @@ def _no_base() -> Base:
     raise AssertionError("counts need no base")
 
 
-def count_here(recipe: Recipe, data: ConversationsSection, validates: bool) -> tuple[dict[str, int], set[str]]:
+def count_conversations(recipe: Recipe, data: ConversationsSection, validates: bool) -> tuple[dict[str, int], set[str]]:
     """Return the number of train conversations of each user, and the users that a run would skip.
 
     If the base model's tokenizer is not on this machine, no conversation counts as too long.
@@ -433,7 +435,7 @@ def count_here(recipe: Recipe, data: ConversationsSection, validates: bool) -> t
     Raises:
         DataError: Conversations cannot be read, or a run would refuse them.
     """
-    tokenizer, context, small = tokenizer_here(recipe.base), recipe.training.context, set[str]()
+    tokenizer, context, small = local_tokenizer(recipe.base), recipe.training.context, set[str]()
     made = _UnencodedReader if tokenizer is None else ConversationReader
     reader = made(data, recipe.data_seed, _no_base, context=context, validates=validates)
     if tokenizer is not None:
@@ -442,5 +444,5 @@ def count_here(recipe: Recipe, data: ConversationsSection, validates: bool) -> t
     users = [user for _, user in reader.stream(list(reader.read(ListedRows())))]
     for line in reader.summary()[1]:
         logger.warning("%s", line)
-    check_small(users, needs_validation=validates)
+    check_shortages(users, needs_validation=validates)
     return {user.name: len(user.train) for user in users}, small

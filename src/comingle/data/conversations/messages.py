@@ -81,7 +81,7 @@ class Columns:
         return (self.prompt, self.response) != (("prompt",), "response")
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Description of the columns for messages."""
         two = f"{', '.join(map(repr, self.prompt))} and {self.response!r}"
         return two if self.named else f"{self.messages!r}, or {two}, or {SHAREGPT!r} as ShareGPT has them"
@@ -137,7 +137,7 @@ def _pair(row: Mapping[str, object], columns: Columns) -> list[MessageRecord]:
     others = columns.prompt[1:]
     if missing := [n for n, value in values.items() if value is None and not (n in others and has_column(row, n))]:
         hint = did_you_mean(missing[0], row) if columns.named else ""
-        raise ValueError(f"no column {missing[0]!r}; found: {', '.join(row)}; allowed: {columns.told}.{hint}")
+        raise ValueError(f"no column {missing[0]!r}; found: {', '.join(row)}; allowed: {columns.description}.{hint}")
     texts = {name: _text(value, name) for name, value in values.items() if value is not None}
     prompts = [texts[name] for name in columns.prompt if name in texts]
     prompt = "\n\n".join(text for text in prompts if text.strip()) if others else prompts[0]
@@ -148,9 +148,11 @@ def _history(value: object, remark: Remark) -> list[MessageRecord]:
     """Return earlier turns, which are pairs of question and response, or messages."""
     if not _is_value(value):
         return []
-    if isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
+    if isinstance(value, list | tuple) and all(isinstance(record, Mapping) for record in value):
         return _messages(value, "history", remark)
-    if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in value):
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(record, list | tuple) and len(record) == 2 for record in value
+    ):
         raise ValueError(f"history is {reprlib.repr(value)}; allowed: a list of [question, response], or of messages")
     return [
         {"role": role, "content": _text(text, f"history[{number}]")}
@@ -194,12 +196,19 @@ def _from_json(value: object) -> object:
 
 
 def _messages(value: object, column: str, remark: Remark) -> list[MessageRecord]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(one, Mapping) for one in value):
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not all(isinstance(record, Mapping) for record in value)
+    ):
         raise ValueError(f"{column} is {reprlib.repr(value)}; allowed: a list of messages with role and content")
-    others = dict.fromkeys(key for one in value for key, its in one.items() if key not in _KEYS and _is_value(its))
-    messages = [_message(one, f"{column}[{number}]", remark) for number, one in enumerate(value)]
+    others = dict.fromkeys(
+        key for record in value for key, its in record.items() if key not in _KEYS and _is_value(its)
+    )
+    messages = [_message(record, f"{column}[{number}]", remark) for number, record in enumerate(value)]
     if any(
-        _is_value(one.get("name")) and message["role"] != "tool" for one, message in zip(value, messages, strict=True)
+        _is_value(record.get("name")) and message["role"] != "tool"
+        for record, message in zip(value, messages, strict=True)
     ):
         others["name"] = None
     if others:
@@ -207,35 +216,37 @@ def _messages(value: object, column: str, remark: Remark) -> list[MessageRecord]
     return messages
 
 
-def _message(one: Mapping[str, object], where: str, remark: Remark) -> MessageRecord:
-    role, content = (next((one[key] for key in keys if one.get(key) is not None), None) for keys in (_ROLE, _CONTENT))
+def _message(record: Mapping[str, object], where: str, remark: Remark) -> MessageRecord:
+    role, content = (
+        next((record[key] for key in keys if record.get(key) is not None), None) for keys in (_ROLE, _CONTENT)
+    )
     if not isinstance(role, str) or _OTHER_ROLES.get(role, role) not in ROLES:
         allowed = f"{', '.join(ROLES)}, developer (and human, gpt)"
         raise ValueError(f"{where} has the role {reprlib.repr(role)}; allowed: {allowed}")
     role = _OTHER_ROLES.get(role, role)
-    calls, nameless = _calls(one.get("tool_calls"), role, f"{where}.tool_calls")
+    calls, nameless = _calls(record.get("tool_calls"), role, f"{where}.tool_calls")
     text = "" if content is None and (calls or nameless) else _text(content, f"{where}.content")
     message: MessageRecord = {"role": role, "content": text}
     if calls:
         message["tool_calls"] = calls
-    if role == "tool" and _is_value(one.get("tool_call_id")):
-        message["tool_call_id"] = one["tool_call_id"]
-    if role == "tool" and _is_value(one.get("name")):
-        message["name"] = one["name"]
+    if role == "tool" and _is_value(record.get("tool_call_id")):
+        message["tool_call_id"] = record["tool_call_id"]
+    if role == "tool" and _is_value(record.get("name")):
+        message["name"] = record["name"]
     for key in _THOUGHTS:
-        if _is_value(thought := one.get(key)) and message["content"].lstrip()[:7] != "<think>":
+        if _is_value(thought := record.get(key)) and message["content"].lstrip()[:7] != "<think>":
             thought = _text(thought, f"{where}.{key}").strip("\n")
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
     if nameless:
         remark("tool calls that name no function; the responses that make them carry no loss")
-    if not _learns(one, role, where) or nameless:
+    if not _learns(record, role, where) or nameless:
         message["learn"] = False
     return message
 
 
-def _learns(one: Mapping[str, object], role: str, where: str) -> bool:
+def _learns(record: Mapping[str, object], role: str, where: str) -> bool:
     """Return False if a key of a response excludes it from the loss."""
-    given = {key: one[key] for key in _LEARN if one.get(key) is not None}
+    given = {key: record[key] for key in _LEARN if record.get(key) is not None}
     for key, value in given.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise ValueError(f"{where}.{key} is {reprlib.repr(value)}; allowed: 0 or 1, or true or false")

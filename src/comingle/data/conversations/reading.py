@@ -19,7 +19,7 @@ from comingle.data.conversations.scoring import same_words
 from comingle.data.conversations.section import ConversationRows, ConversationsSection
 from comingle.data.duplicates import Repeated, warn_same_files
 from comingle.data.files import word_problem
-from comingle.data.row_files import BadRows, Row, name_in
+from comingle.data.row_files import BadRows, Row, read_name
 from comingle.data.streaming import ListedRows, Rows, read_each
 from comingle.data.tables import choose_users, field_of, has_column, read_tables, table_of
 from comingle.data.text.section import UserFiles
@@ -55,7 +55,7 @@ def read_records(
         collected.settle()
 
 
-Placed = tuple[str, Messages]
+PlacedConversation = tuple[str, Messages]
 """Place of a conversation in its source, and the conversation."""
 
 
@@ -64,9 +64,9 @@ class UserConversations:
     """Conversations of one user by split."""
 
     name: str
-    train: tuple[Placed, ...] = ()
-    valid: tuple[Placed, ...] = ()
-    test: tuple[Placed, ...] = ()
+    train: tuple[PlacedConversation, ...] = ()
+    valid: tuple[PlacedConversation, ...] = ()
+    test: tuple[PlacedConversation, ...] = ()
 
 
 def read_users(data: ConversationsSection, seed: int, bad: BadRows | None = None) -> list[UserConversations]:
@@ -154,9 +154,9 @@ def given_readers(
             if "valid" not in rows and "validation" in rows:
                 wanted = wanted.model_copy(update={"valid_name": "validation"})
             parts = {str(split): list(rows_of(part, str(split), bad)) for split, part in rows.items()}
-            readers[name] = partial(parted, data, bad, repeated, parts, split=wanted)
+            readers[name] = partial(split_records, data, bad, repeated, parts, split=wanted)
         else:
-            readers[name] = partial(parted, data, bad, repeated, {"train": list(rows_of(rows, "train", bad))})
+            readers[name] = partial(split_records, data, bad, repeated, {"train": list(rows_of(rows, "train", bad))})
     return readers
 
 
@@ -213,22 +213,22 @@ def read_files(
     """
     given = source.path is None
     paths = {"train": source.train or source.path, "valid": source.valid, "test": source.test}
-    most = data.most_of(name)
+    max_conversations = data.max_conversations_of(name)
     parts = {
-        split: _renamed(islice(read_records(path, bad=bad), most), split)
+        split: _renamed(islice(read_records(path, bad=bad), max_conversations), split)
         for split, path in paths.items()
         if path is not None
     }
     valid_name = "valid" if source.valid is not None else None
     split = data.split.model_copy(update={"given": given, "train_name": "train", "valid_name": valid_name})
-    return parted(data, bad, repeated, parts, name, seed, split=split.model_copy(update={"test_name": "test"}))
+    return split_records(data, bad, repeated, parts, name, seed, split=split.model_copy(update={"test_name": "test"}))
 
 
 def _renamed(records: Iterable[Record], split: str) -> list[Record]:
     return [(split, where, row) for _, where, row in records]
 
 
-def parted(
+def split_records(
     data: ConversationsSection,
     bad: BadRows,
     repeated: Repeated,
@@ -253,14 +253,14 @@ def parted(
         NoTextError: There are no conversations, or a requested split is missing.
     """
     split = split or data.split
-    most, held_out = data.most_of(name), (split.test_name, split.valid_name or "")
-    found = {key: _conversations(data, bad, name, records[:most]) for key, records in parts.items()}
+    max_conversations, held_out = data.max_conversations_of(name), (split.test_name, split.valid_name or "")
+    found = {key: _conversations(data, bad, name, records[:max_conversations]) for key, records in parts.items()}
     read = repeated.drop(name, found, _words, held_out=held_out)
     if not any(read.values()):
         raise NoTextError(f"user {name!r}: no conversations; a user needs at least one")
     if not split.given:
-        every = [placed for placed_of_split in read.values() for placed in placed_of_split]
-        train, valid, test = cut(every, split.valid, split.test, seed, name)
+        conversations = [placed for placed_of_split in read.values() for placed in placed_of_split]
+        train, valid, test = split_by_count(conversations, split.valid, split.test, seed, name)
         return UserConversations(name=name, train=train, valid=valid, test=test)
     for wanted in filter(None, (split.train_name, split.valid_name, split.test_name)):
         if wanted not in read and not (wanted == split.valid_name and split.valid):
@@ -268,13 +268,15 @@ def parted(
             raise NoTextError(f"user {name!r}: no split {wanted!r}; found: {', '.join(read)}.{hint}")
     train, valid, test = tuple(read[split.train_name]), read.get(split.valid_name or ""), read[split.test_name]
     if valid is None:
-        train, valid, _ = cut(train, split.valid, 0.0, seed, name)
+        train, valid, _ = split_by_count(train, split.valid, 0.0, seed, name)
     return UserConversations(name=name, train=train, valid=tuple(valid), test=tuple(test))
 
 
-def _conversations(data: ConversationsSection, bad: BadRows, name: str, records: Iterable[Record]) -> list[Placed]:
+def _conversations(
+    data: ConversationsSection, bad: BadRows, name: str, records: Iterable[Record]
+) -> list[PlacedConversation]:
     """Return the conversations of rows; ``bad`` collects each ``ValueError`` with the row's place."""
-    found: list[Placed] = []
+    found: list[PlacedConversation] = []
     read = [] if data.dataset is None else [column for column in (data.dataset.user, data.dataset.split) if column]
     for _, where, row in records:
         place = f"user {name!r}: {where}"
@@ -287,7 +289,7 @@ def _conversations(data: ConversationsSection, bad: BadRows, name: str, records:
     return found
 
 
-def _words(placed: Placed) -> str:
+def _words(placed: PlacedConversation) -> str:
     messages = [
         {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in message.items()}
         for message in placed[1]
@@ -297,14 +299,14 @@ def _words(placed: Placed) -> str:
 
 def _check_labels(messages: Messages, labels: Sequence[str]) -> None:
     for message in messages if labels else ():
-        said = message["content"]
-        if message["role"] == "assistant" and not any(same_words(said, label) for label in labels):
-            raise ValueError(f"the response {said!r:.60} is no label; allowed: {list_names(labels)}")
+        response = message["content"]
+        if message["role"] == "assistant" and not any(same_words(response, label) for label in labels):
+            raise ValueError(f"the response {response!r:.60} is no label; allowed: {list_names(labels)}")
 
 
-def cut(
-    conversations: Sequence[Placed], valid: float, test: float, seed: int, name: str
-) -> tuple[tuple[Placed, ...], tuple[Placed, ...], tuple[Placed, ...]]:
+def split_by_count(
+    conversations: Sequence[PlacedConversation], valid: float, test: float, seed: int, name: str
+) -> tuple[tuple[PlacedConversation, ...], tuple[PlacedConversation, ...], tuple[PlacedConversation, ...]]:
     """Split conversations by fractions of their number, shuffled by (seed, name).
 
     Of three or more conversations, a split with a fraction above 0 gets at least one.
@@ -349,20 +351,20 @@ def _dataset_readers(
     """
     assert data.dataset is not None
     rows.fill(
-        ((owner, record[0], record) for owner, record in owned_records(data, bad)),
-        pack=lambda record: json.dumps(record, default=_no_text).encode(),
+        ((owner, record[0], record) for owner, record in records_with_users(data, bad)),
+        pack=lambda record: json.dumps(record, default=_placeholder).encode(),
         unpack=lambda content: tuple(json.loads(content)),
     )
-    for name, parts in rows.groups(wanted_users(data.dataset, rows.owners)):
-        yield name, partial(parted, data, bad, repeated, parts)
+    for name, parts in rows.groups(choose_dataset_users(data.dataset, rows.owners)):
+        yield name, partial(split_records, data, bad, repeated, parts)
 
 
-def _no_text(value: object) -> dict[str, str]:
+def _placeholder(value: object) -> dict[str, str]:
     """Return a JSON placeholder for a value such as a date or bytes, which is neither a message nor text."""
     return {"": type(value).__name__}
 
 
-def owned_records(data: ConversationsSection, bad: BadRows) -> Iterator[tuple[str, Record]]:
+def records_with_users(data: ConversationsSection, bad: BadRows) -> Iterator[tuple[str, Record]]:
     """Yield the rows of a data set that have a user, with the user, up to the limit per user and split.
 
     Raises:
@@ -379,7 +381,7 @@ def owned_records(data: ConversationsSection, bad: BadRows) -> Iterator[tuple[st
                 if (key := _owner(row, source, table.split)) is None:
                     continue
                 counts[key] += 1
-                if (most := data.most_of(key[0])) is None or counts[key] <= most:
+                if (max_conversations := data.max_conversations_of(key[0])) is None or counts[key] <= max_conversations:
                     yield key[0], (key[1], where, row)
         if found and not named:
             hint, there = did_you_mean(source.user, found), list_names(found)
@@ -394,10 +396,10 @@ def _owner(row: Row, source: ConversationRows, own_split: str) -> tuple[str, str
     owner, split = field_of(row, source.user), own_split if source.split is None else field_of(row, source.split)
     if owner is None or split is None:
         return None
-    return name_in(owner, source.user), name_in(split, source.split or "")
+    return read_name(owner, source.user), read_name(split, source.split or "")
 
 
-def wanted_users(source: ConversationRows, groups: Mapping[str, T]) -> Mapping[str, T]:
+def choose_dataset_users(source: ConversationRows, groups: Mapping[str, T]) -> Mapping[str, T]:
     """Return the selected users of a data set.
 
     Raises:

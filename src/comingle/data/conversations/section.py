@@ -87,7 +87,7 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
             raise ValueError(f"max_conversations: no user {strangers[0]!r}; there are: {list_names(self.users)}.{hint}")
         return self
 
-    def most_of(self, name: str) -> int | None:
+    def max_conversations_of(self, name: str) -> int | None:
         """Return how many first conversations of each split of a user are kept; None for all."""
         limit = self.max_conversations
         general = limit.get(name) if isinstance(limit, Mapping) else limit

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from comingle.data.row_files import describe
+from comingle.data.row_files import describe_cause
 from comingle.data.samples.samples import SPLITS
 from comingle.utils.errors import DataError, list_names
 
@@ -35,7 +35,7 @@ _SYSTEM_FILES = {"thumbs.db", "ehthumbs.db", "desktop.ini"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class ImageFormat:
     """Conversion of images on reading.
 
     Args:
@@ -48,7 +48,7 @@ class Look:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
+class Images:
     """Images of a folder.
 
     Args:
@@ -102,10 +102,10 @@ def _one_by_one(key: str) -> str:
 
 def class_folders(folder: Path) -> list[Path]:
     """List the subfolders, one per class, without hidden and system folders."""
-    return sorted(path for path in visible(folder) if path.is_dir())
+    return sorted(path for path in list_visible(folder) if path.is_dir())
 
 
-def visible(folder: Path) -> list[Path]:
+def list_visible(folder: Path) -> list[Path]:
     """List the entries of a folder, without hidden and system ones."""
     names = _SYSTEM_FOLDERS | _SYSTEM_FILES
     return [path for path in folder.iterdir() if not path.name.startswith(".") and path.name.casefold() not in names]
@@ -116,7 +116,7 @@ def _files_below(folder: Path, seen: frozenset[str] = frozenset()) -> Iterator[P
     real = os.path.realpath(folder)
     if real in seen:
         return
-    for path in visible(folder):
+    for path in list_visible(folder):
         if path.is_dir():
             yield from _files_below(path, seen | {real})
         elif path.is_file():
@@ -127,12 +127,12 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
-def read_folder(folder: Path, look: Look, key: str) -> Pictures:
+def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
     """Read all images of a folder, class by class; the class is the name of the subfolder.
 
     Args:
         folder: The folder.
-        look: Size and colours.
+        image_format: Size and colours.
         key: Recipe key that names the folder, for error messages.
 
     Raises:
@@ -151,12 +151,12 @@ def read_folder(folder: Path, look: Look, key: str) -> Pictures:
             f"{folder}: no images in {list_names(c.name for c in classes)}; looked for {' '.join(SUFFIXES)}"
         )
     _check_depth(folder, images, key)
-    beside = [path for path in visible(folder) if path.is_file()]
+    beside = [path for path in list_visible(folder) if path.is_file()]
     others = [path for of_class in within.values() for path in of_class if not _is_image(path)]
     unread = Counter(path.suffix.lower() or path.name for path in [*beside, *others])
     labels = tuple(path.relative_to(folder).parts[0] for path in files)
     names = tuple(path.name for path in classes)
-    return Pictures(pixels=_read_all(files, look), labels=labels, classes=names, unread=unread)
+    return Images(pixels=_read_all(files, image_format), labels=labels, classes=names, unread=unread)
 
 
 def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
@@ -184,13 +184,13 @@ def _listed(names: Sequence[str]) -> str:
 # -------------------------------------------------------------------- images
 
 
-def _read_all(files: Sequence[Path], look: Look) -> UInt8[Tensor, "n h w c"]:
-    first = _read_one(files[0], look)
+def _read_all(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tensor, "n h w c"]:
+    first = _read_one(files[0], image_format)
     pixels = torch.empty(len(files), *first.shape, dtype=torch.uint8)
     for number, path in enumerate(files):
-        image = _read_one(path, look)
+        image = _read_one(path, image_format)
         if image.shape != first.shape:
-            sizes = [f"{one.shape[1]} x {one.shape[0]}" for one in (image, first)]
+            sizes = [f"{picture.shape[1]} x {picture.shape[0]}" for picture in (image, first)]
             raise DataError(
                 f"{path}: an image of {sizes[0]}, but {files[0]} has {sizes[1]}; give data.image_size to scale all"
             )
@@ -198,7 +198,7 @@ def _read_all(files: Sequence[Path], look: Look) -> UInt8[Tensor, "n h w c"]:
     return pixels
 
 
-def _read_one(path: Path, look: Look) -> np.ndarray:
+def _read_one(path: Path, image_format: ImageFormat) -> np.ndarray:
     """Return an image as ``(h, w, 1)`` or ``(h, w, 3)``, rotated as its EXIF data says."""
     try:
         from PIL import Image, ImageOps
@@ -206,15 +206,15 @@ def _read_one(path: Path, look: Look) -> np.ndarray:
         raise DataError("images need Pillow: pip install 'comingle[data]'") from error
     try:
         with Image.open(path) as image:
-            upright = _in_8_bits(ImageOps.exif_transpose(image), image).convert("L" if look.grey else "RGB")
-            if look.size is not None:
-                upright = upright.resize((look.size[1], look.size[0]), Image.Resampling.BILINEAR)
+            upright = _in_8_bits(ImageOps.exif_transpose(image), image).convert("L" if image_format.grey else "RGB")
+            if image_format.size is not None:
+                upright = upright.resize((image_format.size[1], image_format.size[0]), Image.Resampling.BILINEAR)
             pixels = np.array(upright)
     except DataError:
         raise
     except Exception as error:  # Pillow's readers raise unrelated exceptions
-        raise DataError(f"{path}: not a readable image: {describe(error)}") from error
-    return pixels[:, :, None] if look.grey else pixels
+        raise DataError(f"{path}: not a readable image: {describe_cause(error)}") from error
+    return pixels[:, :, None] if image_format.grey else pixels
 
 
 _BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0

@@ -17,13 +17,13 @@ from torch.utils.data import Dataset
 from comingle.data.samples import samples
 from comingle.data.samples.images import (
     SUFFIXES,
-    Look,
-    Pictures,
+    ImageFormat,
+    Images,
     class_folders,
     find_splits,
+    list_visible,
     read_folder,
     split_named,
-    visible,
 )
 from comingle.data.samples.samples import (
     SPLITS,
@@ -31,12 +31,12 @@ from comingle.data.samples.samples import (
     UserSamples,
     as_samples,
     check,
+    describe_unseen,
     hold_out,
     is_pair,
     read_arrays,
     read_samples,
-    take,
-    told_unseen,
+    select_samples,
     unseen_labels,
 )
 from comingle.data.samples.section import SampleSource, SamplesSection
@@ -84,7 +84,7 @@ class Population:
         return None
 
 
-def part(name: str, splits: Mapping[str, Samples], *, valid: float, test: float, seed: int) -> UserSamples:
+def split_samples(name: str, splits: Mapping[str, Samples], *, valid: float, test: float, seed: int) -> UserSamples:
     """Return a user with three splits; hold out missing test and valid splits from train.
 
     The seed and the user's name determine which samples are held out.
@@ -104,7 +104,7 @@ def part(name: str, splits: Mapping[str, Samples], *, valid: float, test: float,
         raise DataError(f"user {name!r}: train holds no samples, needs at least 1")
     if "test" in splits and "valid" in splits:
         return UserSamples(name=name, train=train, valid=splits["valid"], test=splits["test"])
-    train = take(train, torch.randperm(len(train), generator=generator("samples", name, seed)))
+    train = select_samples(train, torch.randperm(len(train), generator=generator("samples", name, seed)))
     parts = dict(splits)
     if "test" not in splits:
         valid /= 1 - test  # a fraction of all samples, not of those that remain
@@ -119,7 +119,7 @@ def _held_out(name: str, samples: Samples, split: str, share: float) -> tuple[Sa
     if not len(held):
         got = f"{len(samples)} samples, one of each class" if len(samples) > 1 else "1 sample"
         raise DataError(f"user {name!r}: {got}, of which none can be spared for data.split.{split}; give more")
-    return take(samples, kept), take(samples, held)
+    return select_samples(samples, kept), select_samples(samples, held)
 
 
 def _labels(samples: Samples) -> Int64[Tensor, " n"]:
@@ -130,18 +130,18 @@ def _labels(samples: Samples) -> Int64[Tensor, " n"]:
     return torch.zeros(len(targets), dtype=torch.int64)
 
 
-TAKEN = f"{samples.TAKEN}, or {{train, valid, test}} of these"
+ALLOWED_SAMPLES = f"{samples.ALLOWED_SAMPLES}, or {{train, valid, test}} of these"
 """Allowed data of a user, for error messages."""
 
 
-def takes(data: object) -> bool:
+def is_user_samples(data: object) -> bool:
     """Return whether an object may be a user's samples, judged by its type."""
     if isinstance(data, Mapping):
-        return bool(data) and set(data) <= set(SPLITS) and all(_is_one(one) for one in data.values())
-    return isinstance(data, UserSamples) or _is_one(data)
+        return bool(data) and set(data) <= set(SPLITS) and all(_is_samples(item) for item in data.values())
+    return isinstance(data, UserSamples) or _is_samples(data)
 
 
-def _is_one(data: object) -> bool:
+def _is_samples(data: object) -> bool:
     return isinstance(data, Samples | Dataset) or is_pair(data)
 
 
@@ -159,26 +159,26 @@ def read_given(name: str, data: object, *, valid: float, test: float, seed: int)
         DataError: The data has another type, or too few samples.
     """
     where = f"user {name!r}"
-    if not takes(data):
-        raise DataError(f"{where}: got {type(data).__name__}; allowed: {TAKEN}")
+    if not is_user_samples(data):
+        raise DataError(f"{where}: got {type(data).__name__}; allowed: {ALLOWED_SAMPLES}")
     if isinstance(data, UserSamples):
         return data
     splits = data if isinstance(data, Mapping) else {"train": data}
     if isinstance(data, Mapping) and not {"train", "test"} <= set(data):
         raise DataError(f"{where}: splits {', '.join(map(repr, data))}; allowed: 'train' and 'test', maybe 'valid'")
-    alone = not isinstance(data, Mapping)
-    read = {split: read_samples(one, where if alone else f"{where}: {split}") for split, one in splits.items()}
-    return part(name, read, valid=valid, test=test, seed=seed)
+    is_single = not isinstance(data, Mapping)
+    read = {split: read_samples(item, where if is_single else f"{where}: {split}") for split, item in splits.items()}
+    return split_samples(name, read, valid=valid, test=test, seed=seed)
 
 
 _NAMES = (("inputs", "targets"), ("x", "y"), ("X", "y"))
 _SUFFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
 
 
-def look_of(section: SamplesSection) -> Look:
+def image_format_of(section: SamplesSection) -> ImageFormat:
     """Return the size and colours to which a recipe's images are converted."""
     size = section.image_size
-    return Look(size=(size, size) if isinstance(size, int) else size, grey=section.grayscale)
+    return ImageFormat(size=(size, size) if isinstance(size, int) else size, grey=section.grayscale)
 
 
 @dataclass(kw_only=True)
@@ -201,7 +201,7 @@ class Remarks:
         if "test" in splits:
             if split_named(splits["test"].name) != "test":
                 self.renamed[user] = splits["test"].name
-            self.add_unread(user, Counter(path.name for path in visible(folder) if path not in splits.values()))
+            self.add_unread(user, Counter(path.name for path in list_visible(folder) if path not in splits.values()))
 
     def add_unread(self, user: str, unread: Counter[str]) -> None:
         """Add to the numbers of a user's files that are not read."""
@@ -223,20 +223,22 @@ class Remarks:
         return lines
 
 
-def read_source(user: str, source: SampleSource, look: Look, remarks: Remarks) -> dict[str, Samples | Pictures]:
+def read_source(
+    user: str, source: SampleSource, image_format: ImageFormat, remarks: Remarks
+) -> dict[str, Samples | Images]:
     """Read one user's samples by split.
 
     Args:
         user: Name of the user.
         source: The user's entry in the recipe.
-        look: Size and colours of images.
+        image_format: Size and colours of images.
         remarks: Collects notes for the log.
 
     Raises:
         DataError: A source is missing or unreadable.
     """
     where, key = f"user {user!r}", f"data.users.{user}"
-    parts: dict[str, Samples | Pictures] = {}
+    parts: dict[str, Samples | Images] = {}
     if source.path is not None:
         path = expand_home(source.path)
         if _is_file(path, where):
@@ -250,8 +252,10 @@ def read_source(user: str, source: SampleSource, look: Look, remarks: Remarks) -
         if _is_file(path, where):
             parts[split] = read_npz(path, where)["train"]
         else:
-            pictures = parts[split] = read_folder(path, look, key if len(splits) == 1 else f"{key}.{split}")
-            remarks.add_unread(user, pictures.unread)
+            folder_images = parts[split] = read_folder(
+                path, image_format, key if len(splits) == 1 else f"{key}.{split}"
+            )
+            remarks.add_unread(user, folder_images.unread)
     return parts
 
 
@@ -292,7 +296,7 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
     )
 
 
-def shared_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+def collect_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     """Return the classes of all users, and a note on users that lack some.
 
     The classes are those in ``named``, or else all that occur, sorted; none if there are none. Each user's classes are
@@ -321,8 +325,8 @@ def shared_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str,
     return classes, f"{len(classes)} classes are those of all users together: {list_names(classes)}; {some}"
 
 
-def numbered(
-    section: SamplesSection, name: str, splits: Mapping[str, Samples | Pictures], labels: Sequence[str]
+def number_classes(
+    section: SamplesSection, name: str, splits: Mapping[str, Samples | Images], labels: Sequence[str]
 ) -> dict[str, Samples]:
     """Return a user's samples with images as tensors and classes as numbers.
 
@@ -335,19 +339,19 @@ def numbered(
     Raises:
         DataError: Some users have images and others arrays, or image settings are given without images.
     """
-    if labels and any(isinstance(one, Samples) for one in splits.values()):
+    if labels and any(isinstance(item, Samples) for item in splits.values()):
         raise DataError(f"user {name!r}: an .npz file, but others have folders of images; give all the same")
     if not labels and (section.image_size is not None or section.grayscale):
         raise DataError("data.image_size and grayscale are for folders of images; the users have .npz files")
-    return {split: _samples(one, labels) for split, one in splits.items()}
+    return {split: _samples(item, labels) for split, item in splits.items()}
 
 
-def _samples(one: Samples | Pictures, labels: Sequence[str]) -> Samples:
-    if isinstance(one, Samples):
-        return one
+def _samples(item: Samples | Images, labels: Sequence[str]) -> Samples:
+    if isinstance(item, Samples):
+        return item
     number = {label: i for i, label in enumerate(labels)}
-    targets = torch.from_numpy(np.array([number[label] for label in one.labels], dtype=np.int64))
-    return Samples(inputs=one.pixels.permute(0, 3, 1, 2).contiguous().float() / 255, targets=targets)
+    targets = torch.from_numpy(np.array([number[label] for label in item.labels], dtype=np.int64))
+    return Samples(inputs=item.pixels.permute(0, 3, 1, 2).contiguous().float() / 255, targets=targets)
 
 
 class SamplesReader(StreamingReader[UserSamples, UserSamples]):
@@ -393,12 +397,12 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         if self.given is not None:
             yield from (read_given(name, held, **self._shares) for name, held in self.given.items())
             return
-        users, look = self.section.users or {}, look_of(self.section)
+        users, image_format = self.section.users or {}, image_format_of(self.section)
         own = ((name, _classes_in(name, source)) for name, source in users.items())
-        self.labels, self._lacking = shared_classes(own, self.section.labels)
+        self.labels, self._lacking = collect_classes(own, self.section.labels)
         for name, source in users.items():
-            found = read_source(name, source, look, self._remarks)
-            yield part(name, numbered(self.section, name, found, self.labels), **self._shares)
+            found = read_source(name, source, image_format, self._remarks)
+            yield split_samples(name, number_classes(self.section, name, found, self.labels), **self._shares)
 
     def encode(self, read: UserSamples) -> UserSamples:
         """Return the user, with targets as real numbers if the loss does not take classes.
@@ -414,14 +418,14 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             assert self._unchanged is not None
             check([self._unchanged, user], classes=self._limit)
         if self._whole and not self.loss.classes:
-            user = as_real(user)
+            user = with_real_targets(user)
         self._first = self._first or user
         if self.loss.classes and self._whole:
             self._count_classes(user)
         return user
 
     def _count_classes(self, user: UserSamples) -> None:
-        parts = (one.targets for one in (user.train, user.valid, user.test) if len(one))
+        parts = (item.targets for item in (user.train, user.valid, user.test) if len(item))
         self._most = max(self._most, *(int(targets.max()) + 1 for targets in parts))
         if len(self._seen) < 2:  # two suffice: the check is for data with a single class
             self._seen.update(user.train.targets.unique()[:2].tolist())
@@ -461,7 +465,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         if classes and self._whole:
             lines += check_classes(self._seen, outputs, self.section.outputs, self.labels)
         if self._unseen.count:
-            lines.append(told_unseen(self._unseen.first, self._unseen.count, self.users))
+            lines.append(describe_unseen(self._unseen.first, self._unseen.count, self.users))
         about = {"outputs": outputs, "whole": self._whole, "labels": list(self.labels)}
         return {"shape": list(train.inputs.shape[1:]), **about}, lines
 
@@ -473,7 +477,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             loss=self.loss,
             classes=about["outputs"],
             input_shape=shape,
-            net=usual_net(shape) if self.net is None else self.net,
+            net=default_net(shape) if self.net is None else self.net,
             labels=tuple(about["labels"]),
         )
 
@@ -491,10 +495,10 @@ def _classes_in(user: str, source: SampleSource) -> set[str]:
     folders = [folder for path in _paths(source) if (folder := expand_home(path)).is_dir()]
     if source.path is not None:  # otherwise each folder is a split
         folders = [split for folder in folders for split in find_splits(folder, f"data.users.{user}").values()]
-    return {one.name for folder in folders for one in class_folders(folder)}
+    return {item.name for folder in folders for item in class_folders(folder)}
 
 
-def usual_net(shape: Sequence[int]) -> str:
+def default_net(shape: Sequence[int]) -> str:
     """Return the name of the default net for inputs of a shape."""
     return "cnn" if len(shape) == 3 and min(shape[1:]) >= 4 else "mlp"
 
@@ -524,7 +528,7 @@ def check_classes(seen: Collection[int], outputs: int, given: int | None, labels
     return []
 
 
-def as_real(user: UserSamples) -> UserSamples:
+def with_real_targets(user: UserSamples) -> UserSamples:
     """Return the user with targets as real numbers of shape ``(n, 1)``, for a regression."""
 
     def real(samples: Samples) -> Samples:

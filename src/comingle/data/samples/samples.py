@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from comingle.data.row_files import describe
+from comingle.data.row_files import describe_cause
 from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError
 
@@ -243,7 +243,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         with path.open("rb") as raw, np.load(raw) as file:  # np.load(path) would not close a damaged file
             return {key: file[key] for key in file.files}
     except Exception as error:  # numpy, zipfile, zlib and tokenize raise unrelated exceptions
-        raise DataError(f"{path}: not a readable npz file: {describe(error)}") from error
+        raise DataError(f"{path}: not a readable npz file: {describe_cause(error)}") from error
 
 
 def as_samples(inputs: object, targets: object, where: str) -> Samples:
@@ -327,7 +327,7 @@ def read_samples(data: Any, where: str) -> Samples:
     if isinstance(data, Dataset):
         return _items(data, where)
     if not is_pair(data):
-        raise DataError(f"{where}: got {type(data).__name__}; allowed: {TAKEN}")
+        raise DataError(f"{where}: got {type(data).__name__}; allowed: {ALLOWED_SAMPLES}")
     inputs, targets = data
     return as_samples(inputs, targets, where)
 
@@ -337,7 +337,7 @@ def is_pair(data: object) -> bool:
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(d, Tensor | np.ndarray) for d in data)
 
 
-TAKEN = "a torch Dataset of (input, target), a pair of arrays or tensors"
+ALLOWED_SAMPLES = "a torch Dataset of (input, target), a pair of arrays or tensors"
 """Allowed data, for error messages."""
 
 
@@ -376,7 +376,7 @@ def _stack(values: list[Tensor], where: str) -> Tensor:
     try:
         return torch.stack(values)
     except (RuntimeError, TypeError) as error:
-        raise DataError(f"{where} cannot be put together: {describe(error)}") from error
+        raise DataError(f"{where} cannot be put together: {describe_cause(error)}") from error
 
 
 logger = logging.getLogger("comingle")
@@ -420,7 +420,7 @@ def _rank_in_label(labels: Int64[Tensor, " n"], counts: Int64[Tensor, " classes"
     return rank
 
 
-def take(samples: Samples, places: Int64[Tensor, " m"]) -> Samples:
+def select_samples(samples: Samples, places: Int64[Tensor, " m"]) -> Samples:
     """Return the samples at these indices."""
     return Samples(inputs=samples.inputs[places], targets=samples.targets[places])
 
@@ -429,7 +429,7 @@ def warn_unseen(users: Sequence[UserSamples]) -> None:
     """Warn of users with labels in valid or test that their train samples lack."""
     unseen = {user.name: labels for user in users if (labels := unseen_labels(user))}
     if unseen:
-        logger.warning("%s", told_unseen(unseen, len(unseen), len(users)))
+        logger.warning("%s", describe_unseen(unseen, len(unseen), len(users)))
 
 
 def unseen_labels(user: UserSamples) -> list[int]:
@@ -437,7 +437,7 @@ def unseen_labels(user: UserSamples) -> list[int]:
     return sorted({*find_unseen(user, user.valid), *find_unseen(user, user.test)})
 
 
-def told_unseen(unseen: Mapping[str, Sequence[int]], count: int, users: int) -> str:
+def describe_unseen(unseen: Mapping[str, Sequence[int]], count: int, users: int) -> str:
     """Return the warning about users with labels that their train samples lack.
 
     Args:
@@ -447,8 +447,8 @@ def told_unseen(unseen: Mapping[str, Sequence[int]], count: int, users: int) -> 
     """
     named = [f"{name!r} on {list_labels(labels)}" for name, labels in islice(unseen.items(), _NAMED)]
     more = f"; and {count - _NAMED} more users" if count > _NAMED else ""
-    told = f"{count} of {users} users are validated or tested on labels that their train samples lack"
-    return f"{told}: {'; '.join(named)}{more}"
+    description = f"{count} of {users} users are validated or tested on labels that their train samples lack"
+    return f"{description}: {'; '.join(named)}{more}"
 
 
 def find_unseen(user: UserSamples, samples: Samples) -> list[int]:

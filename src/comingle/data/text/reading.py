@@ -13,7 +13,7 @@ import torch
 from comingle.config import Recipe, SplitSection
 from comingle.config.settings import DataSection
 from comingle.data.duplicates import Repeated, warn_same_files
-from comingle.data.files import most_bytes
+from comingle.data.files import max_read_bytes
 from comingle.data.populations import Named, User
 from comingle.data.row_files import BadRows, BadRowsError
 from comingle.data.samples.samples import SPLITS
@@ -30,7 +30,15 @@ from comingle.data.splits import (
 from comingle.data.streaming import FirstUsers, ListedRows, Read, Rows, StreamingReader, read_each
 from comingle.data.tables import iterate_texts, table_of
 from comingle.data.text.section import DatasetSource, DocumentsSection, TextSection, UserSource
-from comingle.data.text.streams import Shortage, UserData, check, find_shortage, pack, too_short, with_validation
+from comingle.data.text.streams import (
+    Shortage,
+    UserData,
+    add_validation_to_train,
+    check,
+    find_shortage,
+    pack,
+    too_short_error,
+)
 from comingle.models.base import Base, tokenizer_of
 from comingle.models.chat_templates import begin_of
 from comingle.models.folders import digest_tokenizer, load_tokenizer
@@ -51,8 +59,8 @@ def tokenise_user(data: TextSection, text: UserText, tokenizer: PreTrainedTokeni
         text: Documents of the user.
         tokenizer: Tokenizer of the base model.
     """
-    user = pack(text, tokenizer, **limits_of(data, text.name))
-    return with_validation(user) if data.train_on_valid else user
+    user = pack(text, tokenizer, **limits_for_user(data, text.name))
+    return add_validation_to_train(user) if data.train_on_valid else user
 
 
 def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:
@@ -62,7 +70,7 @@ def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str,
         RecipeError: A limit names an unknown user.
     """
     check_limits(data, names)
-    return {name: limits_of(data, name) for name in names}
+    return {name: limits_for_user(data, name) for name in names}
 
 
 def check_limits(data: TextSection, names: Collection[str]) -> None:
@@ -83,7 +91,7 @@ LIMITS = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
 """Recipe keys of the token limits of train, valid and test."""
 
 
-def limits_of(data: TextSection, name: str) -> dict[str, int | None]:
+def limits_for_user(data: TextSection, name: str) -> dict[str, int | None]:
     """Return the token limits of a user by recipe key; the user's own limit overrides the general one."""
     given = {key: getattr(data, key) for key in LIMITS}
     limits = {key: limit.get(name) if isinstance(limit, Mapping) else limit for key, limit in given.items()}
@@ -154,13 +162,13 @@ def _dataset_readers(
     data: TextSection, seed: int, rows: Rows, bad: BadRows, repeated: Repeated
 ) -> Iterator[tuple[str, Reader]]:
     assert data.dataset is not None
-    wanted = group_documents(data.dataset.path, rows, **options_of(data.dataset), bad=bad)
+    wanted = group_documents(data.dataset.path, rows, **dataset_options(data.dataset), bad=bad)
     check_limits(data, list(wanted))
     for name, splits in rows.groups(wanted):
-        yield name, partial(split_group, name, splits, data.split, seed, repeated)
+        yield name, partial(split_rows, name, splits, data.split, seed, repeated)
 
 
-def options_of(source: DatasetSource) -> dict[str, Any]:
+def dataset_options(source: DatasetSource) -> dict[str, Any]:
     """Return the section's arguments for :func:`comingle.data.sources.iterate_documents` besides the source."""
     return {
         "user": source.user,
@@ -195,23 +203,23 @@ def _read_user(
     source: UserSource,
     split: SplitSection,
     seed: int,
-    kept: Mapping[str, int | None],
+    limits: Mapping[str, int | None],
     bad: BadRows,
     repeated: Repeated,
 ) -> UserText:
-    """Read and split a user's documents; ``kept`` has the token limits, which bound how much is read."""
+    """Read and split a user's documents; ``limits`` has the token limits, which bound how much is read."""
 
     def reading(path: str) -> ReadUpTo:
-        return lambda most: read_documents(path, column=source.column, most=most, bad=bad)
+        return lambda max_bytes: read_documents(path, column=source.column, max_bytes=max_bytes, bad=bad)
 
     if source.path is not None:
-        return split_whole(name, reading(source.path), split, seed, kept, repeated)
+        return split_source(name, reading(source.path), split, seed, limits, repeated)
     paths = {key: path for key in ("train", "valid", "test") if (path := getattr(source, key)) is not None}
-    return split_parts(name, {key: reading(path) for key, path in paths.items()}, split, seed, kept, repeated)
+    return split_sources(name, {key: reading(path) for key, path in paths.items()}, split, seed, limits, repeated)
 
 
-def split_whole(
-    name: str, read: ReadUpTo, split: SplitSection, seed: int, kept: Mapping[str, int | None], repeated: Repeated
+def split_source(
+    name: str, read: ReadUpTo, split: SplitSection, seed: int, limits: Mapping[str, int | None], repeated: Repeated
 ) -> UserText:
     """Split one source into train, valid and test by fractions.
 
@@ -220,22 +228,22 @@ def split_whole(
         read: Reads the documents.
         split: The recipe's section with the fractions.
         seed: Seed of the shuffle.
-        kept: Token limits of the user by recipe key, which bound how much is read.
+        limits: Token limits of the user by recipe key, which bound how much is read.
         repeated: Drops duplicate documents.
     """
-    train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
+    train, valid, test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
     rest = 1 - split.valid - split.test
-    most = most_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
-    documents = repeated.drop(name, {"": read(most)}, str)[""]
+    max_bytes = max_read_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
+    documents = repeated.drop(name, {"": read(max_bytes)}, str)[""]
     return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
 
 
-def split_parts(
+def split_sources(
     name: str,
     reads: Mapping[str, ReadUpTo],
     split: SplitSection,
     seed: int,
-    kept: Mapping[str, int | None],
+    limits: Mapping[str, int | None],
     repeated: Repeated,
 ) -> UserText:
     """Read a source for each split; without one for valid, cut valid from train by the recipe's fraction.
@@ -245,23 +253,23 @@ def split_parts(
         reads: Functions that read the documents, by split.
         split: The recipe's section with the fractions.
         seed: Seed of the shuffle.
-        kept: Token limits of the user by recipe key, which bound how much is read.
+        limits: Token limits of the user by recipe key, which bound how much is read.
         repeated: Drops duplicate documents.
     """
-    train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
+    train, valid, test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
     carved = split.valid if "valid" not in reads else 0.0
-    most = {
-        "train": most_bytes(train=(train, 1 - carved), valid=(valid, carved)),
-        "valid": most_bytes(train=(valid, 1.0)),
-        "test": most_bytes(train=(test, 1.0)),
+    max_bytes = {
+        "train": max_read_bytes(train=(train, 1 - carved), valid=(valid, carved)),
+        "valid": max_read_bytes(train=(valid, 1.0)),
+        "test": max_read_bytes(train=(test, 1.0)),
     }
-    read = {key: read(most[key]) for key, read in reads.items()}
+    read = {key: read(max_bytes[key]) for key, read in reads.items()}
     parts = repeated.drop(name, read, str, held_out=("test", "valid"))
     given = "valid" if "valid" in parts else None
     return split_given(parts, name=name, valid=given, valid_fraction=carved, seed=seed)
 
 
-def split_group(
+def split_rows(
     name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int, repeated: Repeated
 ) -> UserText:
     """Split a user's rows of a data set into train, valid and test, by the data set's splits or by fractions.
@@ -288,14 +296,16 @@ def split_group(
     )
 
 
-HANDED = "a list of texts, a file or folder, a datasets.Dataset with a column text, or {train, valid, test} of these"
+ALLOWED_TEXT = (
+    "a list of texts, a file or folder, a datasets.Dataset with a column text, or {train, valid, test} of these"
+)
 """Allowed data of a user, for error messages."""
 
 _SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
 """Splits by allowed key; data sets of the hub use ``validation``."""
 
 
-def takes(data: object) -> bool:
+def is_user_text(data: object) -> bool:
     """Return whether an object may be one user's text, judged by its type and first document."""
     if isinstance(data, Mapping):
         return bool(data) and set(data) <= set(_SPLITS) and all(map(_is_source, data.values()))
@@ -336,19 +346,19 @@ def given_readers(
     for name, source in given.items():
         if isinstance(source, Mapping):
             sources = {_SPLITS[str(split)]: partial(_documents, bad, name, part) for split, part in source.items()}
-            readers[name] = partial(split_parts, name, sources, data.split, seed, limits[name], repeated)
+            readers[name] = partial(split_sources, name, sources, data.split, seed, limits[name], repeated)
         else:
             read = partial(_documents, bad, name, source)
-            readers[name] = partial(split_whole, name, read, data.split, seed, limits[name], repeated)
+            readers[name] = partial(split_source, name, read, data.split, seed, limits[name], repeated)
     return readers
 
 
-def _documents(bad: BadRows, name: str, source: object, most: int | None) -> list[str]:
-    """Return the documents of a user that are not blank, up to about ``most`` bytes of text."""
+def _documents(bad: BadRows, name: str, source: object, max_bytes: int | None) -> list[str]:
+    """Return the documents of a user that are not blank, up to about ``max_bytes`` bytes of text."""
     if isinstance(source, str | os.PathLike):
-        return _from_path(bad, name, os.fspath(source), most)
-    where, documents, left = f"user {name!r}", [], most
-    for document in _each(bad, source, where):
+        return _from_path(bad, name, os.fspath(source), max_bytes)
+    where, documents, left = f"user {name!r}", [], max_bytes
+    for document in _iterate_documents(bad, source, where):
         if left is not None and left <= 0:
             break
         left = None if left is None else left - len(document.encode())
@@ -358,16 +368,16 @@ def _documents(bad: BadRows, name: str, source: object, most: int | None) -> lis
     return documents
 
 
-def _from_path(bad: BadRows, name: str, path: str, most: int | None) -> list[str]:
+def _from_path(bad: BadRows, name: str, path: str, max_bytes: int | None) -> list[str]:
     try:
-        return read_documents(path, most=most, bad=bad)
+        return read_documents(path, max_bytes=max_bytes, bad=bad)
     except (NoTextError, BadRowsError):
         raise
     except DataError as error:
         raise DataError(f"user {name!r}: {error!s:.300}; text itself is given as a list of documents") from None
 
 
-def _each(bad: BadRows, source: Any, where: str) -> Iterator[str]:
+def _iterate_documents(bad: BadRows, source: Any, where: str) -> Iterator[str]:
     if (column := _column(source)) is not None:
         yield from (document for (document,) in iterate_texts(table_of(source, where, "train"), (column,), bad))
         return
@@ -545,7 +555,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
 
     def refuse(self, small: FirstUsers) -> DataError:
         """Return the error that lists the first small users."""
-        return too_short(small.first, small.count, self.users)
+        return too_short_error(small.first, small.count, self.users)
 
     def check(self, user: UserData) -> None:
         """Check that a user has validation text if ``data.train_on_valid`` is set."""
@@ -582,14 +592,14 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
         DataError: A run would refuse the text.
         RecipeError: A limit names an unknown user.
     """
-    here, note = found_here(data)
+    here, note = has_local_text(data)
     if not here:
         return set(), note
-    texts, tokenizer = read_users(data, recipe.data_seed), tokenizer_here(recipe.base)
+    texts, tokenizer = read_users(data, recipe.data_seed), local_tokenizer(recipe.base)
     return set() if tokenizer is None else _check_lengths(recipe, data, texts, tokenizer, validates), ""
 
 
-def found_here(data: TextSection) -> tuple[bool, str]:
+def has_local_text(data: TextSection) -> tuple[bool, str]:
     """Return whether all users' files are on this machine, and a note if some are missing.
 
     False without a note if a source is a demo user or a hub name, or if the recipe does not list users.
@@ -615,7 +625,7 @@ def _check_lengths(
         for name, limits_of_user in limits.items()
     }
     users = [pack(text, tokenizer, **heads[text.name]) for text in texts]
-    users = [with_validation(user) for user in users] if data.train_on_valid else users
+    users = [add_validation_to_train(user) for user in users] if data.train_on_valid else users
     begins = data.add_bos_token and bool(begin_of(tokenizer))
     needed = {"context": context, "needs_validation": validates, "begins": begins}
     small = {user.name for user in users if find_shortage(user, **needed)}
@@ -629,7 +639,7 @@ def _sources(data: DocumentsSection) -> list[str]:
     return [path for user in users for path in (user.path, user.train, user.valid, user.test) if path is not None]
 
 
-def tokenizer_here(base: str) -> PreTrainedTokenizerBase | None:
+def local_tokenizer(base: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a base model if it is on this machine; None if it would have to be downloaded."""
     if base.startswith(PREFIX):
         return byte_tokenizer()

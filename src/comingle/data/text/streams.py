@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comingle.data.splits import UserText
-from comingle.data.streaming import list_small
+from comingle.data.streaming import list_shortages
 from comingle.utils.errors import DataError
 
 # Fast tokenizers process a batch of documents in parallel. Tokenising up to a token limit stops after a batch.
@@ -120,7 +120,7 @@ def pack(
     )
 
 
-def with_validation(user: UserData) -> UserData:
+def add_validation_to_train(user: UserData) -> UserData:
     """Return the user with its validation stream appended to the train stream."""
     return replace(user, train=torch.cat([user.train, user.valid]))
 
@@ -143,10 +143,10 @@ def check(users: Sequence[UserData], *, context: int, needs_validation: bool, be
         if (shortage := find_shortage(user, context=context, needs_validation=needs_validation, begins=begins))
     }
     if shortages:
-        raise too_short(shortages, len(shortages), len(users))
+        raise too_short_error(shortages, len(shortages), len(users))
 
 
-def too_short(shortages: Mapping[str, Shortage], count: int, users: int) -> DataError:
+def too_short_error(shortages: Mapping[str, Shortage], count: int, users: int) -> DataError:
     """Return the error for users with too little text.
 
     Args:
@@ -158,7 +158,7 @@ def too_short(shortages: Mapping[str, Shortage], count: int, users: int) -> Data
     if count == 1:
         ((name, shortage),) = shortages.items()
         return DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip}")
-    listed = list_small({name: shortage.what for name, shortage in shortages.items()}, count)
+    listed = list_shortages({name: shortage.what for name, shortage in shortages.items()}, count)
     advice, *others = {shortage.advice for shortage in shortages.values()}
     advice = "; give them more text or shorten training.context" if others else advice
     return DataError(f"{count} of {users} users have too little text: {listed}{advice}{skip}")

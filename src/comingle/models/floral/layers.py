@@ -137,7 +137,7 @@ class Geometry:
         lead = inner.shape[: inner.ndim - len(self.inner_shape)]
         return inner.reshape(*lead, self.groups, self.width, self.columns)
 
-    def inner_of(self, matrix: Float[Tensor, "... groups width columns"]) -> Clustered:
+    def inner_from_matrix(self, matrix: Float[Tensor, "... groups width columns"]) -> Clustered:
         """Return the inner factor of matrices per group; the inverse of :meth:`inner_matrix`."""
         return matrix.reshape(*matrix.shape[:-3], *self.inner_shape)
 
@@ -149,7 +149,7 @@ class Geometry:
             outer = outer.reshape(*lead, self.d_out, self.width, -1).transpose(-1, -2)
         return outer.reshape(*lead, self.groups, self.rows, self.width)
 
-    def outer_of(self, matrix: Float[Tensor, "... groups rows width"]) -> Clustered:
+    def outer_from_matrix(self, matrix: Float[Tensor, "... groups rows width"]) -> Clustered:
         """Return the outer factor of matrices per group; the inverse of :meth:`outer_matrix`."""
         lead = matrix.shape[:-3]
         if self.kind == "conv":
@@ -491,7 +491,7 @@ def convolve(base: Conv, x: Tensor, weight: Tensor, inside: tuple[bool, ...]) ->
 
 
 def _only(values: Any, inside: tuple[bool, ...], other: int) -> tuple[int, ...]:
-    return tuple(value if mine else other for value, mine in zip(values, inside, strict=True))
+    return tuple(value if selected else other for value, selected in zip(values, inside, strict=True))
 
 
 def _amounts(base: Conv, inside: tuple[bool, ...]) -> list[int]:
@@ -530,14 +530,14 @@ def _inner(pair: Pair, outer: Tensor, gradient: Tensor, eps: float) -> Tensor:
     matrix = _wide(pair.geometry.outer_matrix(outer))
     gram, g = matrix.mT @ matrix, _wide(pair.geometry.inner_matrix(gradient))
     made = _solve(gram, g, eps) if pair.geometry.kind == "linear" else g / (_norm(gram) + eps)
-    return pair.geometry.inner_of(made).to(gradient.dtype)
+    return pair.geometry.inner_from_matrix(made).to(gradient.dtype)
 
 
 def _outer(pair: Pair, inner: Tensor, gradient: Tensor, eps: float) -> Tensor:
     matrix = _wide(pair.geometry.inner_matrix(inner))
     gram, g = matrix @ matrix.mT, _wide(pair.geometry.outer_matrix(gradient))
     made = _solve(gram, g.mT, eps).mT if pair.geometry.kind == "linear" else g / (_norm(gram) + eps)
-    return pair.geometry.outer_of(made).to(gradient.dtype)
+    return pair.geometry.outer_from_matrix(made).to(gradient.dtype)
 
 
 def _wide(matrix: Tensor) -> Tensor:
@@ -612,7 +612,11 @@ def _centre(
     # With a singular value of zero both factors would be zero: a saddle point without gradients. There the inner factor
     # keeps its row, which differs between clusters so that equal clusters can still diverge; the product stays zero.
     new_inner = torch.where(zero.unsqueeze(-1), rows, (root.unsqueeze(-1) * v) @ right.mT.unsqueeze(-4))
-    return mean, geometry.inner_of(new_inner).to(inner.dtype), geometry.outer_of(new_outer).to(outer.dtype)
+    return (
+        mean,
+        geometry.inner_from_matrix(new_inner).to(inner.dtype),
+        geometry.outer_from_matrix(new_outer).to(outer.dtype),
+    )
 
 
 def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor, "clusters 1 1 columns"]:

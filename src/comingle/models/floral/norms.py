@@ -116,13 +116,13 @@ class AdaptedBatchNorm(AdaptedNorm):
         """Return the sum of both norms. In training mode one call computes it, as they share batch statistics."""
         base = cast(_BatchNorm, self.base)
         base._check_input_dim(x)
-        gain, shift = self._arguments()
+        gain, shift = self._gain_and_shift()
         if base.training or self.running_mean is None:
             return self._normalise_by_batch(x, base.weight + gain, _sum(base._parameters.get("bias"), shift))
         y = F.batch_norm(x, base.running_mean, base.running_var, base.weight, base.bias, False, 0.0, base.eps)
         return y + F.batch_norm(x, self.running_mean, self.running_var, gain, shift, False, 0.0, base.eps)
 
-    def _arguments(self) -> tuple[Tensor, Tensor | None]:
+    def _gain_and_shift(self) -> tuple[Tensor, Tensor | None]:
         """Return the mixed gain and shift, reparameterised for BatchNorA."""
         gain, shift = self.mixed()
         if not self.nora or self.running_mean is None:
@@ -145,12 +145,12 @@ class AdaptedBatchNorm(AdaptedNorm):
         assert base.num_batches_tracked is not None
         base.num_batches_tracked.add_(1)
         rate = base.momentum if base.momentum is not None else 1.0 / float(base.num_batches_tracked)
-        ahead = self._lead()
+        differences = self._local_differences()
         y = F.batch_norm(x, base.running_mean, base.running_var, weight, bias, True, rate, base.eps)
-        self._follow(ahead, 1.0 - rate)
+        self._update_local_statistics(differences, 1.0 - rate)
         return y
 
-    def _lead(self) -> list[Tensor]:
+    def _local_differences(self) -> list[Tensor]:
         """Return the local mean and variance minus the base's."""
         mean, var, own_mean, own_var = self._statistics()
         return [own_mean - mean, own_var - var]
@@ -161,7 +161,7 @@ class AdaptedBatchNorm(AdaptedNorm):
         main, adapted = ([tensor(module, name) for name in names] for module in (self.base, self))
         return main[0], main[1], adapted[0], adapted[1]
 
-    def _follow(self, ahead: list[Tensor], keep: float) -> None:
+    def _update_local_statistics(self, differences: list[Tensor], keep: float) -> None:
         """Update the local statistics after an update of the base's.
 
         Both are moving averages with the same rate over the same batch, so their difference shrinks by ``1 - rate``.
@@ -169,8 +169,8 @@ class AdaptedBatchNorm(AdaptedNorm):
         """
         mean, var, own_mean, own_var = self._statistics()
         with torch.no_grad():
-            own_mean.copy_(mean + keep * ahead[0])
-            own_var.copy_(var + keep * ahead[1])
+            own_mean.copy_(mean + keep * differences[0])
+            own_var.copy_(var + keep * differences[1])
 
     def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
         """Add the mixed adaptor to the base as eval mode applies it, and return the base.

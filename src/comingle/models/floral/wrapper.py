@@ -99,8 +99,8 @@ class _Plan:
         forms = {name: (self.form(module), self.sized(module)) for name, module in layers.items()}
         return [
             name
-            for name, (one, adapted) in forms.items()
-            if one and adapted and adapted.width < (self.rank or 0) * one.width
+            for name, (rank_one, adapted) in forms.items()
+            if rank_one and adapted and adapted.width < (self.rank or 0) * rank_one.width
         ]
 
     def adapt(self, base: nn.Module) -> AdaptedLayer:
@@ -220,8 +220,8 @@ def _wrap(
         )
     model = _copied(model) if copy else model
     wrapped = FloralModel(_replace(model, layers, plan), router=router, mixture=plan.mixture, unadapted=left)
-    _start(wrapped, generator)
-    _report(wrapped, plan)
+    _initialise(wrapped, generator)
+    _log_sizes(wrapped, plan)
     return wrapped
 
 
@@ -277,7 +277,7 @@ def _replace(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -> nn.
     return model
 
 
-def _start(model: FloralModel, generator: torch.Generator | None) -> None:
+def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
     """Initialise the adaptors, and move the router to their device and to their dtype or float32 if that is wider."""
     for layer in model.layers().values():
         layer.reset(generator)
@@ -288,7 +288,7 @@ def _start(model: FloralModel, generator: torch.Generator | None) -> None:
         logger.debug("floral: no adaptors in %s", shorten(model.unadapted, 20))
 
 
-def _report(model: FloralModel, plan: _Plan) -> None:
+def _log_sizes(model: FloralModel, plan: _Plan) -> None:
     bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
     low_rank = sum(plan.form(base) is not None for base in bases.values())
     if plan.rank is not None:

@@ -608,7 +608,7 @@ def experts(
     """
     call, x, gates = _Rows(scale=scale), x.contiguous(), gates.contiguous()
     assert gates.dtype == torch.float32
-    kept = [_describe_rows(call.first[i], *one) for i, one in enumerate(first)], _describe_rows(call.last, *last)
+    kept = [_describe_rows(call.first[i], *layer) for i, layer in enumerate(first)], _describe_rows(call.last, *last)
     call.firsts, call.experts, call.act = len(first), gates.shape[-1], ACTIVATION_CODES[act]
     call.gates = gates.data_ptr()
     y = torch.empty_like(x)

@@ -43,18 +43,18 @@ from comingle.serving.export.gguf import KINDS, why_no_gguf, write_gguf
 from comingle.serving.export.networks import (
     SPARSE,
     Source,
+    cast_parameters,
     changes_of,
-    instead,
+    check_same_logits,
+    check_sparse,
     is_mixture,
     needs_eager_experts,
     plain_changes,
     plain_network,
-    require_same,
-    require_sparse,
-    rounded,
     routing_of,
     sparse_network,
-    unlike_any,
+    suggested_format,
+    unsupported_mixing,
     why_not_plain,
     write_peft,
 )
@@ -66,7 +66,7 @@ TAG = "comingle"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class UsageExample:
     """Example for the model card that generates a text.
 
     Args:
@@ -107,7 +107,7 @@ print(answer["choices"][0]["text"])""",
 }
 
 
-def asking_of(base: Base, about: About | None, format: str) -> Asking:
+def usage_example(base: Base, about: About | None, format: str) -> UsageExample:
     """Return the card's example: messages if the model was trained on conversations, else a text to continue.
 
     Args:
@@ -123,7 +123,7 @@ def asking_of(base: Base, about: About | None, format: str) -> Asking:
         with suppress(DataError):  # The template requires other roles.
             prompt = template.render([{"role": "user", "content": "Hello!"}], asks=True)
     ends = generation_of(base, about).eos_token_id
-    return Asking(
+    return UsageExample(
         code=_CODE["gguf" if format == "gguf" else "transformers", turns],
         prompt=prompt,
         ends=[str(tokenizer.decode([end])) for end in (() if ends is None else as_tuple(ends))],
@@ -148,7 +148,7 @@ class Card:
         form: Description of what was written.
         usage: Code that opens the model.
         about: Facts about the user's data and scores; None if unknown.
-        asks: Example that generates a text; None without a tokenizer.
+        example: Example that generates a text; None without a tokenizer.
         lost: Scores before and after an approximation.
     """
 
@@ -158,7 +158,7 @@ class Card:
     form: str
     usage: str
     about: About | None
-    asks: Asking | None = None
+    example: UsageExample | None = None
     lost: Mapping[str, float] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -185,16 +185,16 @@ class Card:
         made = f"by the method {self.about.method}" if self.about else "with adapters"
         others = f", in a federation of {self.about.users} users" if self.about and self.about.users > 1 else ""
         first = f"The personal language model of one user, {self.name}: {name_of(self.base)} fine-tuned {made}{others}."
-        code = self.usage if self.asks is None else f"{self.usage}\n{self.asks.code}"
-        shown = [] if self.asks is None else self.asks.text()
+        code = self.usage if self.example is None else f"{self.usage}\n{self.example.code}"
+        shown = [] if self.example is None else self.example.text()
         return [f"# {self.name}", "", first, "", self.form, "", "## How to ask", "", *_block("python", code), *shown]
 
     def _data(self) -> list[str]:
         if self.about is None or not self.about.counts:
             return []
-        told = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in self.about.counts.items())
-        whose = "Nothing of it is in this folder but what the weights have learned."
-        return ["## Data", "", f"The user's own {self.about.kind}: {told}. {whose}", ""]
+        message = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in self.about.counts.items())
+        note = "Nothing of it is in this folder but what the weights have learned."
+        return ["## Data", "", f"The user's own {self.about.kind}: {message}. {note}", ""]
 
     def _measured(self) -> list[str]:
         scores = {**(self.about.scores if self.about else {}), **self.lost}
@@ -205,8 +205,10 @@ class Card:
 
     def _end(self) -> list[str]:
         licence = licence_of(self.base)
-        told = f"that of the base, {licence}" if licence else "that of the base, which its files do not name; see there"
-        return ["## Licence", "", f"Of the weights: {told}."]
+        message = (
+            f"that of the base, {licence}" if licence else "that of the base, which its files do not name; see there"
+        )
+        return ["## Licence", "", f"Of the weights: {message}."]
 
 
 def name_of(base: Base) -> str:
@@ -261,13 +263,13 @@ def check_target(folder: Path, *, force: bool) -> None:
         raise RunError(f"{folder}: exists; --force replaces an export, --to names another folder")
     if not _is_export(folder):
         raise RunError(f"{folder}: is not an exported model, so --force does not touch it; use another --to")
-    if (strange := _strange(folder)) is not None:
-        told = f"is not an exported model alone ({strange!r} is in it), so --force does not touch it"
-        raise RunError(f"{folder}: {told}; move that away, or use another --to")
+    if (foreign := _foreign_file(folder)) is not None:
+        message = f"is not an exported model alone ({foreign!r} is in it), so --force does not touch it"
+        raise RunError(f"{folder}: {message}; move that away, or use another --to")
 
 
 @contextmanager
-def written_whole(folder: Path, *, force: bool) -> Iterator[Path]:
+def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
     """Yield a draft folder that replaces ``folder`` atomically on success.
 
     Only its owner can read it, because the weights have been trained on private text.
@@ -307,7 +309,7 @@ def _names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
-def _strange(folder: Path) -> str | None:
+def _foreign_file(folder: Path) -> str | None:
     """Return the first file in an exported folder that no export has written."""
     try:
         own = {LIST, *json.loads((folder / LIST).read_text(encoding="utf-8"))["written"]}
@@ -316,19 +318,19 @@ def _strange(folder: Path) -> str | None:
     return min(_names(folder) - own, default=None)
 
 
-def validated(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
+def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
     """Return the model's perplexity on the user's validation data, and each layer's mean gates there."""
     model = source.model
     if not isinstance(model, AdaptedModel):
-        return perplexity(source, _own_losses(source, [])), []
+        return perplexity(source, _personal_losses(source, [])), []
     experts = int(model.adapters.present[source.row].sum())
     layers = len(model.adapters.experts)
     if not routing.routed(model.adapters):
-        return perplexity(source, _own_losses(source, [])), [torch.full((experts,), 1 / experts)] * layers
-    seen: list[Tensor] = []
+        return perplexity(source, _personal_losses(source, [])), [torch.full((experts,), 1 / experts)] * layers
+    gates_seen: list[Tensor] = []
     assert source.about is not None
     with routing.watched(model.adapters), torch.compiler.set_stance("force_eager"):
-        score = source.about.validate(_own_losses(source, seen), lambda: torch.cat(seen, 1))
+        score = source.about.validate(_personal_losses(source, gates_seen), lambda: torch.cat(gates_seen, 1))
     present = model.adapters.present[source.row]
     return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in score.expert_scores]
 
@@ -339,20 +341,20 @@ def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]
     return perplexity_of(source.about.validate(losses, None).mean_loss)
 
 
-def _own_losses(source: Source, seen: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
+def _personal_losses(source: Source, gates_seen: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
     """Return a function that computes per-token losses of the user's model.
 
-    Each call replaces the contents of ``seen`` with the gates, if these are being recorded.
+    Each call replaces the contents of ``gates_seen`` with the gates, if these are being recorded.
     """
     model = source.model
 
     def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
-        seen.clear()
+        gates_seen.clear()
         found = []
         for batch in windows.to(model.device).unsqueeze(1):
             found.append(model.predict(source.tensors, [source.row], batch)[0])
             if isinstance(model, AdaptedModel) and any(m.router.watched for m in model.adapters.experts.values()):
-                seen.append(routing.gates(model.adapters))
+                gates_seen.append(routing.gates(model.adapters))
         return torch.stack(found)
 
     return losses
@@ -377,11 +379,11 @@ GGUF_FILE = "model.gguf"
 _PROBE = 16
 
 
-def export_personal(person: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
+def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
     """Write a user's model to ``folder``; implements :meth:`comingle.models.personal.PersonalModel.export`.
 
     Args:
-        person: The user's model.
+        personal: The user's model.
         folder: Where to write.
         format: One of :data:`FORMATS`.
         dtype: Number format of the weights; None for the base's.
@@ -391,10 +393,10 @@ def export_personal(person: PersonalModel, folder: Path, *, format: str, dtype: 
         RunError: The base is quantised, or as for :func:`export`.
         DataError: As for :func:`export`.
     """
-    if person.model.base.quantised:
-        told = f"quantise: {person.model.base.quantised}: an export needs the base's own weights"
-        raise RunError(f"{told}; train with quantise: none to export")
-    own = {name: getattr(person, name) for name in ("name", "model", "tensors", "row", "about", "logits")}
+    if personal.model.base.quantised:
+        message = f"quantise: {personal.model.base.quantised}: an export needs the base's own weights"
+        raise RunError(f"{message}; train with quantise: none to export")
+    own = {name: getattr(personal, name) for name in ("name", "model", "tensors", "row", "about", "logits")}
     with torch.no_grad():
         return export(Source(**own), folder, format=format, dtype=dtype, force=force)
 
@@ -415,18 +417,23 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
     """
     kind = _number_format(source, format, dtype)
     check_target(folder, force=force)
-    write = {"peft": _peft, "gguf": _gguf, "transformers": _transformers, "merged-approximately": _approximate}[format]
-    with written_whole(folder, force=force) as draft, quiet_transformers():
-        made, library, opens = write(source, draft, kind)
-        if (tokenizer := _tokenizer(source)) is not None and format != "gguf":
+    write = {
+        "peft": _write_peft_folder,
+        "gguf": _write_gguf_folder,
+        "transformers": _write_transformers,
+        "merged-approximately": _write_approximate,
+    }[format]
+    with replace_folder(folder, force=force) as draft, quiet_transformers():
+        made, library, usage = write(source, draft, kind)
+        if (tokenizer := _tokenizer_with_template(source)) is not None and format != "gguf":
             tokenizer.save_pretrained(draft)
         card = Card(
             name=source.name,
             base=source.model.base,
             library=library,
             form=made.form,
-            usage=opens.format(folder=folder.name, base=name_of(source.model.base)),
-            asks=asking_of(source.model.base, source.about, format) if tokenizer is not None else None,
+            usage=usage.format(folder=folder.name, base=name_of(source.model.base)),
+            example=usage_example(source.model.base, source.about, format) if tokenizer is not None else None,
             about=source.about,
             lost=made.lost,
         )
@@ -468,31 +475,31 @@ _OPEN_GGUF = f"""from llama_cpp import Llama
 model = Llama("{{folder}}/{GGUF_FILE}")"""
 
 
-def _transformers(source: Source, draft: Path, kind: str) -> _Made:
-    network, form = _exact(source)
-    _save(source, rounded(network, DTYPES[kind]), draft)
+def _write_transformers(source: Source, draft: Path, kind: str) -> _Made:
+    network, form = _exact_network(source)
+    _save(source, cast_parameters(network, DTYPES[kind]), draft)
     return _made(draft, f"{form} Weights: {kind}."), "transformers", _OPEN
 
 
-def _gguf(source: Source, draft: Path, kind: str) -> _Made:
+def _write_gguf_folder(source: Source, draft: Path, kind: str) -> _Made:
     base = source.model.base
     family = SPARSE.get(base.model.config.model_type)
     if why := "" if family and is_mixture(source) else why_no_gguf(base.model.config):  # Fail before any computation.
         raise DataError(f"user {source.name!r}: {why}; --format transformers has no such limit")
     if base.tokenizer is None:
         raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file holds")
-    network, form = _exact(source)
+    network, form = _exact_network(source)
     network.generation_config = generation_of(base, source.about)
     last = turn_end(base, source.about)
-    tokenizer = _tokenizer(source)
+    tokenizer = _tokenizer_with_template(source)
     assert tokenizer is not None
     write_gguf(draft / GGUF_FILE, source.name, network, tokenizer, KINDS[kind], turn_end=last)
     return _made(draft, f"{form} As {GGUF_FILE} for llama.cpp, weights: {kind}."), "gguf", _OPEN_GGUF
 
 
-def _peft(source: Source, draft: Path, kind: str) -> _Made:
+def _write_peft_folder(source: Source, draft: Path, kind: str) -> _Made:
     if why := why_not_plain(source):
-        raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {instead(source)}")
+        raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {suggested_format(source)}")
     base = source.model.base
     rank = write_peft(draft, base.model, name_of(base), plain_changes(source), DTYPES[kind])
     generation_of(base, source.about).save_pretrained(draft)
@@ -500,13 +507,13 @@ def _peft(source: Source, draft: Path, kind: str) -> _Made:
     return _made(draft, form), "peft", _OPEN_PEFT
 
 
-def _approximate(source: Source, draft: Path, kind: str) -> _Made:
+def _write_approximate(source: Source, draft: Path, kind: str) -> _Made:
     """Write a plain model whose weights mix the experts' LoRAs with shares that are the same for every token."""
     if source.about is None:
         raise DataError(f"user {source.name!r}: nothing says where its validation data is; open the run for it")
-    before, shares = validated(source)
+    before, shares = validate_with_gates(source)
     changes = [change.weighed(shares[change.layer]) if change.key else change for change in changes_of(source)]
-    network = rounded(plain_network(source.model.base.model, changes), DTYPES[kind])
+    network = cast_parameters(plain_network(source.model.base.model, changes), DTYPES[kind])
     after = perplexity(source, losses_of(network))
     _save(source, network, draft)
     lost = {"validation_perplexity_of_the_mixture": before, "validation_perplexity_of_this_model": after}
@@ -525,7 +532,7 @@ def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
         write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "experts_implementation": "eager"})
 
 
-def _tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
+def _tokenizer_with_template(source: Source) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer with the chat template that the model was trained with; None without a tokenizer."""
     template = chat_template_of(source.model.base, source.about)
     if template is None or template.source == template.tokenizer.chat_template:
@@ -539,18 +546,19 @@ def _made(draft: Path, form: str, lost: Mapping[str, float] | None = None) -> Ex
     return Exported(folder=draft, format="", form=form, lost=lost or {})
 
 
-def _exact(source: Source) -> tuple[PreTrainedModel, str]:
+def _exact_network(source: Source) -> tuple[PreTrainedModel, str]:
     """Return a network that computes the same as the user's model, after a check of its logits, and its description."""
     base = source.model.base
     if not is_mixture(source):
         network = plain_network(base.model, plain_changes(source))
         form = f"{type(network).__name__} with the user's adapters merged into its weights."
     else:
-        if how := unlike_any(source):
+        if how := unsupported_mixing(source):
             raise DataError(
-                f"user {source.name!r}: its experts are {how}, as in no architecture of transformers; {instead(source)}"
+                f"user {source.name!r}: its experts are {how}, as in no architecture of transformers; "
+                f"{suggested_format(source)}"
             )
-        require_sparse(source.name, base.model.config)
+        check_sparse(source.name, base.model.config)
         routing = routing_of(source)
         network = sparse_network(base.model, changes_of(source), routing)
         form = (
@@ -558,5 +566,5 @@ def _exact(source: Source) -> tuple[PreTrainedModel, str]:
             "each token; every expert is the base's MLP with that expert's LoRA merged in."
         )
     tokens = torch.arange(_PROBE).unsqueeze(0) * 7 % base.model.config.vocab_size
-    require_same(source.name, source.logits(tokens).cpu(), network(input_ids=tokens).logits, base.dtype)
+    check_same_logits(source.name, source.logits(tokens).cpu(), network(input_ids=tokens).logits, base.dtype)
     return network, form

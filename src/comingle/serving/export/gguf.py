@@ -29,7 +29,7 @@ _SPLITS = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
 _SPACE = "▁"
 
 
-class Kind(IntEnum):
+class TokenType(IntEnum):
     """Token types, numbered as in GGUF."""
 
     NORMAL, UNKNOWN, CONTROL, GIVEN, UNUSED, BYTE = range(1, 7)
@@ -71,10 +71,10 @@ def vocabulary(
     spec = _spec(name, tokenizer)
     model, merges = spec["model"], _merges(spec["model"])
     sentencepiece = bool(model.get("byte_fallback"))
-    pre = "default" if sentencepiece else _pre(name, spec)
-    added = {one["id"]: one for one in spec["added_tokens"]}
+    pre = "default" if sentencepiece else _pre_tokenizer(name, spec)
+    added = {token["id"]: token for token in spec["added_tokens"]}
     by_number = {number: token for token, number in model["vocab"].items()}
-    by_number |= {number: one["content"] for number, one in added.items()}
+    by_number |= {number: token["content"] for number, token in added.items()}
     tokens = tuple(by_number.get(number, f"[UNUSED{number}]") for number in range(size))
     kinds = tuple(_kind(n, t, by_number, added, model, sentencepiece) for n, t in enumerate(tokens))
     numbers = {key: getattr(tokenizer, f"{key}_token_id", None) for key in ("bos", "eos", "unk", "pad")}
@@ -92,7 +92,7 @@ def vocabulary(
         adds_bos=alone[0] == numbers["bos"],
         adds_eos=alone[-1] == numbers["eos"],
         adds_space=tokens[plain[0]].startswith(_SPACE),
-        chat_template=[{"name": name, "template": one} for name, one in template.items()]
+        chat_template=[{"name": key, "template": text} for key, text in template.items()]
         if isinstance(template := getattr(tokenizer, "chat_template", None), dict)
         else template,
     )
@@ -102,11 +102,11 @@ def _spec(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     spec = json.loads(backend.to_str()) if backend is not None else {"model": {}}
     if spec["model"].get("type") != "BPE":
-        raise _refused(name, f"a tokenizer of type {spec['model'].get('type')}, not of byte pairs")
+        raise _unsupported(name, f"a tokenizer of type {spec['model'].get('type')}, not of byte pairs")
     return spec
 
 
-def _pre(name: str, spec: Mapping[str, Any]) -> str:
+def _pre_tokenizer(name: str, spec: Mapping[str, Any]) -> str:
     """Return llama.cpp's name for a byte-level pre-tokenizer."""
     outer = spec["pre_tokenizer"] or {}
     parts = outer.get("pretokenizers", [outer])
@@ -121,7 +121,7 @@ def _pre(name: str, spec: Mapping[str, Any]) -> str:
             found = _SPLITS[pattern]
             if bool(spec["model"].get("ignore_merges")) == (found == "llama-bpe"):  # llama.cpp's setting
                 return found
-    raise _refused(name, "a tokenizer that splits text in a way that GGUF has no name for here")
+    raise _unsupported(name, "a tokenizer that splits text in a way that GGUF has no name for here")
 
 
 def _kind(
@@ -133,18 +133,18 @@ def _kind(
     sentencepiece: bool,
 ) -> int:
     if number not in known:
-        return Kind.UNUSED
+        return TokenType.UNUSED
     if sentencepiece and token == model.get("unk_token"):
-        return Kind.UNKNOWN
+        return TokenType.UNKNOWN
     if number in added:
-        return Kind.CONTROL if added[number]["special"] else Kind.GIVEN
+        return TokenType.CONTROL if added[number]["special"] else TokenType.GIVEN
     bytelike = sentencepiece and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-    return Kind.BYTE if bytelike else Kind.NORMAL
+    return TokenType.BYTE if bytelike else TokenType.NORMAL
 
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return merges as pairs from either spelling in ``tokenizer.json``."""
-    pairs = (one.split(" ", 1) if isinstance(one, str) else one for one in model["merges"])
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(first, second) for first, second in pairs]
 
 
@@ -156,7 +156,7 @@ def _scores(tokens: tuple[str, ...], merges: list[tuple[str, str]]) -> tuple[flo
     return tuple(-float(ranks.get(token, len(merges))) for token in tokens)
 
 
-def _refused(name: str, why: str) -> DataError:
+def _unsupported(name: str, why: str) -> DataError:
     return DataError(f"user {name!r}: the base has {why}, so there is no GGUF file of it; --format transformers is one")
 
 
@@ -212,11 +212,11 @@ def write_gguf(
     architecture = _architecture(name, network.config)
     config: Any = network.generation_config
     ends = () if config is None or config.eos_token_id is None else as_tuple(config.eos_token_id)
-    words = vocabulary(name, tokenizer, network.config.vocab_size, turn_end=turn_end, ends=ends)
+    vocab = vocabulary(name, tokenizer, network.config.vocab_size, turn_end=turn_end, ends=ends)
     written = {}
     with closing(GGUFWriter(path, architecture)) as writer:
         _add_settings(writer, architecture, name, network, kind)
-        _add_words(writer, words)
+        _add_vocabulary(writer, vocab)
         for key, tensor in _tensors(architecture, name, network):
             array = np.ascontiguousarray(tensor.to(torch.float32).numpy())
             wanted = GGMLQuantizationType[_kind_of(key, array, kind)]
@@ -225,7 +225,7 @@ def write_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-    _read_again(path, written)
+    _verify(path, written)
 
 
 def why_no_gguf(config: PreTrainedConfig) -> str:
@@ -235,7 +235,7 @@ def why_no_gguf(config: PreTrainedConfig) -> str:
     architecture = ARCHITECTURES[config.model_type]
     if (act := getattr(config, "hidden_act", None) or config.activation_function) != _ACTIVATIONS[architecture]:
         return f"its MLPs have the activation {act!r}, and llama.cpp computes {_ACTIVATIONS[architecture]!r} there"
-    if why := _why_no_attention(architecture, config):
+    if why := _attention_problem(architecture, config):
         return f"its attention{why}"
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind != "default" and not (architecture == "llama" and kind in ("linear", "llama3")):
@@ -243,7 +243,7 @@ def why_no_gguf(config: PreTrainedConfig) -> str:
     return ""
 
 
-def _why_no_attention(architecture: str, config: PreTrainedConfig) -> str:
+def _attention_problem(architecture: str, config: PreTrainedConfig) -> str:
     """Return why llama.cpp cannot compute this attention: GGUF lacks a setting or a bias for it."""
     if architecture == "gpt2" and not config.scale_attn_weights:
         return "'s scores are not divided by the root of a head's width (scale_attn_weights: false), as llama.cpp's are"
@@ -299,23 +299,23 @@ def _add_settings(writer: Any, architecture: str, name: str, network: PreTrained
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
-def _add_words(writer: Any, words: Vocabulary) -> None:
-    writer.add_tokenizer_model(words.model)
-    writer.add_tokenizer_pre(words.pre)
-    writer.add_token_list(words.tokens)
-    writer.add_token_types(words.kinds)
-    if words.scores:
-        writer.add_token_scores(words.scores)
-        writer.add_add_space_prefix(words.adds_space)
-    if words.model == "gpt2":
+def _add_vocabulary(writer: Any, vocab: Vocabulary) -> None:
+    writer.add_tokenizer_model(vocab.model)
+    writer.add_tokenizer_pre(vocab.pre)
+    writer.add_token_list(vocab.tokens)
+    writer.add_token_types(vocab.kinds)
+    if vocab.scores:
+        writer.add_token_scores(vocab.scores)
+        writer.add_add_space_prefix(vocab.adds_space)
+    if vocab.model == "gpt2":
         # A tokenizer of bytes only has no merges, but llama.cpp refuses a file without any: this pair is no token.
-        writer.add_token_merges(words.merges or (f"{words.tokens[0]} {words.tokens[0]}",))
-    for key, number in words.numbers.items():
+        writer.add_token_merges(vocab.merges or (f"{vocab.tokens[0]} {vocab.tokens[0]}",))
+    for key, number in vocab.numbers.items():
         getattr(writer, f"add_{key}_token_id")(number)
-    writer.add_add_bos_token(words.adds_bos)
-    writer.add_add_eos_token(words.adds_eos)
-    if words.chat_template:
-        writer.add_chat_template(words.chat_template)
+    writer.add_add_bos_token(vocab.adds_bos)
+    writer.add_add_eos_token(vocab.adds_eos)
+    if vocab.chat_template:
+        writer.add_chat_template(vocab.chat_template)
 
 
 def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -323,7 +323,7 @@ def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
     config, tied = network.config, network.config.tie_word_embeddings
-    number = next(one for one in MODEL_ARCH if MODEL_ARCH_NAMES[one] == architecture)
+    number = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == architecture)
     names = get_tensor_name_map(number, config.num_hidden_layers)
     for key, tensor in network.state_dict().items():
         if key == "lm_head.weight" and tied:
@@ -333,7 +333,7 @@ def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator
             continue
         if (to := names.get_name(key, try_suffixes=(".weight", ".bias"))) is None:
             raise DataError(f"user {name!r}: no GGUF tensor for {key!r}; --format transformers has no such limit")
-        yield to, _arranged(architecture, config, key, tensor)
+        yield to, _reordered(architecture, config, key, tensor)
     if (factors := _rope_factors(network)) is not None:
         yield "rope_freqs.weight", factors
 
@@ -347,7 +347,7 @@ def _experts(layer: int, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor
         yield f"blk.{layer}.ffn_{'down_exps' if 'down' in key else 'gate_inp'}.weight", tensor
 
 
-def _arranged(architecture: str, config: PreTrainedConfig, key: str, tensor: Tensor) -> Tensor:
+def _reordered(architecture: str, config: PreTrainedConfig, key: str, tensor: Tensor) -> Tensor:
     """Reorder a weight: GPT-2's is ``(d_in, d_out)``; llama.cpp's Llama rotates adjacent pairs, transformers halves."""
     if architecture == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.mT
@@ -368,7 +368,7 @@ def _rope_factors(network: PreTrainedModel) -> Tensor | None:
     return (config.rope_parameters["rope_theta"] ** -steps / frequencies).float()
 
 
-def _read_again(path: Path, written: dict[str, np.ndarray]) -> None:
+def _verify(path: Path, written: dict[str, np.ndarray]) -> None:
     from gguf import GGUFReader
 
     read = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}

@@ -92,7 +92,7 @@ def why_not_sparse(config: PreTrainedConfig) -> str:
 @torch.no_grad()
 def plain_network(base: PreTrainedModel, changes: Sequence[Change]) -> PreTrainedModel:
     """Return the base's architecture in at least float32, with every change added to its weight."""
-    network = _wide_copy(base)
+    network = _float32_copy(base)
     for change in changes:
         change.add_to(network.get_parameter(f"{change.name}.weight"))
     return network
@@ -121,7 +121,7 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
             by_layer.setdefault(change.layer, {})[change.key] = change
     for layer, experts in by_layer.items():
         prefix = experts["up"].name.rpartition("mlp.")[0]
-        gate, up, down = (_every_expert(merged, experts[key]) for key in ("gate", "up", "down"))
+        gate, up, down = (_expert_weights(merged, experts[key]) for key in ("gate", "up", "down"))
         state |= {
             f"{prefix}{_EXPERTS}.gate_up_proj": torch.cat([gate, up], 1),
             f"{prefix}{_EXPERTS}.down_proj": down,
@@ -134,7 +134,7 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
     return network.eval().requires_grad_(False)
 
 
-def require_same(
+def check_same_logits(
     name: str, ours: Float[Tensor, "*batch vocab"], theirs: Float[Tensor, "*batch vocab"], dtype: torch.dtype
 ) -> None:
     """Check that the exported network computes the same logits as the user's model.
@@ -169,7 +169,7 @@ def needs_eager_experts(config: PreTrainedConfig) -> bool:
     return family is not None and any(getattr(config, key) % 8 for key in ("hidden_size", family.width))
 
 
-def rounded(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def cast_parameters(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Cast the parameters to ``dtype`` in place and return the network; buffers such as rotary frequencies stay."""
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -177,7 +177,7 @@ def rounded(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return network
 
 
-def require_sparse(name: str, config: PreTrainedConfig) -> None:
+def check_sparse(name: str, config: PreTrainedConfig) -> None:
     """Check that transformers has a sparse architecture over this base.
 
     Raises:
@@ -190,7 +190,7 @@ def require_sparse(name: str, config: PreTrainedConfig) -> None:
         )
 
 
-def _wide_copy(base: PreTrainedModel) -> PreTrainedModel:
+def _float32_copy(base: PreTrainedModel) -> PreTrainedModel:
     network = copy.deepcopy(base).cpu()
     for parameter in network.parameters():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, WIDE))
@@ -198,7 +198,7 @@ def _wide_copy(base: PreTrainedModel) -> PreTrainedModel:
     return network
 
 
-def _every_expert(merged: PreTrainedModel, change: Change) -> Float[Tensor, "experts d_out d_in"]:
+def _expert_weights(merged: PreTrainedModel, change: Change) -> Float[Tensor, "experts d_out d_in"]:
     weight = merged.get_parameter(f"{change.name}.weight")
     return torch.stack([weight + change.alone(e).summed().to(weight) for e in range(len(change.a))])
 
@@ -252,13 +252,13 @@ def is_mixture(source: Source) -> bool:
     return bool(why_not_plain(source))
 
 
-def instead(source: Source) -> str:
+def suggested_format(source: Source) -> str:
     """Return the format to suggest for a mixture."""
-    exact = not why_not_sparse(source.model.base.model.config) and not unlike_any(source)
+    exact = not why_not_sparse(source.model.base.model.config) and not unsupported_mixing(source)
     return f"--format {'transformers is exact' if exact else 'merged-approximately measures what a plain model loses'}"
 
 
-def unlike_any(source: Source) -> str:
+def unsupported_mixing(source: Source) -> str:
     """Return how the model mixes experts if no architecture supports it; an empty string if one does."""
     mlps = source.model.adapters.experts.values() if isinstance(source.model, AdaptedModel) else ()
     if any(mlp.mix == "linear" for mlp in mlps):

@@ -19,13 +19,13 @@ from comingle.data.conversations.encoding import (
     ConversationReader,
     UserAnswers,
     check_answers,
-    check_small,
-    count_here,
+    check_shortages,
+    count_conversations,
     pool_answers,
     widen,
 )
 from comingle.data.conversations.messages import Columns
-from comingle.data.conversations.reading import has_messages, owned_records
+from comingle.data.conversations.reading import has_messages, records_with_users
 from comingle.data.conversations.scoring import JUDGES, AnswerScore, judge, score_answers
 from comingle.data.conversations.section import ConversationsSection
 from comingle.data.populations import LazyPopulation
@@ -324,7 +324,7 @@ class ConversationsKind(AnswersKind):
 
     def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
         """All who have too few are named at once."""
-        check_small(users, needs_validation=method.client.needs_validation)
+        check_shortages(users, needs_validation=method.client.needs_validation)
 
     def settings(self, materials: RunData) -> dict[str, Any]:
         """The date in the base's chat template, where it writes today's."""
@@ -337,7 +337,7 @@ class ConversationsKind(AnswersKind):
 
         def owners() -> Iterator[str]:
             assert source is not None
-            return (owner for owner, _ in owned_records(section(recipe), BadRows("skip")))
+            return (owner for owner, _ in records_with_users(section(recipe), BadRows("skip")))
 
         return self.known_names(recipe, source, owners, "rows")
 
@@ -349,7 +349,7 @@ class ConversationsKind(AnswersKind):
         """
         data, batch = section(recipes[0]), recipes[0].training.batch_size
         try:
-            counts, small = count_here(recipes[0], data, anybody_validates(recipes))
+            counts, small = count_conversations(recipes[0], data, anybody_validates(recipes))
         except DataError as error:
             if users is None:
                 raise

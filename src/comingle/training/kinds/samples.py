@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.config import Recipe
-from comingle.data.samples.reading import TAKEN, Population, SamplesReader, takes
+from comingle.data.samples.reading import ALLOWED_SAMPLES, Population, SamplesReader, is_user_samples
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, pool_samples, read_samples
 from comingle.data.samples.scoring import score_samples
 from comingle.data.samples.section import SamplesSection
@@ -172,7 +172,7 @@ class NetKind(Kind):
 class SamplesKind(NetKind):
     """Inputs with targets, out of files or handed over."""
 
-    name, handed = "samples", TAKEN
+    name, handed = "samples", ALLOWED_SAMPLES
 
     def check(self, recipe: Recipe, method: Method) -> None:
         """The loss must be one, too."""
@@ -194,7 +194,7 @@ class SamplesKind(NetKind):
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Data sets of PyTorch, pairs of arrays, splits of these."""
-        return takes(data)
+        return is_user_samples(data)
 
     def settings(self, materials: RunData) -> dict[str, Any]:
         """Shapes, and the names of the net and of the loss, where they have some."""

@@ -13,7 +13,7 @@ from comingle.config import Recipe
 from comingle.data.populations import as_sequence
 from comingle.data.row_files import BadRows
 from comingle.data.sources import iterate_documents
-from comingle.data.text.reading import HANDED, TextReader, check_texts, require_rows, takes
+from comingle.data.text.reading import ALLOWED_TEXT, TextReader, check_texts, is_user_text, require_rows
 from comingle.data.text.section import TextSection, UsersRows
 from comingle.data.text.streams import UserData, check, pool
 from comingle.methods import make
@@ -161,7 +161,7 @@ class LanguageKind(Kind):
 class TextKind(LanguageKind):
     """Token streams."""
 
-    name, user, handed = "text", UserData, HANDED
+    name, user, handed = "text", UserData, ALLOWED_TEXT
 
     def check(self, recipe: Recipe, method: Method) -> None:
         """As on any language model; text that is trained on cannot say which round was best."""
@@ -184,7 +184,7 @@ class TextKind(LanguageKind):
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Documents, a table with a column of them, a path, or splits of these."""
-        return takes(data)
+        return is_user_text(data)
 
     def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
         """Everybody trains on as many tokens."""
