@@ -160,7 +160,7 @@ def test_columns_that_are_not_asked_for_may_change_their_type(tmp_path: Path) ->
 
 
 def test_a_long_list_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_files, "_PIECE", 16)
+    monkeypatch.setattr(row_files, "_CHUNK_CHARACTERS", 16)
     text = 'a "quoted\\" ü \U0001f600 '
     rows = [{"user": f"u{i}", "text": text * (i % 7 + 1), "n": [1, None, {"k": -1.5}]} for i in range(99)]
     path = tmp_path / "rows.json"

@@ -55,12 +55,9 @@ def hash_shingles(
 
 T = TypeVar("T")
 
-
 _LISTED = 10
-
-
-_PIECE = 1 << 20
-
+"""Number of users or files that a message lists."""
+_CHUNK_BYTES = 1 << 20
 
 logger = logging.getLogger("comingle")
 
@@ -114,24 +111,24 @@ class Repeated:
 def warn_same_files(sources: Mapping[str, Iterable[str | None]]) -> None:
     """Warn of users who train on the same file or on copies of one; ``sources`` has the paths of each user."""
     owners: dict[str, list[str]] = {}
-    for name, source in ((name, source) for name, some in sources.items() for source in some if source):
+    for name, source in ((name, source) for name, paths in sources.items() for source in paths if source):
         place = source if is_named(source) else os.path.realpath(os.path.expanduser(source))
         owners.setdefault(place, []).append(name)
     sizes = Counter(os.path.getsize(place) for place in owners if os.path.isfile(place))
     by_content: dict[str, list[str]] = {}
     for place, names in owners.items():
-        alone = not os.path.isfile(place) or sizes[os.path.getsize(place)] < 2 or not os.path.getsize(place)
-        by_content.setdefault(place if alone else _digest(Path(place)), []).extend(names)
-    same = [names for names in by_content.values() if len(set(names)) > 1]
-    if same:
-        listed = "; ".join(" and ".join(map(repr, dict.fromkeys(names[:_LISTED]))) for names in same[:_LISTED])
-        more = f"; and {len(same) - _LISTED} more files" if len(same) > _LISTED else ""
+        is_unique = not os.path.isfile(place) or sizes[os.path.getsize(place)] < 2 or not os.path.getsize(place)
+        by_content.setdefault(place if is_unique else _digest(Path(place)), []).extend(names)
+    shared = [names for names in by_content.values() if len(set(names)) > 1]
+    if shared:
+        listed = "; ".join(" and ".join(map(repr, dict.fromkeys(names[:_LISTED]))) for names in shared[:_LISTED])
+        more = f"; and {len(shared) - _LISTED} more files" if len(shared) > _LISTED else ""
         logger.warning("data.users: users have the same file, or copies of one: %s%s", listed, more)
 
 
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
+        while piece := file.read(_CHUNK_BYTES):
             digest.update(piece)
     return digest.hexdigest()

@@ -177,7 +177,7 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 """Byte order marks of UTF-16."""
 
 _PICTURE = "a picture"
-_KINDS = {
+_SIGNATURES = {
     b"%PDF": "a PDF",
     b"PK\x03\x04": "a zip archive (as .docx, .odt and .epub are)",
     b"\xd0\xcf\x11\xe0": "an old office document",
@@ -193,6 +193,7 @@ _KINDS = {
     b"SQLite format 3\0": "a database (SQLite)",
     b"GGUF": "a model's weights (GGUF)",
 }
+"""Descriptions of binary formats by their first bytes."""
 
 
 MAX_WORD_CHARACTERS = 1 << 20
@@ -208,7 +209,7 @@ def word_problem(text: str) -> str | None:
 
 def describe_binary(content: bytes) -> str | None:
     """Return a description of bytes that are not text in any encoding; None if they may be text."""
-    for start, kind in _KINDS.items():
+    for start, kind in _SIGNATURES.items():
         if content.startswith(start):
             return kind
     if b"\0" in content and not content.startswith(UTF_16):
@@ -228,12 +229,17 @@ _SPLITS = {
     "eval": "test",
     "evaluation": "test",
 }
+"""Splits by the words that denote them in names of files and folders."""
 _ORDER = ("train", "validation", "test")
 _SHARD = re.compile(r"[-._ ]?\d.*")
+"""Rest of a file's stem after the name of a split, such as ``-00000-of-00002``."""
 _WORDS = re.compile(r"[-._ /0-9]+")
+"""Separators of words in a path."""
 _DATA_CARD = "readme.md"
 _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""Files of ``datasets`` that are not data."""
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+"""Folder value that Hive writes for a missing value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +339,7 @@ _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 # A single file is cut into blocks of about this many characters, so that it can be shuffled and split like a corpus.
 # Most windows of usual context lengths still lie within a block.
 _BLOCK_CHARACTERS = 2000
-_PIECE = 16 << 20
+_CHUNK_BYTES = 16 << 20
 _NOTEBOOKS = (".ipynb",)
 _ACCEPTED = "accepted: UTF-8 text (also .gz or .xz), a folder of such files, rows (.jsonl, .json, .csv, .tsv, .parquet)"
 
@@ -449,9 +455,9 @@ def _read_head(file: io.BufferedIOBase, max_bytes: int | None) -> tuple[str, boo
 
 def _read_up_to(file: io.BufferedIOBase, max_bytes: int) -> bytes:
     """Read up to ``max_bytes`` bytes in chunks; ``read(max_bytes)`` would allocate that much for a short file too."""
-    pieces, left = [file.read(min(max_bytes, _PIECE))], max_bytes
+    pieces, left = [file.read(min(max_bytes, _CHUNK_BYTES))], max_bytes
     while pieces[-1] and (left := left - len(pieces[-1])) > 0:
-        pieces.append(file.read(min(left, _PIECE)))
+        pieces.append(file.read(min(left, _CHUNK_BYTES)))
     return b"".join(pieces)
 
 

@@ -128,9 +128,11 @@ FORMS: dict[type, UserForm] = {
 
 
 USERS, ENDS, SIZES, ABOUT = "users.bin", "users.ends", "users.sizes", "about.json"
+"""Files of a population besides its names."""
 _ALIGNMENT = 16
 """Alignment of the arrays in ``users.bin``, in bytes."""
 _END_DTYPE = np.dtype([("end", "<i8"), ("sum", "<u4")])
+"""Entry of ``users.ends``: end of a user in bytes, and CRC-32 of its data."""
 _READ_BYTES = 1 << 20
 """Bytes per read when a file is checksummed."""
 
@@ -412,6 +414,7 @@ _FORMAT_VERSION = 3
 """Version of the file format, part of the cache key."""
 
 _DAYS_UNUSED = 30
+"""Days after which an unused population is deleted."""
 
 
 def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:

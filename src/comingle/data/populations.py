@@ -96,6 +96,7 @@ class NumberedNames(IndexedNames):
 
 
 FILES = ("names.text", "names.ends", "names.index", "names.hashes", "names.sha256")
+"""Files of a folder of names."""
 NAMES, _ENDS, _INDEX, _HASHES, _SUM = FILES
 
 

@@ -36,7 +36,8 @@ OnBadRow = Literal["refuse", "skip"]
 MAX_REFUSED_ROWS = 1000
 """Number of bad rows after which reading stops if bad rows are refused."""
 
-_LISTED, _REMARKS = 20, 8
+_LISTED, _LISTED_REMARKS = 20, 8
+"""Numbers of bad rows and of remarks that a message lists."""
 BAD_ROWS_ADVICE = "repair them, or leave them out with data.on_bad_row: skip"
 """Advice at the end of errors about bad rows."""
 
@@ -109,7 +110,7 @@ class BadRows:
         problems = tuple(f"{where}: {problem}" for where, problem in found)
         self.count, self.problems = 0, []
         remarks, self.remarks = self.remarks, {}
-        for what, (times, first) in list(remarks.items())[:_REMARKS]:
+        for what, (times, first) in list(remarks.items())[:_LISTED_REMARKS]:
             logger.warning("%d %s: %s (first: %s)", times, "rows" if times > 1 else "row", what, first)
         if not count:
             return
@@ -142,8 +143,9 @@ MAX_ROW_CHARACTERS = 64 << 20
 """Largest number of characters of a row; a longer one is an error before it fills memory."""
 
 _TOO_LONG = f"longer than {MAX_ROW_CHARACTERS >> 20} MiB; allowed: a row for each document or conversation"
-_PIECE = 1 << 20
+_CHUNK_CHARACTERS = 1 << 20
 _LISTED_CHARACTERS = 300
+"""Largest number of characters of another library's error message that is quoted."""
 _BATCH_ROWS = 1000
 
 
@@ -236,9 +238,9 @@ def read_json(path: Path, bad: BadRows) -> PlacedRows:
     """
     try:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as file:
-            number, line = 1, file.readline(_PIECE)
+            number, line = 1, file.readline(_CHUNK_CHARACTERS)
             while line and not line.strip():
-                number, line = number + line.endswith("\n"), file.readline(_PIECE)
+                number, line = number + line.endswith("\n"), file.readline(_CHUNK_CHARACTERS)
             if line.lstrip().startswith("["):
                 yield from _stream_objects(file, line, number, path, bad)
                 return
@@ -309,7 +311,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
     def grow() -> None:
         nonlocal text, at, ended, line_number
         line_number += text.count("\n", 0, at)
-        piece = file.read(max(_PIECE, len(text) - at))
+        piece = file.read(max(_CHUNK_CHARACTERS, len(text) - at))
         text, at, ended = text[at:] + piece, 0, not piece
 
     def next_character() -> str:
@@ -371,6 +373,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _LONGEST_LITERAL = len("-Infinity") + 1
+"""Within this many characters of the end of a chunk, a syntax error may be a literal that is cut off."""
 
 
 # -------------------------------------------------------------------- CSV

@@ -21,6 +21,7 @@ from comingle.utils.seeds import derive
 _LONG_LINE_CHARACTERS = 1000
 _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 120
+"""Largest number of characters of an example of an overlapping document."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,6 +212,7 @@ class ListedRows(Rows):
 
 
 _ROW = np.dtype([("owner", "<i4"), ("split", "<i4"), ("end", "<i8")])
+"""Entry of the index of rows: numbers of user and split, and end of the content in bytes."""
 
 
 class StoredRows(Rows):

@@ -183,7 +183,9 @@ def choose_users(groups: Mapping[str, T], users: Sequence[str] | int | None, whe
 
 
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+"""Builders of ``datasets`` for local files."""
 _CARD_CHARACTERS = 1 << 20
+"""Largest number of characters of a README.md that is searched for its header."""
 
 logger = logging.getLogger("comingle")
 
@@ -318,7 +320,7 @@ def _own_tables(builder: Any) -> list[tuple[str, Table]] | None:
     given = builder.config.data_files
     if builder.name not in ("json", "csv", "parquet") or found or not given:
         return None
-    files = [(str(split), Path(str(file))) for split, some in given.items() for file in some]
+    files = [(str(split), Path(str(file))) for split, split_files in given.items() for file in split_files]
     if not all(file.exists() and (has_rows(file) or file.suffix in OPENERS) for _, file in files):
         return None
     return [(split, open_table(file, split=split, sep=sep)) for split, file in files]

@@ -41,11 +41,17 @@ _OTHER_ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), ASSISTANT),
     "observation": "tool",
 }
+"""Roles of :data:`comingle.models.chat_templates.ROLES` by their names in other formats."""
 _SYSTEM = ("system", "system_prompt")
+"""Columns with a system message."""
 _ROLE, _CONTENT = ("role", "from"), ("content", "value")
-_LEARN = ("weight", "train", "training", "loss", "trainable")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-_KEYS = {*_ROLE, *_CONTENT, *_LEARN, *_THOUGHTS, "tool_calls", "tool_call_id", "name"}
+"""Keys of a message's role and content; the second of each is ShareGPT's."""
+_LOSS_KEYS = ("weight", "train", "training", "loss", "trainable")
+"""Keys that can exclude a response from the loss."""
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys with the reasoning before a response."""
+_KEYS = {*_ROLE, *_CONTENT, *_LOSS_KEYS, *_REASONING_KEYS, "tool_calls", "tool_call_id", "name"}
+"""Keys of a message that are read."""
 
 
 @dataclass(frozen=True)
@@ -233,20 +239,20 @@ def _message(record: Mapping[str, object], where: str, remark: Remark) -> Messag
         message["tool_call_id"] = record["tool_call_id"]
     if role == "tool" and _is_value(record.get("name")):
         message["name"] = record["name"]
-    for key in _THOUGHTS:
+    for key in _REASONING_KEYS:
         if _is_value(thought := record.get(key)) and message["content"].lstrip()[:7] != "<think>":
             thought = _text(thought, f"{where}.{key}").strip("\n")
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
     if nameless:
         remark("tool calls that name no function; the responses that make them carry no loss")
-    if not _learns(record, role, where) or nameless:
+    if not _has_loss(record, role, where) or nameless:
         message["learn"] = False
     return message
 
 
-def _learns(record: Mapping[str, object], role: str, where: str) -> bool:
+def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
     """Return False if a key of a response excludes it from the loss."""
-    given = {key: record[key] for key in _LEARN if record.get(key) is not None}
+    given = {key: record[key] for key in _LOSS_KEYS if record.get(key) is not None}
     for key, value in given.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise ValueError(f"{where}.{key} is {reprlib.repr(value)}; allowed: 0 or 1, or true or false")

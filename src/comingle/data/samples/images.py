@@ -27,6 +27,7 @@ _SPLIT_NAMES = {
     "valid": ("valid", "val", "validation", "validate", "dev", "development", "eval", "evaluation"),
     "test": ("test", "testing", "tst"),
 }
+"""Names of folders that denote a split."""
 _SPLIT_OF = {name: split for split, names in _SPLIT_NAMES.items() for name in names}
 
 _SYSTEM_FOLDERS = {"__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found"}
@@ -220,6 +221,7 @@ def _read_one(path: Path, image_format: ImageFormat) -> np.ndarray:
 _BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 """TIFF tags "bits per sample" and "photometric interpretation", and the latter's value WhiteIsZero."""
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+"""Modes of Pillow images with transparency."""
 
 
 def _in_8_bits(image: Any, file: Any) -> Any:

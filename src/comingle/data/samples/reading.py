@@ -171,8 +171,10 @@ def read_given(name: str, data: object, *, valid: float, test: float, seed: int)
     return split_samples(name, read, valid=valid, test=test, seed=seed)
 
 
-_NAMES = (("inputs", "targets"), ("x", "y"), ("X", "y"))
-_SUFFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
+_ARRAY_NAMES = (("inputs", "targets"), ("x", "y"), ("X", "y"))
+"""Names of the arrays of inputs and targets in an npz file."""
+_SPLIT_SUFFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
+"""Suffixes of array names by split."""
 
 
 def image_format_of(section: SamplesSection) -> ImageFormat:
@@ -279,11 +281,11 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
         DataError: The file is not an npz file, or its arrays are missing or do not fit each other.
     """
     arrays = read_arrays(path)
-    for x, y in _NAMES:
+    for x, y in _ARRAY_NAMES:
         whole = (x, y) if {x, y} <= arrays.keys() else None
         parts = {
             split: (f"{x}_{name}", f"{y}_{name}")
-            for split, names in _SUFFIXES.items()
+            for split, names in _SPLIT_SUFFIXES.items()
             for name in names
             if {f"{x}_{name}", f"{y}_{name}"} <= arrays.keys()
         }
@@ -381,7 +383,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         self.given, self.net = given, net
         self._loss, self._losses = loss or data.loss, dict[bool, Loss]()
         self._shares = {"valid": data.split.valid, "test": data.split.test, "seed": seed}
-        self.labels, self._lacking, self._remarks = tuple[str, ...](), "", Remarks()
+        self.labels, self._classes_note, self._remarks = tuple[str, ...](), "", Remarks()
         self._first: UserSamples | None = None
         self._unchanged: UserSamples | None = None
         """First user as it was read, before class numbers become real numbers."""
@@ -399,7 +401,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             return
         users, image_format = self.section.users or {}, image_format_of(self.section)
         own = ((name, _classes_in(name, source)) for name, source in users.items())
-        self.labels, self._lacking = collect_classes(own, self.section.labels)
+        self.labels, self._classes_note = collect_classes(own, self.section.labels)
         for name, source in users.items():
             found = read_source(name, source, image_format, self._remarks)
             yield split_samples(name, number_classes(self.section, name, found, self.labels), **self._shares)
@@ -461,7 +463,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         train, classes = self._first.train, self.loss.classes
         named = max(len(self.labels), self.section.outputs or 0)
         outputs = (named or max(1, self._most)) if classes else train.targets.shape[-1]
-        lines = [*self._remarks.lines, *([self._lacking] if self._lacking else [])]
+        lines = [*self._remarks.lines, *([self._classes_note] if self._classes_note else [])]
         if classes and self._whole:
             lines += check_classes(self._seen, outputs, self.section.outputs, self.labels)
         if self._unseen.count:

@@ -206,8 +206,8 @@ def _check_split(user: UserSamples, split: Split, first: UserSamples, classes: i
         part_name = "inputs" if part is samples.inputs else "targets"
         got, needed = tuple(part.shape[1:]), tuple(like.shape[1:])
         if got != needed:
-            whose = f"those of user {first.name!r} {needed}"
-            raise DataError(f"{where} {part_name} have shape {got} but {whose}; all users and splits need one shape")
+            expected = f"those of user {first.name!r} {needed}"
+            raise DataError(f"{where} {part_name} have shape {got} but {expected}; all users and splits need one shape")
         if part.is_floating_point() and not bool(part.isfinite().all()):
             raise DataError(f"{where} {part_name} hold NaN or infinite values; allowed: finite numbers")
     _check_targets(samples.targets, classes, where)
@@ -304,7 +304,7 @@ def _tensor(values: object, where: str) -> Tensor:
         array = np.asarray(values)
         if array.dtype.kind not in "biuf":
             raise DataError(f"{where} are {array.dtype}; allowed: numbers")
-        if array.dtype.kind == "u" and array.dtype.itemsize > 2:  # which torch has few operations for
+        if array.dtype.kind == "u" and array.dtype.itemsize > 2:  # torch supports few operations on these types
             array = array.astype(np.int64)
         tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
     if tensor.is_complex():
@@ -381,8 +381,10 @@ def _stack(values: list[Tensor], where: str) -> Tensor:
 
 logger = logging.getLogger("comingle")
 
-_LISTED = 5
-_NAMED = 3
+_LISTED_LABELS = 5
+"""Number of labels that a warning lists per user."""
+_LISTED_USERS = 3
+"""Number of users that a warning lists."""
 
 
 def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, " kept"], Int64[Tensor, " held_out"]]:
@@ -445,8 +447,8 @@ def describe_unseen(unseen: Mapping[str, Sequence[int]], count: int, users: int)
         count: Number of these users.
         users: Number of all users.
     """
-    named = [f"{name!r} on {list_labels(labels)}" for name, labels in islice(unseen.items(), _NAMED)]
-    more = f"; and {count - _NAMED} more users" if count > _NAMED else ""
+    named = [f"{name!r} on {list_labels(labels)}" for name, labels in islice(unseen.items(), _LISTED_USERS)]
+    more = f"; and {count - _LISTED_USERS} more users" if count > _LISTED_USERS else ""
     description = f"{count} of {users} users are validated or tested on labels that their train samples lack"
     return f"{description}: {'; '.join(named)}{more}"
 
@@ -458,4 +460,4 @@ def find_unseen(user: UserSamples, samples: Samples) -> list[int]:
 
 def list_labels(labels: Sequence[int]) -> str:
     """Return the first five labels as one line."""
-    return ", ".join(map(str, labels[:_LISTED])) + (" ..." if len(labels) > _LISTED else "")
+    return ", ".join(map(str, labels[:_LISTED_LABELS])) + (" ..." if len(labels) > _LISTED_LABELS else "")

@@ -21,6 +21,7 @@ from comingle.config.settings import (
 from comingle.utils.names import name_problem
 
 Side = Annotated[int, Field(ge=1, le=16_384, strict=True)]
+"""Height or width of an image in pixels."""
 
 UNREAD: Mapping[str, str] = {
     **steps_of("samples"),
