@@ -40,7 +40,7 @@ import torch
 
 from comingle.cost.counts import Shape, own_entries
 from comingle.models.base import Base
-from comingle.models.gpu import part_on, recorded, with_triton
+from comingle.models.gpu import recorded, triton_backend, with_triton
 from comingle.models.hardware import keep_buffers, resolve_device
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import load_base
@@ -160,7 +160,7 @@ def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[
     def as_in(model: Model, part: Any) -> None:
         # What is in use holds for the whole process, so each turn says it anew.
         clients.steps.model = model
-        expert_mlp.use(part)
+        expert_mlp.set_backend(part)
         step()
 
     def gain(names: list[str]) -> float:
@@ -169,7 +169,7 @@ def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[
         model = plain
         for name in names:
             model = FASTER[name](model)
-        taken = partial(as_in, model, part_on(plain.device) if "triton" in names else None)
+        taken = partial(as_in, model, triton_backend(plain.device) if "triton" in names else None)
         taken()  # compiled, captured
         if "graphs" in names and None in getattr(model, "recordings").values():  # noqa: B009
             raise RuntimeError("not captured, see what was said")
@@ -180,7 +180,7 @@ def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[
     for way, names in WAYS.items():
         found[way] = tried(gain, names)
         clients.steps.model = plain
-        expert_mlp.use(None)
+        expert_mlp.set_backend(None)
         gc.collect()
     return found
 

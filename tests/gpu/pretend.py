@@ -247,7 +247,7 @@ def pretending(gpus: int = 1) -> Iterator[None]:
         for name, made in {"Stream": Stream, "stream": _streaming, "current_stream": lambda *_: _current}.items():
             stack.enter_context(patch.object(torch.cuda, name, made))
         on_cpu, capture = torch.device("cpu"), gpu.capture
-        stack.enter_context(patch.object(gpu, "warm", lambda *_: None))
+        stack.enter_context(patch.object(gpu, "warm_up", lambda *_: None))
         stack.enter_context(patch.object(gpu, "capture", lambda work, _, pool: capture(work, on_cpu, pool)))
         stack.enter_context(_Devices())
         before = torch.__future__.get_overwrite_module_params_on_conversion()

@@ -188,7 +188,7 @@ def test_scores_are_not_recorded(model: AdaptedModel) -> None:
 
 
 def test_no_more_than_so_many(model: AdaptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "MOST", 1)
+    monkeypatch.setattr(gpu, "MAX_RECORDINGS", 1)
     for width in (5, 6):
         given = tensors_of(model, 2), windows_of(model, 2, width)
         torch.testing.assert_close(solved(model, *given), plainly(model, *given), rtol=1e-4, atol=1e-6)

@@ -45,8 +45,8 @@ def on_here(request: pytest.FixtureRequest) -> Any:
     expert_mlp.disable()
 
 
-def part() -> gpu.Part:
-    return gpu.part_on(torch.device(HERE))
+def part() -> gpu.TritonBackend:
+    return gpu.triton_backend(torch.device(HERE))
 
 
 def check(given: Problem, dtype: torch.dtype, train: tuple[bool, bool, bool] = (True, True, True)) -> None:
@@ -119,8 +119,8 @@ def test_what_is_on_a_cpu_is_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_run_with_it_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    call = gpu.Part.backward
-    monkeypatch.setattr(gpu.Part, "backward", lambda *args: calls.append(1) or call(*args))
+    call = gpu.TritonBackend.backward
+    monkeypatch.setattr(gpu.TritonBackend, "backward", lambda *args: calls.append(1) or call(*args))
     content = text_recipe(tmp_path, method("comigs-1g1s"))
     short = {"training.rounds": 1, "evaluation.first": False, "adapters.rank": 4}
     plain = play(recipe_of(content, HERE, **short))
@@ -146,4 +146,4 @@ def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(programs, "INTERPRETED", False)
     with pytest.raises(RecipeError, match=r"^runtime\.gpu: got 'triton' on device 'cpu'; allowed: a CUDA GPU$"):
-        gpu.part_on(torch.device("cpu"))
+        gpu.triton_backend(torch.device("cpu"))

@@ -255,7 +255,7 @@ def adapt(
     head = lm_head(base)
     network = share_weights(base.model)
     adapters = inject(network, settings, counts, routed=routed, gating=gating, residual=residual)
-    expert_mlp.fusing(compiled)
+    expert_mlp.set_fusing(compiled)
     expert_mlp.disable()
     wanted = (compiled if native_code is None else native_code) and expert_mlp.fits(base.device, base.dtype)
     if wanted and expert_mlp.enable(cache_folder() / "native"):

@@ -33,10 +33,10 @@ from comingle.utils.errors import RecipeError, lacks_memory
 from comingle.utils.records import logger
 from comingle.utils.trees import Context, Tree
 
-MOST_RANKS = 32
+MAX_RANK = 32
 TOKENS, COLUMNS, SPAN = 32, 64, 2048
 """Size of a tile, and the number of tokens over which one program sums gradients of factors."""
-LEAST = 16
+MIN_INNER = 16
 """The smallest inner dimension of a Triton product."""
 
 
@@ -46,11 +46,11 @@ def with_triton(model: AdaptedModel) -> AdaptedModel:
     Raises:
         RecipeError: The model is not on a CUDA GPU, or Triton is not installed.
     """
-    expert_mlp.use(part_on(model.device))
+    expert_mlp.set_backend(triton_backend(model.device))
     return model
 
 
-def part_on(device: torch.device) -> Part:
+def triton_backend(device: torch.device) -> TritonBackend:
     """Return the Triton backend for a device.
 
     Raises:
@@ -62,10 +62,10 @@ def part_on(device: torch.device) -> Part:
 
     if device.type != "cuda" and not programs.INTERPRETED:
         raise RecipeError(f"runtime.gpu: got 'triton' on device {device.type!r}; allowed: a CUDA GPU")
-    return Part(programs)
+    return TritonBackend(programs)
 
 
-class Part:
+class TritonBackend:
     """The Triton backend: the functions of :mod:`comingle.models.kernels.expert_mlp` for a GPU."""
 
     def __init__(self, programs: ModuleType):
@@ -80,7 +80,7 @@ class Part:
             rank: LoRA rank.
         """
         real = x.numel() > 0 and not isinstance(x, FakeTensor) and (x.is_cuda or self.programs.INTERPRETED)
-        return real and x.dtype in DTYPES and act in ACTIVATION_CODES and rank <= MOST_RANKS
+        return real and x.dtype in DTYPES and act in ACTIVATION_CODES and rank <= MAX_RANK
 
     def forward(
         self,
@@ -99,8 +99,8 @@ class Part:
         chunks = -(-hidden // COLUMNS)
         mixed = torch.empty_like(bases[0])
         parts = a.new_empty(chunks, users, n, experts * rank, dtype=torch.float32)
-        given = _given(bases, biases, z, gates, b, a)
-        sizes = _sizes(act, biases, a)
+        given = _leading_arguments(bases, biases, z, gates, b, a)
+        sizes = _constants(act, biases, a)
         with torch.cuda.device_of(mixed):  # Triton launches on the current device
             self.programs.forward[chunks, -(-n // TOKENS), users](
                 *given, mixed, parts, n, hidden, scale, *z.stride()[:2], **sizes
@@ -132,8 +132,8 @@ class Part:
         d_bases = [torch.empty_like(base) for base in bases]
         d_z = a.new_empty(chunks, users, n, len(b) * experts * rank, dtype=torch.float32)
         d_gates = a.new_empty(chunks, *gates.shape, dtype=torch.float32)
-        given = (*_given(bases, biases, z, gates, b, a), d_mixed, d_gated)
-        numbers, sizes = (n, hidden, scale, *z.stride()[:2]), _sizes(act, biases, a)
+        given = (*_leading_arguments(bases, biases, z, gates, b, a), d_mixed, d_gated)
+        numbers, sizes = (n, hidden, scale, *z.stride()[:2]), _constants(act, biases, a)
         with torch.cuda.device_of(d_mixed):
             self.programs.backward[chunks, -(-n // TOKENS), users](
                 *given, d_bases[0], d_bases[-1], d_z, d_gates, *numbers, **sizes
@@ -152,7 +152,7 @@ class Part:
         return d_bases, d_z.sum(0).mul_(scale).to(z.dtype), d_gates.sum(0) + thin, d_b, d_a  # type: ignore[return-value]
 
 
-def _given(
+def _leading_arguments(
     bases: Sequence[Tensor], biases: Sequence[Tensor | None], z: Tensor, gates: Tensor, b: Sequence[Tensor], a: Tensor
 ) -> tuple[object, ...]:
     """Return the kernels' first arguments: a plain MLP's layer twice, and any tensor for a missing bias."""
@@ -162,7 +162,7 @@ def _given(
     return bases[0], bases[-1], addresses[0], addresses[-1], z, gates, b[0], b[-1], a
 
 
-def _sizes(act: expert_mlp.Activation, biases: Sequence[Tensor | None], a: Tensor) -> dict[str, object]:
+def _constants(act: expert_mlp.Activation, biases: Sequence[Tensor | None], a: Tensor) -> dict[str, object]:
     rank = a.shape[2]
     return {
         "ACT": ACTIVATION_CODES[act],
@@ -171,16 +171,16 @@ def _sizes(act: expert_mlp.Activation, biases: Sequence[Tensor | None], a: Tenso
         "BIASED_1": biases[-1] is not None,
         "EXPERTS": a.shape[1],
         "RANK": rank,
-        "WIDE": max(LEAST, 1 << (rank - 1).bit_length()),
+        "WIDE": max(MIN_INNER, 1 << (rank - 1).bit_length()),
         "TOKENS": TOKENS,
         "COLUMNS": COLUMNS,
         "PRECISION": "ieee" if a.dtype == torch.float32 else "tf32",
     }
 
 
-MOST = 16
+MAX_RECORDINGS = 16
 """The largest number of recordings of a model. There is one per set of shapes; further shapes are not recorded."""
-WARM = 3
+WARMUP_PASSES = 3
 """Warm-up passes before a recording, in which code is compiled and libraries choose algorithms."""
 
 Key = tuple[Any, ...]
@@ -211,7 +211,7 @@ class RecordedModel(AdaptedModel):
             return super().states(tensors, present, inputs)
         given = (*tensors.values(), present, inputs)
         key = (*tensors, *((t.shape, t.dtype, t.requires_grad) for t in given))
-        if key not in self.recordings and len(self.recordings) < MOST:
+        if key not in self.recordings and len(self.recordings) < MAX_RECORDINGS:
             self.recordings[key] = self._record(tuple(tensors), given)
         recording = self.recordings.get(key)
         if recording is None:
@@ -226,7 +226,7 @@ class RecordedModel(AdaptedModel):
         pools = [recording.pool for recording in self.recordings.values() if recording is not None]
 
         def run(*static: Tensor) -> tuple[Tensor, Tensor | float]:
-            with unpacked():
+            with without_packing():
                 return plain.states(dict(zip(names, static, strict=False)), static[-2], static[-1])
 
         try:
@@ -253,19 +253,19 @@ class Recording:
         self.leaves = [t for t in self.inputs if t.requires_grad]
         self.run = run
         self.penalty = 0.0
-        self.taken: weakref.ref[Taken] | None = None
+        self.last_replay: weakref.ref[ForwardReplay] | None = None
         device = given[0].device
-        warm(self._warm, device)
+        warm_up(self._run_once, device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" and pool is None else pool
         self.forward = capture(self._forward, device, self.pool)
-        self.reached = [torch.empty_like(t) if t.requires_grad else None for t in self.outputs]
+        self.output_gradients = [torch.empty_like(t) if t.requires_grad else None for t in self.outputs]
         self.backward = capture(self._backward, device, self.pool)
 
     @property
     def busy(self) -> bool:
         """Whether a replay of the forward pass may still need its gradients."""
-        taken = None if self.taken is None else self.taken()
-        return taken is not None and not taken.done
+        last_replay = None if self.last_replay is None else self.last_replay()
+        return last_replay is not None and not last_replay.done
 
     def _forward(self) -> None:
         with torch.enable_grad():
@@ -274,18 +274,18 @@ class Recording:
         self.penalty = penalty if isinstance(penalty, float) else 0.0
 
     def _backward(self) -> None:
-        pairs = [(t, d) for t, d in zip(self.outputs, self.reached, strict=True) if d is not None]
-        outputs, reached = zip(*pairs, strict=True)
-        self.gradients = torch.autograd.grad(outputs, self.leaves, reached, materialize_grads=True)
+        pairs = [(t, d) for t, d in zip(self.outputs, self.output_gradients, strict=True) if d is not None]
+        outputs, output_gradients = zip(*pairs, strict=True)
+        self.gradients = torch.autograd.grad(outputs, self.leaves, output_gradients, materialize_grads=True)
 
-    def _warm(self) -> None:
+    def _run_once(self) -> None:
         self._forward()
-        self.reached = [torch.zeros_like(t) if t.requires_grad else None for t in self.outputs]
+        self.output_gradients = [torch.zeros_like(t) if t.requires_grad else None for t in self.outputs]
         self._backward()
-        del self.outputs, self.reached, self.gradients
+        del self.outputs, self.output_gradients, self.gradients
 
 
-class Taken:
+class ForwardReplay:
     """One replay of a forward pass; ``done`` after its backward pass."""
 
     done = False
@@ -299,15 +299,15 @@ class _Replayed(torch.autograd.Function):
         for static, t in zip(recording.inputs, given, strict=True):
             static.detach().copy_(t)
         recording.forward()
-        ctx.recording, ctx.taken = recording, Taken()
-        recording.taken = weakref.ref(ctx.taken)
+        ctx.recording, ctx.replay = recording, ForwardReplay()
+        recording.last_replay = weakref.ref(ctx.replay)
         return tuple(t.detach().clone() for t in recording.outputs)
 
     @staticmethod
-    def backward(ctx: Context, *reached: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        assert not ctx.taken.done  # the first backward pass has overwritten its memory
-        recording, ctx.taken.done = ctx.recording, True
-        for static, d in zip(recording.reached, reached, strict=True):
+    def backward(ctx: Context, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        assert not ctx.replay.done  # the first backward pass has overwritten its memory
+        recording, ctx.replay.done = ctx.recording, True
+        for static, d in zip(recording.output_gradients, output_gradients, strict=True):
             if static is not None:
                 static.copy_(d)
         recording.backward()
@@ -316,7 +316,7 @@ class _Replayed(torch.autograd.Function):
 
 
 @contextmanager
-def unpacked() -> Iterator[None]:
+def without_packing() -> Iterator[None]:
     """Disable transformers' detection of packed sequences: each of our rows is one text.
 
     The detection reads positions, which synchronises with the device. During a capture it cannot, so it assumes packed
@@ -324,35 +324,35 @@ def unpacked() -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    if (found := getattr(masking_utils, _LOOKS, None)) is None:  # missing in some versions
+    if (found := getattr(masking_utils, _PACKING_DETECTOR, None)) is None:  # missing in some versions
         yield
         return
-    setattr(masking_utils, _LOOKS, lambda *_, **__: None)
+    setattr(masking_utils, _PACKING_DETECTOR, lambda *_, **__: None)
     try:
         yield
     finally:
-        setattr(masking_utils, _LOOKS, found)
+        setattr(masking_utils, _PACKING_DETECTOR, found)
 
 
-_LOOKS = "find_packed_sequence_indices"
+_PACKING_DETECTOR = "find_packed_sequence_indices"
 
 
 @cache
-def beside(device: torch.device) -> torch.cuda.Stream:
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for all captures on a device; only one, as cuBLAS keeps a workspace per stream."""
     return torch.cuda.Stream(device)
 
 
-def warm(work: Work, device: torch.device) -> None:
-    """Run a function ``WARM`` times on the capture stream, as a capture requires; do nothing on a CPU."""
+def warm_up(work: Work, device: torch.device) -> None:
+    """Run a function ``WARMUP_PASSES`` times on the capture stream, as a capture requires; do nothing on a CPU."""
     if device.type != "cuda":
         return
-    stream, computing = beside(device), torch.cuda.current_stream(device)
-    stream.wait_stream(computing)
+    stream, current = capture_stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):  # also selects its device
-        for _ in range(WARM):
+        for _ in range(WARMUP_PASSES):
             work()
-    computing.wait_stream(stream)
+    current.wait_stream(stream)
     torch.cuda.synchronize(device)
 
 
@@ -370,18 +370,18 @@ def capture(work: Work, device: torch.device, pool: Any) -> Work:
     if device.type != "cuda":
         work()
         return work
-    graph, stream = torch.cuda.CUDAGraph(), beside(device)
+    graph, stream = torch.cuda.CUDAGraph(), capture_stream(device)
     with torch.cuda.stream(stream):  # a failed capture does not restore the stream
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 work()
         except RuntimeError:
-            _end(device, pool)
+            _end_failed_capture(device, pool)
             raise
     return graph.replay
 
 
-def _end(device: torch.device, pool: Any) -> None:
+def _end_failed_capture(device: torch.device, pool: Any) -> None:
     """Tell PyTorch's allocator that a failed capture has ended.
 
     PyTorch does so only if CUDA ends the capture without an error. Otherwise the allocator would keep the pool, and

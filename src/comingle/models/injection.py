@@ -87,7 +87,7 @@ class RoutedMLP(nn.Module):
         tokens = x.reshape(users, -1, x.shape[-1])
         if self.mix == "output" and self._decodes(x, users):
             return self._mix_rows(tokens).view(x.shape)
-        backend = expert_mlp.part_for(tokens, self.act, self.factors["down"][0].shape[-2])
+        backend = expert_mlp.backend_for(tokens, self.act, self.factors["down"][0].shape[-2])
         if self.mix == "output" and backend is not None:
             return self._mix_natively(backend, tokens).view(x.shape)
         gates = self.router(tokens)

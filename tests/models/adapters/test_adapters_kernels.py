@@ -130,13 +130,13 @@ def fusing() -> Iterator[None]:
         pytest.skip("torch.compile needs a C++ compiler")
     before = expert_mlp.is_fusing()
     with torch._dynamo.config.patch(suppress_errors=False):
-        expert_mlp.fusing(True)
+        expert_mlp.set_fusing(True)
         torch._dynamo.config.suppress_errors = False
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         yield
         torch._dynamo.reset()
-        expert_mlp.fusing(before)
+        expert_mlp.set_fusing(before)
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_compiled_kernels_equal_written_out_ones(gated: bool, fusing: None) -> N
     given = inputs(gated, torch.float32)
     found = run(act, *given)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    expert_mlp.fusing(False)
+    expert_mlp.set_fusing(False)
     torch.testing.assert_close(found, run(act, *given), rtol=1e-5, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
@@ -163,7 +163,7 @@ def test_compiled_softmax_equals_the_written_out_one(fusing: None) -> None:
     logits, ids = torch.randn(7, 40), torch.arange(7)
     found = softmax_parts(logits, ids)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    expert_mlp.fusing(False)
+    expert_mlp.set_fusing(False)
     torch.testing.assert_close(found, softmax_parts(logits, ids), rtol=1e-5, atol=1e-6)
 
 

@@ -167,7 +167,7 @@ Gates = Float[Tensor, "users n experts"]
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that ``torch.compile`` compiles it while :func:`fusing` is on.
+    """Decorate a function so that ``torch.compile`` compiles it while :func:`set_fusing` is on.
 
     The compiler, which takes seconds to load, is loaded at the first such call.
     """
@@ -180,7 +180,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def fusing(on: bool) -> None:
+def set_fusing(on: bool) -> None:
     """Switch compilation of :func:`fused` functions on or off; it is off at import.
 
     If the compiler fails (say without a C++ toolchain), the functions run uncompiled and no error is raised.
@@ -323,7 +323,7 @@ Factor = Float[Tensor, "users experts rank hidden"]
 
 _library: ctypes.CDLL | None = None  # None while disabled
 _loaded: ctypes.CDLL | None = None
-_elsewhere: Any = None  # backend for other devices
+_other_backend: Any = None  # backend for other devices
 
 
 class _Mixture(ctypes.Structure):
@@ -354,29 +354,29 @@ def enable(cache: Path) -> bool:
 
 def disable() -> None:
     """Use PyTorch from now on."""
-    global _library, _elsewhere
-    _library = _elsewhere = None
+    global _library, _other_backend
+    _library = _other_backend = None
 
 
-def use(part: object) -> None:
+def set_backend(backend: object) -> None:
     """Set a second backend for tensors that this module does not support.
 
     It has functions ``supports``, ``forward`` and ``backward`` like this module; None removes it.
     """
-    global _elsewhere
-    _elsewhere = part
+    global _other_backend
+    _other_backend = backend
 
 
-def part_for(x: Tensor, act: Activation, rank: int) -> object:
-    """Return the backend for such tensors: this module, that of :func:`use`, or None for PyTorch.
+def backend_for(x: Tensor, act: Activation, rank: int) -> object:
+    """Return the backend for such tensors: this module, that of :func:`set_backend`, or None for PyTorch.
 
     Args:
         x: Input of the MLP.
         act: Its activation.
         rank: LoRA rank.
     """
-    parts = (sys.modules[__name__], _elsewhere)
-    return next((part for part in parts if part is not None and part.supports(x, act, rank)), None)
+    backends = (sys.modules[__name__], _other_backend)
+    return next((backend for backend in backends if backend is not None and backend.supports(x, act, rank)), None)
 
 
 def is_enabled() -> bool:

@@ -18,11 +18,11 @@ _WIDENED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _dot(one, other, PRECISION: tl.constexpr):
+def _dot(left, right, PRECISION: tl.constexpr):
     """Multiply tiles with float32 accumulation; the interpreter, which multiplies bf16 as integers, needs float32."""
     if _WIDENED:
-        one, other = one.to(tl.float32), other.to(tl.float32)
-    return tl.dot(one, other, input_precision=PRECISION)
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision=PRECISION)
 
 
 @triton.jit
@@ -48,27 +48,27 @@ def _activation(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _base(base, bias, places, there, c, hidden, BIASED: tl.constexpr):
+def _load_base(base, bias, offsets, inside, c, hidden, BIASED: tl.constexpr):
     """Load a tile of the base's pre-activations with bias, in float32."""
-    tile = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
+    tile = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
     if BIASED:
         tile += tl.load(bias + c, mask=c < hidden, other=0.0).to(tl.float32)[None, :]
     return tile
 
 
 @triton.jit
-def _thin(start, row, real, at, RANK: tl.constexpr, WIDE: tl.constexpr):
+def _load_columns(start, row, valid, at, RANK: tl.constexpr, WIDE: tl.constexpr):
     """Load columns ``[at, at + RANK)`` of some rows, padded with zeros."""
     r = tl.arange(0, WIDE)
-    return tl.load(start + row[:, None] + (at + r)[None, :], mask=real[:, None] & (r < RANK)[None, :], other=0.0)
+    return tl.load(start + row[:, None] + (at + r)[None, :], mask=valid[:, None] & (r < RANK)[None, :], other=0.0)
 
 
 @triton.jit
-def _factor(factor, number, c, hidden, RANK: tl.constexpr, WIDE: tl.constexpr):
+def _load_factor(factor, number, c, hidden, RANK: tl.constexpr, WIDE: tl.constexpr):
     """Load some columns of one expert's factor ``(rank, hidden)``, padded with zeros."""
     r = tl.arange(0, WIDE)
-    places = (number * RANK + r)[:, None] * hidden + c[None, :]
-    return tl.load(factor + places, mask=(r < RANK)[:, None] & (c < hidden)[None, :], other=0.0)
+    offsets = (number * RANK + r)[:, None] * hidden + c[None, :]
+    return tl.load(factor + offsets, mask=(r < RANK)[:, None] & (c < hidden)[None, :], other=0.0)
 
 
 @triton.jit
@@ -113,51 +113,51 @@ def forward(
     user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    r, real, token = tl.arange(0, WIDE), t < n, user * n + t
-    there = real[:, None] & (c < hidden)[None, :]
-    places = token[:, None] * hidden + c[None, :]
+    r, valid, token = tl.arange(0, WIDE), t < n, user * n + t
+    inside = valid[:, None] & (c < hidden)[None, :]
+    offsets = token[:, None] * hidden + c[None, :]
     row = user * z_user + t.to(tl.int64) * z_row
-    one = _base(base_0, bias_0, places, there, c, hidden, BIASED_0)
-    two = one
+    pre_0 = _load_base(base_0, bias_0, offsets, inside, c, hidden, BIASED_0)
+    pre_1 = pre_0
     if FIRST == 2:
-        two = _base(base_1, bias_1, places, there, c, hidden, BIASED_1)
+        pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
     part = (chunk * tl.num_programs(2) * n + token) * (EXPERTS * RANK)
     for j in tl.static_range(EXPERTS):
         lora = _dot(
-            _thin(z, row, real, j * RANK, RANK, WIDE),
-            _factor(b_0, user * EXPERTS + j, c, hidden, RANK, WIDE), PRECISION,
+            _load_columns(z, row, valid, j * RANK, RANK, WIDE),
+            _load_factor(b_0, user * EXPERTS + j, c, hidden, RANK, WIDE), PRECISION,
         )  # fmt: skip
-        h, _ = _activation(one + scale * lora, ACT)
+        h, _ = _activation(pre_0 + scale * lora, ACT)
         if FIRST == 2:
             lora = _dot(
-                _thin(z, row, real, (EXPERTS + j) * RANK, RANK, WIDE),
-                _factor(b_1, user * EXPERTS + j, c, hidden, RANK, WIDE), PRECISION,
+                _load_columns(z, row, valid, (EXPERTS + j) * RANK, RANK, WIDE),
+                _load_factor(b_1, user * EXPERTS + j, c, hidden, RANK, WIDE), PRECISION,
             )  # fmt: skip
-            h *= two + scale * lora
-        p = tl.load(gates + token * EXPERTS + j, mask=real, other=0.0)
+            h *= pre_1 + scale * lora
+        p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
         total += p[:, None] * h
-        factor = _factor(a, user * EXPERTS + j, c, hidden, RANK, WIDE)
+        factor = _load_factor(a, user * EXPERTS + j, c, hidden, RANK, WIDE)
         product = _dot(h.to(factor.dtype), tl.trans(factor), PRECISION)
         at = last + part[:, None] + (j * RANK + r)[None, :]
-        tl.store(at, product, mask=real[:, None] & (r < RANK)[None, :])
-    tl.store(mixed + places, total.to(mixed.dtype.element_ty), mask=there)
+        tl.store(at, product, mask=valid[:, None] & (r < RANK)[None, :])
+    tl.store(mixed + offsets, total.to(mixed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _expert(
-    one, two, d_mixed, z_0, z_1, d_gated, p, b_0, b_1, a, scale,
+    pre_0, pre_1, d_mixed, z_0, z_1, d_gated, p, b_0, b_1, a, scale,
     ACT: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Recompute one expert's ``h``; return it, the gradients of its pre-activations, and ``d_z_last``."""
-    value, slope = _activation(one + scale * _dot(z_0, b_0, PRECISION), ACT)
+    value, slope = _activation(pre_0 + scale * _dot(z_0, b_0, PRECISION), ACT)
     d_last = (scale * p[:, None] * d_gated.to(tl.float32)).to(a.dtype)
     d_h = p[:, None] * d_mixed + _dot(d_last, a, PRECISION)
-    h, d_one, d_two = value, d_h * slope, d_h
+    h, d_pre_0, d_pre_1 = value, d_h * slope, d_h
     if FIRST == 2:
-        up = two + scale * _dot(z_1, b_1, PRECISION)
-        h, d_one, d_two = value * up, d_one * up, d_h * value
-    return h, d_one, d_two, d_last
+        up = pre_1 + scale * _dot(z_1, b_1, PRECISION)
+        h, d_pre_0, d_pre_1 = value * up, d_pre_0 * up, d_h * value
+    return h, d_pre_0, d_pre_1, d_last
 
 
 @triton.jit
@@ -176,42 +176,42 @@ def backward(
     user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    r, real, token = tl.arange(0, WIDE), t < n, user * n + t
-    there = real[:, None] & (c < hidden)[None, :]
-    places = token[:, None] * hidden + c[None, :]
+    r, valid, token = tl.arange(0, WIDE), t < n, user * n + t
+    inside = valid[:, None] & (c < hidden)[None, :]
+    offsets = token[:, None] * hidden + c[None, :]
     row, row_last = user * z_user + t.to(tl.int64) * z_row, token * (EXPERTS * RANK)
-    one = _base(base_0, bias_0, places, there, c, hidden, BIASED_0)
-    two = one
+    pre_0 = _load_base(base_0, bias_0, offsets, inside, c, hidden, BIASED_0)
+    pre_1 = pre_0
     if FIRST == 2:
-        two = _base(base_1, bias_1, places, there, c, hidden, BIASED_1)
-    reached = tl.load(d_mixed + places, mask=there, other=0.0).to(tl.float32)
+        pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
+    d_mixture = tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32)
     total_0, total_1 = tl.zeros((TOKENS, COLUMNS), tl.float32), tl.zeros((TOKENS, COLUMNS), tl.float32)
     part = chunk * tl.num_programs(2) * n + token
-    thin = real[:, None] & (r < RANK)[None, :]
+    thin = valid[:, None] & (r < RANK)[None, :]
     for j in tl.static_range(EXPERTS):
         number = user * EXPERTS + j
-        p = tl.load(gates + token * EXPERTS + j, mask=real, other=0.0)
-        turned_0 = _factor(b_0, number, c, hidden, RANK, WIDE)
-        turned_1 = _factor(b_1, number, c, hidden, RANK, WIDE)
-        h, d_one, d_two, _ = _expert(
-            one, two, reached,
-            _thin(z, row, real, j * RANK, RANK, WIDE),
-            _thin(z, row, real, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE),
-            _thin(d_gated, row_last, real, j * RANK, RANK, WIDE),
-            p, turned_0, turned_1, _factor(a, number, c, hidden, RANK, WIDE),
+        p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
+        factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
+        factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
+        h, d_pre_0, d_pre_1, _ = _expert(
+            pre_0, pre_1, d_mixture,
+            _load_columns(z, row, valid, j * RANK, RANK, WIDE),
+            _load_columns(z, row, valid, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE),
+            _load_columns(d_gated, row_last, valid, j * RANK, RANK, WIDE),
+            p, factor_0, factor_1, _load_factor(a, number, c, hidden, RANK, WIDE),
             scale, ACT, FIRST, PRECISION,
         )  # fmt: skip
-        tl.store(d_gates + part * EXPERTS + j, tl.sum(reached * h, 1), mask=real)
-        total_0 += d_one
+        tl.store(d_gates + part * EXPERTS + j, tl.sum(d_mixture * h, 1), mask=valid)
+        total_0 += d_pre_0
         at = d_z + (part * (FIRST * EXPERTS) + j)[:, None] * RANK + r[None, :]
-        tl.store(at, _dot(d_one.to(turned_0.dtype), tl.trans(turned_0), PRECISION), mask=thin)
+        tl.store(at, _dot(d_pre_0.to(factor_0.dtype), tl.trans(factor_0), PRECISION), mask=thin)
         if FIRST == 2:
-            total_1 += d_two
-            product = _dot(d_two.to(turned_1.dtype), tl.trans(turned_1), PRECISION)
+            total_1 += d_pre_1
+            product = _dot(d_pre_1.to(factor_1.dtype), tl.trans(factor_1), PRECISION)
             tl.store(at + EXPERTS * RANK, product, mask=thin)
-    tl.store(d_base_0 + places, total_0.to(d_base_0.dtype.element_ty), mask=there)
+    tl.store(d_base_0 + offsets, total_0.to(d_base_0.dtype.element_ty), mask=inside)
     if FIRST == 2:
-        tl.store(d_base_1 + places, total_1.to(d_base_1.dtype.element_ty), mask=there)
+        tl.store(d_base_1 + offsets, total_1.to(d_base_1.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -230,33 +230,33 @@ def backward_factors(
     user, j = number // EXPERTS, number % EXPERTS
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.arange(0, WIDE)
-    turned_0 = _factor(b_0, number, c, hidden, RANK, WIDE)
-    turned_1 = _factor(b_1, number, c, hidden, RANK, WIDE)
-    last = _factor(a, number, c, hidden, RANK, WIDE)
+    factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
+    factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
+    last = _load_factor(a, number, c, hidden, RANK, WIDE)
     of_b_0, of_b_1 = tl.zeros((WIDE, COLUMNS), tl.float32), tl.zeros((WIDE, COLUMNS), tl.float32)
     of_a = tl.zeros((WIDE, COLUMNS), tl.float32)
     for start in range(interval * span, tl.minimum(n, interval * span + span), TOKENS):
         t = start + tl.arange(0, TOKENS)
-        real, token = t < n, user * n + t
-        there = real[:, None] & (c < hidden)[None, :]
-        places = token[:, None] * hidden + c[None, :]
+        valid, token = t < n, user * n + t
+        inside = valid[:, None] & (c < hidden)[None, :]
+        offsets = token[:, None] * hidden + c[None, :]
         row = user * z_user + t.to(tl.int64) * z_row
-        one = _base(base_0, bias_0, places, there, c, hidden, BIASED_0)
-        two = one
+        pre_0 = _load_base(base_0, bias_0, offsets, inside, c, hidden, BIASED_0)
+        pre_1 = pre_0
         if FIRST == 2:
-            two = _base(base_1, bias_1, places, there, c, hidden, BIASED_1)
-        z_0 = _thin(z, row, real, j * RANK, RANK, WIDE)
-        z_1 = _thin(z, row, real, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE)
-        h, d_one, d_two, d_last = _expert(
-            one, two, tl.load(d_mixed + places, mask=there, other=0.0).to(tl.float32), z_0, z_1,
-            _thin(d_gated, token * (EXPERTS * RANK), real, j * RANK, RANK, WIDE),
-            tl.load(gates + token * EXPERTS + j, mask=real, other=0.0), turned_0, turned_1, last,
+            pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
+        z_0 = _load_columns(z, row, valid, j * RANK, RANK, WIDE)
+        z_1 = _load_columns(z, row, valid, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE)
+        h, d_pre_0, d_pre_1, d_last = _expert(
+            pre_0, pre_1, tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32), z_0, z_1,
+            _load_columns(d_gated, token * (EXPERTS * RANK), valid, j * RANK, RANK, WIDE),
+            tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0), factor_0, factor_1, last,
             scale, ACT, FIRST, PRECISION,
         )  # fmt: skip
-        of_b_0 += _dot(tl.trans(z_0), d_one.to(z_0.dtype), PRECISION)
+        of_b_0 += _dot(tl.trans(z_0), d_pre_0.to(z_0.dtype), PRECISION)
         of_a += _dot(tl.trans(d_last), h.to(d_last.dtype), PRECISION)
         if FIRST == 2:
-            of_b_1 += _dot(tl.trans(z_1), d_two.to(z_1.dtype), PRECISION)
+            of_b_1 += _dot(tl.trans(z_1), d_pre_1.to(z_1.dtype), PRECISION)
     rows = (interval * tl.num_programs(2) + number) * RANK + r
     at, mask = rows[:, None] * hidden + c[None, :], (r < RANK)[:, None] & (c < hidden)[None, :]
     tl.store(d_b_0 + at, of_b_0 * scale, mask=mask)
