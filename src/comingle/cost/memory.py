@@ -656,7 +656,7 @@ def empty_inputs(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users
 def _shapes_only(stage: Rehearsal) -> AbstractContextManager[None]:
     """Return a context in which a net's input form accepts tensors without data, if the net has such a form."""
     form = getattr(stage.steps.model, "form", None)
-    return getattr(form, "telling", nullcontext)()
+    return getattr(form, "accepting_fakes", nullcontext)()
 
 
 @contextmanager

@@ -126,4 +126,4 @@ def faster(network: PreTrainedModel, *, attention: bool) -> None:
     if cpu.enable(cache_folder() / "native"):
         elsewhere = cpu.softmax
         if attention:
-            cpu.use(network)
+            cpu.use_attention(network)

@@ -26,7 +26,7 @@ from torch._C._functorch import is_batchedtensor  # no public function says whet
 from torch.overrides import TorchFunctionMode
 
 from comingle.models.kernels import convolutions
-from comingle.models.kernels.convolutions import Crowd, Step
+from comingle.models.kernels.convolutions import PassShape, Step
 from comingle.models.model import call_with
 from comingle.utils.files import cache_folder
 from comingle.utils.trees import (
@@ -201,23 +201,23 @@ class Chain(nn.Sequential):
 class Sum(nn.Module):
     """ReLU of the sum of two branches: a chain that ends in a convolution, and another module."""
 
-    def __init__(self, chain: Chain, other: nn.Module, crowd: Crowd, names: Sequence[str]) -> None:
+    def __init__(self, chain: Chain, other: nn.Module, pass_shape: PassShape, names: Sequence[str]) -> None:
         super().__init__()
         for name, module in zip(names, (chain, other), strict=True):
             self.add_module(name, module)
         *self.first, last = chain.steps
         assert isinstance(last, Step)
-        self.last, self.crowd = replace(last, relu=True), crowd
+        self.last, self.pass_shape = replace(last, relu=True), pass_shape
         self.other = [other]  # in a list, so that it is registered once
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``relu(chain(x) + other(x))``."""
-        (other,), left, x = self.other, self.first, self.crowd.lanes(x)
+        (other,), left, x = self.other, self.first, self.pass_shape.lanes(x)
         y = x
         if left and isinstance(left[0], Step):
-            y, x = left[0].passing(x)
+            y, x = left[0].run_shared(x)
             left = left[1:]
-        added = self.crowd.lanes(other(x))
+        added = self.pass_shape.lanes(other(x))
         for step in left:
             y = step(y)
         return self.last(y, added)
@@ -249,7 +249,7 @@ class Chained:
     """
 
     def __init__(self, net: nn.Module) -> None:
-        self.crowd = Crowd()
+        self.pass_shape = PassShape()
         self.net = self._convert(net)
         if not any(isinstance(step, Step) for m in self.net.modules() if isinstance(m, Chain) for step in m.steps):
             raise UnknownLayerError
@@ -262,19 +262,19 @@ class Chained:
             inputs: Samples ``(users, batch, ...)``.
             train: Run in training mode.
         """
-        self.crowd.users, self.crowd.images = inputs.shape[:2]
+        self.pass_shape.users, self.pass_shape.images = inputs.shape[:2]
         self.net.train(train)
         with Folded():
             outputs = call_with(self.net, tensors, inputs.flatten(0, 1))
-        return self.crowd.flat(outputs).unflatten(0, inputs.shape[:2])
+        return self.pass_shape.flat(outputs).unflatten(0, inputs.shape[:2])
 
     def takes(self, inputs: Tensor) -> bool:
         """Return whether native code supports inputs ``(users, batch, ...)`` and is faster."""
         return convolutions.supports(inputs) and inputs.shape[1] >= FEWEST
 
-    def telling(self) -> AbstractContextManager[None]:
+    def accepting_fakes(self) -> AbstractContextManager[None]:
         """Accept tensors without data and only allocate what a pass would, to count costs."""
-        return convolutions.telling()
+        return convolutions.accepting_fakes()
 
     def _convert(self, net: nn.Module) -> nn.Module:
         if type(net) is nn.Sequential:
@@ -294,13 +294,13 @@ class Chained:
         chain, other = (self._convert(child) for _, child in _children(net))
         if not isinstance(chain, Chain) or not isinstance(chain.steps[-1], Step) or chain.steps[-1].pool > 1:
             raise UnknownLayerError
-        return Sum(chain, other, self.crowd, names)
+        return Sum(chain, other, self.pass_shape, names)
 
     def _convert_sequential(self, net: nn.Sequential) -> Chain:
         converted, left = Chain(), _children(net)
         converted.steps = []
         while left:
-            found = _step([module for _, module in left], self.crowd)
+            found = _step([module for _, module in left], self.pass_shape)
             step, count = found or (None, 1)
             for name, module in left[:count]:
                 converted.add_module(name, module if step is not None else self._convert(module))
@@ -310,7 +310,7 @@ class Chained:
 
     def _on_samples(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return the module, with its inputs converted to plain samples unless it works on either layout."""
-        return module if isinstance(module, (Chain, Sum, *_POINTWISE)) else lambda x: module(self.crowd.flat(x))
+        return module if isinstance(module, (Chain, Sum, *_POINTWISE)) else lambda x: module(self.pass_shape.flat(x))
 
 
 def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -318,7 +318,7 @@ def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in net._modules.items() if child is not None]
 
 
-def _step(following: Sequence[nn.Module], crowd: Crowd) -> tuple[Step, int] | None:
+def _step(following: Sequence[nn.Module], pass_shape: PassShape) -> tuple[Step, int] | None:
     """Return the step that the next modules form and their number, or None."""
     convolution, *rest = following
     if type(convolution) is not nn.Conv2d or not _is_plain(convolution):
@@ -328,7 +328,7 @@ def _step(following: Sequence[nn.Module], crowd: Crowd) -> tuple[Step, int] | No
     pool = rest.pop(0) if rest and _is_disjoint_max_pool(rest[0]) else None
     size = 1 if pool is None else _square_side(pool.kernel_size)  # type: ignore[arg-type]
     count = 1 + sum(part is not None for part in (norm, relu, pool))
-    return Step(convolution=convolution, norm=norm, relu=relu is not None, pool=size, crowd=crowd), count  # type: ignore[arg-type]
+    return Step(convolution=convolution, norm=norm, relu=relu is not None, pool=size, pass_shape=pass_shape), count  # type: ignore[arg-type]
 
 
 def _is_plain(convolution: nn.Conv2d) -> bool:

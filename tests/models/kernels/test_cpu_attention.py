@@ -237,7 +237,7 @@ def test_a_family_that_nobody_has_compared_keeps_its_own() -> None:
     config = PegasusConfig(**sizes, decoder_ffn_dim=16, is_decoder=True)
     config._attn_implementation = "eager"
     network = PegasusForCausalLM(config)
-    cpu.use(network)
+    cpu.use_attention(network)
     assert network.config._attn_implementation == "eager"
 
 

@@ -33,7 +33,7 @@ LARGEST_POOL = 15
 NO_NORM, BATCH_NORM, GROUP_NORM = range(3)
 
 _library: ctypes.CDLL | None = None
-_tells = False
+_accepts_fakes = False
 
 
 class StepStruct(ctypes.Structure):
@@ -68,19 +68,19 @@ def fits(tensor: Tensor) -> bool:
 
 def supports(x: Tensor) -> bool:
     """Return whether the native code is loaded and supports such samples."""
-    plain = _tells or type(x) is Tensor  # a fake tensor has no memory
+    plain = _accepts_fakes or type(x) is Tensor  # a fake tensor has no memory
     return _library is not None and plain and fits(x)
 
 
 @contextmanager
-def telling() -> Iterator[None]:
+def accepting_fakes() -> Iterator[None]:
     """Accept fake tensors while the context is active: steps allocate memory but compute nothing."""
-    global _tells
-    before, _tells = _tells, True
+    global _accepts_fakes
+    before, _accepts_fakes = _accepts_fakes, True
     try:
         yield
     finally:
-        _tells = before
+        _accepts_fakes = before
 
 
 def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | None) -> None:
@@ -93,34 +93,34 @@ def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | Non
         **tensors: Tensors by their field in ``step``.
     """
     assert _library is not None
-    if _tells:
+    if _accepts_fakes:
         step.d_weight = int(tensors.get("d_weight") is not None)  # only whether it is null matters
-        _room(step, next(t for t in tensors.values() if t is not None))
+        _allocate_scratch(step, next(t for t in tensors.values() if t is not None))
         return
     for key, tensor in tensors.items():
         setattr(step, key, None if tensor is None else tensor.data_ptr())
     getattr(_library, f"{name}_{DTYPES[dtype]}")(ctypes.byref(step))
 
 
-def _room(step: StepStruct, like: Tensor) -> None:
+def _allocate_scratch(step: StepStruct, like: Tensor) -> None:
     """Allocate and free the largest scratch memory of native code: ``Needs`` of layers.cpp for each thread."""
     assert _library is not None
-    room = getattr(_library, f"room_{DTYPES[like.dtype]}")
-    room.restype = ctypes.c_int64
-    like.new_empty(min(step.threads, step.users), room(ctypes.byref(step)))
+    scratch_bytes = getattr(_library, f"room_{DTYPES[like.dtype]}")
+    scratch_bytes.restype = ctypes.c_int64
+    like.new_empty(min(step.threads, step.users), scratch_bytes(ctypes.byref(step)))
 
 
 Flat = Float[Tensor, "users_images channels height width"]
 """Samples ordered by user."""
 Maps = Float[Tensor, "users lanes channels height width"]
 """The same samples with lanes innermost in memory; padding lanes have no gradient."""
-Made = Float[Tensor, "users lanes outputs high wide"]
+Outputs = Float[Tensor, "users lanes outputs high wide"]
 """Outputs of a step."""
 Norm = nn.BatchNorm2d | nn.GroupNorm
 
 
 @dataclass
-class Crowd:
+class PassShape:
     """Numbers of users and of images per user in a forward pass."""
 
     users: int = 0
@@ -139,12 +139,12 @@ class Crowd:
         return x[:, : self.images].flatten(0, 1) if x.dim() == 5 else x
 
 
-def _inside(maps: Tensor | None) -> Any:
+def _to_memory_order(maps: Tensor | None) -> Any:
     """Permute maps to their order in memory."""
     return None if maps is None else maps.permute(0, 3, 4, 2, 1).contiguous()
 
 
-def _outside(inside: Tensor | None) -> Any:
+def _from_memory_order(inside: Tensor | None) -> Any:
     return None if inside is None else inside.permute(0, 4, 3, 1, 2)
 
 
@@ -164,19 +164,19 @@ class Step:
     norm: Norm | None = None
     relu: bool = False
     pool: int = 1
-    crowd: Crowd = field(default_factory=Crowd)
+    pass_shape: PassShape = field(default_factory=PassShape)
 
-    def __call__(self, x: Tensor, added: Made | None = None) -> Made:
+    def __call__(self, x: Tensor, added: Outputs | None = None) -> Outputs:
         """Run the step; running statistics are updated in place."""
-        made: Made = self._made(self.crowd.lanes(x), added, passes=False)
+        made: Outputs = self._run(self.pass_shape.lanes(x), added, passes=False)
         return made
 
-    def passing(self, x: Maps) -> tuple[Made, Maps]:
+    def run_shared(self, x: Maps) -> tuple[Outputs, Maps]:
         """Run the step and return ``x`` too for other layers; the kernel adds their gradient to its own."""
-        made: tuple[Made, Maps] = self._made(x, None, passes=True)
+        made: tuple[Outputs, Maps] = self._run(x, None, passes=True)
         return made
 
-    def _made(self, x: Maps, added: Made | None, *, passes: bool) -> Any:
+    def _run(self, x: Maps, added: Outputs | None, *, passes: bool) -> Any:
         c, norm = self.convolution, self.norm
         # Native code does not check sizes.
         assert (x.shape[2], x.dtype) == (c.in_channels, c.weight.dtype)
@@ -185,7 +185,7 @@ class Step:
         mean, rstd = self._statistics(x)
         made = _Fused.apply(self, x, c.weight, c.bias, gamma, beta, mean, rstd, added, passes)
         if isinstance(norm, nn.BatchNorm2d) and norm.training:
-            self._keep(norm, x, mean, rstd)
+            self._update_statistics(norm, x, mean, rstd)
         return made
 
     @property
@@ -204,10 +204,10 @@ class Step:
         return tuple(t.detach().unsqueeze(2).expand(shape).contiguous() for t in (mean, rstd))  # type: ignore[union-attr]
 
     @torch.no_grad()
-    def _keep(self, norm: nn.BatchNorm2d, x: Maps, mean: Tensor, rstd: Tensor) -> None:
+    def _update_statistics(self, norm: nn.BatchNorm2d, x: Maps, mean: Tensor, rstd: Tensor) -> None:
         """Update running statistics as PyTorch does."""
         high, wide = self.out(x)
-        count = self.crowd.images * high * wide
+        count = self.pass_shape.images * high * wide
         var = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0) * (count / max(1, count - 1))
         norm.running_mean.lerp_(mean[:, :, 0], norm.momentum)  # type: ignore[union-attr,arg-type]
         norm.running_var.lerp_(var, norm.momentum)  # type: ignore[union-attr,arg-type]
@@ -220,7 +220,7 @@ class Step:
         high, wide = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in rest)
         return high, wide
 
-    def described(self, x: Maps, weight: Tensor, *others: Tensor | None) -> StepStruct:
+    def describe(self, x: Maps, weight: Tensor, *others: Tensor | None) -> StepStruct:
         """Return the struct with sizes and strides for native code.
 
         Args:
@@ -232,7 +232,7 @@ class Step:
         kind = {nn.BatchNorm2d: BATCH_NORM, nn.GroupNorm: GROUP_NORM}.get(type(norm), NO_NORM)
         high, wide = self.out(x)
         step = StepStruct(
-            users=users, images=self.crowd.images, lanes=lanes, threads=torch.get_num_threads(),
+            users=users, images=self.pass_shape.images, lanes=lanes, threads=torch.get_num_threads(),
             height=height, width=width, channels=channels, high=high, wide=wide, outputs=c.out_channels,
             norm=kind, groups=norm.num_groups if isinstance(norm, nn.GroupNorm) else 1,
             given=self.given, relu=self.relu, pool=self.pool, eps=0.0 if norm is None else norm.eps,
@@ -246,7 +246,7 @@ class Step:
         return step
 
 
-def _rows(tensor: Tensor | None) -> Tensor | None:
+def _contiguous_rows(tensor: Tensor | None) -> Tensor | None:
     """Return a parameter whose rows (users) are contiguous, copied if necessary."""
     return tensor if tensor is None or tensor[0].is_contiguous() else tensor.contiguous()
 
@@ -257,37 +257,37 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, step: Step, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
-        beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None, added: Made | None, passes: bool,
-    ) -> Made | tuple[Made, Maps]:  # fmt: skip
-        parameters = [_rows(t) for t in (weight, bias, gamma, beta)]
-        native_step, inside = step.described(x, *parameters), _inside(x)  # type: ignore[arg-type]
+        beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None, added: Outputs | None, passes: bool,
+    ) -> Outputs | tuple[Outputs, Maps]:  # fmt: skip
+        parameters = [_contiguous_rows(t) for t in (weight, bias, gamma, beta)]
+        native_step, inside = step.describe(x, *parameters), _to_memory_order(x)  # type: ignore[arg-type]
         users, lanes, (high, wide), pool = len(x), x.shape[1], step.out(x), step.pool
         z = x.new_empty(users, high // pool, wide // pool, step.convolution.out_channels, lanes)
         y = None if step.norm is None else x.new_empty(users, high, wide, step.convolution.out_channels, lanes)
         taken = torch.empty_like(z, dtype=torch.uint8) if pool > 1 else None
         given = dict(zip(("weight", "bias", "gamma", "beta"), parameters, strict=True))
-        other = _inside(added)
+        other = _to_memory_order(added)
         run(
             "forward", native_step, x.dtype, x=inside, z=z, y=y, taken=taken, mean=mean, rstd=rstd, added=other, **given
         )
         kept = z if step.relu and taken is None and (y is None or added is not None) else None
         ctx.save_for_backward(inside, *parameters, mean, rstd, y, taken, kept)
         ctx.step, ctx.native_step, ctx.adds = step, native_step, added is not None
-        return (_outside(z), x) if passes else _outside(z)
+        return (_from_memory_order(z), x) if passes else _from_memory_order(z)
 
     @staticmethod
-    def backward(ctx: Context, dz: Made, passed: Maps | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Context, dz: Outputs, passed: Maps | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, bias, gamma, beta, mean, rstd, y, taken, z = ctx.saved_tensors
         wanted = zip(ctx.needs_input_grad[1:6], (x, weight, bias, gamma, beta), strict=True)
         made = [t.new_empty(t.shape) if want else None for want, t in wanted]
         names = ("dx", "d_weight", "d_bias", "d_gamma", "d_beta")
-        given = _inside(dz)
+        given = _to_memory_order(dz)
         masks = ctx.adds and ctx.step.relu  # otherwise the gradient of ``added`` is that of the sum
         d_added = torch.empty_like(given) if masks else given
         run(
             "backward", ctx.native_step, x.dtype, x=x, weight=weight, gamma=gamma, beta=beta, mean=mean, rstd=rstd, y=y,
             taken=taken, z=z, dz=given, added=z if masks else None, d_added=d_added if masks else None,
-            passed=_inside(passed), **dict(zip(names, made, strict=True)),
+            passed=_to_memory_order(passed), **dict(zip(names, made, strict=True)),
         )  # fmt: skip
         d_x, *rest = made
-        return None, _outside(d_x), *rest, None, None, _outside(d_added) if ctx.adds else None, None
+        return None, _from_memory_order(d_x), *rest, None, None, _from_memory_order(d_added) if ctx.adds else None, None

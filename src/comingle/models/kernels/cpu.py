@@ -105,9 +105,9 @@ def softmax(
 
 
 NAME = "comingle"
-KNOWN = {family.model_type for family in FAMILIES.values()}
+KNOWN_FAMILIES = {family.model_type for family in FAMILIES.values()}
 """Model types of transformers whose attention is tested against this one."""
-PLAIN = ("sliding_window", "position_ids", "use_cache", "cache_position")
+HARMLESS_OPTIONS = ("sliding_window", "position_ids", "use_cache", "cache_position")
 """Options of transformers' attention functions that change nothing, or only the mask."""
 
 Heads = Float[Tensor, "batch heads n width"]
@@ -127,14 +127,14 @@ class _Attention(ctypes.Structure):
     )
 
 
-def use(network: PreTrainedModel) -> None:
+def use_attention(network: PreTrainedModel) -> None:
     """Register this attention for ``network`` if its family is known to work with it.
 
     Some families do not: they check the name of the attention and apply sparse attention themselves unless it is
-    "eager", or declare their attention non-causal although the mask is. ``KNOWN`` lists the families that are tested.
+    "eager", or declare their attention non-causal although the mask is. ``KNOWN_FAMILIES`` lists the tested ones.
     """
     config: Any = network.config
-    if config._attn_implementation != "eager" or config.model_type not in KNOWN:
+    if config._attn_implementation != "eager" or config.model_type not in KNOWN_FAMILIES:
         return
     if getattr(config, "reorder_and_upcast_attn", False):  # an option of GPT-2 that only "eager" supports
         return
@@ -180,13 +180,13 @@ def attend(
         The output, and the attention weights (None unless the family's ``eager`` attention returns them).
     """
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    plain = dropout == 0.0 and all(value is None or name in PLAIN for name, value in options.items())
+    plain = dropout == 0.0 and all(value is None or name in HARMLESS_OPTIONS for name, value in options.items())
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if causal and plain and scale > 0 and fits(query, key, value):
         return causal_attention(query, key, value, scale)[0].transpose(1, 2), None
     if causal and query.shape[2] > 1:
-        behind = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
-        attention_mask = query.new_zeros(()).where(~behind, torch.finfo(query.dtype).min)[None, None]
+        future = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
+        attention_mask = query.new_zeros(()).where(~future, torch.finfo(query.dtype).min)[None, None]
     own = sys.modules[type(module).__module__].eager_attention_forward
     return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
 
@@ -236,8 +236,8 @@ def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[He
     Returns:
         The output, and the largest score and the sum of exponentials of each query.
     """
-    q, k, v = (_rows(t) for t in (q, k, v))
-    out, sums = _like(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
+    q, k, v = (_contiguous_rows(t) for t in (q, k, v))
+    out, sums = _empty_heads(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
     _run("forward", scale, sums, q=q, k=k, v=v, out=out)
     return out, sums
 
@@ -261,39 +261,39 @@ def causal_attention_backward(
         d_out: Gradient of the output.
         scale: Factor of the scores.
     """
-    q, k, v, d_out = (_rows(t) for t in (q, k, v, d_out))
-    d_q, d_k, d_v = (_like(t) for t in (q, k, v))
+    q, k, v, d_out = (_contiguous_rows(t) for t in (q, k, v, d_out))
+    d_q, d_k, d_v = (_empty_heads(t) for t in (q, k, v))
     _run("backward", scale, sums, q=q, k=k, v=v, d_out=d_out, d_q=d_q, d_k=d_k, d_v=d_v)
     return d_q, d_k, d_v
 
 
 @causal_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return _like(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
+    return _empty_heads(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
 
 
 @causal_attention_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, d_out: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
+    return _empty_heads(q), _empty_heads(k), _empty_heads(v)
 
 
-def _keep(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, output[1])
 
 
-def _gradients(ctx: Context, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *causal_attention_backward(*ctx.saved_tensors, d_out, ctx.scale), None
 
 
-causal_attention.register_autograd(_gradients, setup_context=_keep)
+causal_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _rows(t: Tensor) -> Tensor:
+def _contiguous_rows(t: Tensor) -> Tensor:
     return t if t.stride(3) == 1 else t.contiguous()
 
 
-def _like(t: Tensor) -> Tensor:
+def _empty_heads(t: Tensor) -> Tensor:
     """Return an empty tensor of the same shape in the memory layout of projections: token by token."""
     batch, heads, n, width = t.shape
     return t.new_empty(batch, n, heads, width).transpose(1, 2)
