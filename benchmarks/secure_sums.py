@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from comingle.config.settings import SecureSection, Terms
-from comingle.privacy.secure_server import Rehearsal
+from comingle.privacy.secure_server import SimulatedSum
 from comingle.privacy.secure_sum import received_bytes, sent_bytes
 
 
@@ -28,7 +28,7 @@ def measure(users: int, entries: int, lost: int) -> dict[str, float]:
     )  # fmt: skip
     upload = np.random.default_rng(0).integers(0, 1000, entries).astype(f"<u{terms.word // 8}")
     gone = names[users - lost :]
-    rehearsal = Rehearsal(
+    rehearsal = SimulatedSum(
         terms=terms,
         uploads=dict.fromkeys(names, upload),
         answers=lambda step, name: step in ("advertise", "share") or name not in gone,

@@ -17,7 +17,7 @@ from comingle.audits.canaries import (
     SERVER,
     USERS,
     Attacker,
-    Watched,
+    ObservedFederation,
     auc,
     draw_canaries,
     found_at,
@@ -176,10 +176,12 @@ def test_nothing_but_what_is_shared_is_seen(method: str) -> None:
     recipe = comingle.run(settings(method), users=USERS_TEXT).recipe
     plain = build(recipe, prepare(recipe, given=given))
     seen: list[tuple[str, dict[str, tuple[int, ...]]]] = []
-    federation = Watched(
+    federation = ObservedFederation(
         clients=plain.clients,
         server=plain.server,
-        look=lambda who, users, tensors: seen.append((who, {name: tuple(t.shape[1:]) for name, t in tensors.items()})),
+        record_view=lambda who, users, tensors: seen.append(
+            (who, {name: tuple(t.shape[1:]) for name, t in tensors.items()})
+        ),
     )
     federation.download(range(4))
     federation.upload([0, 2], 1, {0: 1.0, 2: 1.0})

@@ -9,7 +9,7 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import binom, norm
 
-from comingle.audits.auditing import chance, epsilon_of_replacing, least_epsilon
+from comingle.audits.auditing import epsilon_of_replacing, guess_probability, least_epsilon
 from comingle.privacy.accounting import Release, epsilon
 
 
@@ -39,7 +39,7 @@ def test_the_chance_bounds_every_outcome_of_a_mechanism_that_is_private(true: fl
             for outcome in product((False, True), repeat=coins)
             if sum(outcome) >= correct
         )
-        bound = chance(true, trials=coins, guesses=coins, correct=correct, delta=leaks)
+        bound = guess_probability(true, trials=coins, guesses=coins, correct=correct, delta=leaks)
         assert happens <= bound + 1e-12
         if leaks == 0:
             assert happens == pytest.approx(bound)  # which is tight

@@ -19,9 +19,9 @@ from comingle.audits.canaries import (
     auc,
     halves,
     likelihood_ratios,
+    membership_by_shadows,
     run_shadow,
     scored,
-    told_apart,
     windows_of,
 )
 from comingle.config import Recipe
@@ -62,7 +62,9 @@ def recipe_of(steps: int, method: Any = "fedavg", **more: Any) -> Recipe:
 
 def attacked(recipe: Recipe, runs: int) -> list[Shadowed]:
     materials = prepare(recipe, given=given_of(TEXTS, None))
-    return told_apart(NAMES, [run_shadow(recipe, materials, number, lambda clients: []) for number in range(runs)])
+    return membership_by_shadows(
+        NAMES, [run_shadow(recipe, materials, number, lambda clients: []) for number in range(runs)]
+    )
 
 
 def mean_auc(found: list[Shadowed], view: str, of: str = "auc") -> float:
@@ -198,6 +200,6 @@ def test_hardly_any_windows_are_left_together_and_not_scored() -> None:
 def test_too_few_runs_say_nothing() -> None:
     scores, inside = population(1.0, 2, 0)
     shadows = [Shadow(scores={SERVER: {0: scores[at]}, USERS: {}}, inside=[inside[at]]) for at in range(2)]
-    assert told_apart(["ann"], shadows) == []
+    assert membership_by_shadows(["ann"], shadows) == []
     with pytest.raises(RecipeError, match="shadows: got 2; allowed: 0, or a whole number from 3"):
         comingle.audit("nowhere", shadows=2)

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import RESUMED, cases
 
 from comingle.config import parse_recipe
-from comingle.privacy.secure_server import rehearsed
+from comingle.privacy.secure_server import simulate_sum
 from comingle.runs import api, session
 from comingle.training.kinds.samples import PersonalNet
 
@@ -113,7 +113,7 @@ def _serialise() -> None:
 
     def built(*given: Any) -> Any:
         federation = build(*given)
-        federation.serialise, federation.masked = True, rehearsed
+        federation.serialise, federation.masked = True, simulate_sum
         return federation
 
     session.build = built

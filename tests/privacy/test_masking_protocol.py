@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from comingle.config.settings import SecureSection, Terms
 from comingle.privacy import secure_client
 from comingle.privacy.secure_client import Record, Session, pair_mask, read_masked
-from comingle.privacy.secure_server import Rehearsal
+from comingle.privacy.secure_server import SimulatedSum
 from comingle.privacy.secure_sum import Grid, received_bytes, sent_bytes
 from comingle.protocol.wire import unpack
 from comingle.utils.errors import MessageError, NoSumError, RecipeError
@@ -41,13 +41,15 @@ def uploads_for(terms: Terms, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def plain_sum(rehearsal: Rehearsal, names: Container[str]) -> np.ndarray:
+def plain_sum(rehearsal: SimulatedSum, names: Container[str]) -> np.ndarray:
     uploads = rehearsal.uploads
     return np.sum([uploads[n].view(f"<i{uploads[n].itemsize}").astype(np.int64) for n in names], 0)
 
 
-def rehearse(terms: Terms, lost: Container[tuple[str, str]] = (), seed: int = 0) -> Rehearsal:
-    return Rehearsal(terms=terms, uploads=uploads_for(terms, seed), answers=lambda step, name: (step, name) not in lost)
+def rehearse(terms: Terms, lost: Container[tuple[str, str]] = (), seed: int = 0) -> SimulatedSum:
+    return SimulatedSum(
+        terms=terms, uploads=uploads_for(terms, seed), answers=lambda step, name: (step, name) not in lost
+    )
 
 
 def p_uniform(values: np.ndarray, size: int = 256) -> float:
@@ -103,7 +105,7 @@ def test_bytes_are_as_counted_beforehand() -> None:
 # -------------------------------------------------------------------- what the server sees
 
 
-def masked_of(rehearsal: Rehearsal) -> dict[str, np.ndarray]:
+def masked_of(rehearsal: SimulatedSum) -> dict[str, np.ndarray]:
     """What the server got in the third step."""
     terms = rehearsal.terms
     found = {name: unpack(data) for step, name, data in rehearsal.received if step == "mask"}
@@ -114,7 +116,7 @@ def masked_of(rehearsal: Rehearsal) -> dict[str, np.ndarray]:
 def test_what_the_server_receives_is_uniform(word: int) -> None:
     """Every masked upload, and the sum of any of them but all, also once the server has taken the own masks off."""
     terms = terms_for(4, 3, entries=20_000, word=word)
-    rehearsal = Rehearsal(terms=terms, uploads={name: np.full(20_000, 7, f"<u{word // 8}") for name in terms.users})
+    rehearsal = SimulatedSum(terms=terms, uploads={name: np.full(20_000, 7, f"<u{word // 8}") for name in terms.users})
     total = rehearsal.total(LARGEST)
     assert bool((total == 28).all())
     masked, server = masked_of(rehearsal), rehearsal.server
@@ -136,7 +138,7 @@ def test_the_test_of_uniformity_can_fail() -> None:
 def test_who_is_lost_after_masking_is_not_seen_either() -> None:
     """Its masking key comes out; its own mask never does, so what arrives late stays uniform."""
     terms = terms_for(5, 3, entries=20_000)
-    rehearsal = Rehearsal(terms=terms, uploads={name: np.full(20_000, 7, "<u4") for name in terms.users})
+    rehearsal = SimulatedSum(terms=terms, uploads={name: np.full(20_000, 7, "<u4") for name in terms.users})
     rehearsal.answers = lambda step, name: (step, name) != ("mask", "user 2")
     rehearsal.total(LARGEST)
     server, late = rehearsal.server, rehearsal.users["user 2"]
@@ -188,7 +190,7 @@ def test_colluders_and_the_server_see_the_sum_of_the_honest_and_nothing_of_one()
     """Off each honest upload comes all that they know: its own mask, which was opened, and the masks that it has in
     common with each of them. What is left is uniform, of one and of any two; of all three it is their sum."""
     terms = terms_for(6, 4, entries=20_000)
-    rehearsal = Rehearsal(terms=terms, uploads={name: np.full(20_000, 7, "<u4") for name in terms.users})
+    rehearsal = SimulatedSum(terms=terms, uploads={name: np.full(20_000, 7, "<u4") for name in terms.users})
     rehearsal.total(LARGEST)
     server, masked = rehearsal.server, masked_of(rehearsal)
     colluders, honest = terms.users[:3], terms.users[3:]
@@ -261,7 +263,7 @@ def test_the_prime_is_one() -> None:
 # -------------------------------------------------------------------- each once
 
 
-def at_unmasking(lost: Container[tuple[str, str]] = ()) -> Rehearsal:
+def at_unmasking(lost: Container[tuple[str, str]] = ()) -> SimulatedSum:
     """A sum of five that has been masked, and that nobody has unmasked."""
     rehearsal = rehearse(terms_for(5, 3), {("unmask", name) for name in terms_for(5, 3).users} | set(lost))
     with pytest.raises(NoSumError):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from comingle.privacy.noise import add_noise, gaussian, kept_key, uniform
+from comingle.privacy.noise import add_noise, gaussian, load_or_create_key, uniform
 from comingle.utils.errors import RunError
 
 
@@ -45,12 +45,12 @@ def test_every_stream_is_its_own() -> None:
 
 
 def test_a_key_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
-    key = kept_key(tmp_path)
-    assert kept_key(tmp_path) == key
+    key = load_or_create_key(tmp_path)
+    assert load_or_create_key(tmp_path) == key
     assert len(key) == 64
     (path,) = tmp_path.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text("short")
     with pytest.raises(RunError, match=r"privacy\.key: damaged"):
-        kept_key(tmp_path)
-    assert kept_key(Path(str(tmp_path.joinpath("other").mkdir() or tmp_path / "other"))) != key
+        load_or_create_key(tmp_path)
+    assert load_or_create_key(Path(str(tmp_path.joinpath("other").mkdir() or tmp_path / "other"))) != key

@@ -53,7 +53,7 @@ def base() -> Iterator[None]:
         yield
 
 
-def defended(federate: Any, method: Any, rule: str, **changes: Any) -> InProcess:
+def apply_rule(federate: Any, method: Any, rule: str, **changes: Any) -> InProcess:
     """Five users, of whom nobody has sent anything; one of them is assumed to be hostile."""
     settings = {"rule": rule, "hostile": 0.2, **changes.pop("aggregation", {})}
     changes = {key.replace("__", "."): value for key, value in changes.items()}
@@ -77,7 +77,7 @@ def had(federation: InProcess) -> Tree:
 @pytest.mark.parametrize("rule", ["median", "trimmed-mean", "krum", "multi-krum", "geometric-median"])
 @pytest.mark.parametrize("method", ["fedavg", "comigs-1g1s", "fedsa-lora"])
 def test_users_get_what_the_rule_makes_of_what_they_share(federate: Any, method: str, rule: str) -> None:
-    federation = defended(federate, method, rule)
+    federation = apply_rule(federate, method, rule)
     upload = trained(federation)
     federation.server.aggregate(upload)
     sent = upload.tensors
@@ -102,7 +102,7 @@ def test_no_upload_moves_a_model_by_more_than_the_bound(federate: Any, method: A
     moved: list[Tree] = []
     limit = bound
     for wild in (0.0, 1e9):
-        federation = defended(federate, method, "norm-bound", aggregation={"bound": bound})
+        federation = apply_rule(federate, method, "norm-bound", aggregation={"bound": bound})
         upload = trained(federation)
         before, sent = had(federation), dict(upload.tensors)
         if "choice" in upload.reports:
@@ -131,7 +131,7 @@ def test_a_lie_about_the_amount_of_data_is_worth_no_more_than_the_median() -> No
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "bulyan"])
 def test_it_is_told_whose_uploads_counted(federate: Any, rule: str) -> None:
     """One of five sends something huge: it counts little or nothing, and the others do."""
-    federation = defended(federate, "fedavg", rule)
+    federation = apply_rule(federate, "fedavg", rule)
     upload = trained(federation)
     sent = {name: t.clone() for name, t in upload.tensors.items()}
     for t in sent.values():
@@ -153,7 +153,7 @@ def test_it_is_told_whose_uploads_counted(federate: Any, rule: str) -> None:
 
 
 def test_a_change_within_the_bound_counts_whole_and_one_that_is_no_number_does_not(federate: Any) -> None:
-    federation = defended(federate, "fedavg", "norm-bound", aggregation={"bound": 1e6})
+    federation = apply_rule(federate, "fedavg", "norm-bound", aggregation={"bound": 1e6})
     upload, before = trained(federation), had(federation)
     sent = {name: t.clone() for name, t in upload.tensors.items()}
     for name, t in sent.items():
@@ -166,7 +166,7 @@ def test_a_change_within_the_bound_counts_whole_and_one_that_is_no_number_does_n
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_with_too_few_uploads_changes_nothing(federate: Any, rule: str) -> None:
     hostile = 0.0 if rule == "bulyan" else 0.2
-    federation = defended(federate, "fedavg", rule, aggregation={"hostile": hostile})
+    federation = apply_rule(federate, "fedavg", rule, aggregation={"hostile": hostile})
     before = had(federation)
     upload = trained(federation)
     federation.server.aggregate(replace(upload.of(0), round=1))
@@ -290,8 +290,8 @@ def test_what_can_be_run_has_costs(tmp_path: Path) -> None:
 
 def test_different_ranks_have_no_coordinates_in_common(federate: Any) -> None:
     with pytest.raises(RecipeError, match=r"adapters\.rank differs"):
-        defended(federate, "fedavg", "median", adapters__rank=[2, 2, 2, 1, 1])
-    federation = defended(federate, "fedavg", "norm-bound", adapters__rank=[2, 2, 2, 1, 1])
+        apply_rule(federate, "fedavg", "median", adapters__rank=[2, 2, 2, 1, 1])
+    federation = apply_rule(federate, "fedavg", "norm-bound", adapters__rank=[2, 2, 2, 1, 1])
     federation.server.aggregate(trained(federation))
 
 
@@ -330,7 +330,7 @@ def _scores(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def test_an_upload_that_is_not_a_number_is_none(federate: Any) -> None:
-    federation = defended(federate, "fedavg", "median")
+    federation = apply_rule(federate, "fedavg", "median")
     upload = trained(federation).of(0)
     about = {"user": "ann", "number": 1, "rank": int(upload.ranks[0])}
     check_upload(upload, federation.clients.model.layout, federation.clients.method, **about)

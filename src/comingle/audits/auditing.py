@@ -24,10 +24,10 @@ from comingle.audits.canaries import (
     Trial,
     check_watchable,
     infer,
+    membership_by_shadows,
     of_examples,
     run_shadow,
     run_trial,
-    told_apart,
 )
 from comingle.audits.uploads import invert, recover, token_factors
 from comingle.config import Recipe
@@ -83,7 +83,7 @@ _MOST = 64.0
 _STEPS = 60
 
 
-def chance(epsilon: float, *, trials: int, guesses: int, correct: int, delta: float = 0.0) -> float:
+def guess_probability(epsilon: float, *, trials: int, guesses: int, correct: int, delta: float = 0.0) -> float:
     """Return an upper bound of the probability of ``correct`` or more right guesses if ``(epsilon, delta)`` holds.
 
     Source: the theorem above with all guesses counted, as in the paper's appendix D.
@@ -122,7 +122,9 @@ def least_epsilon(*, trials: int, guesses: int, correct: int, delta: float, conf
     """
 
     def refuted(epsilon: float) -> bool:
-        return chance(epsilon, trials=trials, guesses=guesses, correct=correct, delta=delta) <= 1 - confidence
+        return (
+            guess_probability(epsilon, trials=trials, guesses=guesses, correct=correct, delta=delta) <= 1 - confidence
+        )
 
     if not refuted(0.0):
         return 0.0
@@ -173,18 +175,18 @@ def audit_run(
     about = _about(run, recipe)
     base = getattr(run.federation.clients.model, "base", None)
     with reporter.waiting(LOADING):
-        materials = prepare(recipe, base=base, given=given)
+        run_data = prepare(recipe, base=base, given=given)
     if run.recipe.data.kind == "samples":
         runs = _Runs(reporter, 2, recipe, run.metrics)
-        inverted = invert(recipe, materials, runs.watch("one upload"))
+        inverted = invert(recipe, run_data, runs.watch("one upload"))
         return Audit(**about, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
     recovers = run.recipe.data.kind == "text" and bool(token_factors(run.federation.clients))
     count = trials or math.ceil(COINS / len(run.users))
     runs = _Runs(reporter, count + shadows + 2 * recovers, recipe, run.metrics)
     with reporter.waiting("telling training windows from others"):
         members = infer(run)
-    done = [run_trial(recipe, materials, number, runs.watch("canaries")) for number in range(count)]
-    compared = [run_shadow(recipe, materials, number, runs.watch("reference models")) for number in range(shadows)]
+    done = [run_trial(recipe, run_data, number, runs.watch("canaries")) for number in range(count)]
+    compared = [run_shadow(recipe, run_data, number, runs.watch("reference models")) for number in range(shadows)]
     exposures = [
         (inside, exposure(rank, REFERENCES)) for t in done for inside, rank in zip(t.inside, t.ranks, strict=True)
     ]
@@ -192,15 +194,15 @@ def audit_run(
         **about,
         trials=count,
         proofs=[
-            bound_epsilon(who, done, about["delta"], accounted_epsilon(recipe, run.users, done, who))
-            for who in (SERVER, USERS)
+            bound_epsilon(view, done, about["delta"], accounted_epsilon(recipe, run.users, done, view))
+            for view in (SERVER, USERS)
         ],
         members=members,
         inserted=[bits for inside, bits in exposures if inside],
         absent=[bits for inside, bits in exposures if not inside],
         shadows=shadows,
-        shadowed=told_apart(run.users, compared),
-        recoveries=recover(recipe, materials, runs.watch("tokens of one upload")) if recovers else [],
+        shadowed=membership_by_shadows(run.users, compared),
+        recoveries=recover(recipe, run_data, runs.watch("tokens of one upload")) if recovers else [],
     )
 
 
@@ -260,8 +262,8 @@ def check_audited(run: Run) -> None:
     if run.recipe.data.kind not in KINDS:
         raise RunError(f"{where}: users have {run.recipe.data.label}; allowed: text, conversations or samples")
     if run.recipe.privacy is not None and run.recipe.privacy.secure_aggregation is not None:
-        told = "its server sees sums alone, which no attack here looks at; what users see is as without"
-        raise RunError(f"{where}: {told} privacy.secure_aggregation: audit such a run")
+        reason = "its server sees sums alone, which no attack here looks at; what users see is as without"
+        raise RunError(f"{where}: {reason} privacy.secure_aggregation: audit such a run")
 
 
 def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
@@ -312,8 +314,8 @@ def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float
     """
     coins = [coin for trial in trials for coin in trial.inside]
     guesses = guess([score for trial in trials for score in trial.scores[view]])
-    made = [(said, coin) for said, coin in zip(guesses, coins, strict=True) if said is not None]
-    correct = sum(said == coin for said, coin in made)
+    made = [(guessed, coin) for guessed, coin in zip(guesses, coins, strict=True) if guessed is not None]
+    correct = sum(guessed == coin for guessed, coin in made)
 
     def least(right: int) -> float:
         return least_epsilon(trials=len(coins), guesses=len(made), correct=right, delta=delta, confidence=CONFIDENCE)

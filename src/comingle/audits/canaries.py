@@ -69,17 +69,17 @@ COMPARED = 31
 """Number of reference canaries that are scored in each round."""
 
 SERVER, USERS, OWN = "server", "users", "own"
-"""Observers: the server, of uploads; other users, of what they download; the user itself, of what it trains from."""
+"""Views: the server sees uploads, other users what they download, the user itself what it trains from."""
 
-Look = Callable[[str, Sequence[int], Tree], None]
-"""Called with an observer, user indices, and the observed shared tensors ``(users, models, *shape)`` of these users."""
+RecordView = Callable[[str, Sequence[int], Tree], None]
+"""Called with a view, user indices, and the observed shared tensors ``(users, models, *shape)`` of these users."""
 
 
 @dataclass(kw_only=True)
-class Watched(InProcess):
-    """In-process federation that reports uploads and what the server publishes to ``look``."""
+class ObservedFederation(InProcess):
+    """In-process federation that reports uploads and what the server publishes to ``record_view``."""
 
-    look: Look = lambda who, users, tensors: None
+    record_view: RecordView = lambda view, users, tensors: None
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
         """Send uploads, observed by the server.
@@ -91,13 +91,13 @@ class Watched(InProcess):
         """
         super().upload(members, done, losses)
         if self._sent is not None and self._sent.users:
-            self.look(SERVER, self.clients.numbers(self._sent.users), uploaded(self.server, self._sent))
+            self.record_view(SERVER, self.clients.numbers(self._sent.users), uploaded(self.server, self._sent))
 
     def aggregate(self) -> str:
         """Aggregate, then report each user's download to the user itself and to the others."""
         why, everyone = super().aggregate(), range(len(self.server.users))
-        self.look(OWN, everyone, published(self.server))
-        self.look(USERS, everyone, published(self.server, others=True))
+        self.record_view(OWN, everyone, published(self.server))
+        self.record_view(USERS, everyone, published(self.server, others=True))
         return why
 
 
@@ -121,22 +121,22 @@ def _of(tensors: Tree, users: Sequence[int]) -> Tree:
 
 
 @dataclass(kw_only=True)
-class Looked:
-    """Tensors that were published last, from which an observer computes changes."""
+class LastPublished:
+    """Tensors that were published last, from which a view computes changes."""
 
     last: dict[str, Tree] = field(default_factory=dict)
 
-    def before(self, who: str, users: Sequence[int]) -> Tree:
-        """Return the last models of some users as their observer knows them; empty before the first round.
+    def before(self, view: str, users: Sequence[int]) -> Tree:
+        """Return the last models of some users as the view knows them; empty before the first round.
 
         For the server they are the models that the users trained from, for others what those had downloaded.
         """
-        return _of(self.last.get(OWN if who == SERVER else who, {}), users)
+        return _of(self.last.get(OWN if view == SERVER else view, {}), users)
 
-    def remember(self, who: str, tensors: Tree) -> None:
+    def remember(self, view: str, tensors: Tree) -> None:
         """Store what was published."""
-        if who != SERVER:
-            self.last[who] = {name: t.clone() for name, t in tensors.items()}
+        if view != SERVER:
+            self.last[view] = {name: t.clone() for name, t in tensors.items()}
 
 
 def check_watchable(where: object, method: Method) -> None:
@@ -313,37 +313,37 @@ def with_response(
 
 
 @dataclass(kw_only=True)
-class Sight:
-    """Observed scores of a run's canaries, by observer, user and round."""
+class CanaryScores:
+    """Observed scores of a run's canaries, by view, user and round."""
 
     attacker: Attacker
     canaries: Canaries
     scores: dict[str, list[list[float]]]
-    looked: Looked = field(default_factory=Looked)
+    last_published: LastPublished = field(default_factory=LastPublished)
 
-    def look(self, who: str, users: Sequence[int], tensors: Tree) -> None:
+    def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
         """Score what is observed in a round.
 
         The score is how much the loss of a user's canary fell since the last publication, minus the mean of the same
         for the reference canaries, in units of their standard deviation.
 
         Args:
-            who: The observer.
+            view: SERVER, USERS or OWN.
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
-        if who in self.scores:
-            windows, before = self.canaries.windows(users, COMPARED), self.looked.before(who, users)
+        if view in self.scores:
+            windows, before = self.canaries.windows(users, COMPARED), self.last_published.before(view, users)
             gained = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
             others = gained[:, 1:]
             margins = (gained[:, 0] - others.mean(1)) / others.std(1)
             for user, margin in zip(users, margins.nan_to_num(0.0, 0.0, 0.0).tolist(), strict=True):
-                self.scores[who][user].append(margin)
-        self.looked.remember(who, tensors)
+                self.scores[view][user].append(margin)
+        self.last_published.remember(view, tensors)
 
-    def score(self, who: str) -> list[float | None]:
+    def score(self, view: str) -> list[float | None]:
         """Return each user's mean score over the rounds in which it was observed; None if it never was."""
-        return [sum(seen) / len(seen) if seen else None for seen in self.scores[who]]
+        return [sum(seen) / len(seen) if seen else None for seen in self.scores[view]]
 
     def ranks(self) -> list[int]:
         """Return the rank (from 1) of each user's canary among the references.
@@ -352,7 +352,7 @@ class Sight:
         """
         users = range(len(self.canaries.own))
         others = [(user + 1) % len(users) for user in users]
-        seen = self.looked.before(USERS, users)
+        seen = self.last_published.before(USERS, users)
         losses = self.attacker.losses(others, seen, self.canaries.windows(users, REFERENCES))
         return (1 + (losses[:, 1:] < losses[:, :1]).sum(1)).tolist()
 
@@ -363,7 +363,7 @@ class Trial:
 
     Args:
         inside: Whether each user's canary was included.
-        scores: Each user's score, by observer.
+        scores: Each user's score, by view.
         ranks: Rank of each user's canary among the references.
         metrics: Metrics of the run.
         works: Work of each user, where privacy protects single examples.
@@ -377,17 +377,17 @@ class Trial:
 
 
 def run_trial(
-    recipe: Recipe, materials: RunData, trial: int, observers: Callable[[Clients], Sequence[Observer]]
+    recipe: Recipe, run_data: RunData, trial: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Trial:
     """Train with a trial's own coins, and score its canaries from what is observed.
 
     Args:
         recipe: Shortened recipe, of text or conversations.
-        materials: Data of the run.
+        run_data: Data of the run.
         trial: Number of the run.
         observers: Returns the observers of a run.
     """
-    users, base = materials.users, materials.base
+    users, base = run_data.users, run_data.base
     assert base is not None
     own = recipe.with_changes({"seed": recipe.seed + 1 + trial})
     vocabulary = int(base.model.config.vocab_size)
@@ -405,19 +405,19 @@ def run_trial(
             return with_response(user, canary, 1 if single else max(1, int(SHARE * len(user.train))), **kwargs)
         return with_example(user, canary, context, **kwargs) if single else with_canary(user, canary, **kwargs)
 
-    people = tuple(
+    trial_users = tuple(
         put(user, canary) if inside else user
         for user, canary, inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True)
     )
-    plain = build(own, replace(materials, users=people), store="memory")
-    scores = {who: [[] for _ in users] for who in (SERVER, USERS)}
-    sight = Sight(attacker=Attacker(clients=plain.clients), canaries=canaries, scores=scores)
-    federation = Watched(clients=plain.clients, server=plain.server, look=sight.look)
+    plain = build(own, replace(run_data, users=trial_users), store="memory")
+    scores = {view: [[] for _ in users] for view in (SERVER, USERS)}
+    canary_scores = CanaryScores(attacker=Attacker(clients=plain.clients), canaries=canaries, scores=scores)
+    federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=canary_scores.record_view)
     metrics = execute(federation, own, None, observers=observers(plain.clients)).metrics
     return Trial(
         inside=canaries.inside.tolist(),
-        scores={who: sight.score(who) for who in (SERVER, USERS)},
-        ranks=sight.ranks(),
+        scores={view: canary_scores.score(view) for view in (SERVER, USERS)},
+        ranks=canary_scores.ranks(),
         metrics=metrics,
         works={} if (account := plain.server.mechanisms.account) is None else dict(account.works()),
     )
@@ -466,10 +466,10 @@ def infer(run: Run) -> list[Membership]:
         own = {name: t[number : number + 1] for name, t in seen.items()}
         sets = [windows_of(part, clients.plan.training.context).unsqueeze(0) for part in (user.train, user.test)]
         sets = [show(windows) if all_tokens else windows for windows in sets]
-        plain = [attacker.losses([number], own, one)[0] for one in sets]
-        base = [attacker.losses([number], {}, one)[0] for one in sets]
+        plain = [attacker.losses([number], own, windows)[0] for windows in sets]
+        base = [attacker.losses([number], {}, windows)[0] for windows in sets]
         inside, outside = ((before - after).tolist() for before, after in zip(base, plain, strict=True))
-        losses = [(-one).tolist() for one in plain]
+        losses = [(-values).tolist() for values in plain]
         found.append(
             Membership(
                 user=user.name,
@@ -557,68 +557,68 @@ def scored(count: int) -> Int[Tensor, " scored"]:
 
 
 @dataclass(kw_only=True)
-class Scores:
-    """Decrease of the loss of each user's windows, by observer and user, summed over rounds."""
+class WindowScores:
+    """Decrease of the loss of each user's windows, by view and user, summed over rounds."""
 
     attacker: Attacker
     windows: Int[Tensor, "users windows width"]
-    looked: Looked = field(default_factory=Looked)
+    last_published: LastPublished = field(default_factory=LastPublished)
     sums: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {SERVER: {}, USERS: {}})
 
-    def look(self, who: str, users: Sequence[int], tensors: Tree) -> None:
+    def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
         """Add what is observed in a round.
 
         Args:
-            who: The observer.
+            view: SERVER, USERS or OWN.
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
-        if (sums := self.sums.get(who)) is not None:
-            windows, before = self.windows[list(users)], self.looked.before(who, users)
+        if (sums := self.sums.get(view)) is not None:
+            windows, before = self.windows[list(users)], self.last_published.before(view, users)
             gained = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
             for user, more in zip(users, gained, strict=True):
                 sums[user] = sums[user] + more if user in sums else more
-        self.looked.remember(who, tensors)
+        self.last_published.remember(view, tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shadow:
-    """Result of one reference run: scores by observer and user, if observed, and which windows were included."""
+    """Result of one reference run: scores by view and user, if observed, and which windows were included."""
 
     scores: dict[str, dict[int, Tensor]]
     inside: Sequence[Bool[Tensor, " windows"]]
 
 
 def run_shadow(
-    recipe: Recipe, materials: RunData, number: int, observers: Callable[[Clients], Sequence[Observer]]
+    recipe: Recipe, run_data: RunData, number: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Shadow:
     """Train on random halves of the users' windows, and score what is observed.
 
     Args:
         recipe: Shortened recipe, of text or conversations.
-        materials: Data of the run.
+        run_data: Data of the run.
         number: Number of the run.
         observers: Returns the observers of a run.
     """
-    users: Sequence[UserData | UserAnswers] = materials.users
+    users: Sequence[UserData | UserAnswers] = run_data.users
     own = recipe.with_changes({"seed": recipe.seed + 1 + number})
     parts = halves(users, recipe.training.context, seed=recipe.seed, run=number)
-    people = tuple(parts.of(at, user) for at, user in enumerate(users))
-    plain = build(own, replace(materials, users=people), store="memory")
+    trial_users = tuple(parts.of(at, user) for at, user in enumerate(users))
+    plain = build(own, replace(run_data, users=trial_users), store="memory")
     places = [scored(len(windows)) for windows in parts.windows]
     most = max(map(len, places))
     padded = [
         windows[at[torch.arange(most) % len(at)]] if len(at) else windows[:1].expand(most, -1)
         for windows, at in zip(parts.windows, places, strict=True)
     ]
-    looking = Scores(attacker=Attacker(clients=plain.clients), windows=torch.stack(widen(padded)))
-    federation = Watched(clients=plain.clients, server=plain.server, look=looking.look)
+    window_scores = WindowScores(attacker=Attacker(clients=plain.clients), windows=torch.stack(widen(padded)))
+    federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=window_scores.record_view)
     execute(federation, own, None, observers=observers(plain.clients))
     known = [user for user, at in enumerate(places) if len(at)]
     return Shadow(
         scores={
-            who: {user: sums[user][: len(places[user])] for user in known if user in sums}
-            for who, sums in looking.sums.items()
+            view: {user: sums[user][: len(places[user])] for user in known if user in sums}
+            for view, sums in window_scores.sums.items()
         },
         inside=[inside[at] for inside, at in zip(parts.inside, places, strict=True)],
     )
@@ -674,12 +674,12 @@ SMALL = 1e-18
 """Smallest variance of a score."""
 
 
-def told_apart(names: Sequence[str], shadows: Sequence[Shadow]) -> list[Shadowed]:
-    """Return how well each user's windows are distinguished, by observer, over all runs with scores."""
+def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> list[Shadowed]:
+    """Return how well each user's windows are distinguished, by view, over all runs with scores."""
     found = []
     for view in (SERVER, USERS):
         for user, name in enumerate(names):
-            runs = [(one.scores[view][user], one.inside[user]) for one in shadows if user in one.scores[view]]
+            runs = [(run.scores[view][user], run.inside[user]) for run in shadows if user in run.scores[view]]
             if len(runs) < FEWEST:
                 continue
             scores, inside = (torch.stack(part) for part in zip(*runs, strict=True))

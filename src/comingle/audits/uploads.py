@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.audits.canaries import SERVER, Looked, Watched, published
+from comingle.audits.canaries import SERVER, LastPublished, ObservedFederation, published
 from comingle.config import Recipe
 from comingle.data.samples.samples import UserSamples
 from comingle.data.text.streams import UserData
@@ -181,43 +181,43 @@ def _put(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
 Watch = Callable[[Clients], Sequence[Observer]]
 
 
-def invert(recipe: Recipe, materials: RunData, watch: Watch) -> list[Inversion]:
+def invert(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inversion]:
     """Invert a step on each user's first sample alone, and an upload of a round as in the run.
 
     Args:
         recipe: Recipe of the audited run.
-        materials: Data of the run.
+        run_data: Data of the run.
         watch: Returns the observers of a run.
 
     Raises:
         RunError: The net's first layer is not linear with a bias, or is not shared.
     """
     one = {"training.batch_size": 1, "training.local_epochs": 1}
-    first = tuple(replace(user, train=user.train.first(1)) for user in materials.users)
-    alone = replace(materials, users=first, common=replace(materials.common, users=first))
+    first = tuple(replace(user, train=user.train.first(1)) for user in run_data.users)
+    alone = replace(run_data, users=first, common=replace(run_data.common, users=first))
     whole = shortened(1) | {"evaluation.model": "exchanged"}
     return [
         _attack_net("one step on one sample", recipe.with_changes(whole | one), alone, watch),
-        _attack_net("one round as the run has it", recipe.with_changes(whole), materials, watch),
+        _attack_net("one round as the run has it", recipe.with_changes(whole), run_data, watch),
     ]
 
 
-def _attack_net(what: str, recipe: Recipe, materials: RunData, watch: Watch) -> Inversion:
-    plain = build(recipe, materials, store="memory")
+def _attack_net(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> Inversion:
+    plain = build(recipe, run_data, store="memory")
     names = first_layer(plain.clients.model.layout, plain.clients.method.shared)
     start = published(plain.server)
     found: dict[int, Tensor | None] = {}
 
-    def look(who: str, users: Sequence[int], tensors: Tree) -> None:
-        if who != SERVER:
+    def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
+        if view != SERVER:
             return
         for row, user in enumerate(users):
             weight, bias = ((tensors[name][row, 0] - start[name][user, 0]).double() for name in names)
             found[user] = ratio(weight, bias)
 
-    federation = Watched(clients=plain.clients, server=plain.server, look=look)
+    federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=record_view)
     execute(federation, recipe, None, observers=watch(plain.clients))
-    users: Sequence[UserSamples] = materials.users
+    users: Sequence[UserSamples] = run_data.users
     errors, guesses = [], []
     for number, inverted in found.items():
         inputs = users[number].train.inputs.flatten(1).double()
@@ -265,30 +265,30 @@ FIRST, READS = "layers.0.", (".q_proj.a", ".k_proj.a", ".v_proj.a", ".c_attn.a")
 NOTHING_MOVED = 1e-12
 
 
-def recover(recipe: Recipe, materials: RunData, watch: Watch) -> list[Recovery]:
+def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     """Recover tokens from a step on one short window, and from an upload of a round as in the run.
 
     Args:
         recipe: Recipe of the audited run.
-        materials: Data of the run.
+        run_data: Data of the run.
         watch: Returns the observers of a run.
 
     Returns:
         One result for each attack; empty if no factor that reads tokens is shared.
     """
-    names = token_factors(build(recipe, materials, store="memory").clients)
+    names = token_factors(build(recipe, run_data, store="memory").clients)
     if not names:
         return []
     second = {"training.rounds": 2, "evaluation.every": 2, "evaluation.first": False, "evaluation.model": "exchanged"}
     one = {"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT}
-    assert materials.base is not None
-    width = SHORT + (materials.base.begin is None)
-    short = tuple(_of_one_window(user, recipe.seed, width) for user in materials.users)
+    assert run_data.base is not None
+    width = SHORT + (run_data.base.begin is None)
+    short = tuple(_of_one_window(user, recipe.seed, width) for user in run_data.users)
     return [
         _attack_tokens(
-            f"one step on {SHORT + 1} tokens", recipe.with_changes(second | one), replace(materials, users=short), watch
+            f"one step on {SHORT + 1} tokens", recipe.with_changes(second | one), replace(run_data, users=short), watch
         ),
-        _attack_tokens("one round as the run has it", recipe.with_changes(second), materials, watch),
+        _attack_tokens("one round as the run has it", recipe.with_changes(second), run_data, watch),
     ]
 
 
@@ -305,24 +305,24 @@ def token_factors(clients: Clients) -> list[str]:
     return [slot.name for slot in slots if slot.name.startswith(FIRST) and slot.name.endswith(READS)]
 
 
-def _attack_tokens(what: str, recipe: Recipe, materials: RunData, watch: Watch) -> Recovery:
-    plain = build(recipe, materials, store="memory")
-    names, seen, looked = token_factors(plain.clients), dict[int, Tree](), Looked()
+def _attack_tokens(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> Recovery:
+    plain = build(recipe, run_data, store="memory")
+    names, seen, last_published = token_factors(plain.clients), dict[int, Tree](), LastPublished()
 
-    def look(who: str, users: Sequence[int], tensors: Tree) -> None:
-        if who == SERVER and looked.last:  # after the first round
-            before = looked.before(who, users)
+    def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
+        if view == SERVER and last_published.last:  # after the first round
+            before = last_published.before(view, users)
             for row, user in enumerate(users):
                 seen[user] = {name: (tensors[name][row, 0] - before[name][row, 0]).double().cpu() for name in names}
-        looked.remember(who, tensors)
+        last_published.remember(view, tensors)
 
-    federation = Watched(clients=plain.clients, server=plain.server, look=look)
+    federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=record_view)
     execute(federation, recipe, None, observers=watch(plain.clients))
     candidates = first_inputs(plain.clients, recipe.training.context, names[0])
-    users: Sequence[UserData] = materials.users
+    users: Sequence[UserData] = run_data.users
     common = [token for token, _ in Counter(torch.cat([user.test for user in users]).tolist()).most_common()]
     tokens, recovered, guesses = [], [], []
-    begin = None if materials.base is None else materials.base.begin
+    begin = None if run_data.base is None else run_data.base.begin
     for number, changes in sorted(seen.items()):
         truth = set(users[number].train[:-1].tolist())
         ranked = nearest_tokens(torch.cat(list(changes.values())), candidates)

@@ -76,7 +76,7 @@ def expected(privacy: PrivacySection, participation: Participation, users: int, 
     return participation * users if drawn_alone else float(sample_size(participation, users))
 
 
-_NOBODY = 200.0
+_MAX_PLD_EPSILON = 200.0
 """An epsilon without practical protection. Above it the bound of ``rdp`` is used.
 
 That bound is a few per cent above that of ``pld``, whose grid of privacy losses would take minutes and gigabytes.
@@ -112,7 +112,7 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
             return float(accountants[name](neighboring_relation=relation).compose(event, count).get_epsilon(delta))
 
     bound = spent("rdp")
-    return bound if accountant == "rdp" or bound > _NOBODY else spent("pld")
+    return bound if accountant == "rdp" or bound > _MAX_PLD_EPSILON else spent("pld")
 
 
 @contextmanager

@@ -123,7 +123,7 @@ def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class RuleResult:
     """Result of a robust rule on the uploads of a round, for the run's events.
 
     ``counted`` is how much of each user's upload counts, from 0 to 1, as in :class:`comingle.privacy.robust.Combined`;
@@ -157,7 +157,7 @@ class PrivacyMechanism:
     key: str = ""
     account: Account | None = field(init=False, default=None)
     """Account of what has been revealed so far, for mechanisms with noise."""
-    judged: Judged | None = field(init=False, default=None)
+    judged: RuleResult | None = field(init=False, default=None)
     """Result of the mechanism on the last round's uploads, for its event."""
 
     # ---------------------------------------------------------------- before a run

@@ -105,7 +105,7 @@ class DifferentialPrivacy(PrivacyMechanism):
             raise RecipeError(f"privacy: method {method.name} pools everybody's data, which no noise on uploads covers")
         if not method.shared:
             return
-        if why := _uncovered(method) or self.unsupported(method):
+        if why := _unprotected_data(method) or self.unsupported(method):
             raise RecipeError(f"privacy: method {method.name}: {why}")
         if recipe.evaluation.select == "best":
             raise RecipeError(
@@ -218,11 +218,11 @@ class DifferentialPrivacy(PrivacyMechanism):
     def draw(self, number: int) -> list[int]:
         """Draw the participants of round ``number`` (from 0) with the key."""
         assert isinstance(self.participation, float | int)
-        lots = [float(uniform(1, self.key, name, number, "participation")[0]) for name in self.users]
-        everyone = range(len(lots))
+        draws = [float(uniform(1, self.key, name, number, "participation")[0]) for name in self.users]
+        everyone = range(len(draws))
         if self.privacy.sampling == "poisson":
-            return [user for user in everyone if lots[user] < self.participation]
-        return sorted(sorted(everyone, key=lots.__getitem__)[: sample_size(self.participation, len(lots))])
+            return [user for user in everyone if draws[user] < self.participation]
+        return sorted(sorted(everyone, key=draws.__getitem__)[: sample_size(self.participation, len(draws))])
 
     def expected(self, number: int) -> float:
         """Return the divisor of the sum of round ``number`` (from 0)."""
@@ -280,8 +280,8 @@ class Central(DifferentialPrivacy):
         Uploads are clipped again here, so the server need not trust users. Without participants the sum is noise only.
         """
         model, uploads, users = about.model, received.tensors, len(about.names)
-        told = {n: t.unsqueeze(0).expand(users, *t.shape) for n, t in model.items()} if uploads else {}
-        known = without_padding(told, received.ranks)
+        references = {n: t.unsqueeze(0).expand(users, *t.shape) for n, t in model.items()} if uploads else {}
+        known = without_padding(references, received.ranks)
         changes = {name: t.double() - known[name].double() for name, t in uploads.items()}
         mean = self.mean(changes, model, about.number, received.reports.get(WITHIN))
         return mean_as_upload(model, mean, received.roles)
@@ -409,7 +409,7 @@ class Example(DifferentialPrivacy):
 
     def unsupported(self, method: Method) -> str:
         """Return the reason why uploads would be more than a function of noisy gradients; empty if they are not."""
-        return _entangled(method)
+        return _unprotected_gradients(method)
 
     def check_weights(self, recipe: Recipe) -> None:
         """Check that all users have the same weight."""
@@ -513,7 +513,7 @@ def check_supported(method: Method, recipe: Recipe) -> None:
         RecipeError: One or more do not; the message has a line for each.
     """
     found = make_mechanisms(recipe.privacy, recipe.aggregation)
-    in_order = sorted(found, key=lambda one: not isinstance(one, SecureSum))  # the strictest about methods
+    in_order = sorted(found, key=lambda mechanism: not isinstance(mechanism, SecureSum))  # the strictest about methods
     run_checks(*(partial(mechanism.supports, method, recipe) for mechanism in in_order))
 
 
@@ -565,7 +565,7 @@ def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users 
 # -------------------------------------------------------------------- unsupported methods
 
 
-def _uncovered(method: Method) -> str:
+def _unprotected_data(method: Method) -> str:
     """Return which data of a user would be sent besides clipped tensors, with any mechanism; empty if none."""
     parts = method.client.parts
     if reported := sorted(name for part in parts for name in part.reports):
@@ -583,7 +583,7 @@ _HOOKS = ("received", "begin", "stepped", "end", "penalty")
 """Client hooks that run in a round besides phases, and may read data."""
 
 
-def _entangled(method: Method) -> str:
+def _unprotected_gradients(method: Method) -> str:
     """Return the reason why uploads would be more than a function of noisy gradients; empty if they are not."""
     client, trained = method.client, method.client.trained
     if method.placement.mixture is not None:

@@ -133,7 +133,7 @@ def new_key() -> str:
     return secrets.token_hex(32)
 
 
-def kept_key(folder: Path, *, begun: bool = False) -> str:
+def load_or_create_key(folder: Path, *, begun: bool = False) -> str:
     """Return the key in a folder, readable by its owner only; create it if there is none and the run has not begun.
 
     Raises:

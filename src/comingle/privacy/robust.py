@@ -19,7 +19,7 @@ from comingle.config.sections import Recipe
 from comingle.config.settings import AggregationSection
 from comingle.methods.base import Method
 from comingle.methods.server import Received
-from comingle.privacy.base import Judged, PrivacyMechanism, ServerRound
+from comingle.privacy.base import PrivacyMechanism, RuleResult, ServerRound
 from comingle.privacy.noise import clipped, norms, without_padding
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Tree
@@ -245,7 +245,7 @@ class RobustRule(PrivacyMechanism):
         if not received.tensors:
             return received
         started = about.server.starts(about.kept, received)
-        found, self.judged = defended(self.aggregation, received, started, about.names)
+        found, self.judged = apply_rule(self.aggregation, received, started, about.names)
         if found is None:
             _log.warning("%s", self.judged.reason)
         return found
@@ -275,9 +275,9 @@ _DIGITS = 4
 """Digits of the shares in events; a small share is not rounded to 0."""
 
 
-def defended(
+def apply_rule(
     aggregation: AggregationSection, received: Received, started: Tree, names: Sequence[str]
-) -> tuple[Received | None, Judged]:
+) -> tuple[Received | None, RuleResult]:
     """Return the aggregated uploads, and how much each counts: uploads with shortened changes, or a single upload.
 
     Args:
@@ -291,7 +291,7 @@ def defended(
     """
     rule = aggregation.rule
     if not aggregation.enough(len(received.weights)):
-        return None, Judged(rule=rule, reason=f"{len(names)} uploads are too few for {rule}: nothing changes")
+        return None, RuleResult(rule=rule, reason=f"{len(names)} uploads are too few for {rule}: nothing changes")
     received = replace(received, weights=capped(received.weights))
     if rule == "norm-bound":
         tensors, counted = _bounded(aggregation, received, started)
@@ -300,7 +300,7 @@ def defended(
         combined = _combined(aggregation, received)
         made, counted = _of_all(received, combined.tensors), combined.counted
     shares = [round(share, _DIGITS) or min(share, 10.0**-_DIGITS) for share in counted.tolist()]
-    return made, Judged(rule=rule, counted=dict(zip(names, shares, strict=True)))
+    return made, RuleResult(rule=rule, counted=dict(zip(names, shares, strict=True)))
 
 
 def _of_all(received: Received, tensors: Tree) -> Received:

@@ -93,7 +93,7 @@ def read_keys(message: Upload | Download | None, name: str, done: int) -> bytes:
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    return _bytes(_only(message, name, done, KEYS), 1, PUBLIC)[0]
+    return _bytes(_single_tensor(message, name, done, KEYS), 1, PUBLIC)[0]
 
 
 def read_shares(
@@ -111,7 +111,7 @@ def read_shares(
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    parts = _bytes(_only(message, name, done, SHARES), len(of), SEALED if sealed else SHARE)
+    parts = _bytes(_single_tensor(message, name, done, SHARES), len(of), SEALED if sealed else SHARE)
     return dict(zip(of, parts, strict=True))
 
 
@@ -128,7 +128,7 @@ def read_masked(message: Upload | Download | None, name: str, done: int, entries
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    t = _only(message, name, done, VECTOR)
+    t = _single_tensor(message, name, done, VECTOR)
     if t.dtype != DTYPES[word] or tuple(t.shape) != (1, entries):
         raise MessageError(
             f"secure aggregation: {t.dtype} of shape {tuple(t.shape)}; allowed: {DTYPES[word]}, {(1, entries)}"
@@ -184,7 +184,7 @@ def read_roster(message: Upload | Download | None, name: str, done: int, own: by
     Raises:
         MessageError: The message is not for this user and round, or has other contents.
     """
-    senders, tensors = _said(message, name, done)
+    senders, tensors = _contents(message, name, done)
     others = [sender for sender in senders if sender != name]
     theirs = dict(zip(others, _bytes(tensors.get(KEYS), len(others), PUBLIC), strict=True))
     return {sender: own if sender == name else theirs[sender] for sender in senders}
@@ -201,7 +201,7 @@ def read_sealed(message: Upload | Download | None, name: str, done: int) -> dict
     Raises:
         MessageError: The message is not for this user and round, or has other contents.
     """
-    senders, tensors = _said(message, name, done)
+    senders, tensors = _contents(message, name, done)
     return dict(zip(senders, _bytes(tensors.get(SHARES), len(senders), SEALED), strict=True))
 
 
@@ -216,7 +216,7 @@ def read_survivors(message: Upload | Download | None, name: str, done: int) -> l
     Raises:
         MessageError: The message is not for this user and round.
     """
-    return list(_said(message, name, done)[0])
+    return list(_contents(message, name, done)[0])
 
 
 # ---------------------------------------------------------------- messages as tensors
@@ -233,7 +233,7 @@ def _bytes(t: Tensor | None, count: int, width: int) -> list[bytes]:
     return [row.tobytes() for row in t.reshape(count, width).numpy()]
 
 
-def _only(message: Upload | Download | None, name: str, done: int, what: str) -> Tensor:
+def _single_tensor(message: Upload | Download | None, name: str, done: int, what: str) -> Tensor:
     if not isinstance(message, Upload) or message.users != (name,) or message.round != done or message.reports:
         raise MessageError(f"secure aggregation: not what user {name!r} has of round {done}")
     if message.tensors.keys() != {what}:
@@ -241,7 +241,7 @@ def _only(message: Upload | Download | None, name: str, done: int, what: str) ->
     return message.tensors[what]
 
 
-def _said(message: Upload | Download | None, name: str, done: int) -> tuple[tuple[str, ...], Tree]:
+def _contents(message: Upload | Download | None, name: str, done: int) -> tuple[tuple[str, ...], Tree]:
     if not isinstance(message, Download) or message.users != (name,) or message.version != done:
         raise MessageError(f"secure aggregation: not for user {name!r} in round {done}")
     if len(set(message.senders)) != len(message.senders):
@@ -285,7 +285,7 @@ class Session:
             "name": self.name,
             "seed": self.seed.hex(),
             "roster": {name: key.hex() for name, key in self.roster.items()},
-            "sealed": {name: one.hex() for name, one in self.sealed.items()},
+            "sealed": {name: text.hex() for name, text in self.sealed.items()},
             "done": dict(self.done),
         }
 
@@ -299,7 +299,7 @@ class Session:
             seed=bytes.fromhex(record["seed"]),
             save=save,
             roster={name: bytes.fromhex(key) for name, key in record["roster"].items()},
-            sealed={name: bytes.fromhex(one) for name, one in record["sealed"].items()},
+            sealed={name: bytes.fromhex(text) for name, text in record["sealed"].items()},
             done=dict(record["done"]),
         )
 
@@ -334,9 +334,9 @@ class Session:
         if not set(sealed) <= set(self.roster) - {self.name}:
             raise MessageError("secure aggregation: shares of somebody who has not advertised")
         self._require(len(sealed) + 1, "have shared")
-        for name, one in sealed.items():
-            self._opened(name, one)  # raises before anything is sent
-        asked = {name: one.hex() for name, one in sealed.items()}
+        for name, text in sealed.items():
+            self._opened(name, text)  # raises before anything is sent
+        asked = {name: text.hex() for name, text in sealed.items()}
         self._once("mask", asked, after="share", sealed=dict(sealed))
         masked = upload + mask(self._secret("own mask"), self.terms.entries, self.terms.word)
         for name in sealed:
@@ -555,7 +555,7 @@ def split(secret: bytes, points: Sequence[int], threshold: int, key: bytes) -> d
     assert all(0 < point < PRIME for point in points)
     drawn = stream(key, _WIDE * (threshold - 1))
     wide = [drawn[at : at + _WIDE] for at in range(0, len(drawn), _WIDE)]
-    coefficients = [int.from_bytes(secret), *(int.from_bytes(one) % PRIME for one in wide)]
+    coefficients = [int.from_bytes(secret), *(int.from_bytes(part) % PRIME for part in wide)]
     return {point: _value(coefficients, point).to_bytes(SHARE) for point in points}
 
 

@@ -107,14 +107,14 @@ class SumCollector:
         total = self.masked.copy()
         for name in self.survivors:
             total -= secure_client.mask(self._secret_of(name), self.terms.entries, self.terms.word)
-        for name in (one for one in self.sharers if one not in self.survivors):
-            self._take_off_pairs(total, name)
+        for name in (user for user in self.sharers if user not in self.survivors):
+            self._remove_pair_masks(total, name)
         signed = total.view(f"<i{total.itemsize}").astype(np.int64)
         if max(int(signed.max()), -int(signed.min())) > largest * len(self.survivors):
             raise NoSumError(f"round {self.terms.round}: what comes out is no sum; somebody sent something else")
         return signed
 
-    def _take_off_pairs(self, total: np.ndarray, gone: str) -> None:
+    def _remove_pair_masks(self, total: np.ndarray, gone: str) -> None:
         """Remove the pairwise masks between survivors and a user who dropped out after sharing."""
         private = self._secret_of(gone)
         if secure_client.public_of(private) != self.roster[gone][KEY:]:
@@ -140,7 +140,7 @@ Answers = Callable[[str, str], bool]
 
 
 @dataclass(kw_only=True)
-class Rehearsal:
+class SimulatedSum:
     """Simulation of one secure sum in a single process, with real messages.
 
     Args:
@@ -179,18 +179,18 @@ class Rehearsal:
                 message = self._up("advertise", name, secure_client.keys_message(name, done, user.advertise()))
                 server.advertised(name, secure_client.read_keys(message, name, done))
         server.require(server.roster, "have advertised")
-        for name in [one for one in server.roster if self.answers("share", one)]:
+        for name in [user for user in server.roster if self.answers("share", user)]:
             self._share(name, done)
         server.require(server.sealed, "have shared")
-        for name in [one for one in server.sharers if self.answers("mask", one)]:
+        for name in [user for user in server.sharers if self.answers("mask", user)]:
             self._mask(name, done)
         server.require(server.survivors, "have masked")
-        for name in [one for one in server.survivors if self.answers("unmask", one)]:
+        for name in [user for user in server.survivors if self.answers("unmask", user)]:
             self._unmask(name, done)
         return server.total(largest)
 
     def _share(self, name: str, done: int) -> None:
-        user, others = self.users[name], [one for one in self.server.roster if one != name]
+        user, others = self.users[name], [other for other in self.server.roster if other != name]
         asked = self._down("share", name, secure_client.roster_message(name, done, self.server.roster))
         sealed = user.share(secure_client.read_roster(asked, name, done, user.advertise()))
         message = self._up("share", name, secure_client.shares_message(name, done, sealed))
@@ -218,7 +218,7 @@ class Rehearsal:
         return unpack(self.sent[-1][2])
 
 
-def rehearsed(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> np.ndarray:
+def simulate_sum(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> np.ndarray:
     """Return the secure sum of uploads in a simulated federation that sums in no other way (``InProcess.masked``).
 
     Args:
@@ -229,4 +229,4 @@ def rehearsed(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> 
     Raises:
         NoSumError: There are too few users.
     """
-    return Rehearsal(terms=terms, uploads=uploads).total(largest)
+    return SimulatedSum(terms=terms, uploads=uploads).total(largest)

@@ -109,7 +109,7 @@ SHARE = KEY + 1
 SEALED = 2 * SHARE + 16
 """Bytes of a sealed message between two users: two shares, encrypted and authenticated."""
 
-_NOBODYS = torch.zeros(1, dtype=torch.int64)
+_NO_RANKS = torch.zeros(1, dtype=torch.int64)
 """LoRA rank in messages of the protocol: none, as padding is masked too."""
 
 
@@ -121,7 +121,7 @@ def upload(name: str, done: int, tensors: dict[str, Tensor]) -> Upload:
         done: Number of the round, from 1.
         tensors: Contents.
     """
-    return Upload(round=done, users=(name,), tensors=tensors, ranks=_NOBODYS)
+    return Upload(round=done, users=(name,), tensors=tensors, ranks=_NO_RANKS)
 
 
 def download(
@@ -135,7 +135,7 @@ def download(
         senders: Users that the contents come from.
         tensors: Contents.
     """
-    return Download(version=done, users=(name,), tensors=tensors, ranks=_NOBODYS, senders=tuple(senders))
+    return Download(version=done, users=(name,), tensors=tensors, ranks=_NO_RANKS, senders=tuple(senders))
 
 
 def sent_bytes(terms: Terms, name: str, count: int) -> int:

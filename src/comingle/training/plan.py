@@ -12,7 +12,7 @@ from comingle.methods.base import Method
 from comingle.privacy.accounting import most_releases
 from comingle.privacy.base import PrivacyMechanism
 from comingle.privacy.mechanisms import calibrate, make_mechanisms, release_of
-from comingle.privacy.noise import kept_key, new_key
+from comingle.privacy.noise import load_or_create_key, new_key
 from comingle.privacy.secure_sum import Sums
 from comingle.training.settings import RunPlan, exchanged_after, participants
 from comingle.utils.errors import RecipeError, list_names
@@ -162,7 +162,7 @@ def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, be
         (folder / KEY).unlink(missing_ok=True)
     for mechanism in mechanisms:
         if mechanism.needs_key:
-            mechanism.key = kept_key(folder, begun=begun)
+            mechanism.key = load_or_create_key(folder, begun=begun)
 
 
 def key_of(*mechanisms: PrivacyMechanism) -> str:

@@ -20,7 +20,15 @@ from comingle.methods.server import Mean, Received, ServerSetup
 from comingle.models.hardware import require_room
 from comingle.models.model import Model
 from comingle.privacy.accounting import Account, Work
-from comingle.privacy.base import CLIP_NORM, Judged, PrivacyMechanism, ServerRound, mean_as_upload, one_model, overrides
+from comingle.privacy.base import (
+    CLIP_NORM,
+    PrivacyMechanism,
+    RuleResult,
+    ServerRound,
+    mean_as_upload,
+    one_model,
+    overrides,
+)
 from comingle.privacy.secure_sum import Sums
 from comingle.protocol import Format
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, expand, fill_ranks, verdict
@@ -89,7 +97,7 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
         return next((one.account for one in self if one.account is not None), None)
 
     @property
-    def judged(self) -> Judged | None:
+    def judged(self) -> RuleResult | None:
         """What a robust rule made of the last round's uploads."""
         return next((one.judged for one in self if one.judged is not None), None)
 

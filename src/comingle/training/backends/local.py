@@ -87,7 +87,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     Attributes:
         serialise: Whether every message is packed and unpacked.
         masked: Sums masked uploads where the server sees sums alone
-            (:func:`comingle.privacy.secure_server.rehearsed`); without it the numbers are added.
+            (:func:`comingle.privacy.secure_server.simulate_sum`); without it the numbers are added.
         leads: Whether this process has the server and logs the run.
     """
 
