@@ -201,4 +201,4 @@ def test_who_was_killed_is_told_with_the_newest_checkpoint(names: list[str], new
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     with pytest.raises(RunError, match=rf"process 1 of 2 was ended by SIGKILL.* goes on from {newest}$"):
-        training._tell([0, -signal.SIGKILL], tmp_path)
+        training._raise_failure([0, -signal.SIGKILL], tmp_path)

@@ -21,7 +21,7 @@ from documents import DOCS, PAGES, README, REPOSITORY, RESEARCH, blocks, read, t
 from PIL import Image
 from typer.testing import CliRunner
 
-from comingle.cli import Core, app
+from comingle.cli import CoreCommands, app
 from comingle.config import parse_recipe
 
 # What a command gets on top where it would need the pretrained model, or minutes.
@@ -57,7 +57,7 @@ def verbs() -> set[str]:
     points = tomllib.loads((REPOSITORY / "papers" / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "entry-points"
     ]
-    return set(Core.own) | set(points["comingle.verbs"])
+    return set(CoreCommands.own) | set(points["comingle.verbs"])
 
 
 def shown(page: Path, language: str) -> list[str]:

@@ -101,10 +101,10 @@ def test_the_index_for_language_models_leads_to_pages(site: Path) -> None:
 
 @pytest.mark.slow
 def test_commands_and_methods_are_those_of_the_code(site: Path, pages: dict[Path, Seen]) -> None:
-    from comingle.cli import Core
+    from comingle.cli import CoreCommands
     from comingle.methods import REGISTRY
 
-    verbs = {f"comingle-{name}" for name in Core.own}
+    verbs = {f"comingle-{name}" for name in CoreCommands.own}
     assert verbs <= pages[site / "reference" / "cli.html"].ids
     assert {name.rstrip("+") for name in REGISTRY} <= pages[site / "reference" / "methods.html"].ids
 

@@ -43,11 +43,11 @@ from comingle.utils.terminal import printable
 
 GROUP = "comingle.verbs"
 
-IN_SEVERAL = "run"
+MULTI_PROCESS_COMMAND = "run"
 """The only command that a launcher may start in several processes."""
 
 
-class Verbs(TyperGroup):
+class CommandGroup(TyperGroup):
     """Command group with the core's commands, then those of plugins. Commands are built when they are called."""
 
     own: ClassVar[Mapping[str, Callable[..., None]]] = {}
@@ -76,8 +76,8 @@ class Verbs(TyperGroup):
             if "Did you mean" in getattr(error, "message", ""):  # typer's hint; click 8.4 would add a second one
                 vars(error).update(possibilities=None)
             raise
-        if found[0] != IN_SEVERAL and find_place() is not None:
-            raise RecipeError(f"{found[0]}: runs in one process; several are for `comingle {IN_SEVERAL}`")
+        if found[0] != MULTI_PROCESS_COMMAND and find_place() is not None:
+            raise RecipeError(f"{found[0]}: runs in one process; several are for `comingle {MULTI_PROCESS_COMMAND}`")
         return found
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -99,15 +99,15 @@ class Verbs(TyperGroup):
 
 
 def _command(name: str, verb: Callable[..., object], **settings: Any) -> Any:
-    alone = typer.Typer(add_completion=False)
-    alone.command(name, **{"help": _flowing(getdoc(verb) or ""), **settings})(verb)
-    made = typer.main.get_command(alone)
+    single_app = typer.Typer(add_completion=False)
+    single_app.command(name, **{"help": _join_lines(getdoc(verb) or ""), **settings})(verb)
+    made = typer.main.get_command(single_app)
     if not any("--plugin" in parameter.opts for parameter in made.params):
         made.params.append(_plugin_option())
-    told = get_params_from_function(verb)
+    declared = get_params_from_function(verb)
     for parameter in made.params:  # typer before 0.21 with click 8.5 drops the help of arguments
         if isinstance(parameter, TyperArgument) and not parameter.help:
-            parameter.help = told[parameter.name].default.help
+            parameter.help = declared[parameter.name].default.help
     return made
 
 
@@ -122,12 +122,12 @@ def _plugin_option() -> Any:
         for path in paths:
             load_file(path)
 
-    told = "Load methods of your own from a Python file; may be repeated."
+    help_text = "Load methods of your own from a Python file; may be repeated."
     option = typer.Option(
         None,
         "--plugin",
         metavar="<file>",
-        help=told,
+        help=help_text,
         expose_value=False,
         is_eager=True,
         callback=load,
@@ -136,13 +136,13 @@ def _plugin_option() -> Any:
 
     def command(plugin: list[Path] | None = option) -> None: ...
 
-    alone = typer.Typer(add_completion=False)
-    alone.command()(command)  # built by typer, as the arguments of its option class differ between versions
-    (made,) = (p for p in typer.main.get_command(alone).params if "--plugin" in p.opts)
-    return made
+    single_app = typer.Typer(add_completion=False)
+    single_app.command()(command)  # built by typer, as the arguments of its option class differ between versions
+    (loader,) = (p for p in typer.main.get_command(single_app).params if "--plugin" in p.opts)
+    return loader
 
 
-def _flowing(text: str) -> str:
+def _join_lines(text: str) -> str:
     """Join the lines of each paragraph, for terminals of any width; lists are unchanged."""
     parts = text.split("\n\n")
     return "\n\n".join(part if "\n " in part or "\n-" in part else part.replace("\n", " ") for part in parts)
@@ -156,21 +156,21 @@ def _broken(name: str, error: PluginError) -> object:
     return _command(name, refuse, help=str(error), add_help_option=False, context_settings=anything)
 
 
-VERBS = (
+COMMANDS = (
     demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, audit, chat, serve, federate,
     server, client,
 )  # fmt: skip
 
 
-class Core(Verbs):
+class CoreCommands(CommandGroup):
     """The core's commands, in the order in which they are listed."""
 
-    own = MappingProxyType({verb.__name__: verb for verb in VERBS})
+    own = MappingProxyType({verb.__name__: verb for verb in COMMANDS})
 
 
 app = typer.Typer(
     name="comingle",
-    cls=Core,
+    cls=CoreCommands,
     help="Fine-tune one small language model together, each on private text; each ends up with a personal model.",
     no_args_is_help=True,
     add_completion=False,
@@ -204,7 +204,7 @@ class _Formatter(logging.Formatter):
         return printable(super().format(record), keep="\n\t")
 
 
-_AGAIN = {
+_RESUME_HINTS = {
     **dict.fromkeys(("client", "server"), "; the same command goes on from where it was"),
     **dict.fromkeys(
         ("compare", "demo", "federate", "reproduce", "run"),
@@ -238,7 +238,7 @@ def main() -> None:
         if isinstance(stop, SystemExit) and stop.code != 130:
             raise
         if speaks(interrupted=True):
-            print(f"\ncomingle: stopped{_AGAIN.get(sys.argv[1] if sys.argv[1:] else '', '')}", file=sys.stderr)
+            print(f"\ncomingle: stopped{_RESUME_HINTS.get(sys.argv[1] if sys.argv[1:] else '', '')}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
         if (line := _line(error)) is None:

@@ -66,8 +66,8 @@ def audit(
     found = auditing.audit(
         opened, trials=trials, rounds=rounds, shadows=shadows, out=folder, force=force, progress=not quiet
     )
-    for said in verdict(found):
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    for sentence in verdict(found):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     for table in render_audit(found):
         console.print()
         console.print(table)

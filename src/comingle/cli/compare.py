@@ -110,15 +110,17 @@ def compare_methods(
     baseline_of(list(dict.fromkeys(label for label, _ in recipes)), against)
     options = {"resume": resume, "force": force, "quiet": quiet}
     last, failed = None, {}
-    for key, found in _beside(recipes, folder, jobs, **options) if jobs > 1 else _in_turn(recipes, folder, **options):
+    for key, found in (
+        _run_in_parallel(recipes, folder, jobs, **options) if jobs > 1 else _run_in_sequence(recipes, folder, **options)
+    ):
         if isinstance(found, ComingleError):
             failed[key] = found
         last = found
     done = [place for key, place in folders_of(recipes, folder).items() if key not in failed]
     if not done:
         raise next(iter(failed.values()))
-    left = {method for method, _ in recipes.keys() - failed.keys()}
-    baseline = against if against is not None and left >= {*baseline_methods(against)} else None
+    succeeded = {method for method, _ in recipes.keys() - failed.keys()}
+    baseline = against if against is not None and succeeded >= {*baseline_methods(against)} else None
     table = write_comparison(folder, done, baseline, labels_of(recipes, folder))
     for part in tables_of(table, all_users=all_users):
         console.print(part)
@@ -129,11 +131,11 @@ def compare_methods(
 
 
 def _failures(failed: Mapping[Key, ComingleError], runs: int) -> str:
-    said = "; ".join(f"{method}, seed {seed}: {error}" for (method, seed), error in failed.items())
-    return f"{len(failed)} of {runs} runs failed and are not in the table: {said}"
+    causes = "; ".join(f"{method}, seed {seed}: {error}" for (method, seed), error in failed.items())
+    return f"{len(failed)} of {runs} runs failed and are not in the table: {causes}"
 
 
-def _in_turn(
+def _run_in_sequence(
     recipes: Mapping[Key, Recipe], folder: Path, *, resume: bool, force: bool, quiet: bool
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
     from comingle.cli.training import warn_overlaps
@@ -144,7 +146,7 @@ def _in_turn(
         yield from compare_runs(recipes, folder, reporter, resume=resume, force=force, ready=warn_overlaps)
 
 
-def _beside(
+def _run_in_parallel(
     recipes: Mapping[Key, Recipe], folder: Path, jobs: int, *, resume: bool, force: bool, quiet: bool
 ) -> Iterator[Ended]:
     """Yield the results of runs in parallel processes, and print a line for each."""
@@ -161,8 +163,8 @@ def _beside(
             measure = measure_of(found)
             result = f"test {measure} {number(found[f'mean_test_{measure}'], measure)} · {found['wall_seconds']:.0f} s"
         if not quiet:
-            told = f"{count} of {len(recipes)} runs ended · {key[0]}, seed {key[1]} · {result}"
-            errors.print(words(told), soft_wrap=True, highlight=False)
+            line = f"{count} of {len(recipes)} runs ended · {key[0]}, seed {key[1]} · {result}"
+            errors.print(words(line), soft_wrap=True, highlight=False)
         yield key, found
 
 

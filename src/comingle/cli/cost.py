@@ -79,10 +79,10 @@ def cluster_of(
     """
     if machines is None:
         hardware = {"cores": cores, "price": price, "link": link, "latency": latency, "disk": disk}
-        told = {"gpus": gpus, "processes": processes, "step": step, **hardware}
-        unread = [name for name, value in told.items() if value not in (None, LINK, LATENCY)]
-        if unread:
-            raise RecipeError(f"--{unread[0]}: is read with --machines N alone")
+        needing_machines = {"gpus": gpus, "processes": processes, "step": step, **hardware}
+        given = [name for name, value in needing_machines.items() if value not in (None, LINK, LATENCY)]
+        if given:
+            raise RecipeError(f"--{given[0]}: is read with --machines N alone")
         return None
     if gpus is not None and processes is not None:
         raise RecipeError("--gpus and --processes: got both; each GPU has a process, so give one of them")

@@ -39,7 +39,7 @@ def demo(
     )
     last = compare_methods(recipe, METHODS, [recipe.seed], out, resume=resume, force=force, quiet=quiet)
     if last is not None:
-        _speak(last)
+        _print_samples(last)
     console.print("\nWhat next", style="bold")
     console.print(
         f"  comingle show {out}/comigs-1g1s-seed{recipe.seed}        one run: every user, every evaluation\n"
@@ -51,19 +51,19 @@ def demo(
     )
 
 
-def _speak(run: Run) -> None:
+def _print_samples(run: Run) -> None:
     """Print a generated text of each user's model."""
     from rich.text import Text
 
     from comingle.runs.views import generating_model
     from comingle.utils.terminal import printable, words
 
-    told = ("\nEach user's own model speaks", "bold"), f" ({run.metrics['method']}, greedy)"
-    console.print(Text.assemble(*told), highlight=False)
+    title = ("\nEach user's own model speaks", "bold"), f" ({run.metrics['method']}, greedy)"
+    console.print(Text.assemble(*title), highlight=False)
     for name in run.users:
         prompt = PROMPTS.get(name, "The")
         said = generating_model(run, name).generate(prompt, max_new_tokens=40)
         # Source code keeps its lines; prose is joined to one line.
         shown = said.rstrip() if name == "library" else re.sub(r"\s+", " ", said).rstrip()
-        begun = Text.assemble("  ", words(name, "cyan"), ": ", words(prompt, "bold"))
-        console.print(begun + printable(shown, keep="\n\t"), highlight=False)
+        line = Text.assemble("  ", words(name, "cyan"), ": ", words(prompt, "bold"))
+        console.print(line + printable(shown, keep="\n\t"), highlight=False)

@@ -18,10 +18,10 @@ from comingle.cli.options import (
     Sets,
     console,
     default_folder,
+    line_printer,
     read_recipe,
     require_flower,
-    speaker,
-    table_of_participants,
+    show_participants,
 )
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import expand_home
@@ -46,8 +46,8 @@ def federate(
     from comingle.utils.terminal import words
 
     folder = out or default_folder(recipe, read.method.name, read.seed)
-    with table_of_participants(folder, all_users=all_users, quiet=quiet):
-        metrics = run(read, folder, resume=resume, force=force, say=speaker(quiet=quiet))
+    with show_participants(folder, all_users=all_users, quiet=quiet):
+        metrics = run(read, folder, resume=resume, force=force, say=line_printer(quiet=quiet))
     console.print(render_run(metrics, all_users=all_users))
     console.print(words(f"{folder}/  metrics.json · events.jsonl · users/NAME/ (each user's own folder)", "dim"))
 
@@ -85,8 +85,8 @@ def server(
     from comingle.utils.terminal import words
 
     folder = out or Path("runs") / federation.stem
-    say = speaker(quiet=quiet)
-    with table_of_participants(folder, all_users=all_users, quiet=quiet):
+    say = line_printer(quiet=quiet)
+    with show_participants(folder, all_users=all_users, quiet=quiet):
         metrics = serve(federation, plan, folder, host=host, port=port, certificates=certificates, say=say)
     console.print(render_run(metrics, all_users=all_users))
     console.print(words(f"{folder}/  metrics.json · events.jsonl", "dim"))
@@ -144,7 +144,9 @@ def client(
 
     if file is None and name is None:
         raise RecipeError("client: nobody; give a participant's file, or --name and --data")
-    take_part(file, given, default=Path(as_folder(name or "participant")) / _FILE, say=speaker(quiet=quiet), stays=stay)
+    take_part(
+        file, given, default=Path(as_folder(name or "participant")) / _FILE, say=line_printer(quiet=quiet), stays=stay
+    )
 
 
 def _as_path(source: str | None) -> str | None:

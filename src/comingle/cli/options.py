@@ -49,18 +49,18 @@ def require_flower() -> None:
         raise PluginError("flwr is not installed; `pip install 'comingle[flower]'` installs what the network needs")
 
 
-def speaker(*, quiet: bool) -> Callable[[str], None]:
+def line_printer(*, quiet: bool) -> Callable[[str], None]:
     """Return a function that prints a line with the time of day, or nothing if ``quiet``."""
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         if not quiet:
             console.print(words(f"{time.strftime('%T')}  {line}"))
 
-    return say
+    return print_line
 
 
 @contextmanager
-def table_of_participants(folder: Path, *, all_users: bool, quiet: bool) -> Iterator[None]:
+def show_participants(folder: Path, *, all_users: bool, quiet: bool) -> Iterator[None]:
     """Show a live table of participants below printed lines, in terminals only.
 
     Args:
@@ -136,15 +136,15 @@ def finite(context: object, option: Any, value: float | None) -> float | None:
     return value
 
 
-def out_option(told: str) -> object:
+def out_option(help_text: str) -> object:
     """Return the option ``--out`` with the given help text."""
-    return typer.Option("--out", metavar="<path>", help=told, parser=named, callback=possible)
+    return typer.Option("--out", metavar="<path>", help=help_text, parser=named, callback=possible)
 
 
 Out = Annotated[Path | None, out_option("Folder to write to (default: below runs/).")]
 
 
-def _not_both(context: Any, given: bool) -> bool:
+def _check_exclusive(context: Any, given: bool) -> bool:
     """Refuse ``--resume`` with ``--force``, as a callback of both.
 
     When the second one is called, the first one is among the parameters.
@@ -154,8 +154,8 @@ def _not_both(context: Any, given: bool) -> bool:
     return given
 
 
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.", callback=_not_both)]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is in the folder.", callback=_not_both)]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.", callback=_check_exclusive)]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is in the folder.", callback=_check_exclusive)]
 
 
 def changes(sets: list[str] | None) -> dict[str, object]:

@@ -94,8 +94,8 @@ def join(
     with status("opening the run"):
         opened = load(run)
     folder = out or Path("runs") / f"{run.resolve().name}-{as_folder(name)}"
-    who = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
+    new_user = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
     with reporting(quiet=quiet) as reporter:
-        done = join_run(opened, who, folder, reporter, given=NOTHING, force=force)
+        done = join_run(opened, new_user, folder, reporter, given=NOTHING, force=force)
     console.print(render_joined(name, done.measure, done.rows))
     console.print(words(f"{folder}/  a run of {name} alone, for export, chat and serve", "dim"))

@@ -46,7 +46,7 @@ def serve(
     ] = Limits.max_tokens,
 ) -> None:
     """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
-    require_app("serve")
+    require_serving_packages("serve")
     from comingle.serving.api import listen
     from comingle.serving.api import serve as answer
     from comingle.serving.keys import make_keys as write_keys
@@ -63,12 +63,12 @@ def serve(
     given = None if keys is None else read_keys(keys, names)
     check_host(host, given)
     with listen(host, port) as place:
-        people = opened(run, method)
+        loaded = load_all_models(run, method)
         limits = Limits(max_tokens=max_tokens, rate=rate, rows=rows, queue=queue)
-        answer(people.models, place, keys=given, limits=limits, answers=people.answers, ready=say)
+        answer(loaded.models, place, keys=given, limits=limits, answers=loaded.answers, ready=print_address)
 
 
-def opened(run: Path, method: str | None) -> UserModels:
+def load_all_models(run: Path, method: str | None) -> UserModels:
     """Load the base and all users' models of a run."""
     from comingle.cli.options import status
     from comingle.serving.models import open_models
@@ -77,7 +77,7 @@ def opened(run: Path, method: str | None) -> UserModels:
         return open_models(run, method)
 
 
-def say(url: str) -> None:
+def print_address(url: str) -> None:
     """Print the addresses of the server."""
     from comingle.cli.options import console
     from comingle.utils.terminal import words
@@ -85,7 +85,7 @@ def say(url: str) -> None:
     console.print(words(f"{url}  a page to chat · {url}/v1  OpenAI-compatible; Ctrl-C ends it"))
 
 
-def require_app(verb: str) -> None:
+def require_serving_packages(verb: str) -> None:
     """Check that the packages for serving are installed.
 
     Raises:
@@ -140,11 +140,11 @@ def chat(
     folder = find_run(run, method)
     names = users_in(folder)
     first = require_user(user, names) if user is not None else names[0]
-    people = opened(run, method)
-    engine = Engine({**people.models, PRETRAINED: without_adapters(people.models[first])}, rows=1)
-    plain = plain or not people.answers
-    talk = Chat(engine=engine, user=first, plain=plain, max_tokens=max_tokens, temperature=temperature, seed=seed)
-    _Session(talk, names, _local_run(run, folder, against)).run()
+    loaded = load_all_models(run, method)
+    engine = Engine({**loaded.models, PRETRAINED: without_adapters(loaded.models[first])}, rows=1)
+    plain = plain or not loaded.answers
+    session = Chat(engine=engine, user=first, plain=plain, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    _Session(session, names, _local_run(run, folder, against)).run()
 
 
 def _local_run(run: Path, folder: Path, against: Path | None) -> Path | None:
@@ -161,7 +161,7 @@ class _Session:
     def __init__(self, talk: Chat, names: list[str], local: Path | None) -> None:
 
         self.talk, self.names, self.local, self.console = talk, names, local, console
-        self.asked = ""
+        self.last_text = ""
         self.others: dict[str, Engine] = {}
 
     def run(self) -> None:
@@ -173,7 +173,7 @@ class _Session:
             try:
                 if text.strip() in ("/quit", "/exit"):
                     return
-                self._obey(text) if text.startswith("/") else self._say(text)
+                self._run_command(text) if text.startswith("/") else self._send(text)
             except ComingleError as error:
                 self._print(str(error), "yellow")
             except KeyboardInterrupt:
@@ -189,7 +189,7 @@ class _Session:
 
         self.console.print(Text(printable(text, keep="\n"), style=style), highlight=False, soft_wrap=True)
 
-    def _say(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         from comingle.utils.terminal import printable
 
         def show(part: str) -> None:
@@ -197,10 +197,10 @@ class _Session:
             self.console.file.flush()
 
         self.talk.say(text, show)
-        self.asked = text
+        self.last_text = text
         self.console.file.write("\n")
 
-    def _obey(self, text: str) -> None:
+    def _run_command(self, text: str) -> None:
         command, _, rest = text.strip().partition(" ")
         known = {"/user": self._switch, "/route": self._route, "/compare": self._compare, "/clear": self._clear}
         if command == "/help":
@@ -251,18 +251,18 @@ class _Session:
     def _compare(self, text: str) -> None:
         from rich.table import Table
 
-        text = text or self.asked
+        text = text or self.last_text
         if not text:
             raise RecipeError("/compare: give a text, as /compare Once upon a time")
-        if not self.talk.plain and text == self.asked:
+        if not self.talk.plain and text == self.last_text:
             self._print("compared on your last text, behind what was said since", "dim")
         models: dict[str, Any] = {"pretrained": (self.talk.engine, PRETRAINED)}
         if self.local is not None:
             models["local"] = (self._other(self.local), self.talk.user)
         models[self.talk.user] = (self.talk.engine, self.talk.user)
-        said = self.talk.compare(models, text)
-        table = Table(*said, expand=True)
-        table.add_row(*said.values())
+        replies = self.talk.compare(models, text)
+        table = Table(*replies, expand=True)
+        table.add_row(*replies.values())
         self.console.print(table)
         if self.local is None:
             self._print("no local models here; --against RUN adds those of another run", "dim")
@@ -271,7 +271,7 @@ class _Session:
         from comingle.serving.engine import Engine
 
         if str(run) not in self.others:
-            self.others[str(run)] = Engine(opened(run, None).models, rows=1)
+            self.others[str(run)] = Engine(load_all_models(run, None).models, rows=1)
         return self.others[str(run)]
 
 
@@ -299,7 +299,7 @@ def _texts(read: Callable[[bool], str]) -> Iterator[str]:
 
 def _show_page(run: Path, method: str | None) -> None:
     """Start the server on a free port of this machine, and open its page in a browser."""
-    require_app("chat --web")
+    require_serving_packages("chat --web")
     import webbrowser
 
     from comingle.serving.api import listen
@@ -307,9 +307,9 @@ def _show_page(run: Path, method: str | None) -> None:
     from comingle.serving.keys import Limits
 
     def ready(url: str) -> None:
-        say(url)
+        print_address(url)
         webbrowser.open(url)
 
     with listen("127.0.0.1", 0) as place:
-        people = opened(run, method)
-        answer(people.models, place, keys=None, limits=Limits(), answers=people.answers, ready=ready)
+        loaded = load_all_models(run, method)
+        answer(loaded.models, place, keys=None, limits=Limits(), answers=loaded.answers, ready=ready)

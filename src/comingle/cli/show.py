@@ -129,12 +129,12 @@ def show(
         if latex is not None:
             _write_latex(run, latex, all_users=all_users)
         return
-    for part in _shown(run, against, all_users=all_users):
+    for part in _tables(run, against, all_users=all_users):
         console.print(part)
     return
 
 
-def _shown(run: Path, against: str | None, *, all_users: bool) -> list[RenderableType]:
+def _tables(run: Path, against: str | None, *, all_users: bool) -> list[RenderableType]:
     from comingle.reports.comparisons import read_comparison, with_baseline
     from comingle.reports.tables import render_curve, render_run, tables_of
     from comingle.utils.errors import RecipeError
@@ -188,8 +188,8 @@ def _parquet(records: Sequence[Mapping[str, object]]) -> bytes:
     try:
         return importlib.import_module("pandas").DataFrame.from_records(records).to_parquet(index=False)
     except ImportError:
-        told = "--parquet needs the packages pandas and pyarrow: pip install pandas pyarrow; --csv needs neither"
-        raise RunError(told) from None
+        message = "--parquet needs the packages pandas and pyarrow: pip install pandas pyarrow; --csv needs neither"
+        raise RunError(message) from None
 
 
 Figures = Iterator[tuple[str, "Figure", "Sheet"]]

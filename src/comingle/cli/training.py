@@ -53,7 +53,7 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
 """Time that processes have to notice that another one has ended."""
 
-_HEARD_SECONDS, _END_SECONDS = 2.0, 5.0
+_SIGNAL_SECONDS, _END_SECONDS = 2.0, 5.0
 _INTERRUPTED, _BUG = 130, 1
 
 
@@ -78,7 +78,7 @@ def launch(count: int, folder: Path) -> None:
             ended = [child.poll() is not None for child in children]
             _end(children, signal.SIGTERM)
             os.close(writing)  # processes end when their pipe closes
-    _tell([child.returncode if here else LOST for child, here in zip(children, ended, strict=True)], folder)
+    _raise_failure([child.returncode if here else LOST for child, here in zip(children, ended, strict=True)], folder)
 
 
 def _start(rank: int, count: int, meeting: Path, pipe: int) -> subprocess.Popen[bytes]:
@@ -103,21 +103,21 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> None:
 def _end(children: Sequence[subprocess.Popen[bytes]], first: signal.Signals) -> None:
     """End the remaining processes with increasing force."""
     if first is signal.SIGINT:  # a terminal sends the signal to all processes already
-        _await(children, _HEARD_SECONDS)
+        _wait_until_ended(children, _SIGNAL_SECONDS)
     for how in (first, signal.SIGTERM, signal.SIGKILL):
         for child in children:
             if child.poll() is None:
                 child.send_signal(how)
-        _await(children, _END_SECONDS)
+        _wait_until_ended(children, _END_SECONDS)
 
 
-def _await(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+def _wait_until_ended(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 
-def _tell(codes: Sequence[int], folder: Path) -> None:
+def _raise_failure(codes: Sequence[int], folder: Path) -> None:
     """Raise the error that explains the processes' exit codes, unless the processes have printed it."""
     for rank, code in enumerate(codes):
         if code < 0:
@@ -125,12 +125,12 @@ def _tell(codes: Sequence[int], folder: Path) -> None:
             memory = ", as when memory runs out" if name == "SIGKILL" else ""
             newest = list_checkpoints(folder)[-1:]
             where = newest[0].name if newest else "the beginning"
-            goes_on = f"the same command with --resume goes on from {where}"
-            raise RunError(f"process {rank} of {len(codes)} was ended by {name}{memory}; {goes_on}")
+            hint = f"the same command with --resume goes on from {where}"
+            raise RunError(f"process {rank} of {len(codes)} was ended by {name}{memory}; {hint}")
     if _INTERRUPTED in codes:
         raise KeyboardInterrupt
-    if said := [code for code in codes if code not in (0, LOST)]:
-        raise SystemExit(_BUG if _BUG in said else said[0])
+    if failed := [code for code in codes if code not in (0, LOST)]:
+        raise SystemExit(_BUG if _BUG in failed else failed[0])
     if any(codes):
         raise RunError(f"the processes lost each other; the same command with --resume goes on with {folder}")
 
@@ -141,14 +141,14 @@ T = TypeVar("T")
 def warn_overlaps(materials: RunData) -> None:
     """Warn about users whose held-out text also occurs in their training text."""
     overlaps = materials.overlaps()
-    told = [
+    lines = [
         f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
         f"{overlap.test} of {overlap.test_documents} test {materials.documents} are {REPEATED}"
         for overlap in overlaps[:MAX_LISTED_USERS]
     ]
-    if more := len(overlaps) - len(told):
-        told.append(f"so are {materials.documents} of {more} more users")
-    for line in told:
+    if more := len(overlaps) - len(lines):
+        lines.append(f"so are {materials.documents} of {more} more users")
+    for line in lines:
         errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
 
 
@@ -184,7 +184,7 @@ def train_here(
     leads = place is None or place.leads
     try:
         with nullcontext() if place is None else joined(place) as ranks:
-            each = _alone if ranks is None else ranks.each
+            each = _call if ranks is None else ranks.each
             recipe = each(lambda: read_recipe(path, sets, seed))
             folder = out or default_folder(path, recipe.method.name, recipe.seed)
             if ranks is not None and ranks.has_opened(folder):
@@ -215,7 +215,7 @@ def train_here(
         raise
 
 
-def _alone(work: Callable[[], T]) -> T:
+def _call(work: Callable[[], T]) -> T:
     return work()
 
 
@@ -251,10 +251,12 @@ def choose_rows(
     if all_users or len(rows) <= LISTED_USERS:
         return list(rows.items())
     columns = [sorted(column) for column in zip(*counts.values(), strict=True)]
-    told = {"least": 0, "median": (len(rows) - 1) // 2, "most": -1}
-    told_rows = [(f"{word} of {len(rows):,}", [f"{column[at]:,}" for column in columns]) for word, at in told.items()]
+    ranks = {"least": 0, "median": (len(rows) - 1) // 2, "most": -1}
+    summary_rows = [
+        (f"{word} of {len(rows):,}", [f"{column[at]:,}" for column in columns]) for word, at in ranks.items()
+    ]
     order = sorted(rows, key=lambda name: counts[name][by])
-    return told_rows + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
+    return summary_rows + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
 
 
 def preview(recipe: Recipe, materials: RunData, *, all_users: bool) -> list[RenderableType]:
@@ -266,15 +268,15 @@ def preview(recipe: Recipe, materials: RunData, *, all_users: bool) -> list[Rend
         all_users: List all users, not only 24.
     """
     if isinstance(materials.users, LazyPopulation) and materials.users.sizes is not None:
-        return _of_crowd(f"{recipe.base}: {materials.kind.name}", materials, materials.users, all_users)
-    for holds, show in _SHOWN.items():
+        return _preview_population(f"{recipe.base}: {materials.kind.name}", materials, materials.users, all_users)
+    for holds, show in _PREVIEWS.items():
         if issubclass(materials.kind.user, holds):
             return show(recipe, materials, all_users)
     title = f"{recipe.base}: {materials.kind.name}"
-    return [_counts(title, materials, all_users)]
+    return [_count_table(title, materials, all_users)]
 
 
-def _of_crowd(title: str, materials: RunData, users: LazyPopulation, all_users: bool) -> list[RenderableType]:
+def _preview_population(title: str, materials: RunData, users: LazyPopulation, all_users: bool) -> list[RenderableType]:
     """Return the sizes of users that are stored in a file, with samples.
 
     Of many users only those with least and most data are listed.
@@ -296,11 +298,15 @@ def _of_crowd(title: str, materials: RunData, users: LazyPopulation, all_users: 
     for number in numbers:
         table.add_row(words(users.names[number]), *(f"{size:,}" for size in sizes[number].tolist()))
     shown = numbers if len(numbers) <= LISTED_USERS else ()
-    lines = [line for number in shown for line in beginnings(users.names[number], _heads(materials, users[number]))]
-    return [table, *left_out(materials, why, all_users), *lines]
+    lines = [
+        line
+        for number in shown
+        for line in sample_lines(users.names[number], _samples_of_user(materials, users[number]))
+    ]
+    return [table, *skipped_lines(materials, why, all_users), *lines]
 
 
-def _heads(materials: RunData, user: Any) -> dict[str, str | Text]:
+def _samples_of_user(materials: RunData, user: Any) -> dict[str, str | Text]:
     """Return the beginning of a user's training and test text; conversations in the base's template."""
     if materials.base is None or materials.base.tokenizer is None:
         return {}
@@ -329,7 +335,7 @@ def _conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
     return shown
 
 
-def _of_text(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
+def _preview_text(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of documents and tokens, users that were left out, and beginnings of listed documents."""
     summaries = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
     title = words(f"{recipe.base}: documents and tokens", "table.title")
@@ -338,16 +344,18 @@ def _of_text(recipe: Recipe, materials: RunData, all_users: bool) -> list[Render
         table.add_column(f"{split} docs", justify="right")
         table.add_column(f"{split} tokens", justify="right")
     kinds = [(split, kind) for split in SPLITS for kind in ("documents", "tokens")]
-    rows = choose_rows({one["user"]: [one[k][s] for s, k in kinds] for one in summaries}, by=1, all_users=all_users)
+    rows = choose_rows(
+        {summary["user"]: [summary[k][s] for s, k in kinds] for summary in summaries}, by=1, all_users=all_users
+    )
     for name, cells in rows:
         table.add_row(words(name), *cells)
     listed = {name for name, _ in rows}
-    shown = [one for one in summaries if one["user"] in listed]
-    lines = [line for one in shown for line in beginnings(one["user"], one["samples"])]
-    return [table, *left_out(materials, "too little text", all_users), *lines]
+    shown = [summary for summary in summaries if summary["user"] in listed]
+    lines = [line for summary in shown for line in sample_lines(summary["user"], summary["samples"])]
+    return [table, *skipped_lines(materials, "too little text", all_users), *lines]
 
 
-def _of_answers(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
+def _preview_conversations(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of numbers and lengths of conversations, users that were left out, and sample conversations."""
     title = words(f"{recipe.base}: {materials.kind.name}", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
@@ -358,9 +366,9 @@ def _of_answers(recipe: Recipe, materials: RunData, all_users: bool) -> list[Ren
         table.add_row(words(name), *cells)
     listed = dict(rows)
     shown = [user for user in materials.users if user.name in listed] if materials.texts else []
-    lines = [line for user in shown for line in beginnings(user.name, _heads(materials, user))]
+    lines = [line for user in shown for line in sample_lines(user.name, _samples_of_user(materials, user))]
     legend = [words(_LEGEND)] if lines else []
-    return [table, *left_out(materials, "too few conversations", all_users), *legend, *lines]
+    return [table, *skipped_lines(materials, "too few conversations", all_users), *legend, *lines]
 
 
 def _sizes(user: UserAnswers) -> list[int]:
@@ -369,36 +377,36 @@ def _sizes(user: UserAnswers) -> list[int]:
     return [*map(len, parts), round(sum(sizes) / len(sizes)), max(sizes), user.test.limit]
 
 
-def _of_samples(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
+def _preview_samples(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of numbers of samples and true clusters, with the net in its title."""
     population = materials.common
     shape = " x ".join(str(size) for size in population.input_shape)
     title = f"{NETS}{net_name(recipe, population)}: samples of {shape}"
     if population.labels:
         title += f", classes {list_names(population.labels)}"
-    return [_counts(title, materials, all_users)]
+    return [_count_table(title, materials, all_users)]
 
 
-def _counts(title: str, materials: RunData, all_users: bool) -> Table:
+def _count_table(title: str, materials: RunData, all_users: bool) -> Table:
     table = Table("user", "cluster", title=words(title), title_justify="left", box=None)
     for split in SPLITS:
         table.add_column(split, justify="right")
-    found = {user.name: getattr(user, "cluster", None) for user in materials.users}
+    clusters = {user.name: getattr(user, "cluster", None) for user in materials.users}
     counts = {user.name: [len(getattr(user, split)) for split in SPLITS] for user in materials.users}
     for name, cells in choose_rows(counts, by=0, all_users=all_users):
-        cluster = found.get(name)
+        cluster = clusters.get(name)
         table.add_row(words(name), "-" if cluster is None else str(cluster), *cells)
     return table
 
 
-_SHOWN: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]] = {
-    UserData: _of_text,
-    UserAnswers: _of_answers,
-    UserSamples: _of_samples,
+_PREVIEWS: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]] = {
+    UserData: _preview_text,
+    UserAnswers: _preview_conversations,
+    UserSamples: _preview_samples,
 }
 
 
-def left_out(materials: RunData, why: str, all_users: bool) -> list[RenderableType]:
+def skipped_lines(materials: RunData, why: str, all_users: bool) -> list[RenderableType]:
     """Return lines about users that were left out.
 
     Args:
@@ -409,11 +417,11 @@ def left_out(materials: RunData, why: str, all_users: bool) -> list[RenderableTy
     if not materials.skipped:
         return []
     shown = islice(materials.skipped.items(), None if all_users else LISTED_USERS)
-    told = f"left out, as they have {why}: {len(materials.skipped):,}"
-    return [words(told), *(words(f"  {name}: {what}") for name, what in shown)]
+    heading = f"left out, as they have {why}: {len(materials.skipped):,}"
+    return [words(heading), *(words(f"  {name}: {what}") for name, what in shown)]
 
 
-def beginnings(name: str, samples: Mapping[str, str | Text]) -> list[RenderableType]:
+def sample_lines(name: str, samples: Mapping[str, str | Text]) -> list[RenderableType]:
     """Return a line for the beginning of a document of each split."""
     return [
         Text.assemble(words(name, "bold"), " ", (f"{split}:", "dim"), " ")
