@@ -35,7 +35,7 @@ from comingle.models.injection import ExpertCounts
 from comingle.models.kernels import expert_mlp
 from comingle.models.layouts import decoder_layers
 from comingle.models.loading import backbone, lm_head, load_base
-from comingle.models.loss import cross_entropy, faster
+from comingle.models.loss import cross_entropy, use_native_code
 from comingle.training.client import Clients, batch_size, train
 from comingle.training.kinds.text import TextBatchSource
 from comingle.training.settings import RunPlan
@@ -103,7 +103,7 @@ def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[
     """One pass of all users' batches through the base alone, in the same portions."""
     head, body = lm_head(base), backbone(base.model)
     if not args.no_native and expert_mlp.is_enabled():
-        faster(base.model, attention=True)
+        use_native_code(base.model, attention=True)
     if not args.no_compile:
         for layer in decoder_layers(base.model):
             layer.compile()

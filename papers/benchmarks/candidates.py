@@ -115,7 +115,7 @@ def temperatures(run: Run) -> dict[str, Perplexities]:
     clients.model = ensemble(clients.model.inner, mixture, generalists=1, specialists=1)
     clients.steps = replace(clients.steps, model=clients.model, plan=clients.plan)
     clients.scorer = Scorer(steps=clients.steps)
-    clients.state.rows = torch.cat([rows, rows.new_zeros(len(rows), mixture.numbers - mixture.clusters)], 1)
+    clients.state.rows = torch.cat([rows, rows.new_zeros(len(rows), mixture.num_logits - mixture.clusters)], 1)
     clients.update_masks()
     settle(clients)
     found = perplexities(clients)

@@ -23,7 +23,9 @@ ON_NETS = [n for n, made in METHODS.items() if "nets" in made.applies_to and mad
 def takes_ranks(name: str) -> bool:
     """Whether users may have different LoRA ranks."""
     made, mixture = METHODS[name], METHODS[name].placement.mixture
-    one = made.server.one_rank or made.server.first_download or (mixture is not None and not mixture.trains_apart)
+    one = (
+        made.server.one_rank or made.server.first_download or (mixture is not None and not mixture.trains_independently)
+    )
     return made.trains and not made.placement.pooled and not one
 
 

@@ -82,7 +82,7 @@ def run(federate: Any, federate_nets: Any, name: str, **settings: Any) -> list[T
     method = {"name": name, **settings}
     made, mixture = make(name), make(name).placement.mixture
     # Settings of a server with several models are about whole models.
-    if (mixture is not None and not mixture.trains_apart) or made.server.server_models > 1:
+    if (mixture is not None and not mixture.trains_independently) or made.server.server_models > 1:
         return outcome(federate_nets(method, changes={"training.rounds": ROUNDS}))
     ranks = {"adapters.rank": [2, 3, 4]} if name == "hetlora" else {}
     return outcome(federate(method, changes={"training.rounds": ROUNDS, **ranks}))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comingle.models.loading import hub_answers, load_base
+from comingle.models.loading import is_hub_reachable, load_base
 from comingle.models.random_bases import byte_tokenizer
 
 
@@ -38,4 +38,4 @@ def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield tmp_path / "cache"
-    hub_answers.cache_clear()
+    is_hub_reachable.cache_clear()

@@ -66,7 +66,7 @@ def test_watching_changes_no_loss_and_leaves_nothing_behind(federate: Any) -> No
     clients = federate("comigs-1g1s").clients
     tokens = clients.users[0].test[:17].long().view(1, 1, -1)
     plain = clients.scorer.predict(clients.models, [0], tokens)
-    with routing.watched(clients.model.adapters):
+    with routing.record_gates(clients.model.adapters):
         watched = clients.scorer.predict(clients.models, [0], tokens)
         assert routing.gates(clients.model.adapters).shape == (2, 1, 16, 2)
     assert torch.equal(plain, watched)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from comingle.models.side_by_side import FEW, LARGE, Folded, FusedNorms, channels_last, folds
+from comingle.models.side_by_side import FEW_CHANNELS, LARGE_WEIGHT, Folded, FusedNorms, channels_last, folds
 from comingle.utils.seeds import generator
 
 USERS, SETS, BATCH, CHANNELS = 3, 2, 5, 8
@@ -131,7 +131,7 @@ def test_one_call_takes_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("axes", [(USERS,), (USERS, SETS)])
 def test_channels_last_changes_the_layout_of_small_convolutions_alone(axes: tuple[int, ...]) -> None:
     tensors = {"conv": draw(*axes, 4, 6, 3, 3).requires_grad_(), "linear": draw(USERS, 4, 6), "norm": draw(USERS, 4)}
-    tensors["wide"] = draw(*axes, FEW, 6, 3, 3)
+    tensors["wide"] = draw(*axes, FEW_CHANNELS, 6, 3, 3)
     found = channels_last(tensors)
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     assert found["conv"].flatten(0, -4).is_contiguous(memory_format=torch.channels_last)
@@ -139,7 +139,7 @@ def test_channels_last_changes_the_layout_of_small_convolutions_alone(axes: tupl
     torch.testing.assert_close(gradients(found["conv"], tensors["conv"]), (draw(*axes, 4, 6, 3, 3, seed=9),))
 
 
-WIDE = LARGE // 4
+WIDE = LARGE_WEIGHT // 4
 """Inputs of a linear that is large with :data:`CHANNELS` outputs."""
 
 

@@ -30,7 +30,7 @@ def fill_hub_cache(tmp_path: Path, saved: Path, repository: str = REPOSITORY) ->
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(loading, "hub_answers", lambda endpoint: True)
+    monkeypatch.setattr(loading, "is_hub_reachable", lambda endpoint: True)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_what_counts_as_an_answer(status: int, expected: bool) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        assert loading.hub_answers(f"http://127.0.0.1:{server.server_port}") is expected
+        assert loading.is_hub_reachable(f"http://127.0.0.1:{server.server_port}") is expected
         thread.join()
 
 

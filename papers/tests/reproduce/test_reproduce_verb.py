@@ -117,7 +117,7 @@ def test_a_table_of_tasks_runs_beside_the_public_code(comingle: Any, tmp_path: P
 def test_without_a_network_it_says_at_once_what_can_be_run(
     name: str, needs: str, ways: list[str], comingle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "hub_answers", lambda endpoint: False)
+    monkeypatch.setattr(runner, "is_hub_reachable", lambda endpoint: False)
     monkeypatch.setattr(runner, "cached_folder", lambda repository: None)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "none"))
     answer = comingle("reproduce", name, "--out", tmp_path / "out")
@@ -131,7 +131,7 @@ def test_without_a_network_it_says_at_once_what_can_be_run(
 def test_what_needs_no_hub_does_not_ask_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Generated samples, local text on a random base, and what the hub's cache holds."""
     asked: list[str] = []
-    monkeypatch.setattr(runner, "hub_answers", lambda endpoint: asked.append(endpoint) or False)
+    monkeypatch.setattr(runner, "is_hub_reachable", lambda endpoint: asked.append(endpoint) or False)
     for task, wanted in (("floral/table3", Wanted(scale="cpu")), ("comigs/table1", Wanted(scale="smoke"))):
         runner.check_reach(plan(task, wanted))
     assert asked == []

@@ -440,7 +440,7 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
         numbers = numbers[: portions(plan, base.device, plan.training.batch_size).users]
     user_data = [_user_without_text(names[number]) for number in numbers]
     trainers = [_user_without_text("everyone")] if placement.pooled else user_data
-    if placement.mixture is not None and not placement.mixture.trains_apart:
+    if placement.mixture is not None and not placement.mixture.trains_independently:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
         unlike = not alike and not placement.pooled  # then all users have their own sizes
@@ -515,7 +515,7 @@ def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFl
     fedavg = with_method(without_sums(recipe), "fedavg")
     user = count_users(federate_bare(fedavg, base, names[:1]), names[:1])[0]
     mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
-    models = mixture.clusters if mixture is not None and mixture.trains_apart else 1
+    models = mixture.clusters if mixture is not None and mixture.trains_independently else 1
     forward, passes = (replace(spent, lora=0.0, router=0.0) * models for spent in (user.forward, user.round))
     return lambda load: (forward, passes)
 

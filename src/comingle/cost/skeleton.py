@@ -22,7 +22,7 @@ from comingle.models.floral.model import FloralModel, roles
 from comingle.models.floral.wrapper import floral
 from comingle.models.folders import check_config, one_line, own_config
 from comingle.models.hardware import resolve_attention, resolve_device, resolve_dtype
-from comingle.models.loading import ALIASES, backbone, hub_answers, lm_head, locate
+from comingle.models.loading import ALIASES, backbone, is_hub_reachable, lm_head, locate
 from comingle.models.lora import init_zero, lora_scale
 from comingle.models.model import share_weights
 from comingle.models.pretrained import PreTrainedModel, require_docstrings
@@ -135,7 +135,7 @@ def _hub_config(repository: str) -> Path | None:
     cached = try_to_load_from_cache(repository, "config.json")
     if isinstance(cached, str):
         return Path(cached).parent
-    if constants.HF_HUB_OFFLINE or not hub_answers(constants.ENDPOINT):
+    if constants.HF_HUB_OFFLINE or not is_hub_reachable(constants.ENDPOINT):
         return None
     try:
         return Path(hf_hub_download(repository, "config.json")).parent

@@ -522,7 +522,7 @@ class Method:
         needs, mixture = self.placement.needs, self.placement.mixture
         if BASE in {role.partition(".")[0] for role in needs}:
             return f"is about {', '.join(sorted(needs))}, and a language model's base is frozen"
-        if mixture is not None and not mixture.trains_apart and mixture.of != "adaptors":
+        if mixture is not None and not mixture.trains_independently and mixture.of != "adaptors":
             return "mixes whole models, which are small nets"
         return ""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Placement, joint
 from comingle.methods.server import Received, Server, ServerSetup
 from comingle.methods.settings import Count, Models, NotNegative, Range
-from comingle.models.routers import NEVER, softmax_mixture
+from comingle.models.routers import ZERO_SHARE_LOGIT, softmax_mixture
 from comingle.utils.errors import RecipeError
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
@@ -242,7 +242,7 @@ class Merge(Server):
         for user, row in zip(setup.users, weights, strict=True) if self.chosen else ():
             draw = generator(setup.seed, user, "fedmerge-fixed")
             order = torch.randperm(self.models, generator=draw)
-            row[order[self.chosen :]] = NEVER
+            row[order[self.chosen :]] = ZERO_SHARE_LOGIT
             if self.random:  # the logarithms of exponential draws: their softmax is uniform on the simplex
                 some = order[: self.chosen]
                 row[some] = torch.empty(len(some)).exponential_(generator=draw).log().to(row)

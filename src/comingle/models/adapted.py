@@ -28,7 +28,7 @@ from comingle.models.loading import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
 from comingle.models.model import FakeWeights, Gates, Model, TokenRouting, share_weights
 from comingle.models.pretrained import PreTrainedModel
-from comingle.models.quantised import giving_back, packed_parameters
+from comingle.models.quantised import packed_parameters, unpack_in_backward
 from comingle.models.scoring import PAD, hide, inputs_of, prompt_ends
 from comingle.utils.files import cache_folder
 from comingle.utils.trees import ATTENTION, ROUTER, Layout, Tree
@@ -50,13 +50,13 @@ class AdapterRouting(TokenRouting):
         return routing.routed(self.adapters)
 
     @contextmanager
-    def watched(self) -> Iterator[Gates]:
+    def record_gates(self) -> Iterator[Gates]:
         """Record the gates of each forward pass while the context is active.
 
         Yields:
             A function that returns the gates of the last pass.
         """
-        with routing.watched(self.adapters):
+        with routing.record_gates(self.adapters):
             yield lambda: routing.gates(self.adapters)
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class AdapterRouting(TokenRouting):
             One tensor ``(users, batch, width)`` per MLP, by its name; zero for windows without tokens.
         """
         self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
-        with routing.overheard(self.adapters) as read, torch.compiler.set_stance("force_eager"):
+        with routing.record_router_inputs(self.adapters) as read, torch.compiler.set_stance("force_eager"):
             self.backbone(input_ids=inputs_of(batch).flatten(0, 1), use_cache=False)
         at, real = prompt_ends(batch)[..., None, None], (batch != PAD).any(-1, keepdim=True)
         wide = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in read.items()}
@@ -165,7 +165,7 @@ class AdaptedModel(AdapterRouting, Model):
             inputs: Token IDs.
         """
         self.adapters.place(tensors, present)
-        with giving_back() if self.base.quantised else nullcontext():
+        with unpack_in_backward() if self.base.quantised else nullcontext():
             hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
         return hidden.view(*inputs.shape, -1), self.adapters.penalties()
 
@@ -259,9 +259,9 @@ def adapt(
     expert_mlp.disable()
     wanted = (compiled if native_code is None else native_code) and expert_mlp.fits(base.device, base.dtype)
     if wanted and expert_mlp.enable(cache_folder() / "native"):
-        from comingle.models.loss import faster
+        from comingle.models.loss import use_native_code
 
-        faster(network, attention=base.attention == "auto")
+        use_native_code(network, attention=base.attention == "auto")
     layers = decoder_layers(network)
     if checkpointed:
         for layer in layers:

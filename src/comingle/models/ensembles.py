@@ -129,7 +129,7 @@ class EnsembleModel(Model):
         """Return True where a user has a parameter: ``inner``'s mask for each component, True for the router."""
         alone, count = self.inner.mask(ranks), self.mixture.clusters
         slots = alone.split([slot.size for slot in self.inner.layout.slots], 1)
-        router = alone.new_ones(len(alone), self.mixture.numbers)
+        router = alone.new_ones(len(alone), self.mixture.num_logits)
         return torch.cat([*(mask.repeat(1, count) for mask in slots), router], 1)
 
     def only(self, users: Sequence[int]) -> EnsembleModel:
@@ -303,7 +303,7 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
         replace(s, shape=(mixture.clusters, *s.shape), roles=roles, init=_stacked_init(s.init, numbers))
         for s in inner.layout.slots
     ]
-    router = Slot(name=CLIENT_ROUTER, shape=(mixture.numbers,), roles=(ROUTER,), init=init_zero)
+    router = Slot(name=CLIENT_ROUTER, shape=(mixture.num_logits,), roles=(ROUTER,), init=init_zero)
     layout = Layout(slots=(*slots, router))
     return EnsembleModel(
         name=inner.name, layout=layout, device=inner.device, dtype=inner.dtype, inner=inner, mixture=mixture

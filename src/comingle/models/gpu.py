@@ -204,8 +204,8 @@ class RecordedModel(AdaptedModel):
         The pass runs without a recording if gates are watched, or while another replay awaits its backward pass.
         """
         trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-        watched = any(mlp.router.watched for mlp in self.adapters.experts.values())
-        if not trained or watched or isinstance(inputs, FakeTensor):
+        record_gates = any(mlp.router.record_gates for mlp in self.adapters.experts.values())
+        if not trained or record_gates or isinstance(inputs, FakeTensor):
             return super().states(tensors, present, inputs)
         if any(recording is not None and recording.busy for recording in self.recordings.values()):
             return super().states(tensors, present, inputs)

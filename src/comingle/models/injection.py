@@ -40,13 +40,13 @@ from comingle.models.lora import (
     RESIDUAL,
     LoraLinear,
     base_weight,
+    contiguous_transpose,
     factors_of,
     init_a,
     init_zero,
     lora_scale,
     low_rank,
     residual_slots,
-    turn,
 )
 from comingle.models.routers import Router, init_router
 from comingle.utils.errors import BaseModelError, RecipeError
@@ -190,14 +190,19 @@ class _Mixture(torch.autograd.Function):
             d_z.append(torch.bmm(d_lora, b_first[i].flatten(0, 1).mT).view(u, experts, n, rank))
             product = d_bases[i] @ bases[i][0]
             d_x = product if d_x is None else d_x.add_(product)
-            grads += [None, torch.bmm(turn(z[i]), d_lora).view_as(b_first[i]) if wants[2 * i + 1] else None]
+            grads += [
+                None,
+                torch.bmm(contiguous_transpose(z[i]), d_lora).view_as(b_first[i]) if wants[2 * i + 1] else None,
+            ]
         flat = torch.stack(d_z, 1).permute(0, 3, 1, 2, 4).reshape(u, n, first * experts * rank).mul_(scale)
         d_x = cast(Tensor, d_x).baddbmm_(flat, _concatenate(a_first))
         if wants[0]:
-            d_a = torch.bmm(turn(flat), x).view(u, first, experts, rank, -1)
+            d_a = torch.bmm(contiguous_transpose(flat), x).view(u, first, experts, rank, -1)
             grads[0 : 2 * first : 2] = d_a.unbind(1)
-        grads.append(torch.bmm(turn(d_z_last), h.flatten(0, 1)).view_as(a_last) if wants[2 * first] else None)
-        grads.append(torch.bmm(turn(gated), dy).view_as(b_last) if wants[2 * first + 1] else None)
+        grads.append(
+            torch.bmm(contiguous_transpose(d_z_last), h.flatten(0, 1)).view_as(a_last) if wants[2 * first] else None
+        )
+        grads.append(torch.bmm(contiguous_transpose(gated), dy).view_as(b_last) if wants[2 * first + 1] else None)
         return None, None, d_x, d_gates.to(gates.dtype), None, *grads, *[None] * (2 * first + 2)
 
 
@@ -217,7 +222,9 @@ class _Enter(torch.autograd.Function):
         x, wide = ctx.saved_tensors
         want_x, want_wide = ctx.needs_input_grad
         # In place: only this function holds d_x, which _NativeMixture has allocated.
-        return d_x.baddbmm_(d_thin, wide) if want_x else None, torch.bmm(turn(d_thin), x) if want_wide else None
+        return d_x.baddbmm_(d_thin, wide) if want_x else None, torch.bmm(
+            contiguous_transpose(d_thin), x
+        ) if want_wide else None
 
 
 class _NativeMixture(torch.autograd.Function):
@@ -264,7 +271,11 @@ class _NativeMixture(torch.autograd.Function):
             d_x = d_bases[0] @ weights[0]
             for d_base, weight in zip(d_bases[1:], weights[1:-1], strict=True):
                 d_x += d_base @ weight
-        grads = [*d_b, d_a_last, torch.bmm(turn(gated), dy).view_as(b_last)] if factors else [None] * (first + 2)
+        grads = (
+            [*d_b, d_a_last, torch.bmm(contiguous_transpose(gated), dy).view_as(b_last)]
+            if factors
+            else [None] * (first + 2)
+        )
         return None, None, None, d_x, d_z, d_gates, None, *grads, *[None] * (2 * first + 2)
 
 

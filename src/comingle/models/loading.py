@@ -33,7 +33,14 @@ from comingle.models.hardware import DTYPES, fast_bf16, resolve_attention, resol
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase, require_docstrings
 from comingle.models.quantised import convert_gguf
 from comingle.models.quantised import quantise as pack
-from comingle.models.random_bases import FAMILIES, PREFIX, about_parameters, byte_tokenizer, parse_random, random_base
+from comingle.models.random_bases import (
+    FAMILIES,
+    PREFIX,
+    byte_tokenizer,
+    estimate_parameters,
+    parse_random,
+    random_base,
+)
 from comingle.utils.errors import BaseModelError, did_you_mean
 from comingle.utils.files import cache_folder
 from comingle.utils.records import expand_home
@@ -57,7 +64,7 @@ def hub_folder(repository: str) -> Path:
         return cached
     if is_offline():
         raise BaseModelError(f"hub model {repository!r}: not in the hub cache, and HF_HUB_OFFLINE is set.")
-    if not hub_answers(constants.ENDPOINT):
+    if not is_hub_reachable(constants.ENDPOINT):
         raise BaseModelError(
             f"hub model {repository!r}: not in the hub cache, and the hub ({constants.ENDPOINT}) is out of reach."
         )
@@ -80,7 +87,7 @@ def is_offline() -> bool:
 
 
 @cache
-def hub_answers(endpoint: str) -> bool:
+def is_hub_reachable(endpoint: str) -> bool:
     """Return whether `endpoint` responds within 3 s; cached per process.
 
     The hub's own client retries for half a minute. The request runs in a thread because name lookups ignore timeouts.
@@ -378,7 +385,7 @@ def load_base(
 
 def _require_memory(name: str) -> None:
     """Check that a random base fits in memory in float32, the dtype in which its weights are drawn."""
-    parameters, available_bytes = about_parameters(*parse_random(name)), psutil.virtual_memory().total
+    parameters, available_bytes = estimate_parameters(*parse_random(name)), psutil.virtual_memory().total
     if 4 * parameters > available_bytes:
         raise BaseModelError(
             f"base model {name!r}: about {parameters:,} parameters are {4 * parameters / 2**30:,.0f} GiB in float32; "

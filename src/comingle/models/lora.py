@@ -45,7 +45,7 @@ def base_weight(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
     return (weight if isinstance(linear, nn.Linear) else weight.t()), bias
 
 
-def turn(x: Float[Tensor, "batch n rank"]) -> Float[Tensor, "batch rank n"]:
+def contiguous_transpose(x: Float[Tensor, "batch n rank"]) -> Float[Tensor, "batch rank n"]:
     """Return the transpose as a contiguous copy, which speeds up products of a thin matrix with a tall one."""
     return x.mT.contiguous()
 
@@ -89,7 +89,12 @@ class _LowRank(torch.autograd.Function):
         d_z = ctx.scale * torch.bmm(dy, b.mT)
         want_x, want_a, want_b = ctx.needs_input_grad[:3]
         d_x = torch.bmm(d_z, a) if want_x else None
-        return d_x, torch.bmm(turn(d_z), x) if want_a else None, torch.bmm(turn(z), dy) if want_b else None, None
+        return (
+            d_x,
+            torch.bmm(contiguous_transpose(d_z), x) if want_a else None,
+            torch.bmm(contiguous_transpose(z), dy) if want_b else None,
+            None,
+        )
 
 
 class LoraLinear(nn.Module):

@@ -31,7 +31,7 @@ CHUNK_BYTES = 64 << 20
 """Size of one chunk of logits: large enough for efficient products, small enough for the processor's caches."""
 
 
-elsewhere: Any = None
+native_softmax_parts: Any = None
 """Native replacement of :func:`softmax_parts` that may overwrite the logits; None when there is none.
 
 Its third argument says whether the weights are needed. It returns None for logits that it does not support.
@@ -83,7 +83,7 @@ def _chunk(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Tensor,
     """Return the losses of one chunk and, with ``keep``, their gradient with respect to ``hidden``."""
     raw = F.linear(hidden, head.weight, head.bias)
     logits, slope = (raw, None) if head.softcap is None and head.scale == 1.0 else _transform(raw, head)
-    parts = None if elsewhere is None else elsewhere(logits, ids, keep)
+    parts = None if native_softmax_parts is None else native_softmax_parts(logits, ids, keep)
     loss, weights, total = softmax_parts(logits, ids) if parts is None else parts
     if not keep:
         return loss, None
@@ -120,10 +120,10 @@ def _transform(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     return bent * head.softcap, (1 - bent * bent) * head.scale
 
 
-def faster(network: PreTrainedModel, *, attention: bool) -> None:
+def use_native_code(network: PreTrainedModel, *, attention: bool) -> None:
     """Use native code for losses and, with ``attention``, for the attention of ``network`` from now on."""
-    global elsewhere
+    global native_softmax_parts
     if cpu.enable(cache_folder() / "native"):
-        elsewhere = cpu.softmax
+        native_softmax_parts = cpu.softmax
         if attention:
             cpu.use_attention(network)

@@ -55,7 +55,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 @torch.no_grad()
-def own_copy(net: Module, tensors: Tree, *, shared: Iterable[Tensor] = ()) -> Module:
+def copy_with_tensors(net: Module, tensors: Tree, *, shared: Iterable[Tensor] = ()) -> Module:
     """Return a copy of ``net`` that holds one user's tensors.
 
     Args:
@@ -107,7 +107,7 @@ class TokenRouting:
         """Whether tokens are routed to experts."""
         return False
 
-    def watched(self) -> AbstractContextManager[Gates]:
+    def record_gates(self) -> AbstractContextManager[Gates]:
         """Record the gates of every forward pass in the context; requires token-level routers."""
         raise NotImplementedError(f"{self.name}: no routers")
 
@@ -163,7 +163,7 @@ class ClientMixing:
         return tensors
 
     @property
-    def other_starts(self) -> Float[Tensor, "others columns"] | None:
+    def other_initial_rows(self) -> Float[Tensor, "others columns"] | None:
         """Further initial models for the server, one per row; None if they are drawn like the users' own."""
         return None
 

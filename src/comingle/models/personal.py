@@ -66,12 +66,12 @@ class Change:
         whole = self.summed()
         weight.add_((whole.mT if self.transposed else whole).to(weight))
 
-    def alone(self, expert: int) -> Change:
+    def only_expert(self, expert: int) -> Change:
         """Return the change of a single expert; its share is not renormalised."""
         kept = slice(expert, expert + 1)
         return replace(self, a=self.a[kept], b=self.b[kept], shares=self.shares[kept])
 
-    def weighed(self, weights: Float[Tensor, " experts"]) -> Change:
+    def reweighted(self, weights: Float[Tensor, " experts"]) -> Change:
         """Return the change with each expert's share multiplied by its weight."""
         return replace(self, shares=self.shares * weights.to(self.shares))
 
@@ -100,7 +100,7 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
 def averaged(changes: Sequence[Change]) -> list[Change]:
     """Return the changes with experts weighted equally, for a model that can be merged into the base's weights."""
     means = (_constant(len(change.a), 1 / len(change.a)) for change in changes)
-    return [change.weighed(mean) if change.key else change for change, mean in zip(changes, means, strict=True)]
+    return [change.reweighted(mean) if change.key else change for change, mean in zip(changes, means, strict=True)]
 
 
 def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
@@ -190,7 +190,7 @@ Gates = Callable[[], Float[Tensor, "layers slots n experts"]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
+class ModelInfo:
     """Facts that a run knows about a user's model besides its weights.
 
     Args:
@@ -223,7 +223,7 @@ class Exported:
 CONVERSATIONS = "conversations"
 
 
-def chat_template_of(base: Base, about: About | None) -> ChatTemplate | None:
+def chat_template_of(base: Base, about: ModelInfo | None) -> ChatTemplate | None:
     """Return the model's chat template, or None.
 
     It is the base's template; a model trained on conversations whose base has none uses the plain one.
@@ -247,7 +247,7 @@ def chat_ends(base: Base) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*ends, *base.ends]))
 
 
-def turn_end(base: Base, about: About | None) -> int | None:
+def turn_end(base: Base, about: ModelInfo | None) -> int | None:
     """Return the token that ends a response in the template, or None without a template or such a token."""
     template = chat_template_of(base, about)
     try:
@@ -256,7 +256,7 @@ def turn_end(base: Base, about: About | None) -> int | None:
         return None
 
 
-def generation_of(base: Base, about: About | None) -> GenerationConfig:
+def generation_of(base: Base, about: ModelInfo | None) -> GenerationConfig:
     """Return the generation settings of an exported model, with the same end tokens as the user's model."""
     found = copy.deepcopy(base.model.generation_config)
     assert found is not None
@@ -354,7 +354,7 @@ _EXPORT = "comingle.serving.export.exporting:export_personal"
 """Imported by name, because exports import runs."""
 
 
-Spoken = AdaptedModel | EnsembleModel | MixedLanguageModel
+LanguageModel = AdaptedModel | EnsembleModel | MixedLanguageModel
 """Models of users of language models."""
 
 
@@ -370,10 +370,10 @@ class PersonalModel(Personal):
         about: Facts from the user's run, for :meth:`export`.
     """
 
-    model: Spoken
+    model: LanguageModel
     tensors: Tree
     row: int
-    about: About | None = None
+    about: ModelInfo | None = None
 
     def __repr__(self) -> str:
         return f"PersonalModel({self.name!r} on {self.model.base.name})"
@@ -615,7 +615,7 @@ class PersonalModel(Personal):
             model.backbone(input_ids=part.view(1, -1).to(model.base.device), use_cache=False)
             return routing.gates(adapters)[:, 0, :, : len(names)]
 
-        with routing.watched(adapters), torch.compiler.set_stance("force_eager"):
+        with routing.record_gates(adapters), torch.compiler.set_stance("force_eager"):
             gates = route(forward, tokens, context=context, begin=begin)
         return Routing(tokens=tuple(pieces(self._tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)
 

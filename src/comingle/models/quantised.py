@@ -56,7 +56,7 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:  # type: ignore[override]
-        """The unpacked weight, registered for :func:`giving_back`."""
+        """The unpacked weight, registered for :func:`unpack_in_backward`."""
         unpacked = self.unpack()
         storage = unpacked.untyped_storage()
         key = storage._cdata
@@ -104,7 +104,7 @@ def packed_parameters(model: nn.Module) -> int:
 
 
 @contextmanager
-def giving_back() -> Iterator[None]:
+def unpack_in_backward() -> Iterator[None]:
     """Save no unpacked weight for the backward pass in the context, which then unpacks it again."""
     with torch.autograd.graph.saved_tensors_hooks(_pack_saved, _restore_saved):
         yield

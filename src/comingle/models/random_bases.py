@@ -166,7 +166,7 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
     return key, int(value)
 
 
-def about_parameters(family: Family, shape: Shape) -> int:
+def estimate_parameters(family: Family, shape: Shape) -> int:
     """Return the number of parameters of a random base without biases, norms and an untied output matrix."""
     settings = _settings(family, shape)
     mlp = settings[family.mlp_setting] * (3 if family.gated else 2)

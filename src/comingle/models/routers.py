@@ -107,7 +107,7 @@ class Router(nn.Module):
     ``weight`` is ``(users, experts, width)``, or has the rows that a method's ``gating`` needs; None averages the
     experts. ``present`` marks the experts that each user has. ``keys`` are the experts' factors A that read the
     router's input, ``(users, experts, rank, width)``. A forward pass sets ``penalty``, each user's load-balancing
-    penalty ``(users,)``, and, if ``watched``, ``gates`` ``(users, n, experts)``.
+    penalty ``(users,)``, and, if ``record_gates``, ``gates`` ``(users, n, experts)``.
     """
 
     weight: Tensor | None = None
@@ -117,7 +117,7 @@ class Router(nn.Module):
     top_k: int = 2
     balance: Balance = "none"
     penalty: Tensor | None = None
-    watched: bool = False
+    record_gates: bool = False
     gates: Tensor | None = None
 
     def forward(self, x: Float[Tensor, "users n width"]) -> Float[Tensor, "users n experts"]:
@@ -137,7 +137,7 @@ class Router(nn.Module):
         else:
             gates, picks = gate(logits, self.present, self.top_k)
             self.penalty = balance_penalty(logits, picks, self.present, self.balance) if self.balances else None
-        if self.watched:
+        if self.record_gates:
             self.gates = gates.detach()
         return gates
 
@@ -152,7 +152,7 @@ class Router(nn.Module):
 Powers = Float[Tensor, "*users clusters"] | None
 """Exponent of each component's probabilities (an inverse temperature); None for 1."""
 
-NEVER = -1e4
+ZERO_SHARE_LOGIT = -1e4
 """Logit whose softmax beside a logit of zero is exactly zero."""
 
 
@@ -203,20 +203,20 @@ class ClientMixture:
         return self.of == "models" and self.at == "weights"
 
     @property
-    def trains_apart(self) -> bool:
+    def trains_independently(self) -> bool:
         """Whether components are whole models that train independently and are mixed only in their predictions."""
         return self.at == "predictions"
 
     @property
-    def numbers(self) -> int:
+    def num_logits(self) -> int:
         """Number of router parameters of a user, per layer if ``per_layer``."""
         return self.clusters * (1 + self.tempered)
 
-    def shares(self, theta: Float[Tensor, "*users numbers"]) -> Float[Tensor, "*users clusters"]:
+    def shares(self, theta: Float[Tensor, "*users logits"]) -> Float[Tensor, "*users clusters"]:
         """Return pi for the router's logits, without noise."""
         return softmax_mixture(theta[..., : self.clusters], self.temperature)
 
-    def powers(self, theta: Float[Tensor, "*users numbers"]) -> Powers:
+    def powers(self, theta: Float[Tensor, "*users logits"]) -> Powers:
         """Return the exponents whose logarithms follow the logits; None unless ``tempered``."""
         return theta[..., self.clusters :].exp() if self.tempered else None
 

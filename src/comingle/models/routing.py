@@ -22,26 +22,26 @@ def routed(adapters: Adapters) -> bool:
 
 
 @contextmanager
-def watched(adapters: Adapters) -> Iterator[None]:
+def record_gates(adapters: Adapters) -> Iterator[None]:
     """Record the gates of every forward pass in the context, for :func:`gates`."""
     routers = [mlp.router for mlp in adapters.experts.values()]
     for router in routers:
-        router.watched = True
+        router.record_gates = True
     try:
         yield
     finally:
         for router in routers:
-            router.watched, router.gates = False, None
+            router.record_gates, router.gates = False, None
 
 
 def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
-    """Return the gates of the last forward pass, first layer first; requires routers and :func:`watched`."""
+    """Return the gates of the last forward pass, first layer first; requires routers and :func:`record_gates`."""
     by_block = [mlp.router.gates for mlp in adapters.experts.values()]
     return torch.stack([layer for layer in by_block if layer is not None])
 
 
 @contextmanager
-def overheard(adapters: Adapters) -> Iterator[Tree]:
+def record_router_inputs(adapters: Adapters) -> Iterator[Tree]:
     """Yield a tree that holds each router's input of the last forward pass, by the name of the router's tensor."""
     read = Tree()
 

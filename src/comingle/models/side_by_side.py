@@ -131,7 +131,7 @@ class Form(Protocol):
         ...
 
 
-LARGE = 1024
+LARGE_WEIGHT = 1024
 """Smallest number of entries of a weight whose gradient is computed in the weight's own layout; measured on CPUs."""
 
 
@@ -153,11 +153,11 @@ class _Products(torch.autograd.Function):
         d_x = torch.bmm(dy, weight) if want_x else None
         if not want_weight:
             return d_x, None
-        large = weight.shape[1] * weight.shape[2] >= LARGE
+        large = weight.shape[1] * weight.shape[2] >= LARGE_WEIGHT
         return d_x, torch.bmm(dy.mT, x) if large else torch.bmm(x.mT, dy).mT
 
 
-FEW = 16
+FEW_CHANNELS = 16
 """Channels that fill a vector register of float32; with fewer, oneDNN's convolutions are slow in the usual layout."""
 
 
@@ -167,7 +167,7 @@ def channels_last(tensors: Tree) -> Tree:
     The weights are ``(users, ..., out, in, height, width)``. The outputs of such a convolution and of all later layers
     have the same layout. Measured on CPUs: a ResNet with 8 channels is faster, VGG with 16 and more is slower.
     """
-    few = {name for name, t in tensors.items() if t.dim() > 4 and t.shape[-4] < FEW and t.device.type == "cpu"}
+    few = {name for name, t in tensors.items() if t.dim() > 4 and t.shape[-4] < FEW_CHANNELS and t.device.type == "cpu"}
     return {name: _channels_last(t) if name in few else t for name, t in tensors.items()}
 
 
@@ -223,14 +223,14 @@ class Sum(nn.Module):
         return self.last(y, added)
 
 
-FEWEST = 10
+MIN_IMAGES = 10
 """Smallest number of images per user for which native code is faster; with fewer, vectors of images are mostly empty.
 
 Measured on CPUs.
 """
 
 
-def form_of(net: nn.Module) -> Chained | None:
+def native_form(net: nn.Module) -> Chained | None:
     """Return the native form of a net with convolutions; None if it is unsupported or cannot be compiled."""
     if not all(convolutions.fits(p) for p in net.parameters()):
         return None
@@ -270,7 +270,7 @@ class Chained:
 
     def takes(self, inputs: Tensor) -> bool:
         """Return whether native code supports inputs ``(users, batch, ...)`` and is faster."""
-        return convolutions.supports(inputs) and inputs.shape[1] >= FEWEST
+        return convolutions.supports(inputs) and inputs.shape[1] >= MIN_IMAGES
 
     def accepting_fakes(self) -> AbstractContextManager[None]:
         """Accept tensors without data and only allocate what a pass would, to count costs."""

@@ -31,7 +31,7 @@ from comingle.models.generation import continue_greedily
 from comingle.models.loading import Head, backbone, lm_head
 from comingle.models.lora import init_zero
 from comingle.models.loss import cross_entropy
-from comingle.models.model import FakeWeights, Model, call_with, own_copy, share_weights
+from comingle.models.model import FakeWeights, Model, call_with, copy_with_tensors, share_weights
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.routers import ClientMixture, merge_models, mix_probabilities, weigh_gradient
 from comingle.models.scoring import MSE, PAD, Loss, inputs_of
@@ -83,14 +83,14 @@ def gated_pair(shared: nn.Module, local: nn.Module, *, inputs: int, seed: int) -
     Raises:
         RecipeError: The nets are a single layer, so there are no features to share.
     """
-    (shared, _), (local, head) = split(shared), split(local)
+    (shared, _), (local, head) = split_head(shared), split_head(local)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(derive("gate", seed))
         gate = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 2))
     return GatedPair(shared, local, head, gate)
 
 
-def split(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
+def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
     """Return a net's feature extractor and its head, which is its last layer.
 
     Raises:
@@ -105,7 +105,7 @@ def split(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
     return nn.Sequential(OrderedDict(parts[:-1])), parts[-1][1]
 
 
-def place(slot: Slot) -> Slot:
+def assign_role(slot: Slot) -> Slot:
     """Return the slot of a :class:`GatedPair` with its role; for running statistics, with their part as the factor."""
     part = slot.name.partition(".")[0]
     if slot.roles == (STATISTICS,):
@@ -147,7 +147,7 @@ def _net_slots(net: nn.Module) -> list[Slot]:
         Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_constant_init(t), part=part[name.rpartition(".")[0]])
         for name, (t, role) in by_name
     ]
-    return [place(slot) for slot in slots] if isinstance(net, GatedPair) else slots
+    return [assign_role(slot) for slot in slots] if isinstance(net, GatedPair) else slots
 
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
@@ -234,7 +234,7 @@ class StackedModel(Model):
         return self.loss.classes and self.mixture is not None and self.mixture.at == "samples"
 
     @property
-    def other_starts(self) -> Float[Tensor, "others columns"]:
+    def other_initial_rows(self) -> Float[Tensor, "others columns"]:
         """Further initial models for the server, one per row, initialised differently from the users' own."""
         return torch.zeros(0, self.layout.columns) if self.others is None else self.others
 
@@ -418,9 +418,9 @@ class StackedModel(Model):
         """Native form that runs all users' nets at once; None to use ``vmap``."""
         if not self.compiled:
             return None
-        from comingle.models.side_by_side import form_of
+        from comingle.models.side_by_side import native_form
 
-        return form_of(self.net)
+        return native_form(self.net)
 
     @cached_property
     def _folds(self) -> bool:
@@ -569,7 +569,7 @@ class MixedLanguageModel(StackedModel):
         """Return one user's whole causal language model (``.model``): its adaptors over the base's shared weights."""
         base, net = self.base.model, self.net
         assert isinstance(net, FloralModel)
-        copied = own_copy(net, tensors, shared=(*base.parameters(), *base.buffers()))
+        copied = copy_with_tensors(net, tensors, shared=(*base.parameters(), *base.buffers()))
         network = share_weights(base)
         setattr(network, network.base_model_prefix, copied.model)
         copied.model = network

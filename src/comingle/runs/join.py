@@ -19,7 +19,7 @@ from typing import Any
 from comingle.config import Recipe
 from comingle.methods.base import Method
 from comingle.models.hardware import torch_defaults
-from comingle.models.routers import NEVER
+from comingle.models.routers import ZERO_SHARE_LOGIT
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import render_joined
 from comingle.runs.api import load, of_one_user
@@ -254,10 +254,12 @@ def _sent_alone(clients: Clients) -> Models:
     """What was taken, without what is the newcomer's own: of several copies the first, of models trained apart those
     that are shared."""
     mixture, models = clients.method.placement.mixture, clients.models
-    if mixture is None or not mixture.trains_apart:
+    if mixture is None or not mixture.trains_independently:
         return models
     rows = clients.state.rows.clone()
-    clients.model.layout.views(rows)[CLIENT_ROUTER][:, clients.method.placement.generalists : mixture.clusters] = NEVER
+    clients.model.layout.views(rows)[CLIENT_ROUTER][:, clients.method.placement.generalists : mixture.clusters] = (
+        ZERO_SHARE_LOGIT
+    )
     return replace(models, rows=lambda numbers: rows[list(numbers)])
 
 

@@ -12,7 +12,7 @@ from comingle.config import Recipe
 from comingle.data.populations import names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.models.hardware import torch_defaults
-from comingle.models.personal import About, Gates, Losses, Personal, PersonalModel
+from comingle.models.personal import Gates, Losses, ModelInfo, Personal, PersonalModel
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import curve_svg, render_run
 from comingle.training.backends.local import InProcess
@@ -90,7 +90,7 @@ class Run:
         person = kind_of(self.recipe).personal(name, model, tensors, clients.owners([row])[0])
         return replace(person, about=self._about(name)) if isinstance(person, PersonalModel) else person
 
-    def _about(self, name: str) -> About:
+    def _about(self, name: str) -> ModelInfo:
         clients = self.federation.clients
         known = self.metrics.get("users", {}).get(name, {})
         scores = {key: value for key, value in known.items() if key.startswith("test_") and isinstance(value, float)}
@@ -102,7 +102,7 @@ class Run:
                 raise DataError(f"user {name!r}: no validation data")
             return clients.steps.batch_source.score(losses, [user.valid], [0], clients.portions, gates)[0]
 
-        return About(
+        return ModelInfo(
             method=self.metrics.get("method", self.recipe.method.name),
             kind=self.recipe.data.label,
             users=len(self.users),

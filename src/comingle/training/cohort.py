@@ -59,7 +59,7 @@ class Scorer:
         )
         if not self.routed:
             return score(self.steps.portions, None)
-        with self.steps.model.watched() as gates:
+        with self.steps.model.record_gates() as gates:
             return score(self.steps.portions, gates)
 
     def score(

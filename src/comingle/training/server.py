@@ -394,7 +394,7 @@ def _first_models(model: Model, method: Method, seed: int) -> Float[Tensor, "mod
     count, layout = method.server.server_models, model.layout
     dtype = torch.promote_types(model.dtype, torch.float32)
     first = draw(layout, seed, "server").unsqueeze(0)
-    if (others := model.other_starts) is None:
+    if (others := model.other_initial_rows) is None:
         require_room(f"method {method.name}", count, layout.columns)
         others = torch.stack([draw(layout, seed, f"server/{n}") for n in range(1, count)]) if count > 1 else first[:0]
     return torch.cat([first, others]).to(model.device, dtype)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.data.populations import UserNumbers
-from comingle.models.routers import NEVER
+from comingle.models.routers import ZERO_SHARE_LOGIT
 from comingle.utils.errors import RecipeError, RunError, list_names
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Layout, Tree
@@ -248,7 +248,7 @@ def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Fl
     if any(cluster is None for cluster in known):
         raise RecipeError(f"method {method}: {NEEDS_CLUSTERS}")
     at = torch.tensor(known) % clusters
-    return torch.full((len(at), clusters), NEVER).scatter(1, at.unsqueeze(1), 0.0)
+    return torch.full((len(at), clusters), ZERO_SHARE_LOGIT).scatter(1, at.unsqueeze(1), 0.0)
 
 
 def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:

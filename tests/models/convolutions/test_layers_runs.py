@@ -14,7 +14,7 @@ import comingle
 from comingle.models.kernels import convolutions
 from comingle.models.nets import make_net
 from comingle.models.scoring import CROSS_ENTROPY
-from comingle.models.side_by_side import FEWEST, form_of
+from comingle.models.side_by_side import MIN_IMAGES, native_form
 from comingle.models.stacked import StackedModel, stack
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
@@ -82,7 +82,7 @@ def stacked(**changes: Any) -> tuple[StackedModel, dict[str, Tensor]]:
     }
 
 
-@pytest.mark.parametrize(("batch", "dtype"), [(FEWEST - 1, torch.float32), (FEWEST, torch.bfloat16)])
+@pytest.mark.parametrize(("batch", "dtype"), [(MIN_IMAGES - 1, torch.float32), (MIN_IMAGES, torch.bfloat16)])
 def test_what_native_code_is_not_made_for_stays_under_vmap(calls: list[str], batch: int, dtype: torch.dtype) -> None:
     model, tensors = stacked(compiled=True, dtype=dtype)
     outputs = model.predict(
@@ -94,9 +94,9 @@ def test_what_native_code_is_not_made_for_stays_under_vmap(calls: list[str], bat
 
 def test_nothing_is_compiled_for_another_device_or_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "enable", lambda cache: pytest.fail("compiled"))
-    assert form_of(make_net("cnn", (1, 8, 8), 3).bfloat16()) is None
-    assert form_of(make_net("cnn", (1, 8, 8), 3).to("meta")) is None
-    assert form_of(make_net("mlp", (64,), 3)) is None
+    assert native_form(make_net("cnn", (1, 8, 8), 3).bfloat16()) is None
+    assert native_form(make_net("cnn", (1, 8, 8), 3).to("meta")) is None
+    assert native_form(make_net("mlp", (64,), 3)) is None
 
 
 def test_whoever_counts_operations_sees_them(calls: list[str]) -> None:
@@ -106,5 +106,5 @@ def test_whoever_counts_operations_sees_them(calls: list[str]) -> None:
     model, tensors = stacked(compiled=True)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         own: dict[str, Tensor] = {name: mode.from_tensor(t) for name, t in tensors.items()}
-        assert model.predict(own, [0, 1], torch.randn(2, FEWEST, 1, 8, 8)).shape == (2, FEWEST, 3)
+        assert model.predict(own, [0, 1], torch.randn(2, MIN_IMAGES, 1, 8, 8)).shape == (2, MIN_IMAGES, 3)
     assert not calls

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from comingle.models.loading import load_base
-from comingle.models.personal import About
+from comingle.models.personal import ModelInfo
 from comingle.serving.export.exporting import Card, licence_of, name_of, replace_folder
 from comingle.utils.errors import ComingleError, RunError
 from exporting import trained
@@ -207,7 +207,7 @@ def test_the_licence_and_the_name_are_those_of_the_base(tmp_path: Path) -> None:
     assert name_of(there) == tmp_path.name
     packaged = replace(there, name="some_package/model.Q4_1.gguf")  # not a name of the hub's
     hub = replace(there, name="owner/model")
-    about = About(method="fedit", kind="text", users=1, counts={}, scores={}, validate=lambda losses, gates: None)
+    about = ModelInfo(method="fedit", kind="text", users=1, counts={}, scores={}, validate=lambda losses, gates: None)
     text = Card(name="bob", base=hub, library="peft", form="One LoRA.", usage="...", about=about).text()
     front = yaml.safe_load(text.split("---")[1])
     assert "base_model" not in Card(name="bob", base=packaged, library="peft", form="", usage="", about=about).text()

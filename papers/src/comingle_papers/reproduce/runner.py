@@ -27,7 +27,7 @@ import torch
 import comingle
 from comingle.config import load_recipe
 from comingle.models.base import Base
-from comingle.models.loading import cached_folder, hub_answers, is_offline, is_public
+from comingle.models.loading import cached_folder, is_hub_reachable, is_offline, is_public
 from comingle.runs.compare import in_processes
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.session import describe, prepare, run_in
@@ -369,7 +369,7 @@ def check_reach(plan: Plan) -> None:
         return
     from huggingface_hub import constants
 
-    if not is_offline() and hub_answers(constants.ENDPOINT):
+    if not is_offline() and is_hub_reachable(constants.ENDPOINT):
         return
     why = "HF_HUB_OFFLINE is set" if is_offline() else f"the hub ({constants.ENDPOINT}) is out of reach"
     listed = ", ".join(missing[:_LISTED]) + (f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else "")

@@ -29,8 +29,8 @@ from comingle.models.hardware import DTYPES
 from comingle.models.loading import GIVEN, is_public, quiet_transformers
 from comingle.models.personal import (
     CONVERSATIONS,
-    About,
     Exported,
+    ModelInfo,
     PersonalModel,
     chat_template_of,
     generation_of,
@@ -107,7 +107,7 @@ print(answer["choices"][0]["text"])""",
 }
 
 
-def usage_example(base: Base, about: About | None, format: str) -> UsageExample:
+def usage_example(base: Base, about: ModelInfo | None, format: str) -> UsageExample:
     """Return the card's example: messages if the model was trained on conversations, else a text to continue.
 
     Args:
@@ -157,7 +157,7 @@ class Card:
     library: str
     form: str
     usage: str
-    about: About | None
+    about: ModelInfo | None
     example: UsageExample | None = None
     lost: Mapping[str, float] = field(default_factory=dict)
 
@@ -329,7 +329,7 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
         return perplexity(source, _personal_losses(source, [])), [torch.full((experts,), 1 / experts)] * layers
     gates_seen: list[Tensor] = []
     assert source.about is not None
-    with routing.watched(model.adapters), torch.compiler.set_stance("force_eager"):
+    with routing.record_gates(model.adapters), torch.compiler.set_stance("force_eager"):
         score = source.about.validate(_personal_losses(source, gates_seen), lambda: torch.cat(gates_seen, 1))
     present = model.adapters.present[source.row]
     return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in score.expert_scores]
@@ -353,7 +353,7 @@ def _personal_losses(source: Source, gates_seen: list[Tensor]) -> Callable[[Sequ
         found = []
         for batch in windows.to(model.device).unsqueeze(1):
             found.append(model.predict(source.tensors, [source.row], batch)[0])
-            if isinstance(model, AdaptedModel) and any(m.router.watched for m in model.adapters.experts.values()):
+            if isinstance(model, AdaptedModel) and any(m.router.record_gates for m in model.adapters.experts.values()):
                 gates_seen.append(routing.gates(model.adapters))
         return torch.stack(found)
 
@@ -512,7 +512,7 @@ def _write_approximate(source: Source, draft: Path, kind: str) -> _Made:
     if source.about is None:
         raise DataError(f"user {source.name!r}: nothing says where its validation data is; open the run for it")
     before, shares = validate_with_gates(source)
-    changes = [change.weighed(shares[change.layer]) if change.key else change for change in changes_of(source)]
+    changes = [change.reweighted(shares[change.layer]) if change.key else change for change in changes_of(source)]
     network = cast_parameters(plain_network(source.model.base.model, changes), DTYPES[kind])
     after = perplexity(source, losses_of(network))
     _save(source, network, draft)

@@ -23,7 +23,15 @@ from comingle.models.adapted import AdaptedModel
 from comingle.models.kernels.expert_mlp import SHORT
 from comingle.models.layouts import linear_names
 from comingle.models.lora import base_weight
-from comingle.models.personal import WIDE, About, Change, averaged, changes_of_adapted, changes_of_mixed, why_not_merged
+from comingle.models.personal import (
+    WIDE,
+    Change,
+    ModelInfo,
+    averaged,
+    changes_of_adapted,
+    changes_of_mixed,
+    why_not_merged,
+)
 from comingle.models.pretrained import PreTrainedConfig, PreTrainedModel
 from comingle.models.stacked import MixedLanguageModel
 from comingle.utils.errors import BaseModelError, DataError
@@ -200,7 +208,7 @@ def _float32_copy(base: PreTrainedModel) -> PreTrainedModel:
 
 def _expert_weights(merged: PreTrainedModel, change: Change) -> Float[Tensor, "experts d_out d_in"]:
     weight = merged.get_parameter(f"{change.name}.weight")
-    return torch.stack([weight + change.alone(e).summed().to(weight) for e in range(len(change.a))])
+    return torch.stack([weight + change.only_expert(e).summed().to(weight) for e in range(len(change.a))])
 
 
 def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> object:
@@ -237,7 +245,7 @@ class Source:
     model: AdaptedModel | MixedLanguageModel
     tensors: Tree
     row: int
-    about: About | None
+    about: ModelInfo | None
     logits: Callable[[Int[Tensor, "batch n"]], Float[Tensor, "batch n vocab"]]
 
 

@@ -417,7 +417,7 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
         raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model; {_FOR_NETS}")
     if why := method.unfit_for_language:
         raise RecipeError(f"method {method.name}: {why}; {_FOR_NETS}")
-    if (mixture := method.placement.mixture) is None or mixture.trains_apart:
+    if (mixture := method.placement.mixture) is None or mixture.trains_independently:
         return
     if mixture.optimal and not recipe.data.cluster_numbers:
         raise RecipeError(f"method {method.name}: {NEEDS_CLUSTERS}")
@@ -434,7 +434,7 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
 def language_model(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> Model:
     """The base as the method trains it, for so many trainers and training tokens."""
     mixture = method.placement.mixture
-    if mixture is not None and not mixture.trains_apart:
+    if mixture is not None and not mixture.trains_independently:
         return mix_base(recipe, base, method, trainers)
     return adapt_base(recipe, base, method, trainers, tokens)
 

@@ -19,7 +19,7 @@ from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.floral.model import FloralModel
 from comingle.models.hardware import torch_defaults
-from comingle.models.model import Model, own_copy
+from comingle.models.model import Model, copy_with_tensors
 from comingle.models.personal import Personal
 from comingle.models.routers import merge_models, mix_probabilities
 from comingle.models.scoring import MSE, Loss, SampleScore, find_loss
@@ -119,14 +119,14 @@ def personal_net(name: str, model: StackedModel, tensors: Tree) -> PersonalNet:
 def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
     """A user's mixture in the weights where components are adaptors, whatever its place was in training, or merge."""
     if model.mixture is None:
-        return own_copy(model.net, tensors)
+        return copy_with_tensors(model.net, tensors)
     shares = model.shares(tensors)[0]
     if isinstance(model.net, FloralModel):
-        return own_copy(model.net, tensors).merge(shares)
+        return copy_with_tensors(model.net, tensors).merge(shares)
     if model.mixture.merges_models:
-        return own_copy(model.net, merge_models(tensors, shares.unsqueeze(0)))
+        return copy_with_tensors(model.net, merge_models(tensors, shares.unsqueeze(0)))
     parts = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
-    models = [own_copy(model.net, {n: t[:, c] for n, t in parts.items()}) for c in range(len(shares))]
+    models = [copy_with_tensors(model.net, {n: t[:, c] for n, t in parts.items()}) for c in range(len(shares))]
     return MixtureOfModels(models, shares, probabilities=model.mixes_probabilities)
 
 

@@ -20,7 +20,7 @@ from comingle.methods import make
 from comingle.methods.base import Method, Phase
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
-from comingle.models.personal import PersonalModel, Spoken
+from comingle.models.personal import LanguageModel, PersonalModel
 from comingle.models.scoring import PAD, Gates, Score, evaluation_windows, fixed_windows, random_windows, score_streams
 from comingle.training.batch_sources import SCORED_PER_SLOT, AnySplit, AnyUser, BatchSource, Predict
 from comingle.training.client import Clients, batch_size
@@ -137,7 +137,7 @@ class LanguageKind(Kind):
 
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalModel:
         """One that speaks."""
-        return PersonalModel(name=name, model=cast(Spoken, model), tensors=tensors, row=row)
+        return PersonalModel(name=name, model=cast(LanguageModel, model), tensors=tensors, row=row)
 
     def known_names(
         self, recipe: Recipe, source: UsersRows | None, owners: Callable[[], Iterable[str]], unread: str
