@@ -289,7 +289,7 @@ def iterate_questions(
                 yield str(language), key, question
         except ValueError as error:
             raise DataError(f"{source}: {place} is no row of {name}: {error}") from None
-    bad.settle()
+    bad.report()
     for language, keys in seen.items():
         if not keys:
             raise DataError(f"{source}: no row in language {language!r}; every user needs some")

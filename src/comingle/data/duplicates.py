@@ -98,7 +98,7 @@ class Repeated:
                     self.counts[name] += 1
         return kept
 
-    def settle(self) -> None:
+    def report(self) -> None:
         """Warn of the number of dropped documents of each user, and reset the counts."""
         if self.counts:
             listed = ", ".join(f"{name!r} ({count})" for name, count in list(self.counts.items())[:_LISTED])

@@ -6,7 +6,7 @@ row; reading continues with the next row::
     for place, row in rows:
         with bad.row(f"chats.jsonl: {place}"):
             conversations.append(messages_of(row))
-    bad.settle()
+    bad.report()
 
 The readers do not infer types, since 007 and 7 would become the same user. :mod:`json` reads JSON (lines, a list, or
 concatenated objects, whatever the suffix is), pyarrow reads Parquet without a copy on disk.
@@ -67,7 +67,7 @@ class BadRows:
     def __init__(self, policy: OnBadRow = "refuse"):
         self.policy, self.count = policy, 0
         self.skipped = 0
-        """Number of rows skipped so far, over all calls of :meth:`settle`."""
+        """Number of rows skipped so far, over all calls of :meth:`report`."""
         self.problems: list[tuple[str, str]] = []
         """Place and problem of each row."""
         self.remarks: dict[str, tuple[int, str]] = {}
@@ -93,14 +93,14 @@ class BadRows:
         if self.count <= MAX_REFUSED_ROWS:
             self.problems.append((where, problem))
         if self.policy == "refuse" and self.count == MAX_REFUSED_ROWS:
-            self.settle()
+            self.report()
 
     def remark(self, where: str, what: str) -> None:
         """Count a row that is used but has a property that users should know about."""
         count, first = self.remarks.get(what, (0, where))
         self.remarks[what] = count + 1, first
 
-    def settle(self) -> None:
+    def report(self) -> None:
         """Log the remarks, then raise an error for the collected bad rows or warn that they are skipped; clear both.
 
         Raises:

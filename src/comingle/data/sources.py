@@ -61,7 +61,7 @@ def read_documents(
         check_regular(path)
         documents = [document for document in _read_path(path, column, max_bytes, collected) if document.strip()]
     if bad is None:
-        collected.settle()
+        collected.report()
     if not documents:
         raise NoTextError(f"{path}: no text in it, a user needs at least one document")
     return documents
@@ -110,7 +110,7 @@ def group_documents(
     )
     if not rows.owners:
         if (bad := options.get("bad")) is not None:
-            bad.settle()
+            bad.report()
         raise no_texts_error(source, text, user, name=options.get("name"), data_files=options.get("data_files"))
     wanted = choose_users(rows.owners, users, where)
     if problem := name_problem(wanted):
@@ -181,7 +181,7 @@ def iterate_documents(
     for table in read_tables(source, name=name, data_files=data_files, stream=max_documents is not None):
         yield from _kept(counts, iterate_texts(table, columns, collected), table.split, users, max_documents)
     if bad is None:
-        collected.settle()
+        collected.report()
 
 
 def _kept(

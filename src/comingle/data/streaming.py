@@ -286,7 +286,7 @@ def read_each(
     *,
     skips: bool,
     data: str,
-    settle: Callable[[], None],
+    report: Callable[[], None],
 ) -> Generator[Read, None, None]:
     """Yield the data of each user; after the last, raise an error for users without data unless they are skipped later.
 
@@ -295,7 +295,7 @@ def read_each(
         without_data: Returns an empty user with this name.
         skips: Users with too little data are skipped later; if all are without data, this is an error all the same.
         data: Noun for what users have, for messages.
-        settle: Called after the last user; reports bad rows.
+        report: Called after the last user; raises an error for bad rows or warns of them.
 
     Raises:
         DataError: A reader raised it, users have no data, or bad rows are refused.
@@ -310,7 +310,7 @@ def read_each(
             found = without_data(name)
         yield found
         del found, read  # free memory before the next user is read
-    settle()
+    report()
     if not empty.count or (skips and empty.count < users):
         return
     if empty.count == 1:
@@ -428,7 +428,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
             DataError: The user cannot be trained.
         """
 
-    def settle(self) -> None:
+    def report(self) -> None:
         """Report what could not be encoded; called after the last user.
 
         Raises:
@@ -463,5 +463,5 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
                 self.check(user)
                 yield found, user
             del found, user  # free memory before the next user is read
-        self.settle()
+        self.report()
         self.require_some()

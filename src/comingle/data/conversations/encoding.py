@@ -382,9 +382,9 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         """Return the error that lists the first small users."""
         return too_few_error(small.listed, small.count, self.users)
 
-    def settle(self) -> None:
+    def report(self) -> None:
         """Report conversations that the template rejects."""
-        self.bad.settle()
+        self.bad.report()
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return the base class's summary, with warnings about conversations that are too long."""

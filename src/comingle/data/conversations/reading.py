@@ -52,7 +52,7 @@ def read_records(
         for place, row in table.read(collected, None):
             yield table.split, f"{table.where}: {place}", row
     if bad is None:
-        collected.settle()
+        collected.report()
 
 
 PlacedConversation = tuple[str, Messages]
@@ -116,16 +116,16 @@ def iterate_users(
     else:
         readers = file_readers(data, bad, repeated).items()
 
-    def settle() -> None:
-        bad.settle()
-        repeated.settle()
+    def report() -> None:
+        bad.report()
+        repeated.report()
 
     return read_each(
         ((name, partial(read, name, seed)) for name, read in readers),
         lambda name: UserConversations(name=name),
         skips=data.on_small_user == "skip",
         data="conversations",
-        settle=settle,
+        report=report,
     )
 
 
@@ -387,7 +387,7 @@ def records_with_users(data: ConversationsSection, bad: BadRows) -> Iterator[tup
             hint, there = did_you_mean(source.user, found), list_names(found)
             raise DataError(f"{table.where}: no row has a user in column {source.user!r}; found: {there}.{hint}")
     if not counts:
-        bad.settle()
+        bad.report()
         raise DataError(f"{_where(source)}: no row has a user in column {source.user!r}")
 
 

@@ -143,12 +143,12 @@ def iterate_users(
     else:
         readers = user_readers(data, seed, bad, repeated).items()
 
-    def settle() -> None:
-        bad.settle()
-        repeated.settle()
+    def report() -> None:
+        bad.report()
+        repeated.report()
 
     skips = data.on_small_user == "skip"
-    return read_each(readers, lambda name: UserText(name=name, train=()), skips=skips, data="text", settle=settle)
+    return read_each(readers, lambda name: UserText(name=name, train=()), skips=skips, data="text", report=report)
 
 
 Reader = Callable[[], UserText]
