@@ -194,19 +194,19 @@ def test_half_of_a_character_is_refused(person: Person, prompt: Any) -> None:
     [("hi 🙂", "🙂🎉 yes"), ("你", "好吗"), ("caf☕", "☕"), ("a little", " girl")],
 )
 def test_what_tokens_add_is_their_text_whatever_is_before(stories: Any, prompt: str, text: str) -> None:
-    from comingle.models.generation import added_text, encode_prompt, place_of
+    from comingle.models.generation import added_text, decodable_suffix, encode_prompt
     from comingle.serving.engine import Detokenizer
 
     tokenizer = load_base(str(stories), dtype="float32", device="cpu").tokenizer
     assert tokenizer is not None
     before, whole = (encode_prompt(tokenizer, one) for one in (prompt, prompt + text))
     tokens = whole[len(before) :] if whole[: len(before)] == before else encode_prompt(tokenizer, text.strip())
-    after = place_of(tokenizer, before)
+    after = decodable_suffix(tokenizer, before)
     assert added_text(tokenizer, after, tokens) == text
     writer = Detokenizer(tokenizer, [], ends=[], after=after)
     assert "".join(writer.add(token) for token in tokens) + writer.finish() == text
     ended = encode_prompt(tokenizer, f"{prompt}</s>")
-    assert place_of(tokenizer, ended) == [*after, tokenizer.eos_token_id]
+    assert decodable_suffix(tokenizer, ended) == [*after, tokenizer.eos_token_id]
 
 
 def test_special_tokens_that_are_spelt_out_are_scored_as_the_text_they_are(person: Person) -> None:

@@ -32,7 +32,7 @@ from comingle.data.samples.samples import SPLITS
 from comingle.data.text.streams import UserData
 from comingle.methods import make, settings_in_comparison
 from comingle.models.base import Base, logger
-from comingle.models.generation import check_places
+from comingle.models.generation import check_context_length
 from comingle.models.hardware import free_bytes
 from comingle.models.quantised import packed_parameters
 from comingle.privacy.accounting import sample_size
@@ -360,7 +360,7 @@ def plan(
     about = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
     skeleton = cache(partial(load_skeleton, recipe.base, **about, quantise=recipe.quantise))
     base = skeleton()
-    check_places("training.context", recipe.training.context, base.model)
+    check_context_length("training.context", recipe.training.context, base.model)
     recipes, small, note = as_text(kind, recipes, users, skeleton)
     recipe = recipes[0]
     names = tuple(name for name in user_names(recipe, users) if name not in small)

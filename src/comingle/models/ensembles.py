@@ -81,7 +81,7 @@ class FoldedCache(Cache):
         return apart.transpose(1, 2).flatten(0, 2)
 
 
-WHY_NOT_ONE = (
+NO_SINGLE_MODEL = (
     "several whole models whose predictions are mixed, which no weights and no format can hold; allowed: generate, "
     "score, comingle chat and comingle serve"
 )
@@ -210,11 +210,11 @@ class EnsembleModel(Model):
             limit: The maximum number of new tokens.
         """
         prompts = prompts.to(self.device)
-        with torch.compiler.set_stance("force_eager"), self.speaking(tensors, users) as network:
+        with torch.compiler.set_stance("force_eager"), self.mixed_network(tensors, users) as network:
             return continue_greedily(network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
 
     @contextmanager
-    def speaking(self, tensors: Tree, users: Sequence[int]) -> Iterator[PreTrainedModel]:
+    def mixed_network(self, tensors: Tree, users: Sequence[int]) -> Iterator[PreTrainedModel]:
         """Yield the causal language model with the logits of the users' mixtures; batches are ordered by user."""
         network, mixing = self.inner.network, self.mixing(tensors)
         self.bind(tensors, users)

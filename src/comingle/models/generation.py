@@ -292,13 +292,15 @@ def continue_texts(
     pad = own if own is not None and own < base.rows else next((end for end in ends if end < base.rows), 0)
     ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
-    after = [place_of(tokenizer, ids) if isinstance(p, str) else [] for ids, p in zip(encoded, prompts, strict=True)]
+    after = [
+        decodable_suffix(tokenizer, ids) if isinstance(p, str) else [] for ids, p in zip(encoded, prompts, strict=True)
+    ]
     criterion = _StopCriterion(tokenizer, width, ends, sampling.stop + sampling.stop_strings, after)
     # The length changes with each token, so compiling is not worthwhile.
     with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
         out = _generate(network, ids, mask, starts, ends, pad, sampling, criterion)
     texts = [added_text(tokenizer, after[i], row[width : criterion.ends[i]]) for i, row in enumerate(out.tolist())]
-    return [cut_at(text, sampling.stop) for text in texts]
+    return [truncate_at(text, sampling.stop) for text in texts]
 
 
 def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int]) -> str:
@@ -308,7 +310,7 @@ def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: li
 
     Args:
         tokenizer: The tokenizer.
-        before: Tokens before them, as from :func:`place_of`.
+        before: Tokens before them, as from :func:`decodable_suffix`.
         tokens: The new tokens.
     """
     old, new = (str(tokenizer.decode(some, skip_special_tokens=True)) for some in (before, [*before, *tokens]))
@@ -316,7 +318,7 @@ def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: li
     return new[len(old) :] if new.startswith(old) else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def place_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+def decodable_suffix(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """Return the shortest suffix of a prompt that decodes to complete characters: the context of :func:`added_text`."""
     for count in range(1, min(len(ids), _CONTEXT) + 1):
         text = str(tokenizer.decode(ids[-count:], skip_special_tokens=True))
@@ -354,7 +356,7 @@ def encode_prompt(
 
 
 def _require_positions(network: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    most, longest = max_places(network), max(map(len, encoded))
+    most, longest = max_positions(network), max(map(len, encoded))
     if most is not None and longest + sampling.max_new_tokens > most:
         where = (
             f"prompt {next(i for i, ids in enumerate(encoded) if len(ids) == longest) + 1}"
@@ -367,13 +369,13 @@ def _require_positions(network: PreTrainedModel, encoded: Sequence[Sequence[int]
         )
 
 
-def max_places(network: PreTrainedModel) -> int | None:
+def max_positions(network: PreTrainedModel) -> int | None:
     """Return the base's maximum number of positions; None if its configuration has none."""
     places = getattr(network.config, "max_position_embeddings", None)
     return places if isinstance(places, int) and places > 0 else None
 
 
-def check_places(where: str, context: int, network: PreTrainedModel) -> None:
+def check_context_length(where: str, context: int, network: PreTrainedModel) -> None:
     """Check that a window does not exceed the base's maximum number of positions.
 
     Args:
@@ -384,7 +386,7 @@ def check_places(where: str, context: int, network: PreTrainedModel) -> None:
     Raises:
         RecipeError: The window is too large.
     """
-    if (most := max_places(network)) is not None and context > most:
+    if (most := max_positions(network)) is not None and context > most:
         raise RecipeError(f"{where}: got {context:,}, but the base reads at most {most:,} tokens at once")
 
 
@@ -423,7 +425,7 @@ def _generate(
 
     device = ids.device
     rows = [
-        chooser_of(sampling, len(prompt_ids) - start, ends, device)
+        row_processors(sampling, len(prompt_ids) - start, ends, device)
         for prompt_ids, start in zip(ids, starts, strict=True)
     ]
 
@@ -451,7 +453,7 @@ _MIN_TEMPERATURE = 1e-6
 """The smallest temperature in use: below it tokens would not change, but logits would overflow."""
 
 
-def chooser_of(sampling: Sampling, prompt: int, ends: Sequence[int], device: torch.device) -> Callable[..., Tensor]:
+def row_processors(sampling: Sampling, prompt: int, ends: Sequence[int], device: torch.device) -> Callable[..., Tensor]:
     """Return one row's logits processors, in transformers' order.
 
     If sampling is on, the last one draws a token and sets the other logits to minus infinity.
@@ -537,6 +539,6 @@ class _StopCriterion:
         return any(stop in text for stop in self.stops)
 
 
-def cut_at(text: str, stops: Sequence[str]) -> str:
+def truncate_at(text: str, stops: Sequence[str]) -> str:
     """Return ``text`` up to the first occurrence of one of ``stops``."""
     return text[: min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text))]

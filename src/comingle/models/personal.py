@@ -18,9 +18,9 @@ from comingle.models import routing
 from comingle.models.adapted import AdaptedModel
 from comingle.models.base import Base
 from comingle.models.chat_templates import ROLES, ChatTemplate, Message, require_characters
-from comingle.models.ensembles import WHY_NOT_ONE, EnsembleModel
+from comingle.models.ensembles import NO_SINGLE_MODEL, EnsembleModel
 from comingle.models.floral.model import FloralModel
-from comingle.models.generation import as_tuple, check_places, continue_texts, read_sampling
+from comingle.models.generation import as_tuple, check_context_length, continue_texts, read_sampling
 from comingle.models.hardware import torch_defaults
 from comingle.models.lora import base_weight
 from comingle.models.pretrained import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -385,7 +385,7 @@ class PersonalModel(Personal):
             self.model.adapters.bind(self.tensors, [self.row])
             yield self.model.network
         elif isinstance(self.model, EnsembleModel):
-            with self.model.speaking(self.tensors, [self.row]) as network:
+            with self.model.mixed_network(self.tensors, [self.row]) as network:
                 yield network
         else:
             with self._own.mixing(self.model.shares(self.tensors)[0]):
@@ -413,7 +413,7 @@ class PersonalModel(Personal):
         if isinstance(self.model, MixedLanguageModel):
             return cast(PreTrainedModel, self._own.merge(self.model.shares(self.tensors)[0]))
         if isinstance(self.model, EnsembleModel):
-            raise DataError(f"user {self.name!r}: {WHY_NOT_ONE}")
+            raise DataError(f"user {self.name!r}: {NO_SINGLE_MODEL}")
         if why := why_not_merged(self.model, self.row):
             raise DataError(
                 f"user {self.name!r}: experts cannot be merged into weights, because {why}; "
@@ -440,7 +440,7 @@ class PersonalModel(Personal):
             RunError: The format or number format is unknown, or the folder cannot be written.
         """
         if isinstance(self.model, EnsembleModel):
-            raise DataError(f"user {self.name!r}: {WHY_NOT_ONE}")
+            raise DataError(f"user {self.name!r}: {NO_SINGLE_MODEL}")
         return load_object(_EXPORT)(self, Path(folder), format=format, dtype=dtype, force=force)
 
     @torch_defaults()
@@ -564,7 +564,7 @@ class PersonalModel(Personal):
             raise RecipeError(f"context: got {context!r}, allowed is a whole number from 1")
         inputs = tokens - 1 if self.model.base.begin is None else tokens
         window = min(context, max(1, inputs))
-        check_places("context", window, self.model.base.model)
+        check_context_length("context", window, self.model.base.model)
         return window
 
     @torch_defaults()

@@ -16,7 +16,7 @@ from comingle.config.settings import KINDS
 from comingle.methods import Make, temporarily_registered
 from comingle.methods.base import Method
 from comingle.models.base import Base, with_date
-from comingle.models.generation import check_places
+from comingle.models.generation import check_context_length
 from comingle.models.loading import GIVEN, given_base, load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.training.kinds.base import kind_of, section_for
@@ -99,7 +99,7 @@ class Given:
             raise RecipeError(f"quantise: got {recipe.quantise!r} for a base that a program handed over; allowed: none")
         load = partial(given_base, *loaded) if loaded else partial(load_base, recipe.base, quantise=recipe.quantise)
         base = load(dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
-        check_places("training.context", recipe.training.context, base.model)
+        check_context_length("training.context", recipe.training.context, base.model)
         return replace(with_date(base, self.date), adds_bos=getattr(recipe.data, "add_bos_token", True))
 
 

@@ -25,12 +25,12 @@ from comingle.models.generation import (
     Sampling,
     added_text,
     can_pad,
-    chooser_of,
-    cut_at,
-    max_places,
+    decodable_suffix,
+    max_positions,
     padded_attention,
-    place_of,
+    row_processors,
     stop_tokens,
+    truncate_at,
 )
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class TokenSampler:
     def __init__(
         self, sampling: Sampling, prompt: int, ends: tuple[int, ...], device: torch.device, logprobs: int | None
     ) -> None:
-        self.pick: Callable[..., Tensor] = chooser_of(sampling, prompt, ends, device)
+        self.pick: Callable[..., Tensor] = row_processors(sampling, prompt, ends, device)
         self.plain = not self.pick  # An empty list of processors means greedy decoding.
         self.device, self.logprobs = device, logprobs
 
@@ -117,7 +117,7 @@ class Detokenizer:
     def finish(self) -> str:
         """Return the rest of the text up to a stop string."""
         self._read(last=True)
-        self.text = cut_at(self.text, self.stops)
+        self.text = truncate_at(self.text, self.stops)
         return self._emit(len(self.text))
 
     def _read(self, *, last: bool) -> None:
@@ -207,7 +207,7 @@ class Engine:
         self.cache = RowCache(max_rows)
         self.active: list[_Row] = []
         self.waiting: deque[Request] = deque()
-        self.context_length = max_places(base.model)
+        self.context_length = max_positions(base.model)
         known = signature(self.network.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._takes_position_ids = "position_ids" in known
@@ -322,7 +322,7 @@ class Engine:
     def _row(self, request: Request) -> _Row:
         ends = self.ends(request)
         sampler = TokenSampler(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
-        after = place_of(self.tokenizer, request.prompt) if request.continues else ()
+        after = decodable_suffix(self.tokenizer, request.prompt) if request.continues else ()
         detokenizer = Detokenizer(self.tokenizer, request.sampling.stop, ends=ends, after=after)
         return _Row(request=request, sampler=sampler, detokenizer=detokenizer, tokens=list(request.prompt))
 
