@@ -38,7 +38,7 @@ class Direct:
     @property
     def told(self) -> list[Mapping[str, Any]]:
         """What users have said in words."""
-        return [unpack_answer(answer).told for _, _, answer in self.recorded]
+        return [unpack_answer(answer).reported for _, _, answer in self.recorded]
 
     @property
     def uploads(self) -> list[Upload]:

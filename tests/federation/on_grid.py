@@ -13,7 +13,7 @@ from tests.federation.grid import LocalGrid, run_app
 from comingle.config import parse_recipe
 from comingle.federation.files import save_plan
 from comingle.federation.flower.client_app import make_client_app
-from comingle.federation.flower.server_app import make_server_app, spell
+from comingle.federation.flower.server_app import encode_names, make_server_app
 from comingle.federation.flower.worker import User
 from comingle.federation.server_app import run_federation_app
 from comingle.utils.records import read_metrics
@@ -38,6 +38,6 @@ def federated_on_grid(content: Mapping[str, Any], folder: Path) -> tuple[dict[st
         grid,
         federation=str(folder / "federation.yaml"),
         out=str(out),
-        users=spell(plan.users),
+        users=encode_names(plan.users),
     )
     return read_metrics(out), grid

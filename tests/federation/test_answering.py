@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 
 from comingle.federation.flower.certificates import make_certificates
 from comingle.federation.flower.fleet_server import make_fleet_api, make_states, serve_fleet_api
-from comingle.federation.flower.probe import Answer, problem_of, who_answers
+from comingle.federation.flower.probe import ProbeResult, probe_server, tls_problem
 from comingle.federation.flower.processes import free_port
 
 
@@ -50,45 +50,49 @@ def speaking_http(folder: Path | None = None) -> Iterator[str]:
 @pytest.mark.parametrize("keys_only", [False, True])
 def test_a_server_without_tls(*, keys_only: bool) -> None:
     with serving_clients(keys_only=keys_only) as address:
-        assert who_answers(address) is Answer.PLAIN
-        assert problem_of(address, who_answers(address), secure=False) == ""
-        assert "speaks no TLS; leave --certificates and --key out" in problem_of(
-            address, who_answers(address), secure=True
+        assert probe_server(address) is ProbeResult.PLAIN
+        assert tls_problem(address, probe_server(address), secure=False) == ""
+        assert "speaks no TLS; leave --certificates and --key out" in tls_problem(
+            address, probe_server(address), secure=True
         )
 
 
 def test_a_server_with_tls(tmp_path: Path) -> None:
     with serving_clients(tmp_path) as address:
-        assert who_answers(address) is Answer.SECURE
-        assert problem_of(address, who_answers(address), secure=True) == ""
-        assert "speaks TLS; give its certificate" in problem_of(address, who_answers(address), secure=False)
+        assert probe_server(address) is ProbeResult.SECURE
+        assert tls_problem(address, probe_server(address), secure=True) == ""
+        assert "speaks TLS; give its certificate" in tls_problem(address, probe_server(address), secure=False)
 
 
 def test_a_page_is_no_server_of_a_federation() -> None:
     with speaking_http() as address:
-        assert who_answers(address) is Answer.OTHER
-        assert problem_of(address, Answer.OTHER, secure=True) == problem_of(address, Answer.OTHER, secure=False) == ""
+        assert probe_server(address) is ProbeResult.OTHER
+        assert (
+            tls_problem(address, ProbeResult.OTHER, secure=True)
+            == tls_problem(address, ProbeResult.OTHER, secure=False)
+            == ""
+        )
 
 
 def test_nobody_is_no_problem_since_a_server_may_come_later() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert who_answers(address) is Answer.NOBODY
+        assert probe_server(address) is ProbeResult.NO_RESPONSE
         assert (
-            problem_of(address, who_answers(address), secure=True)
-            == problem_of(address, who_answers(address), secure=False)
+            tls_problem(address, probe_server(address), secure=True)
+            == tls_problem(address, probe_server(address), secure=False)
             == ""
         )
     for name in ("nobody.invalid", "a..b", "x" * 70):
-        assert who_answers(f"{name}:9092") is Answer.NOBODY
+        assert probe_server(f"{name}:9092") is ProbeResult.NO_RESPONSE
 
 
 def test_who_listens_and_says_nothing_is_asked_for_so_long_and_no_longer() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        assert who_answers(f"127.0.0.1:{silent.getsockname()[1]}", seconds=0.2) is Answer.NOBODY
+        assert probe_server(f"127.0.0.1:{silent.getsockname()[1]}", seconds=0.2) is ProbeResult.NO_RESPONSE
 
 
 def test_who_is_too_slow_to_be_known_is_nobody_yet() -> None:
@@ -108,4 +112,4 @@ def test_who_is_too_slow_to_be_known_is_nobody_yet() -> None:
         slow.bind(("127.0.0.1", 0))
         slow.listen()
         threading.Thread(target=answer, args=(slow,), daemon=True).start()
-        assert who_answers(f"127.0.0.1:{slow.getsockname()[1]}", seconds=0.2) is Answer.NOBODY
+        assert probe_server(f"127.0.0.1:{slow.getsockname()[1]}", seconds=0.2) is ProbeResult.NO_RESPONSE

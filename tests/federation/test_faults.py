@@ -24,12 +24,12 @@ from tests.federation.test_federate import nothing_is_left
 from tests.federation.tiny import method, text_recipe
 
 from comingle.config import Recipe, parse_recipe
-from comingle.federation.client import GONE_ON
+from comingle.federation.client import REVERTED_NOTICE
 from comingle.federation.files import Participant, save_participant, save_plan, split_recipe
 from comingle.federation.flower.app_status import read_status
 from comingle.federation.flower.client import SuperNode
 from comingle.federation.flower.server import SuperLink, supervise
-from comingle.federation.flower.server_app import spell
+from comingle.federation.flower.server_app import encode_names
 from comingle.federation.flower.worker import User, read_worker
 from comingle.federation.server_session import NetworkSection
 from comingle.runs import api
@@ -57,7 +57,7 @@ class Federation:
         self.link = SuperLink(
             folder=self.run_folder,
             say=self.said.append,
-            run_config={"federation": str(folder / "federation.yaml"), "users": spell(self.plan.users)},
+            run_config={"federation": str(folder / "federation.yaml"), "users": encode_names(self.plan.users)},
         )
         self.nodes = {own.name: self.node(own.name, folder / "users" / own.name) for own in owns}
         for own in owns:
@@ -212,7 +212,7 @@ def test_users_who_come_late_are_late_or_never_come_back(tmp_path: Path) -> None
     assert federation.reasons("bob")[0] == "no reply within 15 s"
     assert federation.reasons("dan")[0] == "no reply within 15 s"
     assert not federation.reasons("ann")
-    assert any(line == f"comingle: {GONE_ON}" for line in federation.told("bob"))
+    assert any(line == f"comingle: {REVERTED_NOTICE}" for line in federation.told("bob"))
     line = "refused: ann: two users have this name; the first keeps it, so give the other one a name of its own"
     assert refused == [line]
     assert federation.said.count(line) == 1

@@ -624,7 +624,7 @@ def test_metrics_are_there_before_anybody_hears_that_all_is_over(tmp_path: Path)
 
 def of_words(**told: Any) -> Callable[[Answer], Answer]:
     """An answer that tells something else."""
-    return lambda answer: replace(answer, told={**answer.told, **told})
+    return lambda answer: replace(answer, reported={**answer.reported, **told})
 
 
 NESTED: Any = []
@@ -668,7 +668,7 @@ def words_of(answer: Answer, number: bytes) -> bytes:
     import struct
     import zlib
 
-    data = replace(answer, told={**answer.told, "seconds": 12345.5}).pack()
+    data = replace(answer, reported={**answer.reported, "seconds": 12345.5}).pack()
     length = int.from_bytes(data[6:10], "little")
     header = data[14 : 14 + length].replace(b"12345.5", number)
     return struct.pack("<4sHII", data[:4], 1, len(header), zlib.crc32(header)) + header + data[14 + length :]

@@ -33,9 +33,9 @@ from tests.federation.tiny import (
     with_message,
 )
 
-from comingle.federation.client import GONE_ON, Client
+from comingle.federation.client import REVERTED_NOTICE, Client
 from comingle.federation.flower.worker import UNFIT
-from comingle.federation.launch import Ending, Words
+from comingle.federation.launch import EndCondition, WorkerLog
 from comingle.federation.messages import Task, unpack_answer
 from comingle.federation.public import Own
 from comingle.utils.errors import MessageError, RunError
@@ -221,7 +221,7 @@ def test_a_client_that_cannot_take_part_ends_unless_it_is_to_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("comingle.federation.launch.LINGER_SECONDS", 0.1)
-    ends, stays = (Ending(Words(tmp_path / "log"), print, tmp_path, stays=stays) for stays in (False, True))
+    ends, stays = (EndCondition(WorkerLog(tmp_path / "log"), print, tmp_path, stays=stays) for stays in (False, True))
     assert not ends()
     (tmp_path / UNFIT).write_text("base: not here\n")
     assert not ends()  # the server is to hear of it first
@@ -441,7 +441,7 @@ def test_it_hears_that_what_was_sent_last_does_not_count(case: Case, folder: Pat
     node, task = Client(folder, case.own, say=heard.append), case.tasks[3]
     node.handle(task.pack())
     node.handle(replace(task, about={**task.about, "other": 1}).pack())
-    assert heard.count(GONE_ON) == 1
+    assert heard.count(REVERTED_NOTICE) == 1
 
 
 # -------------------------------------------------------------------- many runs
@@ -528,7 +528,7 @@ import torch
 from comingle.training import client as local
 from comingle.federation.client import Client
 from comingle.federation.public import Own
-from comingle.federation.launch import Ending, Words
+from comingle.federation.launch import EndCondition, WorkerLog
 torch.set_num_threads(1)
 folder, tasks = Path(sys.argv[1]), Path(sys.argv[2])
 node = Client(folder, Own(**json.loads(sys.argv[3])))

@@ -84,7 +84,7 @@ def test_who_does_not_agree_tells_none_of_it(
     server, channel = told_by(tmp_path, name, {"bob": tells})
     assert [list(event[key]) for event in routing_in(server)] == [["ann", "cem"]] * 2
     answers = [unpack_answer(answer) for who, _, answer in channel.recorded if who == "bob"]
-    assert not any({"gates", "mixture"} & answer.told.keys() for answer in answers)
+    assert not any({"gates", "mixture"} & answer.reported.keys() for answer in answers)
     if tells == "losses":
         assert shown(server, comingle).count("cem: generalist" if key == "expert_scores" else "each user's mixture")
 

@@ -114,7 +114,7 @@ def test_nothing_of_an_upload_reaches_the_server_without_masks(tmp_path: Path) -
     assert len(words) > 100_000
     assert chisquare(np.bincount(words, minlength=256)).pvalue > 1e-7
     nodes = {name: Client(tmp_path / "again" / name, own_of(content, name)) for name in channel.nodes}
-    told = [answer_of(nodes[name], unpack_task(task)).told for name, task, _ in channel.recorded[:3]]
+    told = [answer_of(nodes[name], unpack_task(task)).reported for name, task, _ in channel.recorded[:3]]
     assert not any({"train_loss", "score", "amounts"} & one.keys() for one in told)
 
 

@@ -169,9 +169,9 @@ def assert_told(channel: Direct, tells: str) -> None:
     for _, _, data in channel.recorded:
         answer = unpack_answer(data)
         if tells != "all":
-            assert not {"gates", "mixture"} & answer.told.keys()
+            assert not {"gates", "mixture"} & answer.reported.keys()
         if tells in ("losses", "nothing"):
-            assert set(answer.told) <= ALWAYS_TOLD | ({"train_loss"} if tells == "losses" else set())
+            assert set(answer.reported) <= ALWAYS_TOLD | ({"train_loss"} if tells == "losses" else set())
         for one in answer.messages if tells == "nothing" else ():
             message = unpack(one)
             assert isinstance(message, Upload)

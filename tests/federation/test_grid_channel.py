@@ -22,7 +22,7 @@ from comingle.federation.flower.app_status import read_status
 from comingle.federation.flower.channel import Channel, GridChannel
 from comingle.federation.flower.client_app import make_client_app
 from comingle.federation.flower.server_app import make_server_app
-from comingle.federation.flower.worker import BrokenOff, User
+from comingle.federation.flower.worker import User, WorkerError
 from comingle.utils.errors import MessageError
 
 
@@ -101,7 +101,7 @@ def test_after_an_accident_the_request_is_sent_again_but_not_for_ever(grid: Loca
         asked.append(user.name)
         if user.name == "ada" and asked.count("ada") == 2:
             return b"at last"
-        raise BrokenOff(f"{user.name}: the worker ended in the middle")
+        raise WorkerError(f"{user.name}: the worker ended in the middle")
 
     for name in ("ada", "bob"):
         join(grid, tmp_path, name, break_off)

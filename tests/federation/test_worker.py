@@ -19,7 +19,7 @@ import pytest
 
 from comingle.federation.flower import worker
 from comingle.federation.flower import worker as calling
-from comingle.federation.flower.worker import ADDRESS, FOLDER, BrokenOff, Keeper, call, connect, read_worker
+from comingle.federation.flower.worker import ADDRESS, FOLDER, ProcessId, WorkerError, call, connect, read_worker
 from comingle.utils.errors import MessageError, RunError
 
 WORKER = Path(__file__).with_name("toy") / "toy_worker.py"
@@ -29,13 +29,13 @@ WORKER = Path(__file__).with_name("toy") / "toy_worker.py"
 def state(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "ada"
     yield folder
-    if (folder / FOLDER / ADDRESS).exists() and (worker := read_worker(folder)).lives():
+    if (folder / FOLDER / ADDRESS).exists() and (worker := read_worker(folder)).is_alive():
         os.kill(worker.pid, signal.SIGKILL)
 
 
-def ask(state: Path, request: bytes, *, timeout: float = 30, keeper: Keeper | None = None) -> bytes:
+def ask(state: Path, request: bytes, *, timeout: float = 30, owner: ProcessId | None = None) -> bytes:
     command = [sys.executable, str(WORKER), "--name", "ada", "--state", str(state)]
-    return call(state, command, request, timeout=timeout, keeper=keeper or Keeper.of(os.getpid()))
+    return call(state, command, request, timeout=timeout, owner=owner or ProcessId.of(os.getpid()))
 
 
 def test_the_same_process_answers_again(state: Path) -> None:
@@ -67,7 +67,7 @@ def test_settings_that_are_wrong_are_said_and_may_be_mended(state: Path) -> None
 
 def test_a_worker_that_dies_in_the_middle_is_said_and_the_next_message_starts_another(state: Path) -> None:
     before = ask(state, b"who")
-    with pytest.raises(BrokenOff, match=r"the worker ended in the middle"):
+    with pytest.raises(WorkerError, match=r"the worker ended in the middle"):
         ask(state, b"die-once")
     after = ask(state, b"die-once")
     assert after.startswith(b"ada ")
@@ -77,7 +77,7 @@ def test_a_worker_that_dies_in_the_middle_is_said_and_the_next_message_starts_an
 def test_a_worker_that_is_too_slow_is_waited_for_no_longer(state: Path) -> None:
     ask(state, b"who")
     began = time.monotonic()
-    with pytest.raises(BrokenOff, match=r"has not answered within 0.5 s"):
+    with pytest.raises(WorkerError, match=r"has not answered within 0.5 s"):
         ask(state, b"sleep 3", timeout=0.5)
     assert time.monotonic() - began < 1.5
 
@@ -90,9 +90,9 @@ def test_a_worker_that_takes_long_says_that_it_is_alive_and_one_that_hangs_is_ki
     first = ask(state, b"sleep 12")
     worker = read_worker(state)
     os.kill(worker.pid, signal.SIGSTOP)
-    with pytest.raises(BrokenOff, match=r"the worker did not respond for 8 s; it was killed"):
+    with pytest.raises(WorkerError, match=r"the worker did not respond for 8 s; it was killed"):
         ask(state, b"who", timeout=60)
-    assert not worker.lives()
+    assert not worker.is_alive()
     assert ask(state, b"who") != first
 
 
@@ -102,9 +102,9 @@ def test_a_worker_that_is_stopped_in_its_work_is_killed(state: Path, monkeypatch
     worker = read_worker(state)
     stop = threading.Timer(2.0, os.kill, (worker.pid, signal.SIGSTOP))
     stop.start()
-    with pytest.raises(BrokenOff, match=r"the worker did not respond for 8 s"):
+    with pytest.raises(WorkerError, match=r"the worker did not respond for 8 s"):
         ask(state, b"sleep 50", timeout=60)
-    assert not worker.lives()
+    assert not worker.is_alive()
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_worker_ends_with_the_process_that_started_the_users_processes(
     client.kill()
     client.wait()
     end = time.monotonic() + 30
-    while worker.lives():
+    while worker.is_alive():
         assert time.monotonic() < end
         time.sleep(0.2)
 
@@ -159,7 +159,7 @@ def test_of_two_workers_in_one_folder_the_second_ends(state: Path) -> None:
 @pytest.mark.slow
 def test_it_ends_when_nobody_is_left_to_work_for(state: Path) -> None:
     supernode = subprocess.Popen(["sleep", "600"])
-    process = int(ask(state, b"who", keeper=Keeper.of(supernode.pid)).split()[1])
+    process = int(ask(state, b"who", owner=ProcessId.of(supernode.pid)).split()[1])
     supernode.kill()
     supernode.wait()
     end = time.monotonic() + 20

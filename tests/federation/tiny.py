@@ -54,7 +54,7 @@ def answer_of(node: Client, task: Task) -> Answer:
 
 def said(answer: Answer) -> tuple[dict[str, Any], tuple[bytes, ...]]:
     """An answer but for what depends on when it was given."""
-    return {key: value for key, value in answer.told.items() if key not in PASSING}, answer.messages
+    return {key: value for key, value in answer.reported.items() if key not in PASSING}, answer.messages
 
 
 def refusal(node: Client, task: Task | bytes) -> str:

@@ -249,7 +249,7 @@ def test_a_user_tells_nothing_but_how_many_examples_it_has(tmp_path: Path) -> No
     node = Client(tmp_path / "ann", own_of(content, "ann"))
     words: set[str] = set()
     for task in tasks_of(channel, "ann"):
-        words |= answer_of(node, task).told.keys()
+        words |= answer_of(node, task).reported.keys()
     assert words <= {"unit", "steps", "done", "back", "examples", "measure", "evaluated"}
     assert "examples" in words
 
@@ -304,7 +304,7 @@ def test_a_user_whose_budget_is_spent_takes_no_step_whatever_the_server_asks(
     (path,) = (tmp_path / "again").rglob("privacy.json")
     path.write_text(json.dumps({"releases": [f"{i:064}" for i in range(50_000)]}))
     answer = answer_of(node, tasks[at[1]])
-    assert answer.told["left_out"] == "its privacy budget of epsilon 100 is spent"
+    assert answer.reported["left_out"] == "its privacy budget of epsilon 100 is spent"
     assert answer.messages == ()
     assert len(ledger(tmp_path / "again")["releases"]) == 50_000  # nothing was begun
 

@@ -248,7 +248,7 @@ def test_a_user_tells_nothing_of_itself_unless_it_says_so(tmp_path: Path) -> Non
         answer = answer_of(node, task)
         assert (
             not {"train_loss", "score", "metrics", "tokens", "seconds", "amounts", "gates", "mixture"}
-            & answer.told.keys()
+            & answer.reported.keys()
         )
 
 
@@ -295,7 +295,7 @@ def test_a_user_whose_budget_is_spent_sends_nothing_whatever_the_server_asks(
     (path,) = (tmp_path / "again").rglob("privacy.json")
     path.write_text(json.dumps({"releases": [f"{i:064}" for i in range(1000)]}))
     answer = answer_of(node, tasks[2])
-    assert answer.told["left_out"] == "its privacy budget of epsilon 100 is spent"
+    assert answer.reported["left_out"] == "its privacy budget of epsilon 100 is spent"
     assert answer.messages == ()
 
 

@@ -93,14 +93,14 @@ def server(
 
 
 def _make(folder: Path, host: str, users: tuple[str, ...]) -> None:
-    from comingle.federation.flower.certificates import make_certificates, spelt
+    from comingle.federation.flower.certificates import make_certificates, quote_name
     from comingle.utils.terminal import words
 
     fresh = not (folder / "server.pem").exists()
     make_certificates(folder, [host] if fresh else [], users)
     console.print(words(f"{folder}/  server.pem, server.key (the server's alone) · ca.pem (for everybody)"))
     for user in users:
-        console.print(words(f"{folder}/users/{spelt(user)}.key  for {user}, and for nobody else"))
+        console.print(words(f"{folder}/users/{quote_name(user)}.key  for {user}, and for nobody else"))
 
 
 _FILE = "participant.yaml"

@@ -56,13 +56,13 @@ def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], num
     uploads = {name: upload for name in session.public.users if (upload := found.get(name)) is not None}
     if answers and not uploads:
         raise RunError(f"round {number}: nobody's upload can be used")
-    if why := skip_if_few(session, list(uploads), answers, number):
+    if why := keep_model_if_few(session, list(uploads), answers, number):
         return [], why
     _aggregate(session, join_uploads(list(uploads.values())) if uploads else no_uploads(number))
     return list(uploads), ""
 
 
-def skip_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
+def keep_model_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
     """Keep the previous round's model if valid uploads are fewer than ``network.min_participants``.
 
     Uploads with the users' own noise have been sent, so they are charged to the users' privacy budgets.
@@ -105,14 +105,16 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
             for i in range(len(upload.users))
         ]
         size, user = max(zip(sizes, upload.users, strict=True))
-        told = f"what the server makes of uploads cannot be used: {why}; the largest number, {size:.3g}, is of {user!r}"
-        raise RunError(f"round {upload.round}: {told}; the same command goes on from the round before")
+        problem = (
+            f"what the server makes of uploads cannot be used: {why}; the largest number, {size:.3g}, is of {user!r}"
+        )
+        raise RunError(f"round {upload.round}: {problem}; the same command goes on from the round before")
 
 
 def _upload(session: ServerSession, name: str, answer: Answer, number: int) -> Upload | None:
     try:
-        if "left_out" in answer.told or not answer.messages:
-            raise MessageError(str(answer.told.get("left_out", "no upload in the answer")))
+        if "left_out" in answer.reported or not answer.messages:
+            raise MessageError(str(answer.reported.get("left_out", "no upload in the answer")))
         message = unpack(answer.messages[0])
         if not isinstance(message, Upload):
             raise MessageError("a download where an upload belongs")
@@ -187,7 +189,7 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
         server.skip_round(done)
         return []
     survivors = work.collection.survivors
-    if why := skip_if_few(session, survivors, answers, done):
+    if why := keep_model_if_few(session, survivors, answers, done):
         session.observe({"event": "no_sum", "round": done, "reason": why})
         return []
     server.aggregate_sum(total, survivors, done)
@@ -246,17 +248,17 @@ class _SecureSum:
         take: Callable[[str, Upload | Download], None],
     ) -> None:
         """Send users a step, and process their answers."""
-        said = {name: pack(say(name)) for name in names}
-        asked = dict.fromkeys(said, (step,))
-        self._take(self.session.ask(asked, self.collection.terms.round - 1, messages=said), take)
+        packed = {name: pack(say(name)) for name in names}
+        asked = dict.fromkeys(packed, (step,))
+        self._take(self.session.ask(asked, self.collection.terms.round - 1, messages=packed), take)
 
     def _take(self, answers: Mapping[str, Answer], take: Callable[[str, Upload | Download], None]) -> None:
         """Process answers in the order of the users, and skip those that fail a check."""
         for name in (one for one in self.session.public.users if one in answers):
             answer = answers[name]
             try:
-                if "left_out" in answer.told or not answer.messages:
-                    raise MessageError(str(answer.told.get("left_out", "nothing for a sum in the answer")))
+                if "left_out" in answer.reported or not answer.messages:
+                    raise MessageError(str(answer.reported.get("left_out", "nothing for a sum in the answer")))
                 take(name, unpack(answer.messages[0]))
             except MessageError as error:
                 log_rejection(self.session.observe, self.collection.terms.round, name, str(error))
@@ -266,12 +268,12 @@ RoutingMetrics = Mapping[str, Mapping[str, Any]]
 """Metrics that clients have reported, by user name."""
 
 
-def routing_event(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
+def routing_event(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
     """Return the routing part of an evaluation event, without values whose sizes do not fit the user's model."""
-    return _gates(session, told) | _mixtures(session, told)
+    return _gates(session, reported) | _mixtures(session, reported)
 
 
-def _gates(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
+def _gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
     """Return mean gates of users whose numbers of layers and experts fit.
 
     The most common number of layers is taken as the right one.
@@ -279,18 +281,18 @@ def _gates(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
     users, model = session.public.users, session.model
     if not model.routed:
         return {}
-    names = {name: model.expert_names(users.index(name)) for name, one in told.items() if "gates" in one}
+    names = {name: model.expert_names(users.index(name)) for name, one in reported.items() if "gates" in one}
     fitting = {
-        name: told[name]["gates"]
+        name: reported[name]["gates"]
         for name, experts in names.items()
-        if all(len(layer) == len(experts) for layer in told[name]["gates"])
+        if all(len(layer) == len(experts) for layer in reported[name]["gates"])
     }
     layers = _most_common([len(gates) for gates in fitting.values()], 0)
     scores = {name: gates for name, gates in fitting.items() if len(gates) == layers > 0}
     return {"experts": {name: names[name] for name in scores}, "expert_scores": scores} if scores else {}
 
 
-def _mixtures(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
+def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
     """Return the mixtures that users report, or the server's merging weights."""
     method, server = session.context.method, session.server
     merging = method.server.merging_weights(server.kept)
@@ -298,15 +300,15 @@ def _mixtures(session: ServerSession, told: RoutingMetrics) -> dict[str, Any]:
         return mixtures_event(session.public.users, merging.double().cpu(), method)
     mixture = method.placement.mixture
     size = method.server.server_models if mixture is None else mixture.clusters
-    rows = {name: one["mixture"] for name, one in told.items() if len(one.get("mixture", ())) == size}
+    rows = {name: one["mixture"] for name, one in reported.items() if len(one.get("mixture", ())) == size}
     return mixtures_event(list(rows), torch.tensor(list(rows.values()), dtype=torch.float64), method) if rows else {}
 
 
-Told = dict[str, Mapping[str, Any]]
+ClientReports = dict[str, Mapping[str, Any]]
 """Metrics that clients have reported, by user name."""
 
 
-class NetworkBackend(Backend[Told]):
+class NetworkBackend(Backend[ClientReports]):
     """Backend of a federation: clients on other machines, the server in this process.
 
     Args:
@@ -319,9 +321,9 @@ class NetworkBackend(Backend[Told]):
     def __init__(self, session: ServerSession, *, stopped_after: int | None = None):
         self.session, self.server, self.stopped_after = session, session.server, stopped_after
         self._plan: RoundPlan | None = None
-        self._worked: Mapping[str, Answer] = {}
+        self._training_answers: Mapping[str, Answer] = {}
         self._senders: list[str] = []
-        self._scored: Mapping[str, Answer] | None = None  # answers whose task included an evaluation after training
+        self._evaluation_answers: Mapping[str, Answer] | None = None  # if evaluated after training
 
     @property
     def _names(self) -> Sequence[str]:
@@ -365,16 +367,20 @@ class NetworkBackend(Backend[Told]):
         if local:
             steps |= {name: ("receive", "evaluate") for name in self._names if name not in steps}
         answers = session.ask(steps, plan.number, about={"done": plan.done})
-        worked = {name: answers[name] for name in names if name in answers}
-        _require_enough(session, worked, names, plan.done)
-        self._plan, self._worked, self._scored = plan, worked, answers if local else None
-        self._senders = aggregate_secure_sum(session, worked, plan.done) if summed else []
-        told = [answer.told for answer in worked.values()]
+        trained = {name: answers[name] for name in names if name in answers}
+        _require_enough(session, trained, names, plan.done)
+        self._plan, self._training_answers, self._evaluation_answers = plan, trained, answers if local else None
+        self._senders = aggregate_secure_sum(session, trained, plan.done) if summed else []
+        reports = {name: answer.reported for name, answer in trained.items()}
         return RoundResult(
-            losses={name: answer.told["train_loss"] for name, answer in worked.items() if "train_loss" in answer.told},
-            users=len([one for one in told if "left_out" not in one]),
-            tokens=sum(int(one.get("tokens", 0)) for one in told),
-            seconds=max((float(one.get("train_seconds", 0.0)) for one in told), default=0.0),
+            losses={
+                name: answer.reported["train_loss"]
+                for name, answer in trained.items()
+                if "train_loss" in answer.reported
+            },
+            users=len([report for report in reports.values() if "left_out" not in report]),
+            tokens=sum(int(report.get("tokens", 0)) for report in reports.values()),
+            seconds=max((float(report.get("train_seconds", 0.0)) for report in reports.values()), default=0.0),
         )
 
     def aggregate(self) -> str:
@@ -386,7 +392,7 @@ class NetworkBackend(Backend[Told]):
         assert self._plan is not None
         why = ""
         if self.server.sums is None:
-            self._senders, why = aggregate_uploads(self.session, self._worked, self._plan.done)
+            self._senders, why = aggregate_uploads(self.session, self._training_answers, self._plan.done)
         if self.server.method.server.peer_to_peer:
             self.session.ask(dict.fromkeys(self._senders, ("receive",)), self._plan.number)
             self.server.forget()
@@ -394,7 +400,7 @@ class NetworkBackend(Backend[Told]):
 
     def evaluate(
         self, done: int, *, receives: bool, finishes: bool, silent: bool
-    ) -> tuple[Told | None, dict[str, Any]]:
+    ) -> tuple[ClientReports | None, dict[str, Any]]:
         """Make all users evaluate, unless they have evaluated after training, and judge their validation losses.
 
         Args:
@@ -406,18 +412,20 @@ class NetworkBackend(Backend[Told]):
         Returns:
             The metrics that clients report (None if there are none), and the evaluation event.
         """
-        answers, self._scored = self._scored, None
+        answers, self._evaluation_answers = self._evaluation_answers, None
         if answers is None:
             steps = (*(("receive",) if receives else ()), *(("finish",) if finishes else ()), "evaluate")
             answers = self.session.ask(dict.fromkeys(self._names, steps), max(0, done - 1), about={"done": done})
         names = [name for name in self._names if name in answers]
-        told = {name: answers[name].told for name in names if answers[name].told.get("evaluated")}
-        measure = _measure(told)
-        scores = {name: dict(one["score"]) for name, one in told.items() if f"test_{measure}" in one.get("score", {})}
+        reported = {name: answers[name].reported for name in names if answers[name].reported.get("evaluated")}
+        measure = _measure(reported)
+        scores = {
+            name: dict(one["score"]) for name, one in reported.items() if f"test_{measure}" in one.get("score", {})
+        }
         event = evaluation_event(scores, measure, done=done, iterations=done * self.session.local_steps)
         if not silent and (losses := validation_losses(self.session, answers, done)):
             event["mean_valid_loss"] = self._judge(losses, done)
-        return told or None, event | routing_event(self.session, told)
+        return reported or None, event | routing_event(self.session, reported)
 
     def _judge(self, losses: dict[str, float], done: int) -> float:
         """Pass validation losses to the server and return their mean; users get the verdict with their next task."""
@@ -429,20 +437,20 @@ class NetworkBackend(Backend[Told]):
             self.session.best_round = done
         return fmean(losses.values())
 
-    def choose(self, rounds: int, scores: Told | None) -> Told | None:
+    def choose(self, rounds: int, scores: ClientReports | None) -> ClientReports | None:
         """Make clients restore the models of the best round, if that is selected, and return their scores."""
         if self.session.context.plan.evaluation.select != "best":
             return scores
         again = ("evaluate",) if self.session.best_round != rounds else ()
         answers = self.session.ask(dict.fromkeys(self._names, ("choose", *again)), rounds)
-        return {name: answer.told for name, answer in answers.items()} or None if again else scores
+        return {name: answer.reported for name, answer in answers.items()} or None if again else scores
 
-    def summarise(self, told: Told | None) -> Metrics:
+    def summarise(self, reported: ClientReports | None) -> Metrics:
         """Return the metrics of the finished run, for the users who report theirs."""
-        session, told = self.session, told or {}
-        context, measure = session.context, _measure(told)
+        session, reported = self.session, reported or {}
+        context, measure = session.context, _measure(reported)
         needed = {f"test_{measure}", "trainable_parameters"}
-        users = {name: dict(one["metrics"]) for name, one in told.items() if _has(one.get("metrics", {}), needed)}
+        users = {name: dict(one["metrics"]) for name, one in reported.items() if _has(one.get("metrics", {}), needed)}
         return metrics_of(
             users,
             session.model,
@@ -455,18 +463,18 @@ class NetworkBackend(Backend[Told]):
         )
 
 
-def _require_enough(session: ServerSession, worked: Mapping[str, Answer], members: Sequence[str], done: int) -> None:
+def _require_enough(session: ServerSession, trained: Mapping[str, Answer], members: Sequence[str], done: int) -> None:
     needed = min(session.network.min_participants, len(members))
-    if members and len(worked) < max(1, needed):
+    if members and len(trained) < max(1, needed):
         raise RunError(
-            f"round {done}: {len(worked)} of {len(members)} participants answered in "
+            f"round {done}: {len(trained)} of {len(members)} participants answered in "
             f"{session.network.round_timeout:g} s; needed: {max(1, needed)}"
         )
 
 
-def _measure(told: Told) -> str:
+def _measure(reported: ClientReports) -> str:
     """Return the measure that most users report; they do so even if they do not report their scores."""
-    return _most_common([str(one["measure"]) for one in told.values() if "measure" in one], "loss")
+    return _most_common([str(one["measure"]) for one in reported.values() if "measure" in one], "loss")
 
 
 def _most_common(values: Sequence[Value], default: Value) -> Value:

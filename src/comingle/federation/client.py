@@ -263,34 +263,36 @@ def _check_base_name(name: str) -> None:
 
 
 def _check_expected(own: Own, public: Public) -> None:
-    said: Mapping[str, str] = {"recipe": public.digest, "base": public.base}
+    actual: Mapping[str, str] = {"recipe": public.digest, "base": public.base}
     for what, wanted in own.expects.items():
-        if said[what] != wanted:
-            raise MessageError(f"user {own.name!r}: expects {what} {wanted}; the server has {said[what]}")
+        if actual[what] != wanted:
+            raise MessageError(f"user {own.name!r}: expects {what} {wanted}; the server has {actual[what]}")
 
 
 def _check_base(public: Public, read: RunData) -> None:
-    for what, mine in digests_of(read.base).items():
+    for what, own_value in digests_of(read.base).items():
         theirs = getattr(public, what)
-        if mine not in (theirs, tokens_of(theirs)) and theirs != tokens_of(mine):
+        if own_value not in (theirs, tokens_of(theirs)) and theirs != tokens_of(own_value):
             raise MessageError(
-                f"{what}: the server's is {theirs or 'none'}, this user's {mine or 'none'}; use the same"
+                f"{what}: the server's is {theirs or 'none'}, this user's {own_value or 'none'}; use the same"
             )
 
 
 def _check_settings(own: Own, public: Public, read: RunData) -> None:
     """Check that networks of server and user have the same shapes and labels."""
-    mine = read.kind.settings(read)
+    own_value = read.kind.settings(read)
     for key, value in public.settings.items():
-        if key == "classes" and isinstance(value, int) and mine.get(key, value) <= value:
+        if key == "classes" and isinstance(value, int) and own_value.get(key, value) <= value:
             continue  # The user's data may lack some classes.
-        if json.dumps(mine.get(key, value)) != json.dumps(value):
-            raise MessageError(f"user {own.name!r}: {key} of the data is {mine[key]}; the federation's is {value}")
+        if json.dumps(own_value.get(key, value)) != json.dumps(value):
+            raise MessageError(f"user {own.name!r}: {key} of the data is {own_value[key]}; the federation's is {value}")
 
 
 logger = logging.getLogger("comingle")
 
-GONE_ON = "the server has gone on without what was sent last, which came too late or was lost; it is undone here"
+REVERTED_NOTICE = (
+    "the server has gone on without what was sent last, which came too late or was lost; it is undone here"
+)
 """Shown to the user; the server shows the same of its side."""
 
 Say = Callable[[str], None]
@@ -346,8 +348,8 @@ class Client:
             )
         check_run_limit(self.folder, task.run, self.own.max_runs)
         store = self._enter(task.run, public)
-        self.say(what_leaves(store))
-        told: dict[str, Any] = {
+        self.say(upload_notice(store))
+        reported: dict[str, Any] = {
             "unit": store.clients.batch_source.unit,
             "steps": store.clients.steps.local_steps,
             "done": store.serial,
@@ -355,11 +357,11 @@ class Client:
             **store.public_counts,
         }
         if store.tells(self.own) in SCORES:
-            told["amounts"] = amounts(store.clients.trainers[0], store.clients.batch_source.unit)
+            reported["amounts"] = amounts(store.clients.trainers[0], store.clients.batch_source.unit)
             if store.read.skipped_rows:
-                told["skipped_rows"] = store.read.skipped_rows
-            told["works"] = amounts_of(store.clients)[1:]
-        return Answer(run=task.run, serial=task.serial, user=task.user, told=told)
+                reported["skipped_rows"] = store.read.skipped_rows
+            reported["works"] = amounts_of(store.clients)[1:]
+        return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
 
     def _answer(self, task: Task, data: bytes) -> Answer | bytes:
         store = self._known(task.run)
@@ -367,7 +369,7 @@ class Client:
             return answer
         check_task(task, store.clients.plan, TaskRunner.STEPS, counted=counts_samples(store.recipe))
         if task.serial <= store.serial:  # The server did not get the answer to this task, and sends another one.
-            self.say(GONE_ON)
+            self.say(REVERTED_NOTICE)
             store.revert_to(task.serial - 1)
         if task.serial != store.serial + 1:
             raise MessageError(f"task {task.serial}: user {self.own.name!r} has done {store.serial}, so the next is")
@@ -404,7 +406,7 @@ class TaskRunner:
     def __init__(self, store: ClientStore, own: Own, task: Task):
         self.store, self.own, self.task, self.clients = store, own, task, store.clients
         self.tells = store.tells(own)
-        self.told: dict[str, Any] = {}
+        self.reported: dict[str, Any] = {}
         self.sent: list[bytes] = []
         self.received = list(task.messages)
         if steps := int(task.about.get("local_steps", 0)):
@@ -421,9 +423,11 @@ class TaskRunner:
         for step in self.task.todo:
             self.STEPS[step](self)
         if self.tells in SCORES:
-            self.told["seconds"] = time.perf_counter() - started
+            self.reported["seconds"] = time.perf_counter() - started
         task = self.task
-        return Answer(run=task.run, serial=task.serial, user=task.user, told=self.told, messages=tuple(self.sent))
+        return Answer(
+            run=task.run, serial=task.serial, user=task.user, reported=self.reported, messages=tuple(self.sent)
+        )
 
     def _next(self) -> Download:
         message = unpack(self.received.pop(0))
@@ -444,38 +448,38 @@ class TaskRunner:
 
     def _train(self) -> None:
         if why := self.store.note_steps(self.task.round):
-            self.told["left_out"] = why
+            self.reported["left_out"] = why
             return
         before = self.clients.state.copy()
         try:
             work = train(self.clients, [0], self.task.round)
         except DivergenceError as error:
-            self.told["left_out"] = str(error)
+            self.reported["left_out"] = str(error)
             self.clients.state = before
             self.clients.update_masks()
             return
         if self.tells in SCORES:
-            self.told |= {"tokens": work.tokens, "train_seconds": work.seconds}
+            self.reported |= {"tokens": work.tokens, "train_seconds": work.seconds}
         if work.rejected:
-            self.told["left_out"] = work.rejected[0]
+            self.reported["left_out"] = work.rejected[0]
         elif self.tells != "nothing" and self.clients.plan.privacy is None:
-            self.told["train_loss"] = work.losses[0]
+            self.reported["train_loss"] = work.losses[0]
 
     def _upload(self) -> None:
         if self.clients.plan.sums is not None:
             raise MessageError("task: an upload without masks; this federation's are summed behind them")
-        if "left_out" in self.told:
+        if "left_out" in self.reported:
             return
-        told = {} if (loss := self.told.get("train_loss")) is None else {LOSS: torch.tensor([loss])}
-        data = pack(self.clients.upload([0], self.task.round + 1, told))
+        report = {} if (loss := self.reported.get("train_loss")) is None else {LOSS: torch.tensor([loss])}
+        data = pack(self.clients.upload([0], self.task.round + 1, report))
         if why := self.store.note_release(data):
-            self.told["left_out"] = why
+            self.reported["left_out"] = why
         else:
             self.sent.append(data)
 
     def _secure_sum(self, step: str) -> None:
         """Carry out a step of a secure sum."""
-        if "left_out" not in self.told:
+        if "left_out" not in self.reported:
             message = None if step == "advertise" else unpack(self.received.pop(0))
             self.sent.append(pack(SUM_STEPS[step](self.store, self.task, message)))
 
@@ -489,11 +493,11 @@ class TaskRunner:
             scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
         if losses and done is not None:
             self.sent.append(pack(validation_report(losses, done)))
-        self.told |= {"measure": measure_of(scores), "evaluated": True}
+        self.reported |= {"measure": measure_of(scores), "evaluated": True}
         if self.tells in SCORES and all(map(math.isfinite, measured(scores[0]).values())):
-            self.told |= {"score": measured(scores[0]), "metrics": users_metrics(clients, scores)[self.own.name]}
+            self.reported |= {"score": measured(scores[0]), "metrics": users_metrics(clients, scores)[self.own.name]}
         if self.tells == "all":
-            self.told |= users_routing(clients, scores)[self.own.name]
+            self.reported |= users_routing(clients, scores)[self.own.name]
 
     def _choose(self) -> None:
         self.clients.choose()
@@ -515,7 +519,7 @@ class TaskRunner:
     }
 
 
-def what_leaves(store: ClientStore) -> str:
+def upload_notice(store: ClientStore) -> str:
     """Return one line that lists what leaves this user's machine in a round."""
     clients, method = store.clients, store.clients.method
     local = sorted(clients.model.layout.roles & method.client.trained - method.shared)
@@ -550,5 +554,5 @@ def _refusal(task: Task, error: Exception) -> Answer:
     """Return the answer to a task that failed; it does not quote the user's own data or settings."""
     kind = type(error).__name__
     own = f"user {task.user!r}: {_PRIVATE.get(kind, 'something went wrong')}; it says on its own machine what is wrong"
-    told = {"refused": str(error) if isinstance(error, MessageError) else own, "kind": kind}
-    return Answer(run=task.run, serial=task.serial, user=task.user, told=told)
+    reported = {"refused": str(error) if isinstance(error, MessageError) else own, "kind": kind}
+    return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)

@@ -98,10 +98,10 @@ class Sessions:
 
     def _save(self, record: Record) -> None:
         """Write the record; called before any of it is sent."""
-        was = self._read()["unmasked"]
+        known_round = self._read()["unmasked"]
         unmasked = record["terms"]["round"] if "unmask" in record["done"] else 0
         with told_in_one_line(self.folder):
-            text = json.dumps({"unmasked": max(was, unmasked), "session": record})
+            text = json.dumps({"unmasked": max(known_round, unmasked), "session": record})
             write_text(self._path, text, private=True)
 
 
@@ -354,17 +354,17 @@ def _of_one_user(store: ClientStore, own: Own) -> Recipe:
     return of_one_user(store.recipe, lambda values: values[number])
 
 
-def _fill(clients: Clients, of_all: Clients) -> None:
+def _fill(clients: Clients, of_population: Clients) -> None:
     """Copy one user's state from a client group that is padded to the ranks and experts of all users."""
-    wide, own = of_all.model.layout, clients.model.layout
-    for mine, whole in zip(_matrices(clients.state), _matrices(of_all.state), strict=True):
-        if mine.shape[1]:  # An optimiser may have no moments.
-            views = wide.views(whole)
-            mine.copy_(torch.cat([_cut(views[slot.name], slot.shape).flatten(1) for slot in own.slots], 1))
+    wide, own = of_population.model.layout, clients.model.layout
+    for target, padded in zip(_matrices(clients.state), _matrices(of_population.state), strict=True):
+        if target.shape[1]:  # An optimiser may have no moments.
+            views = wide.views(padded)
+            target.copy_(torch.cat([_cut(views[slot.name], slot.shape).flatten(1) for slot in own.slots], 1))
     for name in ("iterations", "router_steps", "ranks", "versions"):
-        getattr(clients.state, name).copy_(getattr(of_all.state, name))
+        getattr(clients.state, name).copy_(getattr(of_population.state, name))
     copied = [name for name in clients.state.kept if name != GRADIENTS]
-    clients.state.kept |= {name: of_all.state.kept[name].clone() for name in copied}
+    clients.state.kept |= {name: of_population.state.kept[name].clone() for name in copied}
     clients.update_masks()
 
 

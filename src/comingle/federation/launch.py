@@ -17,10 +17,10 @@ from comingle.federation.flower.app_status import FOLDER
 from comingle.federation.flower.app_status import FOLDER as FLOWER
 from comingle.federation.flower.certificates import make_key, read_certificates
 from comingle.federation.flower.client import SuperNode, participate
-from comingle.federation.flower.probe import Answer, certificate_problem, problem_of, who_answers
+from comingle.federation.flower.probe import ProbeResult, certificate_problem, probe_server, tls_problem
 from comingle.federation.flower.processes import LOCAL_HOSTS, join_address, split_address
 from comingle.federation.flower.server import Certificates, SuperLink, supervise
-from comingle.federation.flower.server_app import spell
+from comingle.federation.flower.server_app import encode_names
 from comingle.federation.flower.worker import FOLDER as WORKER
 from comingle.federation.flower.worker import LOG, UNFIT, User
 from comingle.federation.public import ENDED, public_part
@@ -81,7 +81,7 @@ def serve(
             port=port,
             certificates=secure,
             keys=keys,
-            run_config={"federation": str(file.absolute()), "users": spell(plan.users)},
+            run_config={"federation": str(file.absolute()), "users": encode_names(plan.users)},
         )
         if port:
             _require_port(link.host, link.port)
@@ -145,13 +145,13 @@ def take_part(
     if not _is_address(participant.server):
         raise RecipeError(f"--server: got {participant.server!r}; allowed: HOST:PORT, as 192.0.2.1:9092")
     _require_files(participant)
-    found = who_answers(participant.server)
-    if problem := problem_of(participant.server, found, secure=bool(participant.certificates)):
+    found = probe_server(participant.server)
+    if problem := tls_problem(participant.server, found, secure=bool(participant.certificates)):
         raise RecipeError(f"user {participant.name!r}: {problem}")
     authority = participant.certificates
     if authority and (problem := certificate_problem(participant.server, Path(authority))):
         raise RecipeError(f"user {participant.name!r}: {problem}")
-    if found is Answer.OTHER:
+    if found is ProbeResult.OTHER:
         say(f"{participant.name}: {found.value} answers at {participant.server}; is that the right --server?")
     if proxy := _proxy_of(participant.server, secure=bool(participant.certificates)):
         host = split_address(participant.server)[0]
@@ -173,23 +173,23 @@ def _take_part(participant: Participant, server: str, state: Path, say: Callable
         key=Path(participant.key) if participant.key else None,
     )
     say(f"{participant.name}: waiting for {server}; everything private stays in {state}")
-    words = Words(state / WORKER / LOG)
+    log_lines = WorkerLog(state / WORKER / LOG)
     (state / UNFIT).unlink(missing_ok=True)  # from an earlier start
     try:
-        participate(node, Ending(words, say, state, stays=stays))
+        participate(node, EndCondition(log_lines, say, state, stays=stays))
     finally:
-        _relay(words, say)
+        _relay(log_lines, say)
 
 
-class Ending:
+class EndCondition:
     """Condition under which a client's processes end: some seconds after the reason.
 
     The delay lets the server receive the last reply. With ``stays`` they end neither with a federation nor if this user
     does not fit one.
     """
 
-    def __init__(self, words: Words, say: Callable[[str], None], state: Path, *, stays: bool):
-        self._words, self._say, self._state, self._stays = words, say, state, stays
+    def __init__(self, log_lines: WorkerLog, say: Callable[[str], None], state: Path, *, stays: bool):
+        self._words, self._say, self._state, self._stays = log_lines, say, state, stays
         self._ended: float | None = None
 
     def __call__(self) -> bool:
@@ -217,15 +217,15 @@ def read_reason(state: Path) -> str:
         return ""
 
 
-def _relay(words: Words, say: Callable[[str], None]) -> bool:
+def _relay(log_lines: WorkerLog, say: Callable[[str], None]) -> bool:
     """Show the worker's new lines; return whether one of them is its last."""
-    lines = words.new()
+    lines = log_lines.new()
     for line in lines:
         say(line)
     return any(line.startswith(ENDED) for line in lines)
 
 
-class Words:
+class WorkerLog:
     """New lines of a worker's log that are for the user."""
 
     def __init__(self, log: Path):
@@ -334,18 +334,18 @@ def federate(
         folder=folder,
         say=say,
         keys={name: public for name, (_, public) in keys.items()},
-        run_config={"federation": str((folder / PLAN).absolute()), "users": spell(plan.users)},
+        run_config={"federation": str((folder / PLAN).absolute()), "users": encode_names(plan.users)},
     )
     for own in owns:
         (folder / USERS / as_folder(own.name) / UNFIT).unlink(missing_ok=True)  # from an earlier start
     nodes = [
         _node(folder / USERS / as_folder(name), name, link.address, private, say) for name, (private, _) in keys.items()
     ]
-    words = {node.user.name: Words(node.user.state / WORKER / LOG) for node in nodes}
+    log_lines = {node.user.name: WorkerLog(node.user.state / WORKER / LOG) for node in nodes}
     try:
         supervise(link, lambda: _tend(nodes, plan.network.min_participants))
     except RunError as error:
-        raise RunError(str(error) + ("" if list_checkpoints(folder) else _told(words))) from None
+        raise RunError(str(error) + ("" if list_checkpoints(folder) else _last_lines(log_lines))) from None
     finally:
         for node in nodes:
             node.stop()
@@ -358,12 +358,13 @@ def _node(state: Path, name: str, server: str, key: Path, say: Callable[[str], N
     return SuperNode(user=user, server=server, key=key, say=lambda line: say(f"{name}: {line}"))
 
 
-def _told(words: Mapping[str, Words]) -> str:
+def _last_lines(log_lines: Mapping[str, WorkerLog]) -> str:
     """Return the last line of each of the first few workers."""
-    told = {
-        name: [line for line in of_user.new() if "leave this machine" not in line] for name, of_user in words.items()
+    lines_of = {
+        name: [line for line in of_user.new() if "leave this machine" not in line]
+        for name, of_user in log_lines.items()
     }
-    lines = [f"{name}: {said[-1]}" for name, said in told.items() if said]
+    lines = [f"{name}: {lines[-1]}" for name, lines in lines_of.items() if lines]
     return "".join(f"; {line}" for line in lines[:_SHOWN])
 
 

@@ -80,24 +80,24 @@ class Answer:
         run: Name of the run.
         serial: Number of the task.
         user: Name of the user.
-        told: Values that the client reports (:func:`check_told`).
+        reported: Values that the client reports (:func:`check_reported`).
         messages: Its upload and its validation losses, if the task requests them.
     """
 
     run: str
     serial: int
     user: str
-    told: Mapping[str, Any]
+    reported: Mapping[str, Any]
     messages: tuple[bytes, ...] = ()
 
     def pack(self) -> bytes:
         """Return the answer as bytes."""
-        return _pack("answer", self.run, self.serial, self.user, {"told": dict(self.told)}, self.messages)
+        return _pack("answer", self.run, self.serial, self.user, {"told": dict(self.reported)}, self.messages)
 
     @property
     def refused(self) -> str:
         """Why the client did not carry out the task; empty if it did."""
-        return str(self.told.get("refused", ""))
+        return str(self.reported.get("refused", ""))
 
 
 def unpack_task(data: bytes) -> Task:
@@ -131,7 +131,7 @@ def unpack_answer(data: bytes) -> Answer:
             run=str(header["run"]),
             serial=int(header["serial"]),
             user=str(header["user"]),
-            told=dict(header["told"]),
+            reported=dict(header["told"]),
             messages=messages,
         )
 
@@ -225,10 +225,10 @@ def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bo
         raise MessageError("task: a message that no step needs")
     _check_number("round", task.round, plan.training.rounds)
     _check_number("done", task.about.get("done", 0), plan.training.rounds)
-    said, own = task.about.get("local_steps", 0), plan.training.local_steps
-    _check_number("local_steps", said, _MOST_STEPS)
-    if not counted and said not in (0, own):
-        raise MessageError(f"task: local_steps is {said}; the recipe's are {own}")
+    steps_sent, own = task.about.get("local_steps", 0), plan.training.local_steps
+    _check_number("local_steps", steps_sent, _MOST_STEPS)
+    if not counted and steps_sent not in (0, own):
+        raise MessageError(f"task: local_steps is {steps_sent}; the recipe's are {own}")
 
 
 def _check_number(what: str, got: Any, most: int) -> None:
@@ -306,20 +306,20 @@ class _EvaluationReport(Section):
 _REPORTS: tuple[type[Section], ...] = (_Refusal, _JoinReport, _TrainingReport, _EvaluationReport)
 
 
-def check_told(told: Mapping[str, Any]) -> dict[str, Any]:
+def check_reported(reported: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that an answer reports, after checking them.
 
     Raises:
         MessageError: A key is unknown or a value has another type; names the first one.
     """
     allowed = [name for report in _REPORTS for name in report.model_fields]
-    if unknown := [name for name in told if name not in allowed]:
+    if unknown := [name for name in reported if name not in allowed]:
         problem = f"unknown key {unknown[0]!r}. Allowed: {', '.join(allowed)}"
         raise MessageError(f"answer: {_one_line(problem)}")
     checked: dict[str, Any] = {}
     for report in _REPORTS:
         try:
-            of_report = report(**{name: told[name] for name in report.model_fields if name in told})
+            of_report = report(**{name: reported[name] for name in report.model_fields if name in reported})
         except ValidationError as error:
             raise MessageError(f"answer: {_one_line(first_problem(error, report))}") from None
         checked |= of_report.model_dump(exclude_unset=True)

@@ -235,12 +235,12 @@ def _run(
 
         if not ending:
             clock = session.clock
-            told = run_rounds(backend, observe=observe, checkpoint=save, first_round=start, clock=clock)
-            metrics = backend.summarise(told).as_dict()
+            reported = run_rounds(backend, observe=observe, checkpoint=save, first_round=start, clock=clock)
+            metrics = backend.summarise(reported).as_dict()
             metrics |= _skipped_rows(session) | session.server.mechanisms.metrics
             metrics |= outcome_warnings(context.method, evaluations, metrics)
-            if untold := [name for name in plan.users if name not in metrics["users"]]:
-                metrics["untold"] = untold
+            if unreported := [name for name in plan.users if name not in metrics["users"]]:
+                metrics["untold"] = unreported
             observe(end_event(metrics))
             log.to_disk()
             _write_identity(folder, run, public, ending=True)
@@ -261,8 +261,8 @@ def has_ended(folder: Path) -> bool:
 def _is_ending(folder: Path) -> bool:
     """Return whether the metrics are written and clients have yet to be notified of the end."""
     path = folder / FEDERATION
-    told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return bool(told.get(_ENDING)) and (folder / "metrics.json").exists()
+    reported = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return bool(reported.get(_ENDING)) and (folder / "metrics.json").exists()
 
 
 def _name_of(folder: Path, public: Public) -> tuple[str, bool]:
@@ -286,11 +286,11 @@ def _write_identity(folder: Path, run: str, public: Public, *, ending: bool = Fa
 def _resolve_eval_interval(session: ServerSession) -> None:
     """Resolve ``evaluation.every: auto`` as a local run does, from clients that report their amounts of data."""
     plan, users = session.context.plan, len(session.public.users)
-    told = [one["works"] for one in session.joined.values() if one.get("works", (0, 0))[0]]
-    if plan.evaluation.every == AUTO and session.context.method.trains and told:
-        trained, scored = map(sum, zip(*told, strict=True))
+    reported = [one["works"] for one in session.joined.values() if one.get("works", (0, 0))[0]]
+    if plan.evaluation.every == AUTO and session.context.method.trains and reported:
+        trained, scored = map(sum, zip(*reported, strict=True))
         evaluated = min(plan.evaluation.users or users, users)
-        amounts = [len(told), trained, scored * evaluated // len(told)]
+        amounts = [len(reported), trained, scored * evaluated // len(reported)]
         _evaluate_every(session, period(plan, amounts, users))
 
 

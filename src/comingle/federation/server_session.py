@@ -15,7 +15,7 @@ from typing import Any
 
 from comingle.config.settings import Count, Positive, Section
 from comingle.federation.flower.channel import Channel
-from comingle.federation.messages import Answer, Task, check_told, unpack_answer
+from comingle.federation.messages import Answer, Task, check_reported, unpack_answer
 from comingle.federation.public import Public, ServerContext
 from comingle.models.model import Model
 from comingle.protocol.messages import Download
@@ -247,9 +247,9 @@ class ServerSession:
             return got
         try:
             answer = unpack_answer(got)
-            answer = replace(answer, told=check_told(answer.told))
+            answer = replace(answer, reported=check_reported(answer.reported))
             if task.todo == _JOIN and not answer.refused:
-                self.context.check_steps(int(answer.told.get("steps", 1)), self.network.max_samples)
+                self.context.check_steps(int(answer.reported.get("steps", 1)), self.network.max_samples)
         except MessageError as error:
             return str(error)
         if (answer.run, answer.serial, answer.user) != (task.run, task.serial, name):
@@ -257,19 +257,19 @@ class ServerSession:
             return f"answers task {answer.serial} of run {of!r} as {user!r}; asked was task {task.serial}"
         return answer
 
-    def welcome(self, name: str, told: Mapping[str, Any]) -> None:
+    def record_join(self, name: str, reported: Mapping[str, Any]) -> None:
         """Record a client that has joined; if it has lost or repeated tasks, continue from its own last one."""
         client = self.clients[name]
-        client.joined, client.examples = told, int(told.get("examples", 0))
+        client.joined, client.examples = reported, int(reported.get("examples", 0))
         self.observe({"event": "joined", "user": name})
-        steps = int(told.get("steps", 1))
+        steps = int(reported.get("steps", 1))
         if not any(one.serial for one in self.clients.values()):
             self.local_steps = max(self.local_steps, steps)
         elif steps > self.local_steps:
             schedule = f"the schedule is of {self.local_steps}: its rates stay at their end"
             self._note(name, f"takes {steps} steps a round, {schedule}")
-        done, was = int(told.get("done", client.serial)), client.serial
-        if done < was or was < int(told.get("back", 0)):
+        done, was = int(reported.get("done", client.serial)), client.serial
+        if done < was or was < int(reported.get("back", 0)):
             why = (
                 f"has lost what it did after task {done}" if done < was else f"has done {done} tasks and not just {was}"
             )
@@ -318,9 +318,9 @@ class TaskQueue:
         self.session, self.seconds, self.task_of = session, seconds, task_of
         self.pending, self.tasks, self.answers = set(users), dict[str, Task](), dict[str, Answer]()
         self._began = time.monotonic()
-        self._ends = self._began + seconds
+        self._deadline = self._began + seconds
         self._packed: dict[str, bytes] = {}
-        self._asked: dict[str, float] = {}  # when this queue sent a client a join task
+        self._join_sent: dict[str, float] = {}  # when this queue sent a client a join task
         self._paused: dict[str, float] = {}  # when a client that failed may get a task again
         self._failed: dict[str, str] = {}  # logged reasons
         self._reasons: dict[str, str] = {}
@@ -329,12 +329,12 @@ class TaskQueue:
         """Return the answers that arrive in time. The queue resends tasks of clients that fail."""
         session = self.session
         while self.pending:
-            requests = _DueRequests(self._due)
-            for name, got in session.channel.exchange(requests, timeout=self._left()):
-                self._take(name, got)
+            requests = _DueRequests(self._due_requests)
+            for name, got in session.channel.exchange(requests, timeout=self._remaining_seconds()):
+                self._process_reply(name, got)
             if self._has_just_joined():
                 continue  # A client that joined in time gets its task, even after the timeout.
-            if not self._awaited() or not self._goes_on():
+            if not self._awaited() or not self._may_retry():
                 break
             time.sleep(RETRY_SECONDS)
         for name in sorted(self.pending):
@@ -350,20 +350,20 @@ class TaskQueue:
         clients = [self.session.clients[name] for name in self.pending - self.tasks.keys()]
         return self.task_of is not None and any(one.is_present and one.joined is not None for one in clients)
 
-    def _left(self) -> float:
-        return max(0.0, self._ends - time.monotonic())
+    def _remaining_seconds(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
 
-    def _goes_on(self) -> bool:
+    def _may_retry(self) -> bool:
         """Return whether there is time for another try; extend the timeout for clients that are still loading."""
         now, session = time.monotonic(), self.session
-        if self.task_of is None and now + RETRY_SECONDS > self._ends:
-            loading = {name for name in self._asked.keys() & self.pending if session.clients[name].is_present}
+        if self.task_of is None and now + RETRY_SECONDS > self._deadline:
+            loading = {name for name in self._join_sent.keys() & self.pending if session.clients[name].is_present}
             loading -= self._failed.keys() | {name for name in loading if session.clients[name].refusal}
             enough = len(session.joined) + len(loading) >= session.network.min_participants
             if loading and enough and now < self._began + self._loading_seconds:
                 logger.warning("still waiting for %s, who have come and are loading", ", ".join(sorted(loading)))
-                self._ends = now + self.seconds
-        return now + RETRY_SECONDS <= self._ends
+                self._deadline = now + self.seconds
+        return now + RETRY_SECONDS <= self._deadline
 
     def _awaited(self) -> set[str]:
         """Return the clients for whose answers the queue waits."""
@@ -372,7 +372,7 @@ class TaskQueue:
 
     # ---------------------------------------------------------------- requests
 
-    def _due(self) -> dict[str, bytes]:
+    def _due_requests(self) -> dict[str, bytes]:
         """Return the request of each present client that gets a task now or has not answered yet."""
         session, now = self.session, time.monotonic()
         present = set(session.channel.present())
@@ -385,7 +385,7 @@ class TaskQueue:
             session.clients[name].reset_join()
             self._paused.pop(name, None)
         if came and self.task_of is None:
-            self._ends = max(self._ends, now + self.seconds)
+            self._deadline = max(self._deadline, now + self.seconds)
         return {
             name: self._request(name)
             for name in sorted(present & self.pending)
@@ -397,10 +397,10 @@ class TaskQueue:
 
     def _request(self, name: str) -> bytes:
         if self.task_of is None or not self._has_joined(name):
-            if name not in self._asked:
-                self._asked[name] = time.monotonic()
+            if name not in self._join_sent:
+                self._join_sent[name] = time.monotonic()
                 client = self.session.clients[name]
-                client.join_asked = self._asked[name] if client.join_asked is None else client.join_asked
+                client.join_asked = self._join_sent[name] if client.join_asked is None else client.join_asked
                 self._packed[name] = self.session.join_task(name).pack()
         elif name not in self.tasks:
             self.tasks[name] = self.task_of(name)
@@ -413,8 +413,8 @@ class TaskQueue:
             return True
         client = self.session.clients[name]
         if client.is_away:
-            if name in self._asked:
-                return now - self._asked[name] <= _REMINDER_SECONDS
+            if name in self._join_sent:
+                return now - self._join_sent[name] <= _REMINDER_SECONDS
             if client.join_reminded is not None and now - client.join_reminded < _REMIND_SECONDS:
                 return False
             client.join_reminded = now
@@ -438,7 +438,7 @@ class TaskQueue:
 
     # ---------------------------------------------------------------- answers
 
-    def _take(self, name: str, got: bytes | str) -> None:
+    def _process_reply(self, name: str, got: bytes | str) -> None:
         """Process a client's reply, or the line that says why there is none."""
         if name not in self.pending:
             return
@@ -447,13 +447,13 @@ class TaskQueue:
         answer = self.session.read_answer(name, task, got)
         if isinstance(answer, str):  # The request or the reply was lost.
             self._reasons[name] = answer
-            if self._left():
+            if self._remaining_seconds():
                 self._pause(name, RETRY_SECONDS)
                 self._fail(name, answer)
             return
         self._failed.pop(name, None)
         if joins:
-            self._take_join(name, task, answer)
+            self._process_join(name, task, answer)
         elif answer.refused:
             self.pending.discard(name)
             self.session.clients[name].joined = None  # It gets a join task again, and reports its last task.
@@ -461,7 +461,7 @@ class TaskQueue:
         else:
             self._finish(name, task, answer)
 
-    def _take_join(self, name: str, task: Task, answer: Answer) -> None:
+    def _process_join(self, name: str, task: Task, answer: Answer) -> None:
         client = self.session.clients[name]
         if answer.refused:
             self.session.log_failure(name, answer.refused, known=client.refusal)
@@ -473,9 +473,9 @@ class TaskQueue:
             return
         client.reset_join()
         client.is_away = False
-        self.session.welcome(name, answer.told)
+        self.session.record_join(name, answer.reported)
         if self.task_of is None:
-            self._ends = max(self._ends, time.monotonic() + self.seconds)
+            self._deadline = max(self._deadline, time.monotonic() + self.seconds)
             self._finish(name, task, answer)
 
     def _fail(self, name: str, why: str, *, gone: bool = False) -> None:
@@ -498,25 +498,25 @@ class TaskQueue:
 
     def _pause(self, name: str, seconds: float) -> None:
         self._paused[name] = time.monotonic() + seconds
-        self._asked.pop(name, None)
+        self._join_sent.pop(name, None)
 
 
 class _DueRequests(Mapping[str, bytes]):
     """Mapping of due requests, computed anew at each iteration; requests that were due before stay readable."""
 
     def __init__(self, look: Callable[[], dict[str, bytes]]):
-        self._look, self._known = look, dict[str, bytes]()
+        self._compute, self._known = look, dict[str, bytes]()
 
     def __getitem__(self, name: str) -> bytes:
         return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
-        due = self._look()
+        due = self._compute()
         self._known |= due
         return iter(list(due))
 
     def __len__(self) -> int:
-        return len(self._look())
+        return len(self._compute())
 
 
 def _message_bytes(message: Task | Answer) -> int:

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from comingle.federation.flower.worker import Keeper
+from comingle.federation.flower.worker import ProcessId
 from comingle.utils.records import write_text
 from comingle.utils.terminal import printable
 
@@ -25,21 +25,21 @@ RUNNING, FINISHED, FAILED, BROKEN = "running", "finished", "failed", "broken"
 class AppStatus:
     """Content of ``app.json``."""
 
-    process: Keeper
+    process: ProcessId
     state: str = RUNNING
     line: str = ""
 
     @property
     def alive(self) -> bool:
         """Whether the app is running."""
-        return self.state == RUNNING and self.process.lives()
+        return self.state == RUNNING and self.process.is_alive()
 
 
 def read_status(folder: Path) -> AppStatus | None:
     """Return the status of a run folder's app; None before its first start."""
     try:
-        said = json.loads((folder / FOLDER / STATE).read_text(encoding="utf-8"))
-        return AppStatus(**(said | {"process": Keeper(**said["process"])}))
+        content = json.loads((folder / FOLDER / STATE).read_text(encoding="utf-8"))
+        return AppStatus(**(content | {"process": ProcessId(**content["process"])}))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -49,7 +49,7 @@ class StatusWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
-        self._process = Keeper.of(os.getpid())
+        self._process = ProcessId.of(os.getpid())
 
     @classmethod
     def begin(cls, folder: Path) -> StatusWriter:

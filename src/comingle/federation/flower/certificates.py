@@ -42,7 +42,7 @@ class Files:
     users: Mapping[str, Path]
 
 
-def spelt(user: str) -> str:
+def quote_name(user: str) -> str:
     """Return a user's name in a form that is valid as a file name."""
     return quote(user, safe=" ")
 
@@ -137,7 +137,7 @@ def _make_server(folder: Path, hosts: Sequence[str]) -> None:
 
 def make_key(folder: Path, user: str) -> tuple[Path, Path]:
     """Return the files of a user's private and public key; create them if they do not exist."""
-    private, public = (folder / f"{spelt(user)}.{ending}" for ending in ("key", "pub"))
+    private, public = (folder / f"{quote_name(user)}.{ending}" for ending in ("key", "pub"))
     if not public.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         key = ec.generate_private_key(ec.SECP384R1())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from comingle.federation.flower.app_status import FOLDER
-from comingle.federation.flower.processes import LOCAL_HOSTS, Service, ended_politely, environment, split_address
+from comingle.federation.flower.processes import LOCAL_HOSTS, Service, environment, interrupt_on_sigterm, split_address
 from comingle.federation.flower.worker import REFUSAL, User, read_worker
 from comingle.utils.errors import RecipeError, RunError
 
@@ -78,7 +78,7 @@ class SuperNode:
         self.service.stop()
         try:
             worker = read_worker(self.user.state)
-            if worker.lives():
+            if worker.is_alive():
                 os.kill(worker.pid, signal.SIGTERM)
         except (OSError, ValueError, KeyError):
             return  # There is no worker.
@@ -102,7 +102,7 @@ def participate(node: SuperNode, until: Callable[[], bool] = lambda: False) -> N
         RunError: It dies repeatedly, or the server refuses it.
     """
     try:
-        with ended_politely():
+        with interrupt_on_sigterm():
             while not until():
                 node.tend()
                 time.sleep(0.3)

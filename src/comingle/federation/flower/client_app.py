@@ -23,7 +23,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from comingle.federation.flower.worker import REFUSAL, BrokenOff, User, call, instance_of, read_user
+from comingle.federation.flower.worker import REFUSAL, User, WorkerError, call, instance_of, read_user
 from comingle.utils.errors import ComingleError, MessageError
 from comingle.utils.names import name_problem
 from comingle.utils.records import write_text
@@ -234,7 +234,7 @@ def _answered(ask: Ask, message: Message, context: Context) -> RecordDict:
     seconds = message.metadata.ttl
     try:
         return wrap(ask(read_user(context.node_config), request_of(message), seconds))
-    except BrokenOff as error:
+    except WorkerError as error:
         return wrap_failure(Failure(line=str(error), accident=True))
     except (ComingleError, OSError) as error:
         return wrap_failure(Failure(line=str(error), accident=False))
@@ -249,7 +249,7 @@ def ask_worker(user: User, request: bytes, timeout: float) -> bytes:
         timeout: Timeout in seconds.
 
     Raises:
-        BrokenOff: The worker failed; a retry may succeed.
+        WorkerError: The worker failed; a retry may succeed.
         MessageError: The worker refuses the request.
     """
     return call(user.state, [*WORKER, *user.options()], request, timeout=timeout)

@@ -23,31 +23,31 @@ _REFUSAL = b"HTTP/1.1 401"
 """First bytes of a Fleet API's response to :data:`_REQUEST`, which is unsigned."""
 
 
-class Answer(Enum):
+class ProbeResult(Enum):
     """Results of a probe."""
 
     SECURE = "TLS"
     PLAIN = "a federation's server without TLS"
     OTHER = "something that is no server of a federation"
-    NOBODY = "nobody, or nobody who says anything"
+    NO_RESPONSE = "nobody, or nobody who says anything"
 
 
-def who_answers(server: str, seconds: float = _SECONDS) -> Answer:
+def probe_server(server: str, seconds: float = _SECONDS) -> ProbeResult:
     """Probe ``HOST:PORT``; each step takes at most ``seconds``."""
     try:
-        said = _said(server, seconds)
-        if said == _REFUSAL:
-            return Answer.PLAIN
-        if said.startswith(b"HTTP/"):
-            return Answer.OTHER
+        received = _first_bytes(server, seconds)
+        if received == _REFUSAL:
+            return ProbeResult.PLAIN
+        if received.startswith(b"HTTP/"):
+            return ProbeResult.OTHER
         if _is_secure(server, seconds):  # A TLS server takes the request for a broken handshake and may send an alert.
-            return Answer.SECURE
-        return Answer.OTHER if len(said) >= len(_REFUSAL) else Answer.NOBODY
+            return ProbeResult.SECURE
+        return ProbeResult.OTHER if len(received) >= len(_REFUSAL) else ProbeResult.NO_RESPONSE
     except (OSError, UnicodeError):  # No connection, a timeout, or an invalid host name.
-        return Answer.NOBODY
+        return ProbeResult.NO_RESPONSE
 
 
-def problem_of(server: str, found: Answer, *, secure: bool) -> str:
+def tls_problem(server: str, found: ProbeResult, *, secure: bool) -> str:
     """Return why a client cannot use what it has ``found`` at the address; an empty string if it can, or may later.
 
     Another service that answers may be a gateway whose federation server has not started yet.
@@ -58,9 +58,9 @@ def problem_of(server: str, found: Answer, *, secure: bool) -> str:
         secure: Whether the client uses TLS.
     """
     match found:
-        case Answer.SECURE if not secure:
+        case ProbeResult.SECURE if not secure:
             return f"{server} speaks TLS; give its certificate, or who has signed it, with --certificates FILE"
-        case Answer.PLAIN if secure:
+        case ProbeResult.PLAIN if secure:
             return (
                 f"{server} speaks no TLS; leave --certificates and --key out, or start the server with --certificates"
             )
@@ -110,17 +110,17 @@ def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError
     return f"the certificate of {server} is not one that {authority} has signed for this address"
 
 
-def _said(server: str, seconds: float) -> bytes:
+def _first_bytes(server: str, seconds: float) -> bytes:
     """Return the first bytes of the response to a request of the Fleet API."""
     with socket.create_connection(split_address(server), timeout=seconds) as connection:
         connection.sendall(_REQUEST)
-        said = b""
+        received = b""
         try:
-            while len(said) < len(_REFUSAL) and (more := connection.recv(len(_REFUSAL) - len(said))):
-                said += more
+            while len(received) < len(_REFUSAL) and (more := connection.recv(len(_REFUSAL) - len(received))):
+                received += more
         except OSError:  # The server has closed the connection, or waits for more.
             pass
-        return said
+        return received
 
 
 def _is_secure(server: str, seconds: float) -> bool:

@@ -99,7 +99,7 @@ def bare_host(host: str) -> str:
 
 
 @contextmanager
-def ended_politely() -> Iterator[None]:
+def interrupt_on_sigterm() -> Iterator[None]:
     """Treat SIGTERM as KeyboardInterrupt within the block, so that cleanup code ends child processes."""
 
     def interrupt(*_: object) -> None:
@@ -206,7 +206,7 @@ class Service:
             return False
         now = time.monotonic()
         if self._process is not None:
-            self._bury(now)
+            self._record_exit(now)
         if self.starts and now - self._died < min(_FIRST_WAIT_SECONDS * 2 ** (self.starts - 1), _LAST_WAIT_SECONDS):
             return False
         self.start()
@@ -223,7 +223,7 @@ class Service:
             self._process.kill()
             self._process.wait()
 
-    def _bury(self, now: float) -> None:
+    def _record_exit(self, now: float) -> None:
         assert self._process is not None
         code, self._process, self._died = self._process.returncode, None, now
         why = f"was killed by signal {-code}" if code < 0 else last_line(self.log) or f"ended with code {code}"
@@ -241,10 +241,10 @@ def last_line(log: Path) -> str:
     except OSError:
         return ""
     plain = [" ".join(_plain(line).split()).strip("│╭╮╰╯─ ") for line in lines]
-    return next((line for line in reversed(plain) if line and not line.startswith(_SAYS_NOTHING)), "")
+    return next((line for line in reversed(plain) if line and not line.startswith(_UNINFORMATIVE)), "")
 
 
-_SAYS_NOTHING = "INFO", "WARNING", "For more information"
+_UNINFORMATIVE = "INFO", "WARNING", "For more information"
 
 
 def _plain(line: str) -> str:

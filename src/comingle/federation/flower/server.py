@@ -20,8 +20,8 @@ from comingle.federation.flower.processes import (
     Service,
     bare_host,
     bind_free_port,
-    ended_politely,
     environment,
+    interrupt_on_sigterm,
     join_address,
     last_line,
     listens,
@@ -134,7 +134,7 @@ class SuperLink:
 
 
 @dataclass
-class Watch:
+class ServerWatch:
     """Supervises the server process of a run folder until the run is finished."""
 
     link: SuperLink
@@ -146,7 +146,7 @@ class Watch:
         Raises:
             RunError: The app reports an error that the operator has to fix, or the process dies repeatedly.
         """
-        self._repeat()
+        self._show_log()
         state = read_status(self.link.folder)
         if state is not None and state.state == FINISHED:
             return True
@@ -161,7 +161,7 @@ class Watch:
             raise
         return False
 
-    def _repeat(self) -> None:
+    def _show_log(self) -> None:
         """Show new lines of the app's log."""
         log = self.link.folder / FOLDER / LOG
         if not log.exists():
@@ -179,13 +179,13 @@ def supervise(link: SuperLink, beside: Callable[[], None] = lambda: None) -> Non
     """Run the server to its end; call ``beside`` repeatedly in the meantime.
 
     Raises:
-        RunError: As for :meth:`Watch.look`.
+        RunError: As for :meth:`ServerWatch.look`.
     """
     (link.folder / FOLDER / STATE).unlink(missing_ok=True)  # from an earlier process
     log = link.folder / FOLDER / LOG
-    watch = Watch(link, log.stat().st_size if log.exists() else 0)
+    watch = ServerWatch(link, log.stat().st_size if log.exists() else 0)
     try:
-        with ended_politely():
+        with interrupt_on_sigterm():
             while not watch.look():
                 beside()
                 time.sleep(_LOOK_SECONDS)

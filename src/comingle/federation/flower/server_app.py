@@ -58,11 +58,11 @@ def _folder(run_config: Mapping[str, object]) -> Path:
 
 
 def _names(run_config: Mapping[str, Any]) -> list[str]:
-    """Return the names of users that :func:`spell` has encoded; an empty list if any user may join."""
+    """Return the names of users that :func:`encode_names` has encoded; an empty list if any user may join."""
     return [unquote(name) for name in str(run_config.get("users") or "").split()]
 
 
-def spell(names: Sequence[str]) -> str:
+def encode_names(names: Sequence[str]) -> str:
     """Encode names for a run config, separated by spaces."""
     return " ".join(quote(name, safe="") for name in names)
 

@@ -133,13 +133,13 @@ _started: list[
 ] = []  # Python warns of a Popen object that is garbage-collected while its process runs.
 
 
-class BrokenOff(ComingleError):
+class WorkerError(ComingleError):
     """The worker ended or did not answer, through no fault of the request; a retry may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeper:
-    """A process with which a worker ends.
+class ProcessId:
+    """Identity of a process.
 
     Args:
         pid: Its PID.
@@ -149,7 +149,7 @@ class Keeper:
     pid: int
     began: float
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether this process still runs."""
         try:
             process = psutil.Process(self.pid)
@@ -158,12 +158,14 @@ class Keeper:
             return False
 
     @classmethod
-    def of(cls, pid: int) -> Keeper:
-        """Return the keeper for a running process."""
+    def of(cls, pid: int) -> ProcessId:
+        """Return the identity of a running process."""
         return cls(pid=pid, began=psutil.Process(pid).create_time())
 
 
-def call(state: Path, command: Sequence[str], request: bytes, *, timeout: float, keeper: Keeper | None = None) -> bytes:
+def call(
+    state: Path, command: Sequence[str], request: bytes, *, timeout: float, owner: ProcessId | None = None
+) -> bytes:
     """Return the worker's reply to a request.
 
     The worker may use all of ``timeout`` to start, load and work, as long as it reports that it is alive. A worker that
@@ -174,17 +176,17 @@ def call(state: Path, command: Sequence[str], request: bytes, *, timeout: float,
         command: Starts a worker if none runs.
         request: The request.
         timeout: Timeout in seconds.
-        keeper: The process with which the worker is to end; by default the one that has started the user's processes.
+        owner: The process with which the worker is to end; by default the one that has started the user's processes.
 
     Raises:
-        BrokenOff: The worker cannot be started, ended during the request, hung, or was too slow.
+        WorkerError: The worker cannot be started, ended during the request, hung, or was too slow.
         MessageError: The worker refuses the request.
     """
     deadline = time.monotonic() + timeout
     connection = connect(state) or _start(state, command, deadline)
     with connection:
         try:
-            connection.send_bytes(json.dumps(asdict(keeper or own_keeper())).encode())
+            connection.send_bytes(json.dumps(asdict(owner or client_process())).encode())
             connection.send_bytes(request)
             kind = ALIVE
             while kind == ALIVE:
@@ -192,7 +194,7 @@ def call(state: Path, command: Sequence[str], request: bytes, *, timeout: float,
                 kind = connection.recv_bytes()
             answer = connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise BrokenOff(f"{state}: the worker ended in the middle ({_last_line(state) or error!r})") from None
+            raise WorkerError(f"{state}: the worker ended in the middle ({_last_line(state) or error!r})") from None
     if kind != DONE:
         raise MessageError(answer.decode(errors="replace"))
     return answer
@@ -203,41 +205,41 @@ def _await(connection: Connection, state: Path, deadline: float, timeout: float)
     left = max(0.0, deadline - time.monotonic())
     if not connection.poll(min(left, _SILENT_SECONDS)):
         if left > _SILENT_SECONDS:
-            raise _hung(state)
-        raise BrokenOff(f"{state}: the worker has not answered within {round(timeout, 1):g} s")
+            raise _kill_hung(state)
+        raise WorkerError(f"{state}: the worker has not answered within {round(timeout, 1):g} s")
 
 
-def _hung(state: Path) -> BrokenOff:
+def _kill_hung(state: Path) -> WorkerError:
     """Kill a worker that does not respond, and return the error to raise."""
     with suppress(OSError, ValueError, KeyError):
         worker = read_worker(state)
         until = time.monotonic() + _KILL_SECONDS
-        while worker.lives() and time.monotonic() < until:  # It locks the folder until it has ended.
+        while worker.is_alive() and time.monotonic() < until:  # It locks the folder until it has ended.
             os.kill(worker.pid, signal.SIGKILL)
             time.sleep(_CALL_SECONDS)
-    return BrokenOff(
+    return WorkerError(
         f"{state}: the worker did not respond for {_SILENT_SECONDS:g} s; it was killed, to be started again"
     )
 
 
-def own_keeper() -> Keeper:
+def client_process() -> ProcessId:
     """Return the process that has started this user's processes, which may have ended already."""
     pid = int(os.environ.get(PARENT) or os.getppid())
     try:
-        return Keeper.of(pid)
+        return ProcessId.of(pid)
     except psutil.NoSuchProcess:
-        return Keeper(pid=pid, began=0.0)
+        return ProcessId(pid=pid, began=0.0)
 
 
 def connect(state: Path) -> Connection | None:
     """Return a connection to the worker of a state folder; None if no worker runs.
 
     Raises:
-        BrokenOff: A worker runs but does not respond.
+        WorkerError: A worker runs but does not respond.
     """
     try:
-        said = json.loads((state / FOLDER / ADDRESS).read_text(encoding="utf-8"))
-        address, key = str(said["address"]), bytes.fromhex(said["key"])
+        content = json.loads((state / FOLDER / ADDRESS).read_text(encoding="utf-8"))
+        address, key = str(content["address"]), bytes.fromhex(content["key"])
     except (OSError, ValueError, KeyError):
         return None  # No worker has been started.
     found: list[Connection | None] = []
@@ -252,11 +254,11 @@ def connect(state: Path) -> Connection | None:
     thread.start()
     thread.join(_SILENT_SECONDS)
     if not found:
-        raise _hung(state)
+        raise _kill_hung(state)
     return found[0]
 
 
-def read_worker(state: Path) -> Keeper:
+def read_worker(state: Path) -> ProcessId:
     """Return the process of a state folder's worker.
 
     Raises:
@@ -264,7 +266,7 @@ def read_worker(state: Path) -> Keeper:
         ValueError: The address file is damaged.
         KeyError: The address file is damaged.
     """
-    return Keeper(**json.loads((state / FOLDER / ADDRESS).read_text(encoding="utf-8"))["process"])
+    return ProcessId(**json.loads((state / FOLDER / ADDRESS).read_text(encoding="utf-8"))["process"])
 
 
 def _start(state: Path, command: Sequence[str], deadline: float) -> Connection:
@@ -281,9 +283,9 @@ def _start(state: Path, command: Sequence[str], deadline: float) -> Connection:
         if connection := connect(state):
             return connection
         if ended and process.returncode:
-            raise BrokenOff(f"{state}: the worker cannot start ({_last_line(state) or f'code {process.returncode}'})")
+            raise WorkerError(f"{state}: the worker cannot start ({_last_line(state) or f'code {process.returncode}'})")
         time.sleep(_CALL_SECONDS)
-    raise BrokenOff(f"{state}: the worker does not listen yet; see {folder / LOG}")
+    raise WorkerError(f"{state}: the worker does not listen yet; see {folder / LOG}")
 
 
 def _last_line(state: Path) -> str:
@@ -297,7 +299,7 @@ def _last_line(state: Path) -> str:
 
 Handle = Callable[[bytes], bytes]
 
-_PATIENCE_SECONDS = 10.0
+_OUTLIVE_SECONDS = 10.0
 """How long a worker outlives its client, so that a restarted client finds everything loaded."""
 _LOOK_SECONDS = 0.5
 _BACKLOG = 8
@@ -317,16 +319,16 @@ class _Job:
 
 
 @dataclass
-class _Watch:
+class _OwnerWatch:
     """Ends this process when its client has ended."""
 
-    keeper: Keeper
+    owner: ProcessId
 
     def forever(self) -> None:
         """Watch the client; runs in its own thread, since a request may take long."""
         since = time.monotonic()
-        while time.monotonic() - since < _PATIENCE_SECONDS:
-            if self.keeper.lives():
+        while time.monotonic() - since < _OUTLIVE_SECONDS:
+            if self.owner.is_alive():
                 since = time.monotonic()
             time.sleep(_LOOK_SECONDS)
         print("worker: the client that it worked for has ended", file=sys.stderr, flush=True)
@@ -346,7 +348,7 @@ def serve(state: Path, load: Callable[[], Handle]) -> None:
     folder = state / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
-        watch = _Watch(own_keeper())
+        watch = _OwnerWatch(client_process())
         jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         listener, key = _listen()
         threading.Thread(target=_accept, args=(listener, jobs, watch), daemon=True).start()
@@ -393,11 +395,11 @@ def _listen() -> tuple[Listener, bytes]:
 
 def _publish(path: Path, listener: Listener, key: bytes) -> None:
     """Write the worker's address to a file that only the user can read."""
-    found = {"address": listener.address, "key": key.hex(), "process": asdict(Keeper.of(os.getpid()))}
+    found = {"address": listener.address, "key": key.hex(), "process": asdict(ProcessId.of(os.getpid()))}
     write_text(path, json.dumps(found), private=True)
 
 
-def _accept(listener: Listener, jobs: queue.SimpleQueue[_Job], watch: _Watch) -> None:
+def _accept(listener: Listener, jobs: queue.SimpleQueue[_Job], watch: _OwnerWatch) -> None:
     while True:
         try:
             connection = listener.accept()
@@ -406,11 +408,11 @@ def _accept(listener: Listener, jobs: queue.SimpleQueue[_Job], watch: _Watch) ->
         threading.Thread(target=_converse, args=(connection, jobs, watch), daemon=True).start()
 
 
-def _converse(connection: Connection, jobs: queue.SimpleQueue[_Job], watch: _Watch) -> None:
+def _converse(connection: Connection, jobs: queue.SimpleQueue[_Job], watch: _OwnerWatch) -> None:
     """Answer one request, unless the caller has disconnected."""
     with connection:
         try:
-            watch.keeper = Keeper(**json.loads(connection.recv_bytes()))
+            watch.owner = ProcessId(**json.loads(connection.recv_bytes()))
             job = _Job(connection.recv_bytes())
             jobs.put(job)
             for part in _answer(connection, job):
