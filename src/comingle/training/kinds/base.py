@@ -1,6 +1,6 @@
 """Kinds of data: text, conversations and samples.
 
-A kind is a folder: its section of the recipe, its :class:`Kind`, its feed. Nothing outside asks which kind it is.
+A kind has a section of the recipe, a :class:`Kind` and a batch source. Other modules do not depend on which kind it is.
 """
 
 from __future__ import annotations
@@ -50,79 +50,79 @@ from comingle.utils.trees import Tree, digest_split
 logger = logging.getLogger("comingle")
 
 LoadBase = Callable[[], Base]
-"""Loads the base, when something needs it."""
+"""Loads the base model on first use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The base and the users' data of a run, or of all runs of a comparison."""
+    """The base model and the users of a run, or of all runs of a comparison."""
 
     kind: Kind
     base: Base | None
     users: Sequence[AnyUser]
-    """Everybody: a name, and ``train``, ``valid`` and ``test`` with a length."""
+    """All users: each has a name, and ``train``, ``valid`` and ``test`` with a length."""
     texts: tuple[UserText, ...] = ()
-    """Everybody's documents, where they have any."""
+    """Documents of all users, if the kind has documents."""
     common: Any = None
-    """What all users have in common besides the base: a task."""
+    """Data that all users have in common besides the base model: a task."""
     unread: bool = False
     """Whether users' data is read on demand, as by :mod:`comingle.runs.api`."""
     here: Sequence[int] | None = None
-    """The numbers of those whose data is on this machine, where others have theirs elsewhere; None: everybody's is."""
+    """Numbers of the users whose data is on this machine, if others are elsewhere; None for all."""
     shared_out: bool = False
-    """Whether the others are in other processes of this run, which have been looked at together."""
+    """Whether the other users are in other processes of this run; whose data was checked together."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Users who were left out, as ``data.on_small_user`` asks for, and what they have too little of."""
+    """Users that ``data.on_small_user: skip`` left out, with the data that they lack."""
     skipped_rows: int = 0
-    """Number of rows that were left out, as ``data.on_bad_row`` asks for."""
+    """Number of rows that ``data.on_bad_row`` left out."""
 
     @cached_property
     def digests(self) -> dict[str, dict[str, str]]:
-        """By which the splits of everybody who is here are known again."""
+        """Digest of each split of the users on this machine, by user and split."""
         return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.present}
 
     def with_users(self, users: Sequence[AnyUser]) -> RunData:
-        """Return the same materials with other users, or with some of them."""
+        """Return the same data with other users, or with some of them."""
         names = {user.name for user in users}
         common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
         return replace(self, users=users, common=common, texts=tuple(t for t in self.texts if t.name in names))
 
     @property
     def reads(self) -> bool:
-        """Whether it has to be seen to that there is validation data where it is needed."""
+        """Whether this process must check that there is validation data if the run needs it."""
         return not self.unread and not self.shared_out
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Which of the users :attr:`present` are."""
+        """Numbers of the users :attr:`present`."""
         return range(len(self.users)) if self.here is None else self.here
 
     @property
     def present(self) -> Sequence[AnyUser]:
-        """The users whose data is on this machine."""
+        """Users whose data is on this machine."""
         return select_users(self.users, self.here)
 
     @property
     def documents(self) -> str:
-        """Plural noun for what :attr:`texts` hold."""
+        """Plural noun for the entries of :attr:`texts`."""
         return "conversations" if self.kind.name == "conversations" else "documents"
 
     def overlaps(self) -> list[Overlap]:
-        """Users whose held-out documents also occur in their training text."""
+        """Return the overlaps of users whose held-out documents also occur in their training text."""
         return [overlap for text in self.texts if (overlap := find_overlap(text)).total]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """What a run asks its kind of data for: the users of a recipe, or those that a program passes.
+    """Request of a run to its kind of data: the users of a recipe, or those that a program passes.
 
     Args:
         recipe: The recipe.
         load_base: Loads the base model, if the kind needs it.
-        validates: Whether users need validation data to have enough.
-        given: The users' data by their names, if a program passes it.
+        validates: Whether each user needs validation data.
+        given: Data of the users by name, if a program passes it.
         net: Makes a net, if a program passes one.
-        loss: The loss of each sample, if a program passes one.
+        loss: Loss of each sample, if a program passes one.
     """
 
     recipe: Recipe
@@ -134,28 +134,28 @@ class DataRequest:
 
 
 class Kind(ABC):
-    """One kind of data."""
+    """A kind of data."""
 
     name: str
     needs_base: bool = True
-    """Whether users train adapters on a language model; else nets of their own, whose costs depend on their data."""
+    """Whether users train adapters on a language model; otherwise nets, whose costs depend on the data."""
     handed: str = ""
-    """What a program may hand over as one user's data, in words; empty where it may not."""
+    """Description of the data of one user that a program may pass; empty if it may not."""
     user: type
-    """What a user is: ``name``, ``train``, ``valid``, ``test``."""
+    """Type of a user, with ``name``, ``train``, ``valid`` and ``test``."""
 
     # ---------------------------------------------------------------- before training
 
     @abstractmethod
     def check(self, recipe: Recipe, method: Method) -> None:
-        """Whether the recipe's method is for such users; reads no data.
+        """Check that the method of a recipe supports users of this kind; reads no data.
 
         Raises:
-            RecipeError: it is not.
+            RecipeError: It does not.
         """
 
     def reader(self, request: DataRequest) -> StreamingReader[Any, Any] | None:
-        """Return what reads users one after another; None for a kind that makes them all at once (:meth:`make`).
+        """Return a reader that reads one user at a time; None for a kind that makes all users at once (:meth:`make`).
 
         Raises:
             RecipeError: A setting is wrong.
@@ -164,20 +164,20 @@ class Kind(ABC):
         return None
 
     def make(self, recipe: Recipe) -> RunData:
-        """Return all users' data at once, for a kind without a reader.
+        """Return the data of all users at once, for a kind without a reader.
 
         Raises:
             RecipeError: A setting is wrong.
-            DataError: A user's data cannot be used.
+            DataError: The data of a user cannot be used.
         """
         raise NotImplementedError(f"{self.name}: has neither a reader nor a method make of its own")
 
     def read(self, request: DataRequest) -> RunData:
-        """Return all users' data in memory, and the base model.
+        """Return the data of all users in memory, and the base model.
 
         Raises:
             RecipeError: A setting is wrong, or a net or a loss that a program passes cannot be used.
-            DataError: A user's data cannot be used.
+            DataError: The data of a user cannot be used.
             BaseModelError: The base model cannot be used.
         """
         if (reader := self.reader(request)) is not None:
@@ -190,7 +190,7 @@ class Kind(ABC):
         users, texts, skipped = list[Any](), list[UserText](), dict[str, str]()
         reader.on_skip = skipped.__setitem__
         read: Iterable[Any] = reader.read(ListedRows())
-        if self.needs_base:  # which is loaded when the data could be read, as more can be wrong with that
+        if self.needs_base:  # read all data before loading the base model: data fails more often
             read = list(read)
         for found, user in reader.stream(read):
             users.append(user)
@@ -210,81 +210,105 @@ class Kind(ABC):
         )
 
     def takes(self, data: object, options: Mapping[str, object]) -> bool:
-        """Whether this is what a program may hand over as one user's data of this kind, by its section's options."""
+        """Return whether a program may pass ``data`` as one user of this kind, given the options of its section."""
         return False
 
     @abstractmethod
     def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
-        """The model that all users train, be they here or not; looks at no data.
+        """Return the model that all users of the run train; reads no data.
+
+        Args:
+            recipe: The recipe.
+            materials: Base model and users of the run.
+            plan: Plan of the run.
 
         Raises:
-            ComingleError: settings and base do not fit each other.
+            ComingleError: Settings and base model do not fit each other.
         """
 
     @abstractmethod
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
-        """The users who are here, with the model that they train.
+        """Return the users on this machine, with the model that they train.
+
+        Args:
+            recipe: The recipe.
+            materials: Base model and users of the run.
+            plan: Plan of the run.
 
         Raises:
-            ComingleError: settings, data and base do not fit each other.
+            ComingleError: Settings, data and base model do not fit each other.
         """
 
     def pooled(self, users: Sequence[AnyUser]) -> AnyUser:
-        """One user named "everyone" that has what all have: the centralized baseline."""
+        """Return one user named "everyone" with the data of all users, for the centralized baseline."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- afterwards
 
     @abstractmethod
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> Personal:
-        """A user's own model; ``row`` is the user's row in the federation."""
+        """Return the model of one user.
+
+        Args:
+            name: Name of the user.
+            model: The model that all users train.
+            tensors: Tensors of the user ``(1, ...)``.
+            row: Row of the user in the federation.
+        """
 
     def settings(self, materials: RunData) -> JsonObject:
-        """What a run folder keeps of the materials besides names and digests, so that the run opens without data."""
+        """Return what a run folder stores besides names and digests, so that the run opens without its data."""
         return {}
 
     def reopened(
         self, base: Base | None, users: Sequence[AnyUser], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
-        """The materials of a run that is opened again, whose users are read when something asks for them.
+        """Return the data of a run that is opened again; users are read on demand.
 
-        ``net`` makes a net, where a program hands that over.
+        Args:
+            base: The base model.
+            users: The users.
+            settings: Result of :meth:`settings` in the run folder.
+            net: Makes a net, if a program passes one.
         """
         return RunData(kind=self, base=base, users=users, unread=True)
 
     # ---------------------------------------------------------------- looked at
 
     def sample(self, user: Any) -> Any:
-        """Tokens of a test set of a user, for a view of where they are routed."""
+        """Return tokens of a test set of a user, to show how they are routed."""
         return user.test
 
     # ---------------------------------------------------------------- counted without data
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
-        """Who the users are, without reading more than has to be.
+        """Return the names of the users; reads as little data as possible.
 
         Raises:
-            DataError: that cannot be found out.
+            DataError: The names cannot be found out.
         """
         return tuple(recipe.data.names)
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
-        """The recipe with so many users, where their number alone decides on the costs that are read for."""
+        """Return the recipe with ``users`` users, if costs depend only on their number."""
         return recipe
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """Recipes of several methods, with text that costs as much, where costs are counted in tokens.
+        """Convert recipes of several methods to text recipes of the same cost, to count costs in tokens.
 
-        Who would be left out comes with them, and a note. With a number of ``users`` their data may be out of reach.
+        With a number of ``users`` their data need not be readable.
+
+        Returns:
+            The recipes, the names of users that would be left out, and a note for the reader.
 
         Raises:
-            DataError: what a run would refuse of data that lies on this machine.
+            DataError: A run would refuse data on this machine.
         """
         return list(recipes), set(), ""
 
 
 def kind_of(recipe: Recipe) -> Kind:
-    """The kind of a recipe's users."""
+    """Return the kind of data of a recipe."""
     return load_object(recipe.data.implementation)
 
 
@@ -294,12 +318,18 @@ def with_full_participation(plan: RunPlan) -> RunPlan:
 
 
 def model_here(model: Model, materials: RunData) -> Model:
-    """Return a model of all users as one of the users whose data is on this machine."""
+    """Return the model restricted to the users whose data is on this machine."""
     return model if materials.here is None else model.only(materials.here)
 
 
 def users_and_trainers(kind: Kind, materials: RunData, method: Method) -> tuple[Sequence[AnyUser], Sequence[AnyUser]]:
-    """Return the users whose data is here, and who trains: the same, or the one who has the data of all."""
+    """Return the users on this machine and the trainers: the same, or the one trainer of pooled data.
+
+    Args:
+        kind: Kind of the data.
+        materials: Users of the run.
+        method: Method of the run.
+    """
     users = as_sequence(materials.present)
     if not method.placement.pooled:
         return users, users
@@ -309,16 +339,16 @@ def users_and_trainers(kind: Kind, materials: RunData, method: Method) -> tuple[
 
 
 def count_trainers(materials: RunData, method: Method) -> int:
-    """How many train, here and elsewhere."""
+    """Return the number of trainers in the whole run."""
     return 1 if method.placement.pooled else len(materials.users)
 
 
 class _LazyUser:
-    """Fields that nobody has filled in are read, all at once."""
+    """User that reads all its splits when one of them is first accessed."""
 
     _read: Callable[[], Any]
 
-    def __getattr__(self, name: str) -> Any:  # asked only for what is not there
+    def __getattr__(self, name: str) -> Any:  # called only for missing attributes
         if name not in ("train", "valid", "test"):
             raise AttributeError(name)
         read = self._read()
@@ -327,23 +357,29 @@ class _LazyUser:
 
 
 def lazy_user(kind: type, name: str, read: Callable[[], Any], *, cluster: int | None = None) -> Any:
-    """A user of some type of whom the name, and the true cluster if any, is known without reading."""
+    """Return a user whose data is read on first access.
+
+    Args:
+        kind: Type of the user.
+        name: Name of the user.
+        read: Reads the user.
+        cluster: True cluster of the user, if there is one.
+    """
     user = object.__new__(type(f"Later{kind.__name__}", (_LazyUser, kind), {}))
     vars(user).update(name=name, _read=read, cluster=cluster)
     return user
 
 
 _LAST = "text"
-"""Asked after all others: paths and tables may be of a more particular kind."""
+"""Kind that is tried last, because paths and tables may belong to a more specific kind."""
 
 
 def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
-    """The ``data.kind`` of users who are handed over by their names: that of the section's options, or one that takes
-    them all.
+    """Return the ``data.kind`` of users that a program passes: that of the options, or the one that takes all users.
 
     Raises:
-        DataError: nobody, a name that cannot be one, data that no kind takes, or users of several kinds.
-        PluginError: the kind that is wanted cannot be used.
+        DataError: There are no users, a name is not allowed, no kind takes the data, or users have several kinds.
+        PluginError: The requested kind cannot be used.
     """
     if not isinstance(users, Mapping) or not users:
         raise DataError(f"users: got {_described(users)}; allowed: a mapping of names to data, as {{'ada': [...]}}")
@@ -365,7 +401,7 @@ def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
 
 
 def _kinds(wanted: str | None) -> Iterator[tuple[str, Kind]]:
-    """The kind that is wanted, or all that can be used, by the ``kind`` of their sections."""
+    """Yield the requested kind, or all usable kinds, by the ``kind`` of their sections."""
     if wanted is not None:
         yield wanted, load_object(KINDS[wanted].implementation)
         return
@@ -382,7 +418,7 @@ def _one_of_each(found: Mapping[str, str | None]) -> list[tuple[str, str | None]
 
 
 def _described(data: object) -> str:
-    """What somebody has handed over, in a few words."""
+    """Return a short description of data that a program passes."""
     kind = type(data).__name__
     if columns := getattr(data, "column_names", None):
         return f"{kind} with {', '.join(map(str, columns)):.100}"
@@ -394,13 +430,15 @@ def _described(data: object) -> str:
 
 
 COMPILE_FROM, OVERHEAD = 5e12, 8e6
-"""``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
-saves. Compiling takes some tens of seconds whatever the model; SmolLM2-135M gets there with 35,000 tokens. What
-a token takes of any model, and compiled code saves most of, counts as ``OVERHEAD`` parameters: stories260K gets there
-with 610,000."""
+"""Thresholds of ``runtime.compile: auto`` for language models.
+
+The model is compiled if training tokens times (base parameters + ``OVERHEAD``) reach ``COMPILE_FROM``; below that,
+compiling takes longer than it saves. Compiling takes tens of seconds for every model. ``OVERHEAD`` is the cost per
+token that does not depend on the size of the model, and most of which compiled code saves. SmolLM2-135M reaches the
+threshold with 35,000 tokens, stories260K with 610,000."""
 
 NETS = "net:"
-"""How a recipe's ``base`` names a net, as "net:mlp"."""
+"""Prefix of nets in the ``base`` of a recipe, as in "net:mlp"."""
 
 ADAPTOR_SETS = "adaptor sets"
 
@@ -408,10 +446,10 @@ _FOR_NETS = "nets are for users with samples (data.kind: samples)"
 
 
 def check_on_language(recipe: Recipe, method: Method) -> None:
-    """Whether the method and the base are for users of a language model.
+    """Check that the method and the base of a recipe support users of a language model.
 
     Raises:
-        RecipeError: they are not.
+        RecipeError: They do not.
     """
     if recipe.base.startswith(NETS):
         raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model; {_FOR_NETS}")
@@ -432,7 +470,15 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
 
 
 def language_model(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> Model:
-    """The base as the method trains it, for so many trainers and training tokens."""
+    """Return the base model with the adapters or the mixture that the method trains.
+
+    Args:
+        recipe: The recipe.
+        base: The base model.
+        method: Method of the run.
+        trainers: Number of trainers.
+        tokens: Number of training tokens of the run, to decide whether to compile.
+    """
     mixture = method.placement.mixture
     if mixture is not None and not mixture.trains_independently:
         return mix_base(recipe, base, method, trainers)
@@ -440,12 +486,19 @@ def language_model(recipe: Recipe, base: Base, method: Method, trainers: int, to
 
 
 def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> AdaptedModel | EnsembleModel:
-    """The base with the adapters that the recipe and the method ask for, for so many trainers and training tokens.
+    """Return the base model with the adapters that recipe and method require.
 
-    Whole models whose predictions are mixed have generalists for experts, as many as the mixture says.
+    In a mixture of whole models the experts are generalists, as many as the mixture has components.
+
+    Args:
+        recipe: The recipe.
+        base: The base model.
+        method: Method of the run.
+        trainers: Number of trainers.
+        tokens: Number of training tokens of the run, to decide whether to compile.
     """
     settings, mixture = recipe.adapters, method.placement.mixture
-    if method.placement.pooled and not isinstance(settings.rank, int):  # the one trainer can afford what anybody can
+    if method.placement.pooled and not isinstance(settings.rank, int):  # the one trainer has the largest rank
         settings = settings.model_copy(update={"rank": max(settings.rank)})
     specialists = method.placement.specialists_of(trainers)
     counts = ExpertCounts(generalists=method.placement.generalists, specialists=specialists)
@@ -475,10 +528,16 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
 
 
 def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
-    """A frozen language model with the method's mixture of adaptors, of the rank and alpha that LoRA has elsewhere.
+    """Return a frozen language model with the method's mixture of adaptors, whose rank and alpha are those of LoRA.
+
+    Args:
+        recipe: The recipe.
+        base: The base model.
+        method: Method of the run.
+        users: Number of trainers.
 
     Raises:
-        RecipeError: a mixture of whole models, or ranks of each user's own.
+        RecipeError: The mixture is of whole models, or users have ranks of their own.
     """
     check_on_language(recipe, method)
     _check_plain(recipe, method)
@@ -511,10 +570,10 @@ def __getattr__(name: str) -> Any:
 def check_recipe(recipe: Recipe) -> Method:
     """Check that the parts of a recipe can be used together, and return its method; reads no data.
 
-    The kind of data, the privacy mechanisms and the aggregation rule are asked in turn; each checks only what it knows.
+    The kind of data, the privacy mechanisms and the aggregation rule each check their own part.
 
     Raises:
-        RecipeError: The method does not exist or has a wrong setting, or parts do not fit; it has all problems.
+        RecipeError: The method does not exist or has a wrong setting, or parts do not fit; lists all problems.
     """
     method = make(recipe.method.name, **recipe.method.settings)
     run_checks(

@@ -1,4 +1,4 @@
-"""Users' copies of a net: how it is built, and its batches."""
+"""Nets that users train whole: construction, checks and batches."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import derive, generator
 
 COLUMNS_PER_PASS = 2**26
-"""How many parameters, over all users, are stepped at once by default: their gradients and copies need memory."""
+"""Default number of parameters, over all users, in one step; their gradients and copies need memory."""
 
 SCORED_PER_SLOT = 512
+"""Largest number of samples per slot in a scoring pass."""
 
 
 class SampleBatchSource(PassBatchSource):
     """Passes over inputs with targets.
 
-    Batch norm cannot take a batch of a single sample, and would see what fills up smaller batches.
+    Batch norm cannot train on a single sample, and would mix padding into smaller batches.
     """
 
     def __init__(
@@ -74,46 +75,66 @@ class SampleBatchSource(PassBatchSource):
         }
 
     def count(self, trainer: int, stream: Stream) -> int:
-        """How many samples a trainer has."""
+        """Return the number of samples of a trainer."""
         owner = self.trainers[trainer]
         return len(owner.valid if stream == "valid" else owner.train)
 
     def portions(self, device: torch.device, columns: int) -> Portions:
-        """By parameters: copies of the net are large beside the activations of a small batch."""
+        """Return the size of a pass, by parameters: copies of the net dominate the memory of small batches."""
         sequences = min(self.plan.runtime.micro_batch or self.batch_size, self.batch_size)
         privacy = self.plan.privacy
         copies = (
             sequences if privacy is not None and privacy.protects == "example" else 1
-        )  # one of a net for each sample
+        )  # a copy of the net per sample
         users = self.plan.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns * copies))
         return Portions(users=users, sequences=sequences)
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch"]:
-        """Samples are drawn as their numbers."""
+        """Return the sample numbers of the next batch of each trainer.
+
+        Args:
+            trainers: Numbers of the trainers.
+            phase: Phase that the batches are for.
+            round_number: The round, counted from 0.
+            step: Local step within the round; -1 before the first one.
+            repeat: Repeat of the phase within the step.
+        """
         return self.numbers(trainers, phase, round_number, step, repeat)
 
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch"]:
-        """Samples are drawn as their numbers."""
+        """Return the sample numbers unchanged.
+
+        Args:
+            trainers: Numbers of the trainers.
+            numbers: Sample numbers; ``PAD`` for none.
+            round_number: The round, from which augmentation follows.
+        """
         self.enter(round_number)
         return numbers.long()
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch"]]:
-        """All train samples of each trainer, in order."""
-        self.enter(round_number)  # augmentation follows from it too
+        """Yield the numbers of all training samples of each trainer, in order."""
+        self.enter(round_number)  # augmentation depends on the round
         return self.every(trainers)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch"]]:
-        """All validation samples of each trainer, in order."""
+        """Yield the numbers of all validation samples of each trainer, in order."""
         return self.every(trainers, "valid")
 
     def read(
         self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, targets and presence; train inputs are augmented, at random but the same for the same draw."""
+        """Return inputs, targets and a mask of present samples; equal draws of training samples are augmented equally.
+
+        Args:
+            stream: Split that the batch was drawn from.
+            trainers: Numbers of the trainers.
+            drawn: Sample numbers.
+        """
         if isinstance(self.trainers, LazyPopulation):
             bank = self._bank([self.trainers[trainer].split(stream) for trainer in trainers])
             inputs, targets, present = bank.take(range(len(trainers)), drawn)
@@ -131,13 +152,21 @@ class SampleBatchSource(PassBatchSource):
         return self.augment([trainer], inputs.unsqueeze(0), random)[0]
 
     def counted(self, drawn: Int[Tensor, "users batch"]) -> Int64[Tensor, " users"]:
-        """Samples that are present."""
+        """Return the number of samples in the batch of each user, without padding."""
         return (drawn != PAD).sum(1)
 
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[SampleScore]:
-        """Loss, and accuracy of a classification, of every set under its row's model."""
+        """Return the loss, and the accuracy of classifiers, of set i under the model of row ``rows[i]``.
+
+        Args:
+            predict: Outputs of the models.
+            sets: Sets to score.
+            rows: Row of the model for each set.
+            portions: Number of users and samples in one pass.
+            gates: Not used.
+        """
         bank = self._bank(sets)
         slots = max(1, min(portions.users, len(rows)))
 
@@ -151,13 +180,13 @@ class SampleBatchSource(PassBatchSource):
     scores_more = True
 
     def of(self, trainers: Sequence[UserSamples]) -> SampleBatchSource:
-        """The feed of other trainers, without augmentation."""
+        """Return the batch source of other trainers, without augmentation."""
         like, size = self.banks["train"].inputs, self.batch_size
         same = {"device": like.device, "dtype": like.dtype, "loss": self.loss, "least": self.least}
         return SampleBatchSource(trainers, self.plan, size, **same)
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleBatchSource:
-        """Augmentation is left out too: it is done before a pass, and small beside it."""
+        """Return the source with fake tensors and without augmentation, whose cost is negligible."""
         batch_source = copy.copy(self)
         batch_source.banks = {
             name: replace(bank, inputs=fake(bank.inputs), targets=fake(bank.targets))
@@ -167,40 +196,54 @@ class SampleBatchSource(PassBatchSource):
         return batch_source
 
     def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int64[Tensor, "users count"]:
-        """The first sample again and again."""
+        """Return a batch that repeats the first sample.
+
+        Args:
+            users: Number of users.
+            count: Number of samples of each user.
+            fake: Not used.
+        """
         return torch.zeros(users, count, dtype=torch.int64)
 
     def blank_inputs(
         self, users: int, count: int, fake: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "users count ..."]:
-        """Inputs of samples."""
+        """Return fake inputs in the shape of the samples.
+
+        Args:
+            users: Number of users.
+            count: Number of samples of each user.
+            fake: Converts a tensor on the meta device to a fake one.
+        """
         inputs = self.banks["train"].inputs
         return fake(torch.empty(users, count, *inputs.shape[1:], dtype=inputs.dtype, device="meta"))
 
     def scored_at_once(self, users: Sequence[AnyUser], portions: Portions) -> int:
-        """As many as the largest test set has, up to a limit."""
+        """Return the size of the largest test set, up to a limit."""
         return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
 
     def _bank(self, sets: Sequence[Samples]) -> SampleBank:
-        """The sets in one tensor; the test and validation sets are asked for again and again, in turns."""
+        """Return the sets in one tensor; caches the two latest results, as test and validation sets alternate."""
         key = tuple(id(part) for part in sets)
         if key not in self._scored:
             newest = dict(list(self._scored.items())[-1:])
-            self._scored = newest | {key: (sets, bank_of(sets, **self.like))}  # kept, or others might get their ids
+            self._scored = newest | {
+                key: (sets, bank_of(sets, **self.like))
+            }  # keep the sets, so that ids are not reused
         return self._scored[key][1]
 
 
 T = TypeVar("T")
 
 _TRIED = 2
-"""Users, and samples of each, that a net is tried on; batch norm needs two."""
+"""Number of users, and of samples of each, in a trial pass of a net; batch norm needs two."""
 
 
 def net_name(recipe: Recipe, population: Population) -> str:
-    """Which net is trained, as messages and metrics call it.
+    """Return the name of the net for messages and metrics.
 
     Raises:
-        RecipeError: a base is named that is no net.
+        RecipeError: The base is not a net.
     """
     if not isinstance(population.net, str):
         name = getattr(population.net, "__name__", "")
@@ -214,10 +257,10 @@ def net_name(recipe: Recipe, population: Population) -> str:
 
 
 def net_maker(recipe: Recipe, population: Population) -> Callable[[int], nn.Module]:
-    """Makes the net with the initial weights of a seed.
+    """Return a function that makes the net with the initial weights of a seed.
 
     Raises:
-        RecipeError: no such net, one that the samples do not fit, or one that cannot be stacked over users.
+        RecipeError: The net does not exist, does not fit the samples, or cannot be stacked over users.
     """
     name, shape, outputs = net_name(recipe, population), population.input_shape, population.classes
     own = population.net
@@ -251,12 +294,18 @@ def _accepts(own: MakeNet, *arguments: Any) -> bool:
 
 
 def check_net(net: nn.Module, name: str, population: Population) -> bool:
-    """Whether users' copies of a net can be run together and give the outputs that the loss takes.
+    """Check that copies of a net run together under ``torch.vmap`` and return the outputs that the loss takes.
 
-    Returns whether training changes buffers, as running statistics of a batch.
+    Args:
+        net: The net.
+        name: Its name, for errors.
+        population: Users and their loss.
+
+    Returns:
+        Whether training changes buffers, such as running statistics.
 
     Raises:
-        RecipeError: they cannot, or other outputs.
+        RecipeError: The copies cannot run together, or outputs have another shape.
     """
     _check_parts(net, name)
     net = _try(lambda: copy.deepcopy(net), f"net {name!r}: cannot be copied").train()
@@ -280,10 +329,10 @@ def check_net(net: nn.Module, name: str, population: Population) -> bool:
 
 
 def _check_parts(net: nn.Module, name: str) -> None:
-    """Whether its modules are such that each user can have its own.
+    """Check that each user can have its own copy of the modules.
 
     Raises:
-        RecipeError: they are not.
+        RecipeError: A parameter is missing, lazy or not finite, or batch norm has no running statistics or no momentum.
     """
     if not any(True for _ in net.parameters()):
         raise RecipeError(f"net {name!r}: nothing in it can be trained; allowed: an nn.Module with parameters")
@@ -307,7 +356,7 @@ def _copies(tensors: dict[str, Tensor], users: tuple[int, ...]) -> dict[str, Ten
 def _try(run: Callable[[], T], what: str) -> T:
     try:
         return run()
-    except Exception as error:  # the net is a stranger's, and may raise anything
+    except Exception as error:  # the net is the user's code and may raise anything
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RecipeError(f"{what}: {first}") from error
 
@@ -333,15 +382,20 @@ def build_nets(
     here: Sequence[int] | None = None,
     reads: bool = True,
 ) -> Clients:
-    """Everybody's copy of the net, with adaptors where the method mixes them.
+    """Return the users with their copies of the net, with adaptors if the method mixes adaptors.
 
-    ``unread`` leaves the users' samples where they are until something asks for them; ``here`` are the numbers of those
-    whose samples are on this machine. With ``reads`` somebody must have validation data where it is needed.
+    Args:
+        recipe: The recipe.
+        population: Users of the run.
+        plan: Plan of the run.
+        unread: Whether samples are read on first use.
+        here: Numbers of the users whose samples are on this machine; None for all.
+        reads: Whether to check that a user has validation data if the run needs it.
 
     Raises:
-        RecipeError: a base that is no net, a method for language models, fewer components than true clusters for
-            optimal routing, or batches that batch norm cannot take.
-        DataError: users whose samples cannot share a net.
+        RecipeError: The base is not a net, the method is for language models, optimal routing has fewer components than
+            true clusters, or batch norm cannot take the batches.
+        DataError: The samples of users cannot share a net.
     """
     plan = with_full_participation(plan)
     method = plan.method
@@ -365,10 +419,15 @@ def build_nets(
 
 
 def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:
-    """The net as everybody trains it.
+    """Return the net that all users train.
+
+    Args:
+        recipe: The recipe.
+        population: Users of the run.
+        method: Method of the run.
 
     Raises:
-        RecipeError: as :func:`build_nets`.
+        RecipeError: See :func:`build_nets`.
     """
     check_on_nets(method)
     _check_clusters(population, method)
@@ -409,26 +468,28 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
 
 
 COMPILE_FROM = 20
-"""``compile: auto`` has compiled code for convolutions from so many rounds on: making it takes some seconds, once for a
-machine. Users do not count: whoever is alone on a machine has the same code as all together in one process."""
+"""Number of rounds from which ``runtime.compile: auto`` compiles convolutions.
+
+Compiling takes some seconds, once per machine. The number of users does not count, so that a user alone on a machine
+runs the same code as all users in one process."""
 
 
 SEED_STEP = 1_000_003
-"""Between the seeds of an ensemble's nets, so that runs with other seeds share none."""
+"""Difference between the seeds of the nets of an ensemble, so that runs with other seeds share none."""
 
 
 def check_on_nets(method: Method) -> None:
-    """Whether a method is for nets.
+    """Check that a method supports nets.
 
     Raises:
-        RecipeError: it is for language models alone.
+        RecipeError: It is only for language models.
     """
     if why := method.unfit_for_nets:
         raise RecipeError(f"method {method.name}: {why}")
 
 
 def _check_users(population: Population) -> None:
-    """Users may come from elsewhere than a recipe."""
+    """Check samples that a program may have passed instead of the recipe."""
     check(population.users, classes=population.classes if population.measure.classes else None)
     first = population.users[0]
     if (got := tuple(first.train.inputs.shape[1:])) != tuple(population.input_shape):
@@ -438,7 +499,10 @@ def _check_users(population: Population) -> None:
 
 
 def _check_clusters(population: Population, method: Method) -> None:
-    """More components than true clusters are left without users, fewer would make two clusters one."""
+    """Check that optimal routing has at least as many components as true clusters.
+
+    With fewer, two clusters would share a component; additional ones stay without users.
+    """
     mixture = method.placement.mixture
     if mixture is None or not mixture.optimal:
         return
@@ -448,7 +512,7 @@ def _check_clusters(population: Population, method: Method) -> None:
 
 
 def _least_batch(model: StackedModel, plan: RunPlan, size: int) -> int:
-    """How many samples a batch has at least: batch norm needs two, and sees a batch as a whole."""
+    """Return the smallest batch size: 1, or 2 with batch norm, which also needs whole batches."""
     if not model.batchwise:
         return 1
     if size < LEAST_FOR_NORM:
@@ -462,4 +526,4 @@ def _least_batch(model: StackedModel, plan: RunPlan, size: int) -> int:
 
 
 LEAST_FOR_NORM = 2
-"""Batch norm has no variance of one sample."""
+"""Smallest batch of batch norm; a single sample has no variance."""

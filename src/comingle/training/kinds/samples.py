@@ -37,15 +37,15 @@ SCORED_AT_ONCE = 512
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PersonalNet(Personal):
-    """Predicts as one user's model.
+    """The net of one user.
 
-    ``model`` belongs to nobody else: in evaluation mode, its parameters can be trained on, and its state dict is one of
-    the plain net, with adaptors merged into its tensors (for an ensemble, of a :class:`MixtureOfModels`).
+    Its parameters are not shared with other users and can be trained further. It is in evaluation mode. The state dict
+    is that of the plain net, with adaptors merged into its weights (for an ensemble, of a :class:`MixtureOfModels`).
     """
 
     model: nn.Module
     loss: Loss = MSE
-    """What :meth:`evaluate` measures."""
+    """Loss that :meth:`evaluate` computes."""
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.model.parameters())
@@ -54,19 +54,23 @@ class PersonalNet(Personal):
     @torch_defaults()
     @torch.no_grad()
     def predict(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
-        """Outputs for inputs of any floating dtype, on any device."""
+        """Return the outputs for inputs of any floating dtype on any device.
+
+        Returns:
+            Outputs in the dtype and on the device of the net.
+        """
         return self.model(inputs.to(next(self.model.parameters())))
 
     @torch_defaults()
     def evaluate(self, samples: Any) -> SampleScore:
-        """Return the mean loss, and accuracy where targets are classes; NaN without samples.
+        """Return the mean loss, and the accuracy if targets are classes; NaN without samples.
 
         Args:
-            samples: a map-style ``torch.utils.data.Dataset`` of ``(input, target)``, a pair of arrays or tensors, or
+            samples: A map-style ``torch.utils.data.Dataset`` of ``(input, target)``, a pair of arrays or tensors, or
                 :class:`comingle.data.samples.samples.Samples`.
 
         Raises:
-            DataError: something else, or targets that are not of the net's task.
+            DataError: The type is not supported, or targets do not fit the task of the net.
         """
         like, where = next(self.model.parameters()), f"user {self.name!r}: samples"
         samples = read_samples(samples, where)
@@ -90,9 +94,10 @@ class PersonalNet(Personal):
 
 
 class MixtureOfModels(nn.Module):
-    """``sum_c shares_c models_c(x)``: an ensemble as one user mixes it, before any softmax over classes.
+    """``sum_c shares_c models_c(x)``: the mixed outputs of an ensemble, before any softmax.
 
-    Of ``probabilities`` the logits of the mixture: ``log sum_c shares_c softmax(models_c(x))``.
+    With ``probabilities``, the logits of the mixture of class probabilities: ``log sum_c shares_c
+    softmax(models_c(x))``.
     """
 
     shares: Float[Tensor, " clusters"]
@@ -103,7 +108,7 @@ class MixtureOfModels(nn.Module):
         self.register_buffer("shares", shares.clone())
 
     def forward(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
-        """The mixed outputs."""
+        """Return the mixed outputs."""
         outputs = torch.stack([model(inputs) for model in self.models])
         if self.probabilities:
             return mix_probabilities(outputs, self.shares)
@@ -111,13 +116,19 @@ class MixtureOfModels(nn.Module):
 
 
 def personal_net(name: str, model: StackedModel, tensors: Tree) -> PersonalNet:
-    """The net of a user called ``name``, out of its tensors ``(1, ...)``."""
+    """Return the net of one user.
+
+    Args:
+        name: Name of the user.
+        model: The model that all users train.
+        tensors: Tensors of the user ``(1, ...)``.
+    """
     net = _own_net(model, tensors)
     return PersonalNet(name=name, model=net.requires_grad_(True).eval(), loss=model.loss)
 
 
 def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
-    """A user's mixture in the weights where components are adaptors, whatever its place was in training, or merge."""
+    """Return the user's net; mixtures of adaptors, and of models if they merge, are merged into the weights."""
     if model.mixture is None:
         return copy_with_tensors(model.net, tensors)
     shares = model.shares(tensors)[0]
@@ -131,61 +142,80 @@ def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
 
 
 OWN = ""
-"""What a run folder has as the net or the loss that a program handed over."""
+"""Entry in a run folder for a net or a loss that a program passed."""
 
 
 class NetKind(Kind):
-    """What kinds of users who train copies of a net have in common."""
+    """Base of the kinds whose users train copies of a net."""
 
     user, needs_base = UserSamples, False
 
     def check(self, recipe: Recipe, method: Method) -> None:
-        """Adapters in a language model and routers of tokens are none of nets."""
+        """Check that the method supports nets: no adapters of a language model and no token routers."""
         check_on_nets(method)
 
     def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
-        """The net, or the nets that are mixed."""
+        """Return the net, or the nets that are mixed.
+
+        Args:
+            recipe: The recipe.
+            materials: Users of the run.
+            plan: Plan of the run.
+        """
         return net_model(recipe, materials.common, plan.method)
 
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
-        """Everybody's copy of the net."""
+        """Return the users with their copies of the net.
+
+        Args:
+            recipe: The recipe.
+            materials: Users of the run.
+            plan: Plan of the run.
+        """
         unread, here, reads = materials.unread, materials.here, materials.reads
         return build_nets(recipe, materials.common, plan, unread=unread, here=here, reads=reads)
 
     def pooled(self, users: Sequence[AnyUser]) -> UserSamples:
-        """The samples of all."""
+        """Return one user with the samples of all users."""
         return pool_samples(users)
 
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalNet:
-        """One that predicts."""
+        """Return the net of one user, which predicts.
+
+        Args:
+            name: Name of the user.
+            model: The model that all users train.
+            tensors: Tensors of the user ``(1, ...)``.
+            row: Not used.
+        """
         return personal_net(name, cast(StackedModel, model), tensors)
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
-        """The recipe with so many users, for costs.
+        """Raise an error: costs depend on the users' samples and not only on their number.
 
         Raises:
-            RecipeError: who the users are is not a matter of their number.
+            RecipeError: Always.
         """
         raise RecipeError(f"--users: got {users}; the users' samples are read, so leave it out")
 
 
 class SamplesKind(NetKind):
-    """Inputs with targets, out of files or handed over."""
+    """Inputs with targets, read from files or passed by a program."""
 
     name, handed = "samples", ALLOWED_SAMPLES
 
     def check(self, recipe: Recipe, method: Method) -> None:
-        """The loss must be one, too."""
+        """Check the method, and that the loss exists."""
         super().check(recipe, method)
         if (loss := section(recipe).loss) is not None:
             find_loss(loss, classes=False)
 
     def reader(self, request: DataRequest) -> SamplesReader:
-        """Return a reader of files, or of what a program passes; loads no base model.
+        """Return a reader of files, or of the data that a program passes; loads no base model.
 
         Raises:
             DataError: The recipe says that a program passes users, and it does not.
-            RecipeError: The recipe scales images, but samples are handed over.
+            RecipeError: The recipe scales images, but a program passes samples.
         """
         data, given = section(request.recipe), request.given
         if given is None and data.users is None:
@@ -193,11 +223,11 @@ class SamplesKind(NetKind):
         return SamplesReader(data, request.recipe.data_seed, given=given, net=request.net, loss=request.loss)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
-        """Data sets of PyTorch, pairs of arrays, splits of these."""
+        """Return whether ``data`` is a PyTorch dataset, a pair of arrays, or splits of these."""
         return is_user_samples(data)
 
     def settings(self, materials: RunData) -> dict[str, Any]:
-        """Shapes, and the names of the net and of the loss, where they have some."""
+        """Return the shapes, and the names of the net and of the loss if they have names."""
         common = cast(Population, materials.common)
         return {
             "net": common.net if isinstance(common.net, str) else OWN,
@@ -211,10 +241,16 @@ class SamplesKind(NetKind):
     def reopened(
         self, base: Base | None, users: Sequence[AnyUser], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
-        """The shapes as they were, and the net.
+        """Return the data of a run that is opened again, with its shapes and net.
+
+        Args:
+            base: The base model, if the run has one.
+            users: The users.
+            settings: Result of :meth:`settings` in the run folder.
+            net: Makes the net, if a program passed it.
 
         Raises:
-            DataError: a program made the net, and hands it over no more.
+            DataError: A program made the net and does not pass it again.
         """
         if settings["net"] == OWN and net is None:
             raise DataError(
@@ -232,12 +268,12 @@ class SamplesKind(NetKind):
 
 
 def section(recipe: Recipe) -> SamplesSection:
-    """The recipe's data, which is samples."""
+    """Return the data section of a recipe with samples."""
     return cast(SamplesSection, recipe.data)
 
 
 def _reopened_loss(name: str, classes: bool) -> Loss:
-    """The loss of a run, or one that says what is missing where something is to be scored."""
+    """Return the loss of a run; if a program passed it, one that raises an error when called."""
     try:
         return find_loss(name, classes=classes)
     except RecipeError:
