@@ -1,4 +1,4 @@
-"""Conversations: training on the responses, scored on them."""
+"""Conversations: users train on the responses, and models are scored on them."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ from comingle.utils.inputs import DATE
 
 
 class AnswerBatchSource(PassBatchSource):
-    """Passes over conversations, in batches as wide as the longest of them; the loss is on the responses' tokens.
+    """Passes over conversations, with the loss on the tokens of the responses.
 
-    With ``even`` all batches have as many rows and are ``context`` wide. Padding has no loss, but a load-balancing
-    penalty sees where it is routed: with even batches a user's does not depend on others' conversations.
+    A batch is as wide as its longest conversation. With ``even`` all batches have the same number of rows and are
+    ``context`` wide. Padding has no loss, but a load-balancing penalty depends on where it is routed; with even batches
+    the penalty of a user does not depend on other users' conversations.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class AnswerBatchSource(PassBatchSource):
         self.tokenizer, self.even = tokenizer, even
 
     def count(self, trainer: int, stream: Stream) -> int:
-        """How many conversations a trainer has."""
+        """Return the number of conversations of a trainer."""
         return len(self._set(trainer, stream))
 
     def _set(self, trainer: int, stream: Stream) -> Answers:
@@ -81,7 +82,7 @@ class AnswerBatchSource(PassBatchSource):
         return owner.valid if stream == "valid" else owner.train
 
     def portions(self, device: torch.device, columns: int) -> Portions:
-        """By tokens, as if all conversations were as long as the longest."""
+        """Return the size of a pass, by tokens, as if all conversations were as long as the longest."""
         if isinstance(self.trainers, LazyPopulation):
             longest = self.trainers.about["most_width"]
         else:
@@ -92,22 +93,36 @@ class AnswerBatchSource(PassBatchSource):
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch window"]:
-        """The windows of the next batch of each trainer's shuffled pass; ``PAD`` alone stands for none."""
+        """Return the windows of the next batch of each trainer; a window of ``PAD`` stands for no conversation.
+
+        Args:
+            trainers: Numbers of the trainers.
+            phase: Phase that the batches are for.
+            round_number: The round, counted from 0.
+            step: Local step within the round; -1 before the first one.
+            repeat: Repeat of the phase within the step.
+        """
         return self._windows(trainers, phase.stream, self.numbers(trainers, phase, round_number, step, repeat))
 
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch window"]:
-        """Whole conversations, as wide as any may be: their lengths change nothing for others."""
+        """Return whole conversations, ``context`` wide, so that their lengths do not affect each other.
+
+        Args:
+            trainers: Numbers of the trainers.
+            numbers: Numbers of the conversations; ``PAD`` for none.
+            round_number: Not used.
+        """
         return self._windows(trainers, "train", numbers.long(), even=True)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
-        """All train conversations of each trainer, in order."""
+        """Yield all training conversations of each trainer, in order."""
         for numbers in self.every(trainers):
             yield self._windows(trainers, "train", numbers)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch window"]]:
-        """All validation conversations of each trainer, in order."""
+        """Yield all validation conversations of each trainer, in order."""
         for numbers in self.every(trainers, "valid"):
             yield self._windows(trainers, "valid", numbers)
 
@@ -124,17 +139,28 @@ class AnswerBatchSource(PassBatchSource):
         return torch.nn.functional.pad(windows, (0, missing), value=PAD)[..., :width]
 
     def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
-        """Targets that are neither hidden nor padding: the responses' tokens."""
+        """Return the number of targets, without hidden tokens and padding: the tokens of the responses."""
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
     def scoring(self, part: Answers) -> int:
-        """To answer by oneself, token by token, takes as long as to be trained on: more than twice as long."""
+        """Return the cost of scoring a set in conversations; generating responses doubles it.
+
+        Generating takes as long as training, which is more than twice as long as scoring.
+        """
         return len(part) * (1 + any(name in JUDGES for name in part.measures))
 
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[AnswerScore]:
-        """Losses of the responses of every set under its row's model, each token once."""
+        """Return the losses of the responses of set i under the model of row ``rows[i]``, each token once.
+
+        Args:
+            predict: Losses under the models.
+            sets: Sets to score.
+            rows: Row of the model for each set.
+            portions: Number of users and sequences in one pass.
+            gates: Collects the gates of routers.
+        """
         batch, slots = portions.slots(SCORED_PER_SLOT)
         parts = [[_trim(part.windows[at]) for at in _by_width(part.windows).split(batch)] for part in sets]
         windows_scores = score_windows(predict, parts, rows, slots=slots, gates=gates)
@@ -151,7 +177,16 @@ class AnswerBatchSource(PassBatchSource):
         portions: Portions,
         gates: Gates | None,
     ) -> list[AnswerScore]:
-        """The same, and what the models respond by themselves, where a measure asks for it."""
+        """Return the losses of the responses and, if a measure requires it, scores of generated responses.
+
+        Args:
+            predict: Losses under the models.
+            generate: Text that the models generate.
+            sets: Test sets.
+            rows: Row of the model for each set.
+            portions: Number of users and sequences in one pass.
+            gates: Collects the gates of routers.
+        """
         scores = self.score(predict, sets, rows, portions, gates)
         if not any(name in JUDGES for part in sets for name in part.measures):
             return scores
@@ -161,9 +196,15 @@ class AnswerBatchSource(PassBatchSource):
     def answers(
         self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], portions: Portions
     ) -> list[list[str]]:
-        """What the model of row ``rows[i]`` says after each prompt of set i: its likeliest tokens, one by one.
+        """Return the greedy response of the model of row ``rows[i]`` to each prompt of set i.
 
-        A response ends where the model ends it, or at the length of the longest response that its user has.
+        A response ends where the model ends it, or at the length of the longest response of its user.
+
+        Args:
+            generate: Text that the models generate.
+            sets: Sets with the prompts.
+            rows: Row of the model for each set.
+            portions: Number of users and sequences in one pass.
         """
         batch, slots = _slots_to_speak(sets, portions)
         texts = [[""] * len(part.references) for part in sets]
@@ -181,18 +222,20 @@ class AnswerBatchSource(PassBatchSource):
         return texts
 
     def _text(self, tokens: Int64[Tensor, " new"], ends: Sequence[int]) -> str:
-        """The text up to the first token that ends it."""
+        """Return the text up to the first token that ends it."""
         said = list(takewhile(lambda token: token != PAD and token not in ends, tokens.tolist()))
         return str(self.tokenizer.decode(said, skip_special_tokens=True)).strip()
 
 
 SPEAKING, READ_AT_ONCE = 64, 8192
-"""Responses that are given at once, and tokens of their prompts: each further token reads all weights, for however many
-responses; with more, passes over the prompts need more memory than training does."""
+"""Largest number of responses that are generated at once, and of tokens of their prompts.
+
+Each further token reads all weights, however many responses there are. With larger numbers, passes over the prompts
+would need more memory than training."""
 
 
 def _slots_to_speak(sets: Sequence[Answers], portions: Portions) -> tuple[int, int]:
-    """Prompts of a set that share a slot, and slots of a pass: responses of as many sets as there is room for."""
+    """Return the number of prompts per slot and the number of slots in a generation pass."""
     longest = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
     rows = max(portions.users * portions.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest)))
     most = max((len(part.references) for part in sets), default=1)
@@ -202,14 +245,14 @@ def _slots_to_speak(sets: Sequence[Answers], portions: Portions) -> tuple[int, i
 
 @dataclass(frozen=True)
 class _Job:
-    """Responses of one set for one pass through one slot."""
+    """Prompts of one set that share a slot of one generation pass."""
 
     owner: int
     numbers: Int64[Tensor, " n"]
 
 
 def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
-    """The prompts of each job, filled with ``PAD`` on the left; a job with fewer repeats its last."""
+    """Return the prompts of each job, padded with ``PAD`` on the left; shorter jobs repeat their last prompt."""
     rows = max(len(job.numbers) for job in group)
     prompts_of_jobs = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
     width = max(len(prompt) for prompts in prompts_of_jobs for prompt in prompts)
@@ -222,7 +265,7 @@ def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "s
 
 
 def _width(windows: Int[Tensor, "*batch window"]) -> int:
-    """Places up to the last one that is not padding in all windows."""
+    """Return the position after the last one that is not padding in all windows."""
     used = (windows != PAD).flatten(0, -2).any(0).nonzero()
     return int(used.max()) + 1 if len(used) else 0
 
@@ -232,36 +275,45 @@ def _trim(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, "n width"]:
 
 
 def _by_width(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, " n"]:
-    """Numbers of the conversations, the shortest first."""
+    """Return the numbers of the conversations, the shortest first."""
     return (windows != PAD).sum(1).argsort(stable=True)
 
 
 NOTE = "Conversations count as long as the context, the most that training on them can cost."
+"""Note on costs that are counted at the full context length."""
 ABSENT_NOTE = f"{NOTE} How many there are is not known, so a round has one batch ({{}})."
+"""Note on costs if the number of conversations is unknown."""
 
 
 TAKEN = (
     "rows with messages, or with prompt and response or what data.prompt and data.response name "
     "(a list, a datasets.Dataset), or {train, valid, test} of these"
 )
+"""Description of the data of one user that a program may pass."""
 
 
 class AnswersKind(LanguageKind):
-    """What kinds have in common whose users' loss is on responses."""
+    """Base of the kinds whose loss is on responses."""
 
     user = UserAnswers
 
     def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
-        """Whether everybody has what the method will use.
+        """Check that every user has the data that the method uses.
 
         Raises:
-            DataError: somebody has not.
+            DataError: A user lacks data.
         """
         for user in users:
             check_answers(user, needs_validation=method.client.needs_validation)
 
     def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
-        """How much there is to train on is known of those who are here."""
+        """Return the model; whether it is compiled depends on the training tokens of the users on this machine.
+
+        Args:
+            recipe: The recipe.
+            materials: Base model and users of the run.
+            plan: Plan of the run.
+        """
         assert materials.base is not None
         if isinstance(materials.users, LazyPopulation):
             tokens = plan.training.rounds * plan.training.local_epochs * materials.users.about.get("tokens", 0)
@@ -271,7 +323,13 @@ class AnswersKind(LanguageKind):
         return language_model(recipe, materials.base, plan.method, count_trainers(materials, plan.method), tokens)
 
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
-        """Batches are as wide as their longest conversation, or all equally wide where tokens' routes are balanced."""
+        """Return the users on this machine; batches are even if the method balances the load of experts.
+
+        Args:
+            recipe: The recipe.
+            materials: Base model and users of the run.
+            plan: Plan of the run.
+        """
         plan = with_full_participation(plan)
         assert materials.base is not None
         if not materials.unread:
@@ -293,21 +351,21 @@ class AnswersKind(LanguageKind):
         )
 
     def pooled(self, users: Sequence[AnyUser]) -> UserAnswers:
-        """The conversations of all."""
+        """Return one user with the conversations of all users."""
         return pool_answers(users)
 
     def sample(self, user: Any) -> Any:
-        """The first of the test set."""
+        """Return the tokens of the first conversation of the test set."""
         return user.test.tokens(0)
 
 
 class ConversationsKind(AnswersKind):
-    """Messages, or prompts with responses."""
+    """Conversations as messages, or as prompts with responses."""
 
     name, handed = "conversations", TAKEN
 
     def reader(self, request: DataRequest) -> ConversationReader:
-        """Return a reader of rows with messages: files, data sets, or what a program hands over."""
+        """Return a reader of rows with messages: files, datasets, or data that a program passes."""
         recipe = request.recipe
         return ConversationReader(
             section(recipe),
@@ -319,20 +377,20 @@ class ConversationsKind(AnswersKind):
         )
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
-        """Rows with messages, or with a prompt and a response, by the names that the section has for them."""
+        """Return whether ``data`` has rows with messages, or with the prompt and response columns of the section."""
         return has_messages(data, Columns.read(options))
 
     def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
-        """All who have too few are named at once."""
+        """Check that every user has enough conversations; names all users that do not."""
         check_shortages(users, needs_validation=method.client.needs_validation)
 
     def settings(self, materials: RunData) -> dict[str, Any]:
-        """The date in the base's chat template, where it writes today's."""
+        """Return the date that the base model's chat template writes, if it writes the current date."""
         date = None if materials.base is None else materials.base.date
         return {} if date is None else {DATE: date.isoformat()}
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
-        """Rows of a data set are read where it alone knows its users."""
+        """Return the names of the users; reads rows only if the users are named nowhere else."""
         source = section(recipe).dataset
 
         def owners() -> Iterator[str]:
@@ -342,10 +400,10 @@ class ConversationsKind(AnswersKind):
         return self.known_names(recipe, source, owners, "rows")
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """Users with text as long as the context, and as many steps of it as the one with most conversations has.
+        """Convert conversations to text of ``context`` tokens, with the steps of the user with most conversations.
 
-        That is the most that conversations can cost: a batch is as wide as its longest, and none is wider than the
-        context. Where their number is out of reach, one batch counts.
+        This is an upper bound of the cost: a batch is as wide as its longest conversation, at most the context. If the
+        number of conversations is unknown, one batch is counted.
         """
         data, batch = section(recipes[0]), recipes[0].training.batch_size
         try:
@@ -359,7 +417,7 @@ class ConversationsKind(AnswersKind):
 
 
 def as_steps(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
-    """The recipe with text of its users, and the steps in which so many conversations of each are passed over."""
+    """Return a text recipe with the steps of a pass over ``counts`` conversations of each user."""
     pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
     batches = ceil((sum if pooled else max)(counts.values()) / recipe.training.batch_size)
     text = {"users": dict.fromkeys(counts, "not read")}
@@ -367,12 +425,12 @@ def as_steps(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
 
 
 def section(recipe: Recipe) -> ConversationsSection:
-    """The recipe's data, which is conversations."""
+    """Return the data section of a recipe with conversations."""
     return cast(ConversationsSection, recipe.data)
 
 
 def training_tokens(trainers: Sequence[UserAnswers], plan: RunPlan) -> int:
-    """How many tokens trainers who are there in every round train on."""
+    """Return the number of tokens that trainers train on if they take part in every round."""
     every = sum(int((trainer.train.windows != PAD).sum()) for trainer in trainers)
     return plan.training.rounds * plan.training.local_epochs * every
 

@@ -1,4 +1,4 @@
-"""Text: training on random windows, scored by perplexity."""
+"""Text: users train on random windows, and models are scored by perplexity."""
 
 from __future__ import annotations
 
@@ -42,7 +42,14 @@ from comingle.utils.trees import Tree
 
 
 class TextBatchSource(BatchSource):
-    """Random windows of each trainer's token streams."""
+    """Random windows of the token streams of trainers.
+
+    Args:
+        trainers: Trainers with token streams.
+        plan: Plan of the run.
+        batch_size: Number of windows per trainer.
+        begin: Token that begins each window; None without one.
+    """
 
     unit = "tokens"
 
@@ -56,21 +63,29 @@ class TextBatchSource(BatchSource):
         self._cut: dict[int, Int[Tensor, "windows window"]] = {}
 
     def portions(self, device: torch.device, columns: int) -> Portions:
-        """By tokens alone: adapters are small beside activations."""
+        """Return the size of a pass, by tokens: adapters are small compared with activations."""
         return portions(self.plan, device, self.batch_size)
 
     def steps(self, trainer: int) -> int:
-        """The same for all."""
+        """Return the number of local steps of a round, which is the same for all trainers."""
         return self.plan.training.local_steps
 
     def seen(self, trainer: int) -> int:
-        """Training tokens of a round."""
+        """Return the number of training tokens of a round."""
         return self.plan.training.local_steps * self.batch_size * self.plan.training.context
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int[Tensor, "users batch window"]:
-        """Fresh random windows ``context + 1`` tokens wide."""
+        """Return new random windows, ``context + 1`` tokens wide.
+
+        Args:
+            trainers: Numbers of the trainers.
+            phase: Phase that the batches are for.
+            round_number: The round, counted from 0.
+            step: Local step within the round; -1 before the first one.
+            repeat: Repeat of the phase within the step.
+        """
         drawn = [
             random_windows(
                 trainer.valid if phase.stream == "valid" else trainer.train,
@@ -84,7 +99,7 @@ class TextBatchSource(BatchSource):
         return torch.stack(drawn)
 
     def examples(self, trainer: int) -> int:
-        """Windows at fixed places of the stream."""
+        """Return the number of disjoint windows in the stream of a trainer."""
         return len(self._windows(trainer))
 
     def _windows(self, trainer: int) -> Int[Tensor, "windows window"]:
@@ -96,17 +111,23 @@ class TextBatchSource(BatchSource):
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int[Tensor, "users batch window"]:
-        """Windows that have no token in common."""
+        """Return windows by number; they have no token in common.
+
+        Args:
+            trainers: Numbers of the trainers.
+            numbers: Numbers of the windows; ``PAD`` for none.
+            round_number: Not used.
+        """
         chosen = [self._windows(trainer)[at.clamp(min=0)] for trainer, at in zip(trainers, numbers, strict=True)]
         return torch.stack(chosen).masked_fill((numbers == PAD).unsqueeze(2), PAD)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch window"]]:
-        """As many fresh windows as the trainers train on in a round: a stream is too long to be read whole."""
+        """Yield as many new windows as the trainers train on in a round; streams are too long to be read in full."""
         for step in range(self.plan.training.local_steps):
             yield self.draw(trainers, Phase(roles=frozenset()), round_number, step, -1)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch window"]]:
-        """The validation streams, cut as where they are scored."""
+        """Yield the validation streams, cut into the windows that are scored."""
         context, size = self.plan.training.context, self.batch_size
         parts = [evaluation_windows(self.trainers[i].valid, context=context, begin=self.begin) for i in trainers]
         for start in range(0, max(map(len, parts)), size):
@@ -116,36 +137,57 @@ class TextBatchSource(BatchSource):
             yield windows
 
     def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
-        """Targets: tokens that are neither padding nor hidden."""
+        """Return the number of targets, without padding and hidden tokens."""
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[Score]:
-        """Losses of whole streams, in one exact pass over each."""
+        """Return the losses of whole streams, in one exact pass over each.
+
+        Args:
+            predict: Losses under the models.
+            sets: Token streams.
+            rows: Row of the model for each stream.
+            portions: Number of users and sequences in one pass.
+            gates: Collects the gates of routers.
+        """
         batch, slots = portions.slots(SCORED_PER_SLOT)
         cut = {"context": self.plan.training.context, "begin": self.begin}
         return score_streams(predict, sets, rows, batch=batch, slots=slots, gates=gates, **cut)
 
 
 class LanguageKind(Kind):
-    """What kinds on a language model have in common."""
+    """Base of the kinds whose users train a language model."""
 
     def check(self, recipe: Recipe, method: Method) -> None:
-        """A mixture of whole models is for nets, and true clusters are known of made tasks alone."""
+        """Check that the method supports language models; mixtures of whole models are for nets."""
         check_on_language(recipe, method)
 
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalModel:
-        """One that speaks."""
+        """Return the model of one user, which generates text.
+
+        Args:
+            name: Name of the user.
+            model: The model that all users train.
+            tensors: Tensors of the user ``(1, ...)``.
+            row: Row of the user in the federation.
+        """
         return PersonalModel(name=name, model=cast(LanguageModel, model), tensors=tensors, row=row)
 
     def known_names(
         self, recipe: Recipe, source: UsersRows | None, owners: Callable[[], Iterable[str]], unread: str
     ) -> tuple[str, ...]:
-        """Who the users are: ``owners`` are those of a data set's rows, asked for where it alone knows its users.
+        """Return the names of the users, from the recipe or from the rows of a dataset.
+
+        Args:
+            recipe: The recipe.
+            source: Dataset of the recipe, if it has one.
+            owners: Yields the owner of each row; called only if the dataset alone has the names.
+            unread: Word for the rows in the error.
 
         Raises:
-            DataError: the rows, which are called ``unread``, cannot be read.
+            DataError: The rows cannot be read.
         """
         if source is None:
             return tuple(recipe.data.names)
@@ -159,19 +201,19 @@ class LanguageKind(Kind):
 
 
 class TextKind(LanguageKind):
-    """Token streams."""
+    """Text as token streams."""
 
     name, user, handed = "text", UserData, ALLOWED_TEXT
 
     def check(self, recipe: Recipe, method: Method) -> None:
-        """As on any language model; text that is trained on cannot say which round was best."""
+        """Check the method, and that validation text that is trained on does not select the best round."""
         super().check(recipe, method)
         if section(recipe).train_on_valid and recipe.evaluation.select == "best":
             told = "chooses by validation text, which data.train_on_valid trains on; allowed: last"
             raise RecipeError(f"evaluation.select: best {told}")
 
     def reader(self, request: DataRequest) -> TextReader:
-        """Return a reader of documents: the same documents give the same run, be they in files or handed over."""
+        """Return a reader of documents; the same documents give the same run from files or from a program."""
         recipe = request.recipe
         return TextReader(
             section(recipe),
@@ -183,18 +225,30 @@ class TextKind(LanguageKind):
         )
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
-        """Documents, a table with a column of them, a path, or splits of these."""
+        """Return whether ``data`` is documents, a table with a column of them, a path, or splits of these."""
         return is_user_text(data)
 
     def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
-        """Everybody trains on as many tokens."""
+        """Return the model; all users have equally many training tokens, which decide whether it is compiled.
+
+        Args:
+            recipe: The recipe.
+            materials: Base model and users of the run.
+            plan: Plan of the run.
+        """
         assert materials.base is not None
         trainers = count_trainers(materials, plan.method)
         tokens = trainers * plan.iterations * plan.training.batch_size * plan.training.context
         return language_model(recipe, materials.base, plan.method, trainers, tokens)
 
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
-        """Every stream that will be used must be long enough."""
+        """Return the users on this machine; every stream that the run uses must be long enough.
+
+        Args:
+            recipe: The recipe.
+            materials: Base model and users of the run.
+            plan: Plan of the run.
+        """
         assert materials.base is not None
         plan, begin = with_full_participation(plan), materials.base.begin
         if not materials.unread:
@@ -215,11 +269,11 @@ class TextKind(LanguageKind):
         )
 
     def pooled(self, users: Sequence[AnyUser]) -> UserData:
-        """The streams of all, one after another."""
+        """Return one user with the concatenated streams of all users."""
         return pool(users)
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
-        """Rows of a data set are read where it alone knows its users."""
+        """Return the names of the users; reads rows only if the users are named nowhere else."""
         source = section(recipe).dataset
 
         def owners() -> Iterable[str]:
@@ -231,19 +285,19 @@ class TextKind(LanguageKind):
         return self.known_names(recipe, source, owners, "text")
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """As they are, if users named in them have the text that a run needs."""
+        """Return the recipes unchanged, after checking that the users have enough text unless ``users`` is given."""
         if users is not None:
             return list(recipes), set(), ""
         return list(recipes), *check_texts(recipes[0], section(recipes[0]), anybody_validates(recipes))
 
 
 def anybody_validates(recipes: Iterable[Recipe]) -> bool:
-    """Whether one of the recipes' methods needs validation data."""
+    """Return whether the method of one of the recipes needs validation data."""
     return any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes)
 
 
 def section(recipe: Recipe) -> TextSection:
-    """The recipe's data, which is text."""
+    """Return the data section of a recipe with text."""
     return cast(TextSection, recipe.data)
 
 
