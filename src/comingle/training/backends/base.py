@@ -21,18 +21,19 @@ from comingle.training.settings import RunPlan
 logger = logging.getLogger("comingle")
 
 S = TypeVar("S")
-"""Scores of the users' models, as a backend knows them."""
+"""Type of the scores of a backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """What a round does besides local steps.
+    """Plan of a round, apart from its local steps.
 
     Attributes:
         number: The round, counted from 0.
-        ends: Whether it is the last one planned.
+        ends: Whether it is the last planned round.
         exchanges: Whether participants upload and the server aggregates.
-        evaluates: Which models are evaluated: the local ones, before the server aggregates, or the exchanged ones.
+        evaluates: Models to evaluate: local ones, before the server aggregates, or exchanged ones; None for no
+            evaluation.
         saves: Whether a checkpoint is written.
     """
 
@@ -50,13 +51,13 @@ class RoundPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundResult:
-    """What the local steps of a round yielded.
+    """Result of the local steps of a round.
 
     Attributes:
         losses: Mean training loss in nats of each participant that reports it.
         users: Number of participants whose work counts.
-        tokens: Training tokens or samples that were seen.
-        seconds: Time of the local steps; the longest, where users train beside each other.
+        tokens: Number of training tokens or samples.
+        seconds: Duration of the local steps; the longest one if users train in parallel.
     """
 
     losses: Mapping[str, float]
@@ -70,7 +71,7 @@ class Backend(ABC, Generic[S]):
 
     server: ServerHalf
     remote: ClassVar[bool] = False
-    """Whether users are elsewhere, where they may be absent, and the server sees no round without an exchange."""
+    """Whether users are in other places: they may be absent, and rounds without an exchange are not reported."""
 
     @abstractmethod
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
@@ -82,19 +83,19 @@ class Backend(ABC, Generic[S]):
 
     @abstractmethod
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
-        """Return the participants of a round, or None and end the run where the privacy budget allows no more."""
+        """Return the participants of a round; None ends the run because the privacy budget is spent."""
 
     @abstractmethod
     def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
         """Have participants download, take their local steps, and upload if the round exchanges.
 
         Raises:
-            ComingleError: too few participants' work can be used.
+            ComingleError: Too few participants can be used.
         """
 
     @abstractmethod
     def aggregate(self) -> str:
-        """Aggregate the uploads of the round; return why they were not, which leaves the model as it was, or ""."""
+        """Aggregate the uploads of the round; return why the model stays unchanged, or an empty string."""
 
     @abstractmethod
     def evaluate(self, done: int, *, receives: bool, finishes: bool, silent: bool) -> tuple[S | None, Event]:
@@ -121,6 +122,13 @@ class Backend(ABC, Generic[S]):
 
 
 def log_rejection(observe: Observer, number: int, name: str, reason: str) -> None:
-    """Log that a user's work of round ``number`` (from 1) is left out."""
+    """Log that the work of a user is left out of a round.
+
+    Args:
+        observe: Called with the event.
+        number: The round, counted from 1.
+        name: Name of the user.
+        reason: Reason for the rejection.
+    """
     logger.warning("user %r is left out of round %d: %s", name, number, reason, extra=AN_EVENT)
     observe({"event": "rejected", "round": number, "user": name, "reason": reason})

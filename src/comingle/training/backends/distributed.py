@@ -1,12 +1,12 @@
-"""A run whose users are sharded over processes.
+"""A backend whose users are sharded over processes.
 
-Floating-point sums depend on their order, sums of whole numbers do not. So each term is rounded to a grid that is the
-same for all (as in pre-rounded reproducible summation: Demmel and Nguyen 2015, "Parallel Reproducible Summation",
-section 3), and added as a whole number of 64 bits.
+Floating-point sums depend on the order of their terms; integer sums do not. So each term is rounded to a common grid
+(as in pre-rounded reproducible summation: Demmel and Nguyen 2015, "Parallel Reproducible Summation", section 3) and
+added as a 64-bit integer.
 
-Every process runs the same rounds. Messages are those of one process: uploads are put together in the order of the
-users, so that the server computes what it would have computed alone, to the last bit; downloads are handed out. Where
-the server needs sums alone, each process sends one sum and no upload.
+Every process runs the same rounds. Messages equal those of a run in one process: uploads are joined in the order of the
+users, so that the server computes bitwise the same result, and downloads are scattered. If the server needs only sums,
+each process sends one sum and no uploads.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ from comingle.utils.files import line_of, list_checkpoints
 from comingle.utils.trees import Tree, restrict
 
 _BITS = 61
-"""A sum needs one bit for its sign, and one more where its terms are rounded up."""
+"""Bits of a sum, without its sign and the carry of terms that are rounded up."""
 
 _POWER = 1000
-"""By no more powers of two at once is multiplied: float64 has none from 2^1024 on."""
+"""Largest power of two in one multiplication; float64 overflows at 2^1024."""
 
 _AT_ONCE = 2**22
-"""So many numbers are made float64 at once."""
+"""Number of entries that are converted to float64 at a time."""
 
 
 def terms(t: Float[Tensor, "users ..."], weights: Float[Tensor, "users ..."]) -> Float[Tensor, "users ..."]:
-    """``weight_u t_u`` in float64, in which products of float32 are exact; weights may have ``t``'s components."""
+    """Return ``weight_u t_u`` in float64, in which products of float32 are exact; weights may be per component."""
     factors = weights.to(t).double()
     return t.double() * factors.view(*factors.shape, *[1] * (t.dim() - factors.dim()))
 
 
 def largest_terms(tensors: Tree, weights: Tree) -> Float[Tensor, " tensors"]:
-    """The largest magnitude of each tensor's terms; 0 where nobody is here."""
+    """Return the largest magnitude of the terms of each tensor; 0 without users."""
     return torch.stack([_largest(t, weights[name]) for name, t in tensors.items()])
 
 
@@ -85,12 +85,13 @@ def _largest(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
 
 
 def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
-    """By which power of two each tensor's terms are multiplied so that the sum of all users' fits into 64 bits.
+    """Return the power of two that scales the terms of each tensor so that the sum over all users fits into 64 bits.
 
-    A term is rounded to half a unit: a sum is off by at most ``users 2^(log2(users) - 61)`` of its largest term.
+    Rounding a term adds at most half a unit, so the error of a sum is at most ``users 2^(log2(users) - 61)`` times its
+    largest term.
 
     Raises:
-        DivergenceError: a term is not finite.
+        DivergenceError: A term is not finite.
     """
     if not bool(largest.isfinite().all()):
         raise DivergenceError("the sum of the users' uploads is not finite; try a smaller learning rate")
@@ -99,7 +100,13 @@ def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
 
 
 def whole_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Tensor, " entries"]:
-    """``sum_u round(weight_u t_u 2^shift)`` of those who are here, all tensors one after another."""
+    """Return ``sum_u round(weight_u t_u 2^shift)`` over the users of this process, for all tensors, concatenated.
+
+    Args:
+        tensors: Tensors ``(users, *shape)``.
+        weights: Weights of the users, by tensor name.
+        shifts: Power of two of each tensor.
+    """
     return torch.cat(
         [_whole(t, weights[name], shift).flatten() for (name, t), shift in zip(tensors.items(), shifts, strict=True)]
     )
@@ -113,14 +120,20 @@ def _whole(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
 
 
 def _scaled(t: Float[Tensor, "*shape"], shift: int) -> Float[Tensor, "*shape"]:
-    """``t 2^shift``, to the last bit where float64 has it."""
+    """Return ``t 2^shift``, exactly where float64 can represent it."""
     first = min(max(shift, -_POWER), _POWER)
     t = t * 2.0**first
     return t if first == shift else t * 2.0 ** (shift - first)
 
 
 def sums_of(whole: Int64[Tensor, " entries"], like: Tree, shifts: Sequence[int]) -> Tree:
-    """The same as tensors of ``like``'s shapes ``(users, *shape)`` and dtypes, without the users."""
+    """Return concatenated integer sums as named tensors.
+
+    Args:
+        whole: Result of :func:`whole_sums`.
+        like: Tensors ``(users, *shape)`` with the names, shapes and dtypes.
+        shifts: Power of two of each tensor.
+    """
     parts = whole.split([t[:0].new_empty(t.shape[1:]).numel() for t in like.values()])
     named = zip(like.items(), parts, shifts, strict=True)
     return {name: _scaled(part.double(), -shift).to(t.dtype).view(t.shape[1:]) for (name, t), part, shift in named}
@@ -134,7 +147,15 @@ def reduced(
     largest: Callable[[Tensor], Tensor],
     total: Callable[[Tensor], Tensor],
 ) -> Tree:
-    """``sum_u weight_u t_u`` over so many users; ``largest`` and ``total`` put together what each process has found."""
+    """Return ``sum_u weight_u t_u`` over the users of all processes, independent of their order.
+
+    Args:
+        tensors: Tensors of the users of this process ``(users, *shape)``.
+        weights: Weights of the users, by tensor name.
+        users: Number of users of all processes.
+        largest: Reduces a tensor to its maximum over processes.
+        total: Reduces a tensor to its sum over processes.
+    """
     shifts = shifts_of(largest(largest_terms(tensors, weights)), users)
     return sums_of(total(whole_sums(tensors, weights, shifts)), tensors, shifts)
 
@@ -149,10 +170,10 @@ _REPORT = "report/"
 
 @dataclass(kw_only=True)
 class Sharded(InProcess):
-    """The users of one of several processes, and at the process that leads the server.
+    """The users of one of several processes, and in the first process the server.
 
-    Each method is called by every process, in the same order. Elsewhere the server's state is not kept up to date,
-    apart from its version.
+    Every process calls each method, in the same order. In other processes only the version of the server's state is
+    current.
 
     Attributes:
         ranks: The processes of the run.
@@ -170,7 +191,7 @@ class Sharded(InProcess):
         self.leads = self.ranks.leads
 
     def merge_users(self, work: Callable[[], JsonMapping]) -> JsonObject:
-        """Merge what every process returns of its users where one leads; elsewhere return what this one does."""
+        """Merge the mappings of all processes in the first one; in others return their own."""
         return merged(self.ranks.gather(work))
 
     # ---------------------------------------------------------------- rounds
@@ -185,7 +206,7 @@ class Sharded(InProcess):
         return self.ranks.share(resolve)
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
-        """Return the participants of a round among the users of this process."""
+        """Return the participants of a round that belong to this process."""
         participants = self.ranks.share(partial(super().select_participants, plan))
         if participants is None:
             self.clients.stopped_after = plan.number
@@ -197,7 +218,7 @@ class Sharded(InProcess):
         return self.ranks.each(partial(super()._train, plan, participants))
 
     def _report_round(self, work: LocalRound) -> RoundReport:
-        """Return the work of all users at the process that leads, elsewhere that of its own."""
+        """Return the report of all users in the first process, in others that of their own users."""
         own = super()._report_round
         parts = [RoundReport(**part) for part in self.ranks.gather(lambda: asdict(own(work)))]
         return RoundReport(
@@ -223,7 +244,7 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- the run folder
 
     def open_folder(self, folder: Path, *, resume: bool) -> bool:
-        """Open the users' store in a run folder, first at the process that leads; return whether to restore from it."""
+        """Open the users' store in a run folder, in the first process first; return whether to restore it."""
         found = self.ranks.share(lambda: resume and bool(list_checkpoints(folder)))
         store = self.clients.state
         self.ranks.share(lambda: store.open(folder, anew=not found))
@@ -234,14 +255,19 @@ class Sharded(InProcess):
         return self.ranks.share(partial(super()._read_key, folder, resume=resume))
 
     def write_record(self, path: Path, content: Mapping[str, object]) -> None:
-        """Write a JSON file at the process that leads."""
+        """Write a JSON file in the first process."""
         self.ranks.share(partial(super().write_record, path, content))
 
     def save(self, folder: Path, progress: Progress, *, keep: int) -> None:
-        """Write the checkpoint of a round, each process the part of its users, and delete old ones.
+        """Write the checkpoint of a round, each process the part of its users, and delete old checkpoints.
+
+        Args:
+            folder: Run folder.
+            progress: Progress of the run.
+            keep: Number of checkpoints to keep.
 
         Raises:
-            RunError: the disk of one of them does not take it; the older checkpoints stay.
+            RunError: The disk of a process cannot be written to; older checkpoints stay.
         """
         clients, server, ranks = self.clients, self.server, self.ranks
         progress = replace(progress, shards=self.shards)
@@ -267,7 +293,7 @@ class Sharded(InProcess):
         try:
             lines = [line for text in ranks.gather(write) for line in text.encode().splitlines(keepends=True)]
         except BaseException:
-            if self.leads:  # when all know of it: who still writes would else say that the folder is gone
+            if self.leads:  # after all processes have stopped writing
                 shutil.rmtree(draft, ignore_errors=True)
             raise
 
@@ -298,7 +324,7 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- downloads
 
     def download(self, members: Sequence[int]) -> None:
-        """Send stale users what the server has."""
+        """Send the current server version to stale users."""
         if not self.clients.shares:
             return
         stale = self.clients.stale(self.server.version, members)
@@ -321,7 +347,7 @@ class Sharded(InProcess):
             self.ranks.each(lambda: None)
 
     def _answers(self, asked: Sequence[Sequence[str]], common: Tree) -> list[tuple[dict[str, Any], Tree]]:
-        """What each process hears of its users' downloads; ``common`` gets the tensors that all have in common."""
+        """Return the part of the download of each process; tensors that all have in common go to ``common``."""
         names = [self.server.answers(some) for some in asked]
         flat = [name for some in names for name in some]
         if not flat:
@@ -341,7 +367,13 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- uploads
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """Upload what these users share and their training losses after round ``done`` (from 1)."""
+        """Upload the shared tensors and training losses of users.
+
+        Args:
+            members: Numbers of the users.
+            done: The round, counted from 1.
+            losses: Mean training loss of each user.
+        """
         self._sent = self.ranks.each(lambda: self._make_upload(members, done, losses))
         sent, summed = self._sent, self.server.sums is not None
         told = self.ranks.gather(lambda: list(sent.users) if summed else sum(packed_bytes(sent)) if sent.users else 0)
@@ -358,7 +390,7 @@ class Sharded(InProcess):
         return self.clients.upload(members, done, said)
 
     def aggregate(self) -> str:
-        """Aggregate the uploads of the round; return why there is no sum, if there is none."""
+        """Aggregate the uploads of the round; return why there is no sum, or an empty string."""
         assert self._sent is not None
         sent, self._sent = self._sent, None
         adds = self.server.adds and not self.ordered
@@ -387,7 +419,7 @@ class Sharded(InProcess):
         return ""
 
     def _gather_uploads(self, sent: Upload) -> Upload | None:
-        """Everybody's uploads as one, at the process that leads."""
+        """Return the uploads of all processes as one, in the first process."""
         tensors = sent.tensors | {_REPORT + n: t for n, t in sent.reports.items()} | {"ranks": sent.ranks}
         found = self.ranks.collect(tensors if sent.users else {})
         users = self.ranks.gather(lambda: list(sent.users))
@@ -397,7 +429,7 @@ class Sharded(InProcess):
         return join_uploads(uploads) if uploads else no_uploads(sent.round)
 
     def _sums(self, sent: Upload, whole: Upload | None, users: Sequence[str]) -> Tree:
-        """The weighted sums of all uploads, at the process that leads."""
+        """Return the weighted sums of all uploads, in the first process."""
         layout = self.clients.model.layout
         like = restrict(layout.views(self.clients.state.rows[:0]), layout, self.server.method.shared)
         own = expand(sent.tensors, self.server.uploads) if sent.users else like
@@ -408,7 +440,7 @@ class Sharded(InProcess):
         return reduced(own, of_each, len(users), largest=self.ranks.largest, total=self.ranks.total)
 
     def _weights(self, names: Sequence[str], whole: Upload | None, counts: Sequence[int]) -> list[tuple[Any, Tree]]:
-        """By what each process multiplies its users' uploads; tensors with the same weights have them in common."""
+        """Return the weights of the users of each process; tensors with equal weights share them."""
         assert whole is not None
         found = self.server.coefficients(names, whole)
         unlike = {str(id(t)): t.cpu().split(list(counts)) for t in found.values()}
@@ -418,7 +450,7 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- the best round
 
     def report_losses(self, done: int, losses: dict[str, float]) -> float:
-        """Report validation losses after round ``done`` and return their mean; remember all models if it is lowest."""
+        """Report validation losses after round ``done``; store all models if the mean, which is returned, is lowest."""
         parts = self.ranks.gather(lambda: losses)
         mean, lowest = self.ranks.share(lambda: self._judged(parts, done))
         self.clients.receive_verdict(verdict(list(losses) or [self.clients.names[0]], done, lowest=lowest))

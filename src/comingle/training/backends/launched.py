@@ -1,6 +1,6 @@
-"""Whether this process is one of several of a run, and which: as torchrun or `comingle run --processes` started it.
+"""Place of this process among several: set by torchrun or by ``comingle run --processes``.
 
-Read before torch is imported.
+Does not import torch, so that it can be read first.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from comingle.utils.errors import RunError
 
 MEETING, PARENT = "COMINGLE_MEETING", "COMINGLE_PARENT"
-"""What `--processes` tells those that it starts: by which file they find each other, and a pipe that ends with it."""
+"""Environment variables of ``--processes``: a file for the rendezvous, and a pipe that closes with the parent."""
 
 LOST = 3
-"""Exit code of a process that ended because another one had: whoever started both knows which."""
+"""Exit code of a process that ends because another one has ended."""
 
 _NEEDED = ("RANK", "WORLD_SIZE")
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
@@ -23,9 +23,15 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Process ``rank`` of ``size``, ``local_rank`` of ``local_size`` on this machine, started ``restarts`` times anew.
+    """Place of a process among several.
 
-    ``meeting`` is the file by which they find each other; without one they do by the address that torchrun gives.
+    Attributes:
+        rank: Rank of the process.
+        size: Number of processes.
+        local_rank: Rank on this machine.
+        local_size: Number of processes on this machine.
+        restarts: Number of restarts by the launcher.
+        meeting: File for the rendezvous; empty for the address that torchrun sets.
     """
 
     rank: int
@@ -37,15 +43,15 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether it has the server, and speaks for all."""
+        """Whether this process has the server and writes the logs."""
         return self.rank == 0
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Where this process stands among several; None where it is alone.
+    """Return the place of this process among several; None if it is alone.
 
     Raises:
-        RunError: what a launcher has said makes no sense.
+        RunError: The launcher has set impossible values.
     """
     meeting = environment.get(MEETING, "")
     if any(key not in environment for key in (*_NEEDED, *(() if meeting else _ADDRESS))):
@@ -65,10 +71,10 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def require_alone(verb: str) -> None:
-    """For what each of several processes would do by itself, all of it, into the same folder.
+    """Check that this process is not one of several, for commands that each process would repeat in the same folder.
 
     Raises:
-        RunError: a launcher has started several.
+        RunError: A launcher has started several processes.
     """
     if (place := find_place()) is not None:
         raise RunError(
@@ -78,9 +84,9 @@ def require_alone(verb: str) -> None:
 
 
 def speaks(environment: Mapping[str, str] = os.environ, *, interrupted: bool = False) -> bool:
-    """Whether mistakes are told by this process: of several that find the same, one speaks.
+    """Return whether this process prints errors; of several processes with the same error only one does.
 
-    That they were ``interrupted`` is told by who started them.
+    The parent reports that processes were ``interrupted``.
     """
     if interrupted and PARENT in environment:
         return False

@@ -1,6 +1,6 @@
-"""All users and their server in one process.
+"""A backend with all users and their server in one process.
 
-Messages of a cohort stay stacked, and are counted as if each were sent by itself.
+The messages of a cohort stay stacked. Their sizes are counted as if each were sent separately.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from comingle.utils.trees import Tree
 logger = logging.getLogger("comingle")
 
 Masked = Callable[[Terms, Mapping[str, np.ndarray], int], np.ndarray]
-"""The sum of uploads by name, of so large an entry at most, with masks put on and taken off on the way."""
+"""Sums uploads by name, whose entries are at most the last argument, through masks that cancel out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundReport:
-    """A round's local work by user name; ``suspects`` are the settings to suspect for the first rejected user."""
+    """Result of the local steps by user name; ``suspects`` are the optimizers that the first rejection points to."""
 
     losses: dict[str, float]
     rejected: dict[str, str]
@@ -82,12 +82,16 @@ class RoundReport:
 
 @dataclass(kw_only=True)
 class InProcess(Backend[Sequence[AnyScore]]):
-    """All users and their server in one process: messages stay stacked tensors, and their bytes are counted.
+    """All users and their server in one process: messages are stacked tensors, and their bytes are counted.
 
     Attributes:
+        clients: The users.
+        server: Their server.
         serialise: Whether every message is packed and unpacked.
-        masked: Sums masked uploads where the server sees sums alone
-            (:func:`comingle.privacy.secure_server.simulate_sum`); without it the numbers are added.
+        masked: Sums masked uploads if the server sees only sums (:func:`comingle.privacy.secure_server.simulate_sum`);
+            without it the numbers are added directly.
+        clock: Counts time and bytes.
+        observe: Called with every event.
         leads: Whether this process has the server and logs the run.
     """
 
@@ -101,13 +105,13 @@ class InProcess(Backend[Sequence[AnyScore]]):
     _sent: Upload | None = None
 
     def merge_users(self, work: Callable[[], JsonMapping]) -> JsonObject:
-        """Return what ``work`` returns of the users, by name or below; of several processes, merged where one leads."""
+        """Return the mapping that ``work`` returns; with several processes, merge their mappings in the first one."""
         return dict(work())
 
     # ---------------------------------------------------------------- rounds
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
-        """Send events to ``observe``, count on ``clock``, and resolve how often the run evaluates."""
+        """Set observer and clock, and resolve the evaluation interval."""
         self.observe, self.clock, clients = observe, clock, self.clients
         if clients.plan.evaluation.every == AUTO and clients.method.trains:
             clients.plan = clients.plan.updated("evaluation", every=self._resolve_eval_interval())
@@ -117,7 +121,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return period(self.clients.plan, amounts_of(self.clients), len(self.clients.population_names))
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
-        """Return the participants of a round, or None and end the run where the privacy budget allows no more."""
+        """Return the participants of a round; None ends the run because the privacy budget is spent."""
         participants = self.server.invite(self.clients.plan, plan.number, releases=plan.exchanges)
         if participants is None:
             self.clients.stopped_after = plan.number
@@ -127,7 +131,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """Have participants download, take their local steps, and upload if the round exchanges.
 
         Raises:
-            DivergenceError: a user's loss or tensors are not finite, and the method does not leave such users out.
+            DivergenceError: The loss or tensors of a user are not finite, and the method does not drop such users.
         """
         self.download(participants)
         work = self._train(plan, participants)
@@ -166,10 +170,16 @@ class InProcess(Backend[Sequence[AnyScore]]):
             raise diverged(*next(iter(report.rejected.items())), report.suspects)
 
     def evaluate(self, done: int, *, receives: bool, finishes: bool, silent: bool) -> tuple[Sequence[AnyScore], Event]:
-        """Score the models of the users who are evaluated; if their validation loss is the lowest, remember all models.
+        """Score the models of the evaluated users; store all models if the validation loss is the lowest so far.
+
+        Args:
+            done: Number of rounds that are done.
+            receives: Whether stale users download first.
+            finishes: Whether users make their final models first.
+            silent: Whether this evaluation was logged before the run was resumed.
 
         Raises:
-            DivergenceError: a user's loss is not finite.
+            DivergenceError: The loss of a user is not finite.
         """
         clients, server = self.clients, self.server
         if receives:
@@ -189,10 +199,10 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return scores, event | merged_mixtures_event(clients, server, report["mixtures"])
 
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
-        """Return test scores and, where the best round is selected, validation losses."""
+        """Return test scores and, if the best round is selected, validation losses."""
         clients = self.clients
         settle(clients, ends=done >= clients.plan.training.rounds or len(clients.scored) == len(clients.users))
-        with finetuned(clients, done):  # once for both
+        with finetuned(clients, done):  # once for test and validation
             scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
         check_finite(clients, scores, done)
         return scores, losses
@@ -201,7 +211,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         finish(self.clients)
 
     def choose(self, rounds: int, scores: Sequence[AnyScore] | None) -> Sequence[AnyScore] | None:
-        """End with the models of the best round, where that is selected, and return their scores."""
+        """Restore the models of the best round if it is selected, and return the scores of the final models."""
         self.clients.choose()
         return scores if self.clients.chosen_round == rounds else self._score_chosen()
 
@@ -218,7 +228,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return found
 
     def keep_key(self, folder: Path | None, *, resume: bool) -> None:
-        """Draw the noise of privacy with the key in the run folder; without a folder, with one key for all."""
+        """Set the key of the privacy noise to the one in the run folder; without a folder, to one common key."""
         set_key(self._read_key(folder, resume=resume), *self._noised)
 
     @property
@@ -235,10 +245,15 @@ class InProcess(Backend[Sequence[AnyScore]]):
         write_json(path, content)
 
     def save(self, folder: Path, progress: Progress, *, keep: int) -> None:
-        """Write the checkpoint of a round to a run folder, and delete all but the newest ``keep``.
+        """Write the checkpoint of a round, and delete all but the newest ``keep``.
+
+        Args:
+            folder: Run folder.
+            progress: Progress of the run.
+            keep: Number of checkpoints to keep.
 
         Raises:
-            RunError: the disk does not take it; the older checkpoints stay.
+            RunError: The disk cannot be written to; older checkpoints stay.
         """
         save_checkpoint(folder, self.clients.model.layout, self.clients.state, self.server.state, progress)
         prune_checkpoints(folder, keep)
@@ -247,7 +262,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """Restore users and server from the newest checkpoint in a run folder.
 
         Raises:
-            RunError: there is none, or it is damaged or of a recipe with another fingerprint.
+            RunError: There is no checkpoint, or it is damaged or has another fingerprint.
         """
         newest, progress = self._find_checkpoint(folder, fingerprint)
         clients = self.clients
@@ -291,7 +306,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     # ---------------------------------------------------------------- messages
 
     def download(self, members: Sequence[int]) -> None:
-        """Send stale users what the server has."""
+        """Send the current server version to stale users."""
         stale = self.clients.stale(self.server.version, members) if self.clients.shares else []
         names = self.server.answers([self.clients.names[member] for member in stale])
         for some in cohorts(names, self.clients.users_per_message):
@@ -303,7 +318,13 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self.clients.receive(_downloaded(message.split()) if self.serialise else message)
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """Upload what these users share and their training losses after round ``done`` (from 1)."""
+        """Upload the shared tensors and training losses of users.
+
+        Args:
+            members: Numbers of the users.
+            done: The round, counted from 1.
+            losses: Mean training loss of each user.
+        """
         if not members:
             self._sent = no_uploads(done)
             return
@@ -317,10 +338,10 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self._sent = _uploaded(message.split()) if self.serialise else message
 
     def aggregate(self) -> str:
-        """Aggregate the uploads of the round; between peers, participants download at once.
+        """Aggregate the uploads of the round; with peer-to-peer methods, participants download at once.
 
         Returns:
-            Why there is no sum; empty if there is one.
+            Reason why there is no sum; empty if there is one.
         """
         assert self._sent is not None
         if self.server.sums is not None:
@@ -333,7 +354,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return ""
 
     def _sum(self, sums: Sums, sent: Upload) -> str:
-        """Aggregate the sum of uploads, with :attr:`masked` through masks."""
+        """Aggregate the sum of uploads, masked if :attr:`masked` is set."""
         try:
             if self.masked is not None:
                 whole = sent.tensors.get(VECTOR, torch.zeros(0, 0))
@@ -351,7 +372,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return ""
 
     def _count_sum(self, users: Sequence[str], done: int) -> None:
-        """Count the bytes of a sum's messages; too few users send no more than their keys."""
+        """Count the bytes of the messages of a sum; if there are too few users, only those of their keys."""
         terms, names = terms_of(self.clients.plan, "", done, self.server.size), list(users)
         enough = len(names) >= terms.threshold
         for name in names:
@@ -359,7 +380,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self.clock.download_bytes += received_bytes(terms, name, names) if enough else 0
 
     def report_losses(self, done: int, losses: dict[str, float]) -> float:
-        """Report validation losses after round ``done`` and return their mean; remember all models if it is lowest."""
+        """Report validation losses after round ``done``; store all models if the mean, which is returned, is lowest."""
         message = validation_report(losses, done)
         self.clock.upload_bytes += sum(packed_bytes(message))
         verdict = self.server.judge(_uploaded(message.split()) if self.serialise else message)
@@ -369,10 +390,10 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
 
 def federate(clients: Clients) -> InProcess:
-    """Return a backend of these users with a server of their own.
+    """Return a backend for these users with a server of their own.
 
     Raises:
-        RecipeError: the method's server cannot serve such users.
+        RecipeError: The server of the method does not support such users.
     """
     names = clients.names
     server = start_server(clients.model, names, clients.plan)
@@ -382,7 +403,11 @@ def federate(clients: Clients) -> InProcess:
 
 
 def _check_population(newest: Path, progress: Progress, names: Sequence[str], *, in_memory: bool) -> None:
-    """Check that a checkpoint whose tensors are elsewhere, or should be, is of these users in this order."""
+    """Check that a checkpoint of a store has these users in this order.
+
+    Raises:
+        RunError: The users differ, or the run was begun with another ``runtime.store``.
+    """
     if not progress.population or in_memory:
         kept, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
         raise RunError(
@@ -393,12 +418,12 @@ def _check_population(newest: Path, progress: Progress, names: Sequence[str], *,
 
 
 def _downloaded(parts: Sequence[Download]) -> Download:
-    """Pack and unpack each user's message."""
+    """Pack and unpack the message of each user."""
     messages = [unpack(pack(part)) for part in parts]
     return join_downloads([part for part in messages if isinstance(part, Download)])
 
 
 def _uploaded(parts: Sequence[Upload]) -> Upload:
-    """Pack and unpack each user's message."""
+    """Pack and unpack the message of each user."""
     messages = [unpack(pack(part)) for part in parts]
     return join_uploads([part for part in messages if isinstance(part, Upload)])

@@ -1,7 +1,7 @@
-"""Several processes of one run, which do the same and tell each other what each has found: `torch.distributed`.
+"""Processes of one run that exchange results with ``torch.distributed``.
 
-Numbers and words travel as JSON, tensors as their bytes; nothing that is received is executed. Tensors on GPUs go
-through NCCL, all else through gloo.
+Results travel as JSON and tensors as bytes; nothing that is received is executed. Tensors on GPUs use NCCL, all others
+gloo.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # read while there is a group, its functions' defaults would keep that and its threads
+import torch.distributed.nn  # if imported later, defaults of its functions would keep the group alive
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -33,7 +33,7 @@ from comingle.utils.trees import Tree
 T = TypeVar("T")
 
 PROCESS_TIMEOUT = timedelta(hours=6)
-"""So long one process waits for another that is still there; one that has ended is noticed at once."""
+"""Time that a process waits for another live one; a process that has ended is noticed at once."""
 
 _SHOWN = 200
 _JOINED = count()
@@ -42,33 +42,33 @@ _BOTH = "cpu:gloo,cuda:nccl"
 
 
 class Ranks:
-    """This process among several. Each method is called by all of them, in the same order."""
+    """One process among several; every process calls each method, in the same order."""
 
     def __init__(self, place: Place, kept: Store):
         self.place, self._kept = place, kept
         self.rank, self.size, self.leads = place.rank, place.size, place.leads
 
     def meet(self) -> None:
-        """Return when everybody is here: who leaves while others still look for each other keeps them waiting."""
+        """Wait for all processes; one that left early would leave others waiting in their rendezvous."""
         self._numbers(0)
 
     def opened(self, folder: Path) -> None:
-        """Remember, for as long as the launcher lives, that this run's folder has been opened."""
+        """Record that this run's folder was opened, for as long as the launcher lives."""
         if self.leads:
             self._kept.set(str(folder.absolute()), "opened")
 
     def has_opened(self, folder: Path) -> bool:
-        """Whether the launcher's processes before these have, for this very run."""
+        """Return whether an earlier attempt of the launcher has opened the folder of this run."""
         return self.share(lambda: self._kept.check([str(folder.absolute())]))
 
     # ---------------------------------------------------------------- doing the same
 
     def each(self, work: Callable[[], T]) -> T:
-        """Do something in every process; its result here.
+        """Call ``work`` in every process and return its result here.
 
         Raises:
-            ComingleError: what the first process that failed says, at the one that leads; the others end silently.
-            RankLostError: a process has ended.
+            ComingleError: The error of the first process that failed, raised in rank 0; other processes exit silently.
+            RankLostError: A process has ended.
         """
         done, failure = None, None
         try:
@@ -81,7 +81,7 @@ class Ranks:
         return done  # type: ignore[return-value]  (there is no failure)
 
     def gather(self, work: Callable[[], object]) -> list[Any]:
-        """The same; every process's result at the one that leads, elsewhere one's own."""
+        """Call ``work`` in every process; return all results in rank 0, in others a list with their own."""
         own = self.each(work)
         sent = _packed(own)
         lengths = self._numbers(len(sent))
@@ -92,7 +92,7 @@ class Ranks:
         return [own, *received]
 
     def share(self, work: Callable[[], T]) -> T:
-        """Do something in the process that leads; its result everywhere."""
+        """Call ``work`` in rank 0 and return its result in every process."""
         own = self.each(lambda: work() if self.leads else None)
         content = _packed(own) if self.leads else b""
         length = self._numbers(len(content))[0]
@@ -102,7 +102,7 @@ class Ranks:
         return own if self.leads else json.loads(bytes(tensor.numpy()))  # type: ignore[return-value]
 
     def _agree(self, failure: Exception | None) -> None:
-        """End here too what has failed anywhere."""
+        """Fail in every process if one has failed."""
         said = b"" if failure is None else _packed([type(failure).__name__, " ".join(str(failure).split())])
         lengths = self._numbers(len(said))
         failed = [rank for rank, length in enumerate(lengths) if length]
@@ -113,7 +113,7 @@ class Ranks:
         with _peer_errors():
             dist.broadcast(tensor, first)
         if failure is not None and not isinstance(failure, ComingleError):
-            raise failure  # a fault of ours, which needs its traceback
+            raise failure  # a bug, which needs its traceback
         if not self.leads:
             raise SystemExit(2)
         raise failure or _error(first, *json.loads(bytes(tensor.numpy())))
@@ -121,7 +121,7 @@ class Ranks:
     # ---------------------------------------------------------------- tensors
 
     def collect(self, tree: Tree) -> list[Tree]:
-        """Every process's tensors at the one that leads, in the order of the ranks; elsewhere nothing."""
+        """Return the tensors of all processes in rank 0, in the order of the ranks; an empty list in others."""
         found = self.gather(lambda: _described(tree))
         if self.leads:
             return [tree, *(self._take(described, rank) for rank, described in enumerate(found[1:], 1))]
@@ -129,7 +129,7 @@ class Ranks:
         return []
 
     def scatter(self, work: Callable[[], Sequence[tuple[object, Tree]]]) -> tuple[Any, Tree]:
-        """The words and tensors that the process that leads has made for this one."""
+        """Call ``work`` in rank 0, which returns a result and tensors for each rank; return those of this rank."""
         made: list[tuple[Any, Tree]] = []
         self.each(lambda: made.extend(work()) if self.leads else None)
         contents = [_packed([said, _described(tree)]) for said, tree in made]
@@ -145,7 +145,7 @@ class Ranks:
         return made[0]
 
     def broadcast(self, tree: Tree) -> Tree:
-        """The tensors of the process that leads, everywhere; what others call with is not looked at."""
+        """Return the tensors of rank 0 in every process; the argument of other processes is ignored."""
         described = self.share(lambda: _described(tree))
         whole = {name: t.contiguous() for name, t in tree.items()} if self.leads else _blank(described)
         for t in whole.values():
@@ -168,13 +168,13 @@ class Ranks:
         return tree
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest of each value over all processes, everywhere."""
+        """Return the maximum of each value over all processes, in every process."""
         with _peer_errors():
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of each value over all processes, at the one that leads; whole numbers, so in any order."""
+        """Return the sum of each integer over all processes, in rank 0."""
         assert values.dtype == torch.int64
         with _peer_errors():
             dist.reduce(values, 0, dist.ReduceOp.SUM)
@@ -202,16 +202,16 @@ class Ranks:
 
 @contextmanager
 def joined(place: Place) -> Iterator[Ranks]:
-    """The processes of a run, for as long as this is entered.
+    """Join the process group of a run; leave it on exit.
 
     Raises:
-        RankLostError: some did not come.
+        RankLostError: A process did not join.
     """
     if PARENT in os.environ:
         threading.Thread(target=_end_with, args=(int(os.environ[PARENT]),), daemon=True).start()
     with _peer_errors():
         store = _meet(f"file://{place.meeting}" if place.meeting else "env://", place.rank, place.size)
-        # A launcher's second attempt, or a program's second run, may find the addresses of the first in the same store.
+        # A restart by the launcher, or a second run of a program, may find old addresses in the same store.
         number = next(_JOINED)
         kept = PrefixStore(f"comingle/runs/{number}", _of_launcher(store))
         store = PrefixStore(f"comingle/{place.restarts}/{number}", store)
@@ -227,20 +227,20 @@ def joined(place: Place) -> Iterator[Ranks]:
 
 @cache
 def _meet(url: str, rank: int, size: int) -> Store:
-    """Where processes find each other, for all runs of a program.
+    """Return the store of the rendezvous, which all runs of a program share.
 
-    Without torchrun the first process is the server, which must not end with a run while others come for the next.
+    Without torchrun the first process serves the store, and must outlive a run while others join the next one.
     """
     return next(rendezvous(url, rank, size))[0]
 
 
 def _of_launcher(store: Store) -> Store:
-    """Where words outlast an attempt; torchrun gives each attempt a prefix of its own."""
+    """Return the store without the prefix that torchrun gives each attempt; its entries outlast attempts."""
     return _of_launcher(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 
 def _end_with(pipe: int) -> None:
-    """Nobody else would end what a parent has started that was killed."""
+    """End this process when its parent is killed, which closes the pipe."""
     os.read(pipe, 1)
     os._exit(LOST)
 
@@ -256,7 +256,7 @@ def _peer_errors() -> Iterator[None]:
 
 
 def _error(rank: int, kind: str, text: str) -> ComingleError:
-    """What another process has said, as this one says it."""
+    """Return the error of another process under its own type."""
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, ComingleError):
         return known(text)
@@ -264,19 +264,19 @@ def _error(rank: int, kind: str, text: str) -> ComingleError:
 
 
 def _described(tree: Tree) -> list[Any]:
-    """Name, dtype, shape and kind of device of each tensor, as JSON has them."""
+    """Return name, dtype, shape and device type of each tensor, for JSON."""
     return [[name, str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type] for name, t in tree.items()]
 
 
 def _blank(described: list[Any]) -> Tree:
-    """Tensors to be filled: one process's GPU is another's."""
+    """Return empty tensors to receive into; device types are kept, device numbers are not."""
     return {
         name: torch.empty(shape, dtype=getattr(torch, kind), device=place) for name, kind, shape, place in described
     }
 
 
 def _bytes_of(t: Tensor) -> Tensor:
-    """The same memory; every backend takes bytes."""
+    """Return a view of the memory as bytes, which every backend supports."""
     return t.detach().view(-1).view(torch.uint8)
 
 
