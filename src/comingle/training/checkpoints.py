@@ -1,13 +1,13 @@
 """Checkpoints: everything that a run needs to resume exactly.
 
-``checkpoints/round-NNNN/`` holds ``state.safetensors`` (every user's named tensors, both moments, step counts and
-ranks, what the server keeps, and all of it in the best round where that is selected), ``checkpoint.json``, and the
-checksums of both (:mod:`comingle.utils.files`). It is written under a temporary name and renamed, so that it
-exists whole or not at all. Nothing in it is ever executed.
+``checkpoints/round-NNNN/`` has ``state.safetensors`` (named tensors of every user, moments, step counts and ranks, the
+server's state, and all of it as of the best round if that is selected), ``checkpoint.json``, and the checksums of both
+(:mod:`comingle.utils.files`). It is written under a temporary name and renamed, so it is either complete or absent.
+Nothing in it is ever executed.
 
-In the folder of a checkpoint ``users-I-of-N.safetensors`` has the users of process I, ``server.safetensors`` what the
-server keeps; ``checkpoint.json`` says how many users each file has. Any number of processes goes on from what any other
-number has written, one process's ``state.safetensors`` included; each reads and checks the files that have its users.
+A run with several processes writes ``users-I-of-N.safetensors`` with the users of process I, and ``server.safetensors``
+with the server's state; ``checkpoint.json`` has the number of users in each file. A run can resume with any number of
+processes; each process reads and verifies only the files with its users.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from comingle.utils.trees import Layout, Tree, flatten
 
 STATE, SERVER = "state.safetensors", "server.safetensors"
 OF_SERVER = "server/"
-"""So begin the names of what the server keeps."""
+"""Prefix of the names of the server's tensors."""
 
 _ROWS = "user/"
 _SERVER = OF_SERVER
@@ -46,10 +46,10 @@ _BEST = "best/"
 
 @dataclass(kw_only=True)
 class Clock:
-    """Time, tokens and bytes of a run, over all its processes: a resumed run starts from what the checkpoint says.
+    """Time, tokens and bytes of a run, over all its processes; a resumed run continues from those of its checkpoint.
 
-    ``user_rounds`` counts each round once for each user who took part; ``told_upload_bytes`` and
-    ``told_download_bytes`` are what events have told of so far.
+    ``user_rounds`` counts each round once per participant. ``told_upload_bytes`` and ``told_download_bytes`` are the
+    bytes in events so far.
     """
 
     train_seconds: float = 0.0
@@ -64,18 +64,30 @@ class Clock:
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds since the run began, without the time in which no process worked on it."""
+        """Seconds of work on the run, without the time between an interruption and its resumption."""
         return self.earlier_seconds + time.perf_counter() - self.started
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run has come. ``fingerprint`` names the recipe; ``events_bytes`` is the length of the event log.
+    """Progress of a run, as a checkpoint records it.
 
-    ``trainers`` are the names of those to whom the rows belong, in the rows' order. ``shards`` says how many of them
-    are in each file, where several processes have written it (:mod:`comingle.training.checkpoints`). Where users'
-    tensors are elsewhere, ``population`` stands for the names (:func:`comingle.data.populations.digest_names`).
-    ``stopped``: no more rounds.
+    Attributes:
+        round: Number of rounds that are done.
+        fingerprint: Fingerprint of the recipe.
+        trainers: Names of the trainers, in the order of their rows.
+        events_bytes: Length of the event log.
+        train_seconds: As in :class:`Clock`.
+        wall_seconds: As in :class:`Clock`.
+        tokens: As in :class:`Clock`.
+        upload_bytes: As in :class:`Clock`.
+        download_bytes: As in :class:`Clock`.
+        told_upload_bytes: As in :class:`Clock`.
+        told_download_bytes: As in :class:`Clock`.
+        user_rounds: As in :class:`Clock`.
+        shards: Number of trainers in each file, if several processes wrote the checkpoint.
+        population: Digest of the names (:func:`comingle.data.populations.digest_names`), if a store has the tensors.
+        stopped: Whether there are no more rounds.
     """
 
     round: int
@@ -96,7 +108,7 @@ class Progress:
 
     @property
     def clock(self) -> Clock:
-        """Goes on from there."""
+        """Clock that continues from the recorded one."""
         return Clock(earlier_seconds=self.wall_seconds, **{key: getattr(self, key) for key in _COUNTED})
 
 
@@ -114,7 +126,18 @@ def progress_of(
     population: str = "",
     stopped: bool = False,
 ) -> Progress:
-    """How far a run has come after so many rounds; without a clock nothing has been counted."""
+    """Return the progress of a run.
+
+    Args:
+        done: Number of rounds that are done.
+        fingerprint: Fingerprint of the recipe.
+        trainers: Names of the trainers, in the order of their rows.
+        clock: Clock of the run; counts are 0 without one.
+        events_bytes: Length of the event log.
+        shards: Number of trainers in each file, if several processes write the checkpoint.
+        population: Digest of the names, if a store has the tensors.
+        stopped: Whether there are no more rounds.
+    """
     counted = {key: getattr(clock or Clock(), key) for key in _COUNTED}
     return Progress(
         round=done,
@@ -130,10 +153,10 @@ def progress_of(
 
 
 def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress]:
-    """Return the newest checkpoint of a run folder, and how far the run had come.
+    """Return the newest checkpoint of a run folder and its progress.
 
     Raises:
-        RunError: there is none, or it is of a recipe with another fingerprint.
+        RunError: There is no checkpoint, or it has another fingerprint.
     """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
@@ -145,10 +168,17 @@ def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress]:
 
 
 def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progress: Progress) -> Path:
-    """Write the checkpoint of a round; returns its folder.
+    """Write the checkpoint of a round and return its folder.
+
+    Args:
+        run: Run folder.
+        layout: Layout of the columns.
+        state: State of the users.
+        kept: State of the server.
+        progress: Progress of the run.
 
     Raises:
-        RunError: the disk does not take it; the older checkpoints stay.
+        RunError: The disk cannot be written to; older checkpoints stay.
     """
     folder, draft = places(run, progress.round)
     with written(folder, draft):
@@ -165,19 +195,21 @@ def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progres
 
 
 def places(run: Path, done: int) -> tuple[Path, Path]:
-    """The folder of a checkpoint, and the one that becomes it, which is not there."""
+    """Return the folder of a checkpoint and that of its draft; delete an existing draft."""
     folder = run / "checkpoints" / f"round-{done:04d}"
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed and had our number, as in a container
+    shutil.rmtree(draft, ignore_errors=True)  # of a killed process with the same process id, as in containers
     return folder, draft
 
 
 @contextmanager
 def written(folder: Path, draft: Path | None) -> Iterator[None]:
-    """Within, a checkpoint is written.
+    """Convert errors of writing a checkpoint in the block to a run error.
+
+    The draft is deleted, unless it is None because other processes still write to it.
 
     Raises:
-        RunError: the disk does not take it; nothing of it stays, unless others still write to its draft (None).
+        RunError: The disk cannot be written to.
     """
     try:
         yield
@@ -190,13 +222,20 @@ def written(folder: Path, draft: Path | None) -> Iterator[None]:
 
 
 def write_tensors(path: Path, tensors: Tree) -> None:
-    """A file of tensors, on disk when this returns."""
+    """Write a file of tensors and flush it to disk."""
     save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path)
     to_disk(path)
 
 
 def finish_checkpoint(draft: Path, folder: Path, progress: Progress, lines: Sequence[bytes] | None = None) -> None:
-    """The rest of a checkpoint whose tensors are on disk, before it gets its name; ``lines`` are their checksums."""
+    """Complete a checkpoint whose tensors are on disk, and rename it to its final name.
+
+    Args:
+        draft: Folder of the draft.
+        folder: Final folder.
+        progress: Progress of the run.
+        lines: Checksums of the tensor files; computed here if None.
+    """
     content = asdict(progress)
     for key in ("shards", "population", "stopped"):
         if not content[key]:
@@ -213,7 +252,7 @@ def finish_checkpoint(draft: Path, folder: Path, progress: Progress, lines: Sequ
 
 
 def prune_checkpoints(run: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints, and drafts that a crash left."""
+    """Delete all but the newest ``keep`` checkpoints, and drafts of crashed processes."""
     for draft in (run / "checkpoints").glob(".round-*"):
         shutil.rmtree(draft, ignore_errors=True)
     for folder in list_checkpoints(run)[:-keep]:
@@ -221,17 +260,17 @@ def prune_checkpoints(run: Path, keep: int) -> None:
 
 
 def read_progress(folder: Path) -> Progress:
-    """What a checkpoint says of itself.
+    """Return the progress that a checkpoint records.
 
     Raises:
-        RunError: unreadable, changed since it was written, or not a checkpoint of comingle.
+        RunError: The file is unreadable, damaged, or not from comingle.
     """
     verify(folder, "checkpoint.json")
     try:
         content = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
         for name, kind in get_type_hints(Progress).items():
             if name not in content:
-                continue  # said below
+                continue  # the constructor raises
             if not _is_of(got := content[name], kind):
                 raise TypeError(f"{name} is {got!r}")
             if kind in (int, float) and not 0 <= got < math.inf:
@@ -248,11 +287,17 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tuple[State, Tree]:
-    """The users' state and what the server keeps, on the device of ``like``, a state of the same recipe.
+    """Return the state of the users and of the server at a checkpoint, on the device of ``like``.
+
+    Args:
+        folder: Folder of the checkpoint.
+        layout: Layout of the columns.
+        like: State of the same recipe.
+        kept: Server state of the same recipe.
 
     Raises:
-        RunError: changed since it was written, or tensors that are not those of this recipe, not finite, or negative
-            counts (names the first one).
+        RunError: The files are damaged, or a tensor has another shape or dtype, is not finite or has negative counts;
+            names the first such tensor.
     """
     verify(folder)
     expected = {name: (tuple(t.shape), t.dtype) for name, t in named(layout, like, kept).items()}
@@ -264,18 +309,22 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tu
 
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of each tensor in a file."""
+"""Expected shape and dtype of each tensor in a file."""
 
 
 def read_tensors(
     path: Path, expected: Expected, device: torch.device, *, besides: str | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint's file, in the order and the dtypes that are expected; the file's order is its own.
+    """Return the tensors of a file of a checkpoint, in the expected order and dtypes.
 
-    Of those whose names begin with ``besides`` none is read that is not expected.
+    Args:
+        path: The file.
+        expected: Shape and dtype of each tensor.
+        device: Device to load to.
+        besides: Prefix of names that may be in the file without being expected; None for no such names.
 
     Raises:
-        RunError: as :func:`load_checkpoint`.
+        RunError: See :func:`load_checkpoint`.
     """
     folder = path.parent
     try:
@@ -296,23 +345,29 @@ def read_tensors(
 
 
 def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:
-    """Equal; but ``runtime.dtype`` may have changed, so that any floating format takes on any other."""
+    """Return whether shape and dtype are equal; all floating dtypes match, as ``runtime.dtype`` may change."""
     if got is None or wanted is None or got == wanted:
         return got == wanted
     return got[0] == wanted[0] and got[1].is_floating_point and wanted[1].is_floating_point
 
 
 def _find_impossible(name: str, tensor: Tensor) -> str:
-    """Why no run can have had such a tensor; empty if one can. The lowest loss is infinite until there is one."""
+    """Return why a tensor is invalid, or an empty string. The lowest loss is infinite until there is one."""
     if tensor.is_floating_point():
         broken = tensor.isnan() if name == _SERVER + LOWEST else ~tensor.isfinite()
         return "is not finite" if bool(broken.any()) else ""
-    least = -1 if name.removeprefix(_BEST) == "versions" else 0  # of who has not even what everybody starts with
+    least = -1 if name.removeprefix(_BEST) == "versions" else 0  # -1: has not downloaded the initial model
     return "has a negative count" if bool((tensor < least).any()) else ""
 
 
 def named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
-    """All tensors of a state by the names that they have in a file."""
+    """Return all tensors of a state by their names in a file.
+
+    Args:
+        layout: Layout of the columns.
+        state: State of the users.
+        server: State of the server.
+    """
     tensors = state.tensors()
     rows = {_ROWS + name: t for name, t in layout.views(tensors.pop("rows")).items()}
     kept = {_SERVER + name: t for name, t in server.items()}
@@ -320,7 +375,13 @@ def named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
 
 
 def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor]:
-    """One user's named tensors, ``(1, ...)`` each."""
+    """Return the named tensors of one user, ``(1, ...)`` each.
+
+    Args:
+        layout: Layout of the columns.
+        state: State of all users.
+        row: Row of the user.
+    """
     return layout.views(state.rows_of([row]))
 
 
@@ -328,15 +389,22 @@ _BEST_ROUND = "best/round"
 
 
 def shard_file(number: int, count: int) -> str:
-    """Name of the file with the users of process ``number`` (from 0)."""
+    """Return the name of the file with the users of process ``number``, counted from 0."""
     return f"users-{number}-of-{count}.safetensors"
 
 
 def load_users(folder: Path, progress: Progress, layout: Layout, like: State, names: Sequence[str]) -> State:
-    """The state of some users out of whatever files have them, as ``like``, a state of theirs.
+    """Return the state of some users from all files that have them.
+
+    Args:
+        folder: Folder of the checkpoint.
+        progress: Its progress.
+        layout: Layout of the columns.
+        like: State of these users.
+        names: Names of these users.
 
     Raises:
-        RunError: as :func:`comingle.training.checkpoints.load_checkpoint`.
+        RunError: See :func:`load_checkpoint`.
     """
     copies = len(like.rows) // len(names)
     whole = {name: t.clone() for name, t in named(layout, like, {}).items()}
@@ -357,10 +425,16 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
 
 
 def load_server(folder: Path, progress: Progress, like: Tree, device: torch.device) -> Tree:
-    """What the server keeps.
+    """Return the state of the server at a checkpoint.
+
+    Args:
+        folder: Folder of the checkpoint.
+        progress: Its progress.
+        like: Server state of the same recipe.
+        device: Device to load to.
 
     Raises:
-        RunError: the same.
+        RunError: See :func:`load_checkpoint`.
     """
     apart = bool(progress.shards or progress.population)
     file = SERVER if apart else STATE
@@ -371,7 +445,7 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
 
 
 def _files(progress: Progress) -> list[tuple[str, list[str]]]:
-    """Each file, and whose rows are in it."""
+    """Return each file with the names of the trainers whose rows it has."""
     if not progress.shards:
         return [(STATE, progress.trainers)]
     files, start = [], 0

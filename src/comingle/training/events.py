@@ -1,7 +1,7 @@
 """Events of a run: events.jsonl, TensorBoard, Weights & Biases and MLflow.
 
-Trackers get the recipe, and the losses and scores of each user by name, never a user's data. Their own environment
-variables, such as ``WANDB_MODE`` and ``MLFLOW_TRACKING_URI``, decide where these are sent.
+Trackers receive the recipe, and the losses and scores of each user by name; they never receive users' data. Their own
+environment variables, such as ``WANDB_MODE`` and ``MLFLOW_TRACKING_URI``, decide where these are sent.
 """
 
 from __future__ import annotations
@@ -27,36 +27,42 @@ JsonObject = dict[str, Any]
 """A JSON object, such as a run's metrics. The type of a value follows from its key, so it is not stated."""
 
 JsonMapping = Mapping[str, Any]
-"""A JSON object that is only read."""
+"""A read-only JSON object."""
 
 Event = JsonObject
 """One line of events.jsonl."""
 
 AN_EVENT = {"is_an_event": True}
-"""Extra fields of a log record whose warning is an event as well."""
+"""Extra fields of a log record for a warning that is also logged as an event."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run before it begins: its name, that of the comparison around it, and its recipe."""
+    """Description of a run for its tracker.
+
+    Attributes:
+        name: Name of the run.
+        group: Name of its comparison.
+        recipe: The recipe.
+        text: The recipe as YAML.
+    """
 
     name: str
     group: str
     recipe: JsonObject
     text: str
-    """The recipe as YAML."""
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """An observer that has an end."""
+    """An observer that is closed at the end of a run."""
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Record one event."""
         ...
 
     def close(self) -> None:
-        """Send what is left; a run that has not ended has failed."""
+        """Send remaining data; mark the run as failed if it has not ended."""
         ...
 
 
@@ -64,14 +70,14 @@ TRACKERS: Registry[Callable[[TrackedRun], Tracker]] = Registry(
     "comingle.trackers",
     {"wandb": "comingle.training.events:WeightsAndBiases", "mlflow": "comingle.training.events:MLflow"},
 )
-"""What makes a tracker of a run, under the name of the package that it needs."""
+"""Factories of trackers, by the name of the package that they need."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Whether the packages are installed.
+    """Check that the packages of the trackers are installed.
 
     Raises:
-        RecipeError: one is not.
+        RecipeError: A package is not installed.
     """
     extras = {"wandb": "pip install 'comingle[wandb]'", "mlflow": "pip install 'comingle[mlflow]'"}
     for name in names:
@@ -80,27 +86,29 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 MAX_SERIES = 100
-"""Users of a run up to whom each has numbers of their own in TensorBoard, Weights & Biases and MLflow."""
+"""Largest number of users with a series of their own in TensorBoard, Weights & Biases and MLflow."""
 
 _QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "largest": 1.0}
 
 
 class QuantileTracker:
-    """A tracker of a run of more users than can be looked at one by one."""
+    """A tracker that records quantiles over users; for runs with more than :data:`MAX_SERIES` users."""
 
     def __init__(self, tracker: Tracker):
         self._tracker = tracker
         self.close = tracker.close
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Record one event."""
         self._tracker(to_quantiles(event))
 
 
 def to_quantiles(event: Event) -> Event:
-    """The event with least, 10%, 50%, 90% and largest in the place of users' names, and the mean where that is missing.
+    """Return an event in which the minimum, three quantiles, the maximum and the mean replace the values of users.
 
-    >>> spread({"event": "round", "train_loss_nats": {"ann": 1.0, "bob": 3.0}})["train_loss_nats"]["mean"]
+    The quantiles are 10%, 50% and 90%. The mean is added where the event has none.
+
+    >>> to_quantiles({"event": "round", "train_loss_nats": {"ann": 1.0, "bob": 3.0}})["train_loss_nats"]["mean"]
     2.0
     """
     if event["event"] == "round" and event["train_loss_nats"]:
@@ -114,13 +122,13 @@ def to_quantiles(event: Event) -> Event:
 
 
 def _quantiles(values: Collection[float]) -> dict[str, float]:
-    # As numbers that there are: what diverged is infinite, and nothing lies between that and another.
+    # Use existing values: interpolating with an infinite loss is undefined.
     found = np.quantile(np.fromiter(values, float), list(_QUANTILES.values()), method="nearest")
     return dict(zip(_QUANTILES, found.tolist(), strict=True))
 
 
 def _experts(event: Event) -> Event:
-    """Experts' scores as a mean over users, where all have experts of the same names; else nothing of them."""
+    """Return the mean expert scores over users, if all users have experts of the same names."""
     scores = event.get("expert_scores")
     if not scores:
         return {}
@@ -133,15 +141,16 @@ def _experts(event: Event) -> Event:
 
 
 Observer = Callable[[Event], None]
-"""Receives every event: ``{"event": NAME, ...}``. "step" events only tell of progress and are not kept."""
+"""Receives every event: ``{"event": NAME, ...}``. "step" events only report progress and are not stored."""
 
 
 class EventLog:
-    """Appends events to a file, one JSON object a line, each with the system at once.
+    """Appends events to a file, one JSON object per line, each with a single system call.
 
-    ``size_bytes`` goes into each checkpoint, after :meth:`to_disk`: on resume the file is cut there, so that rounds
-    which are run again do not appear twice, and a line torn by a crash disappears. A file that has lost something since
-    is cut at its last whole line, which is told; never is it filled up or written through a link.
+    Each checkpoint records ``size_bytes``, after :meth:`to_disk`. On resume the file is truncated to it, so that
+    repeated rounds do not appear twice, and a line that a crash left incomplete is removed. If the file is shorter than
+    that, it is truncated after its last whole line, with a warning. It is never padded, and never written through a
+    link.
     """
 
     def __init__(self, path: Path, *, keep_bytes: int = 0):
@@ -151,10 +160,10 @@ class EventLog:
         self._file.truncate(self.size_bytes)
 
     def __call__(self, event: Event) -> None:
-        """Take one event.
+        """Append one event.
 
         Raises:
-            OSError: the disk does not take it; what it took is removed again.
+            OSError: The disk cannot be written to; the incomplete line is removed.
         """
         if event["event"] == "step":
             return
@@ -169,7 +178,7 @@ class EventLog:
         self.size_bytes += len(line)
 
     def to_disk(self) -> None:
-        """Return when everything so far would outlive a power cut."""
+        """Flush all events to disk, so that they survive a power failure."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -182,7 +191,7 @@ def _open_unlinked(path: str, flags: int) -> int:
 
 
 def _whole(path: Path, kept: bytes, expected: int) -> int:
-    """How many bytes of a log are whole lines, of as many as a checkpoint expects; told if it is fewer."""
+    """Return the size in bytes of the whole lines of a log; warn if it is less than a checkpoint expects."""
     size = kept.rfind(b"\n") + 1
     if size < expected:
         state = f"cut after {size} bytes, its last whole line" if size else "missing or empty, so begun anew"
@@ -191,10 +200,10 @@ def _whole(path: Path, kept: bytes, expected: int) -> int:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event by name: losses, test results and expert scores of each user, and means."""
+    """Return the numbers of an event by name: losses, test results and expert scores of each user, and means."""
     if event["event"] == "round":
         found = {f"train_loss_nats/{user}": loss for user, loss in event["train_loss_nats"].items()}
-        # Somebody took part:
+        # Rounds without participants take no time.
         return found | ({"tokens_per_second": event["tokens"] / event["seconds"]} if event["seconds"] else {})
     if event["event"] == "privacy":
         return {"epsilon": event["epsilon"]}
@@ -207,7 +216,7 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def _expert_scalars(event: Event) -> dict[str, float]:
-    """Each expert's score, mean over layers."""
+    """Return the mean score over layers of each expert."""
     return {
         f"expert_score/{user}/{expert.replace(' ', '_')}": sum(scores) / len(scores)
         for user, layers in event.get("expert_scores", {}).items()
@@ -216,24 +225,24 @@ def _expert_scalars(event: Event) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Writes losses, test perplexities and expert scores to TensorBoard event files; needs the extra ``reports``."""
+    """Tracker that writes TensorBoard event files; needs the extra ``reports``."""
 
     def __init__(self, folder: Path):
-        # torch's own writer needs nothing but the tensorboard package.
+        # The writer of torch needs only the tensorboard package.
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Record one event."""
         for name, value in scalars(event).items():
             self._writer.add_scalar(name, value, event["round"])
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close the files."""
         self._writer.close()
 
 
 def tensorboard(folder: Path) -> TensorBoard | None:
-    """A TensorBoard writer, or None (said once in the log) where the package is missing."""
+    """Return a TensorBoard tracker; None, with a log line, if the package is missing."""
     try:
         return TensorBoard(folder)
     except ImportError:
@@ -242,11 +251,11 @@ def tensorboard(folder: Path) -> TensorBoard | None:
 
 
 PROJECT = "comingle"
-"""The project or experiment of runs, unless ``WANDB_PROJECT`` or ``MLFLOW_EXPERIMENT_NAME`` says another."""
+"""Default project or experiment; ``WANDB_PROJECT`` and ``MLFLOW_EXPERIMENT_NAME`` override it."""
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; needs the extra ``wandb``."""
+    """Tracker of Weights & Biases; needs the extra ``wandb``."""
 
     def __init__(self, run: TrackedRun):
         project = os.environ.get("WANDB_PROJECT", PROJECT)
@@ -256,18 +265,18 @@ class WeightsAndBiases:
         self._ended = False
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Record one event."""
         self._ended = self._ended or event["event"] == "end"
         if values := scalars(event):
             self._run.log(values, step=event["round"])
 
     def close(self) -> None:
-        """Send what is left; a run that has not ended has failed."""
+        """Send remaining data; mark the run as failed if it has not ended."""
         self._run.finish(exit_code=0 if self._ended else 1)
 
 
 class MLflow:
-    """A run of MLflow, with the recipe as ``recipe.yaml``; needs the extra ``mlflow``."""
+    """Tracker of MLflow that stores the recipe as ``recipe.yaml``; needs the extra ``mlflow``."""
 
     def __init__(self, run: TrackedRun):
         self._client = importlib.import_module("mlflow").MlflowClient()
@@ -280,20 +289,20 @@ class MLflow:
         self._ended = False
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Record one event."""
         self._ended = self._ended or event["event"] == "end"
         for name, value in scalars(event).items():
             self._client.log_metric(self._run, mlflow_name(name), value, step=event["round"])
 
     def close(self) -> None:
-        """Say that the run is over; one that has not ended has failed."""
+        """End the run; mark it as failed if it has not ended."""
         self._client.set_terminated(self._run, "FINISHED" if self._ended else "FAILED")
 
 
 def mlflow_name(name: str) -> str:
-    """A name that MLflow takes: other characters, as a user's name may have, become their number.
+    """Return a name that MLflow accepts: other characters, as in names of users, become their code point.
 
-    >>> allowed("test_perplexity/b<b>ob")
+    >>> mlflow_name("test_perplexity/b<b>ob")
     'test_perplexity/b_3c_b_3e_ob'
     """
     return re.sub(r"[^\w\-. :/]", lambda found: f"_{ord(found[0]):x}_", name)

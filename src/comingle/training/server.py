@@ -1,4 +1,4 @@
-"""The server: aggregated state and what it does with uploads."""
+"""The server: its state, and the aggregation of uploads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from comingle.utils.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 logger = logging.getLogger("comingle")
 
 VERSION, RANKS = "version", "ranks"
-"""By which names its state holds what it knows besides its method's; ``LOWEST`` is that of the lowest loss."""
+"""Keys of server state that does not belong to the method; ``LOWEST`` is that of the lowest validation loss."""
 
 
 class Mechanisms(tuple[PrivacyMechanism, ...]):
@@ -49,56 +49,62 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
 
     @property
     def state(self) -> Tree:
-        """What they go on from, with the checkpoint's keys."""
+        """State to resume from, under the keys of a checkpoint."""
         return {name: t for mechanism in self for name, t in mechanism.state.items()}
 
     def restore(self, state: Tree) -> None:
-        """Restore them from a checkpoint."""
+        """Restore the mechanisms from a checkpoint."""
         for mechanism in self:
             mechanism.restore(state)
 
     @property
     def by_user(self) -> frozenset[str]:
-        """Keys of their state that have the users on their leading dimension."""
+        """Keys of state tensors with users on the leading dimension."""
         return frozenset(name for mechanism in self for name in mechanism.by_user)
 
     def admit(self, members: list[int], number: int, *, releases: bool) -> list[int] | None:
-        """Return which of the participants of a round may take part; None where the privacy budget ends the run."""
+        """Return which participants of a round may take part; None if the privacy budget ends the run.
+
+        Args:
+            members: Numbers of the selected users.
+            number: The round, counted from 0.
+            releases: Whether the round releases anything.
+        """
         admitted: list[int] | None = members
         for mechanism in self:
             admitted = None if admitted is None else mechanism.admit(admitted, number, releases=releases)
         return admitted
 
     def server_sum(self, received: Received, about: ServerRound) -> Received | None:
-        """Return what the method aggregates instead of the uploads; None for nothing."""
+        """Return the uploads as the method aggregates them; None to aggregate nothing."""
         left: Received | None = received
         for mechanism in self:
             left = None if left is None else mechanism.server_sum(left, about)
         return left
 
     def charge(self, numbers: Sequence[int]) -> None:
-        """Count that something of these users was revealed, whether or not it was aggregated."""
+        """Charge a release to the privacy budgets of users, whether or not it was aggregated."""
         if self.account is not None:
             self.account.charge(numbers)
 
     def set_works(self, works: Callable[[], Mapping[str, Work]]) -> None:
-        """Tell the account of single examples what each user does in a run."""
+        """Set the work of each user, from which its example-level privacy loss follows."""
         if self.account is not None:
             self.account.works = works
 
     @property
     def adaptive(self) -> bool:
-        """Whether users download a bound of their changes, and report whether they were within."""
+        """Whether users download a clip norm for their updates, and report whether they were below it."""
         return any(CLIP_NORM in mechanism.download(1) for mechanism in self)
 
     @property
     def account(self) -> Account | None:
-        """What has been revealed of users, in a run with noise."""
+        """Account of what was released, in a run with noise."""
         return next((one.account for one in self if one.account is not None), None)
 
     @property
     def judged(self) -> RuleResult | None:
-        """What a robust rule made of the last round's uploads."""
+        """Judgement of a robust aggregation rule on the last round's uploads."""
         return next((one.judged for one in self if one.judged is not None), None)
 
     @property
@@ -110,13 +116,23 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
 
 @dataclass(kw_only=True)
 class ServerState:
-    """What a method's server keeps.
+    """State of a method's server.
 
-    ``users`` are the names of all who may take part; ``uploads`` is the format of what they send. ``scales`` are their
-    LoRA factors, which follow from settings that everybody knows; ``ranks`` are their LoRA ranks, as of the last upload
-    of each. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest mean
-    validation loss that users have reported, where the best round is selected. ``mechanisms`` are those of privacy, in
-    the order in which they see uploads. With ``sums`` the server sees sums of uploads alone.
+    Attributes:
+        method: Method of the run.
+        layout: Layout of the trainable tensors.
+        users: Names of all users.
+        scales: LoRA scale of each user, which follows from public settings.
+        ranks: LoRA rank of each user at its last upload.
+        weighted: Whether uploads are weighted by amounts of training data.
+        uploads: Number format of uploads.
+        clustered: Names of the tensors whose leading axis is the components of a mixture.
+        centred: Moves the mean of components into the base.
+        kept: Tensors of the method.
+        version: Number of rounds that were done at the last aggregation.
+        lowest_loss: Lowest mean validation loss so far, if the best round is selected.
+        mechanisms: Privacy mechanisms, in the order in which they see uploads.
+        sums: Settings of secure sums, with which the server sees only sums of uploads.
     """
 
     method: Method
@@ -136,24 +152,24 @@ class ServerState:
 
     @cached_property
     def numbers(self) -> UserNumbers:
-        """The number of each of these names among all."""
+        """Maps names of users to their numbers."""
         return UserNumbers(self.users)
 
     @property
     def state(self) -> Tree:
-        """Everything that it goes on from."""
+        """All state to resume from."""
         lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
         own = {VERSION: torch.tensor(self.version), RANKS: self._saved_ranks, LOWEST: lowest}
         return {**self.kept, **own, **self.mechanisms.state}
 
     @property
     def _saved_ranks(self) -> Int[Tensor, " _"]:
-        """Of very many users who have the same rank for good, that one."""
+        """Ranks to save; a single one for very many users with one constant rank."""
         alike = len(self.users) > MAX_HASHED_NAMES and not any(part.resizes for part in self.method.client.parts)
         return self.ranks[:1].clone() if alike and bool((self.ranks == self.ranks[0]).all()) else self.ranks.clone()
 
     def restore(self, state: Tree) -> None:
-        """Go on from there."""
+        """Restore the state from a checkpoint."""
         self.mechanisms.restore(state)
         others = {VERSION, RANKS, LOWEST, *self.mechanisms.state}
         self.kept = {name: t for name, t in state.items() if name not in others}
@@ -165,43 +181,48 @@ class ServerState:
 
     @property
     def by_user(self) -> frozenset[str]:
-        """What of its state has the users on its leading dimension."""
+        """Keys of state tensors with users on the leading dimension."""
         return self.method.server.by_user | {RANKS} | self.mechanisms.by_user
 
     @property
     def model(self) -> Tree:
-        """The model that all users download, where there is one."""
+        """Model that all users download, if the method has one."""
         return one_model(self.method.server, self.kept)
 
     @property
     def size(self) -> int:
-        """How many numbers of a user are shared."""
+        """Number of shared entries per user."""
         return self.layout.count(self.method.shared)
 
     @property
     def shares(self) -> bool:
-        """Whether users have anything to send."""
+        """Whether users share any tensors."""
         return bool(self.layout.mask(self.method.shared).any())
 
     def forget(self) -> None:
-        """Keep nothing of what peers have sent, once all of them have been answered."""
+        """Delete the uploads of peers after all participants have downloaded."""
         self.kept.clear()
 
 
 class ServerHalf(ServerState):
-    """A method's server at work: what it tells users, and what it does with their uploads."""
+    """A method's server: sends downloads and aggregates uploads."""
 
     def answers(self, users: Sequence[str]) -> list[str]:
-        """Those of some users for whom there is something; peers answer nobody who has sent nothing."""
+        """Return the users that have a download; with peer-to-peer methods, only those that have uploaded."""
         if not self.method.server.peer_to_peer:
             return list(users)
         senders = {self.users[sender] for sender in self.method.server.senders(self.kept)}
         return [user for user in users if user in senders]
 
     def invite(self, plan: RunPlan, number: int, *, releases: bool = True) -> list[int] | None:
-        """Return the participants of round ``number`` (from 0), by number; None where the privacy budget ends the run.
+        """Return the participants of a round by number; None if the privacy budget ends the run.
 
-        No user may take part where users are drawn one by one. A round that ``releases`` nothing costs nothing.
+        The list may be empty if users are sampled independently.
+
+        Args:
+            plan: Plan of the run.
+            number: The round, counted from 0.
+            releases: Whether the round releases anything; otherwise it costs no budget.
         """
         return self.mechanisms.admit(participants(plan, number, self.users), number, releases=releases)
 
@@ -209,7 +230,7 @@ class ServerHalf(ServerState):
         """Check that rounds are large enough for all privacy mechanisms.
 
         Raises:
-            RecipeError: They are not, or users' ranks differ where they must not.
+            RecipeError: They are too small, or ranks differ between users and must not.
         """
         if self.shares and self.mechanisms:
             sizes, same = round_sizes(plan, self.users), len(set(self.ranks.tolist())) == 1
@@ -217,13 +238,13 @@ class ServerHalf(ServerState):
                 mechanism.check_rounds(sizes, same_ranks=same)
 
     def warn_of_noise(self, plan: RunPlan) -> None:
-        """Log a warning where the noise of a private run drowns what its users can change."""
+        """Log a warning if the noise of a private run is larger than the updates of its users."""
         for mechanism in self.mechanisms if self.shares else ():
             if why := mechanism.warn(self.size, plan.training.rounds):
                 logger.warning("%s", why)
 
     def download(self, users: Sequence[str]) -> Download:
-        """What these users get now."""
+        """Return the current download of some users."""
         numbers = self.numbers(users)
         senders = self.method.server.senders(self.kept)
         tensors = self.method.server.download(self.kept, numbers)
@@ -239,7 +260,7 @@ class ServerHalf(ServerState):
 
     @torch.no_grad()
     def aggregate(self, upload: Upload) -> None:
-        """Take in the uploads of a round."""
+        """Aggregate the uploads of a round."""
         numbers = self.numbers(upload.users)
         tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
         self._charge(numbers)
@@ -252,20 +273,20 @@ class ServerHalf(ServerState):
 
     @property
     def adds(self) -> bool:
-        """Whether all that it does with uploads are the weighted sums of :class:`Mean`, and a step."""
+        """Whether the server only computes the weighted sums of :class:`Mean`, followed by a step."""
         server = self.method.server
         plain = self.sums is None and not any(overrides(one, "server_sum") for one in self.mechanisms)
         return plain and isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate
 
     def coefficients(self, names: Sequence[str], upload: Upload) -> Tree:
-        """Where it :attr:`adds`, by what the uploads' tensors of these names are multiplied; looks at none of them."""
+        """Return the weights of uploads in the sums, by tensor name, if the server :attr:`adds`; reads no tensor."""
         server, numbers = self.method.server, self.numbers(upload.users)
         assert isinstance(server, Mean)
         return server.coefficients(self._received(numbers, dict.fromkeys(names, torch.zeros(0)), upload))
 
     @torch.no_grad()
     def aggregate_weighted(self, sums: Tree, upload: Upload) -> None:
-        """Take in weighted sums of a round's uploads, of which the rest is here."""
+        """Aggregate weighted sums of the uploads of a round; ``upload`` has everything but tensors."""
         server, numbers = self.method.server, self.numbers(upload.users)
         assert isinstance(server, Mean)
         self._charge(numbers)
@@ -275,7 +296,13 @@ class ServerHalf(ServerState):
 
     @torch.no_grad()
     def aggregate_sum(self, total: np.ndarray | Int[Tensor, " entries"], users: Sequence[str], done: int) -> None:
-        """Take in the sum of what these users have uploaded in round ``done`` (from 1)."""
+        """Aggregate a secure sum of uploads.
+
+        Args:
+            total: The sum.
+            users: Names of the users in the sum.
+            done: The round, counted from 1.
+        """
         assert self.sums is not None
         self._charge(self.numbers(users))
         model = self.model
@@ -284,7 +311,7 @@ class ServerHalf(ServerState):
         self.version = done
 
     def skip_round(self, done: int, received: Sequence[int] = ()) -> None:
-        """End round ``done`` without a sum: the model stays as it is, though uploads may have been received."""
+        """End round ``done`` without aggregation; the model is unchanged, even if uploads were received."""
         self.version = done
         for mechanism in self.mechanisms:
             mechanism.skip_round(received)
@@ -307,19 +334,22 @@ class ServerHalf(ServerState):
         return self.layout.named_roles(self.method.shared)
 
     def _charge(self, numbers: Sequence[int]) -> None:
-        """Count what these users' uploads reveal."""
+        """Charge the release of uploads to the privacy budgets of users."""
         if (account := self.mechanisms.account) is not None and self.shares:
             account.charge_uploads(numbers)
 
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
-        """What those who have reported validation losses, or all of ``users``, hear of them."""
+        """Return whether the mean of reported validation losses is the lowest so far, as a download.
+
+        It is sent to ``users``, or to those that have reported losses.
+        """
         loss = fmean(report.reports[VALIDATION].tolist())
         lowest = loss < self.lowest_loss
         self.lowest_loss = min(loss, self.lowest_loss)
         return verdict(users or report.users, report.round, lowest=lowest)
 
     def _weights(self, upload: Upload) -> Float[Tensor, " users"]:
-        """Weight of each upload in means: equal, or by the amount of training data."""
+        """Return the weight of each upload in means: equal, or by the amount of training data."""
         counts = upload.reports[COUNT] if self.weighted else torch.ones(len(upload.users))
         return averaging_weights(counts)
 
@@ -329,13 +359,14 @@ def _of_all(ranks: Int[Tensor, " _"], users: Sequence[str]) -> Int[Tensor, " use
 
 
 def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
-    """Weights in proportion to counts, float64."""
+    """Return float64 weights proportional to counts, with sum 1."""
     return counts.double() / counts.double().sum()
 
 
 def clustered(model: Model, method: Method) -> tuple[str, ...]:
-    """The tensors whose leading axis is a mixture's components; whole models have statistics of their own. In the
-    layout's order, so that who counts layers by them counts as the model does.
+    """Return the names of the tensors whose leading axis is the components of a mixture, in the order of the layout.
+
+    Whole models also have running statistics per component.
     """
     mixture = method.placement.mixture
     roles = {ADAPTOR, STATISTICS} if mixture is not None and mixture.of == "models" else {ADAPTOR}
@@ -345,10 +376,16 @@ def clustered(model: Model, method: Method) -> tuple[str, ...]:
 
 
 def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHalf:
-    """The server before the first round.
+    """Return the server before the first round.
+
+    Args:
+        model: The model that all users train.
+        users: Names of all users.
+        plan: Plan of the run.
 
     Raises:
-        RecipeError: it merges or hands out whole models, and users' ranks differ; or it passes uploads on, compressed.
+        RecipeError: The server merges or sends whole models and ranks differ between users, or it forwards uploads
+            between peers and uploads are compressed.
     """
     method, uploads, mechanisms = plan.method, plan.training.uploads, Mechanisms(server_mechanisms(plan, users))
     for mechanism in mechanisms:
@@ -385,12 +422,12 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
 
 
 def _of_each(values: Tensor, users: int) -> Tensor:
-    """Everybody's own, where one number may be that of all."""
+    """Return one value per user; a single value is repeated."""
     return values.cpu().expand(users).clone()
 
 
 def _first_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:
-    """The differently initialised models that the server begins with; the first is what users start from."""
+    """Return the initial models of the server, each with its own weights; users start from the first."""
     count, layout = method.server.server_models, model.layout
     dtype = torch.promote_types(model.dtype, torch.float32)
     first = draw(layout, seed, "server").unsqueeze(0)
