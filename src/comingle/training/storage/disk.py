@@ -1,9 +1,8 @@
-"""Users' tensors in the run folder, of one process or of one among several.
+"""Stores that keep the tensors of users in the run folder, for one or several processes.
 
-``store/params.bin`` and ``store/moments.bin`` have a record of each user who took part
-(:mod:`comingle.training.storage.files`); of several processes each has files of its own. Who never did has none: what
-it begins with follows from the seed and its name. A checkpoint has a table of places, and of the sums of what lies
-there.
+``store/params.bin`` and ``store/moments.bin`` have a record of each user that took part
+(:mod:`comingle.training.storage.files`); each process has files of its own. A user that never took part has no record:
+its initial values follow from the seed and its name. A checkpoint stores a table with the places and CRC-32 of records.
 """
 
 from __future__ import annotations
@@ -59,17 +58,24 @@ from comingle.utils.files import list_checkpoints, verify
 from comingle.utils.records import to_disk, write_json
 
 _AT_ONCE = 256
-"""Number of records that are copied at once."""
+"""Number of records that are copied at a time."""
 
 FILE = 2**40
-"""Places are numbered by file: that of the run first, then others that are read or end with this process."""
+"""Number of places per file: file 0 is the run's own, others are read-only or end with this process."""
 
 MAX_PENDING_WRITES = 2
-"""Number of cohorts that may wait to be written."""
+"""Largest number of cohorts with pending writes."""
 
 
 class OnDisk(State):
-    """Rows of ``count`` users and copies; ``begin`` makes what some of them have before any training."""
+    """State of users in files.
+
+    Args:
+        begin: Returns the initial state of some rows.
+        count: Number of rows: users times copies.
+        moments: Dtype of moments in records; None for their own.
+        names: Names of the users.
+    """
 
     in_memory = False
 
@@ -99,11 +105,11 @@ class OnDisk(State):
     # ---------------------------------------------------------------- what State does
 
     def take(self, users: Sequence[int]) -> State:
-        """Copies of these users' tensors."""
+        """Return a copy of the rows of some users."""
         return align(self._taken(list(users), self._groups), users)
 
     def put(self, users: Sequence[int], part: State) -> None:
-        """Write them back, soon."""
+        """Write the rows of some users back, asynchronously."""
         rows, tensors = list(users), part.tensors()
         if self._next is not None and not set(self._next[0]).isdisjoint(rows):
             self._next = None
@@ -114,29 +120,29 @@ class OnDisk(State):
             stepped = known | (part.first != 0).any(1).cpu() | (part.second != 0).any(1).cpu()
             at = stepped.nonzero().flatten().tolist()
             some = {name: tensors[name][at] for name in ("first", "second")}
-            if at:  # of one class there is no gradient
+            if at:  # samples of a single class may have no gradient
                 self._write("moments", [rows[i] for i in at], some)
 
     @property
-    def versions(self) -> Int[Tensor, " users"]:  # type: ignore[override] (a view of what places are kept with)
-        """The rounds after which the server had what each user last downloaded."""
+    def versions(self) -> Int[Tensor, " users"]:  # type: ignore[override] (a view of the table)
+        """Server version that each user last downloaded, as the number of rounds done."""
         return torch.from_numpy(self._now.versions)
 
     def rows_of(self, users: Sequence[int]) -> Float[Tensor, "some columns"]:
-        """Tensors without what optimisers remember."""
+        """Return the parameters of some users, without moments."""
         return self._taken(list(users), ["params"]).rows
 
     def prefetch(self, users: Sequence[int]) -> None:
-        """Begin to read."""
+        """Start to read the rows of some users."""
         rows = list(users)
         self._next = (rows, {name: self._reading(name, rows) for name in self._groups}) if rows else None
 
     def without_moments(self) -> State:
-        """The same store, in which these stay as they are."""
+        """Return a view of this store that neither reads nor writes moments."""
         return _WithoutMoments(self)
 
     def copy(self) -> OnDisk:
-        """The same, to be changed without changing this: what changes lies in a file of its own."""
+        """Return a copy-on-write copy: its changes go to a temporary file."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._now, other._into, other._next = self._now.copy(), {}, None
@@ -144,7 +150,7 @@ class OnDisk(State):
         return other
 
     def release(self) -> None:
-        """Close the files that are this one's own."""
+        """Close the temporary files of a copy."""
         self._written(0)
         for name, number in self._into.items():
             if (file := self._files[name][number]) is not None:
@@ -185,11 +191,11 @@ class OnDisk(State):
             with disk_errors(self._run):
                 return reading.result()
         except RunError:
-            self._written(0)  # what was not written cannot be read: that is said first
+            self._written(0)  # raise the error of a failed write first
             raise
 
     def _reading(self, group: str, rows: list[int], places: Sequence[int] | None = None) -> Future[np.ndarray]:
-        """Records of those of these rows that have one; behind all that is to be written before."""
+        """Start to read the records of those rows that have one, after all pending writes."""
         where = self._now.places[group][rows].tolist() if places is None else places
         ids = self._shard.ids[rows].tolist()
         at = [(place, row) for place, row in zip(where, ids, strict=True) if place >= 0]
@@ -218,12 +224,12 @@ class OnDisk(State):
         self._written(MAX_PENDING_WRITES)
 
     def _written(self, most: int) -> None:
-        """Return when at most so many cohorts wait to be written."""
+        """Wait until at most ``most`` cohorts have pending writes."""
         with disk_errors(self._run):
             self._worker.wait(most)
 
     def _writable(self, group: str) -> tuple[int, RecordFile]:
-        """Where to write: the run's own file, or one that ends with this process."""
+        """Return the number and the file to write to: the run's own, or one that ends with this process."""
         files = self._files[group]
         if group not in self._into:
             with disk_errors(self._run):
@@ -239,7 +245,7 @@ class OnDisk(State):
     # ---------------------------------------------------------------- the best round
 
     def remember(self, done: int) -> None:
-        """What everybody has now is the best: where it lies is written over by nothing."""
+        """Store the current rows as those of the best round; their records are protected from being overwritten."""
         self._written(0)
         self._best = self._now.copy()
         self.best = {"round": torch.tensor(done)}
@@ -251,26 +257,33 @@ class OnDisk(State):
                     file.snapshot()
 
     def restored_best(self) -> State:
-        """As it was in the best round."""
+        """Return the state as it was after the best round."""
         other = self.copy()
         assert self._best is not None
         other._now = self._best.copy()
         return other
 
     def _tables(self, group: str) -> list[np.ndarray]:
-        """Places that are referred to now."""
+        """Return the places that are in use, for the best round too."""
         return [self._now.places[group], *([] if self._best is None else [self._best.places[group]])]
 
     # ---------------------------------------------------------------- the run folder
 
     def shard(self, number: int, processes: int, users: range, population: int) -> None:
-        """Be the rows of some of all users, who follow one another, in one of several processes."""
+        """Restrict the state to the rows of consecutive users, in one of several processes.
+
+        Args:
+            number: The process, counted from 0.
+            processes: Number of processes.
+            users: Numbers of the users of this process among all.
+            population: Number of users of all processes.
+        """
         copies = np.arange(self.count // len(users), dtype=np.int64) * population
         ids = (copies[:, None] + np.array(users, dtype=np.int64)).flatten().astype(np.int32)
         self._shard = Shard(part=Part(number, processes), ids=ids, total_rows=len(copies) * population)
 
     def open(self, run: Path, *, anew: bool) -> None:
-        """Write to ``store/`` in the run's folder from now on; of several processes, the first one first."""
+        """Write to ``store/`` in the run's folder from now on; the first process does so before the others."""
         folder, self._run, leads = run / FOLDER, run, self._shard.part.number == 0
         if not anew:
             require_files(run, list_checkpoints(run)[-1], self._groups)
@@ -296,7 +309,13 @@ class OnDisk(State):
         }
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
-        """Write the records to disk, then a table of where they are; return the names of the files."""
+        """Write the records to disk, then a table of their places; return the names of the files.
+
+        Args:
+            draft: Folder of the new checkpoint.
+            checkpoints: Older checkpoints, whose records are kept.
+            write: Not used.
+        """
         self._written(0)
         assert self._run is not None
         files = {name: file for name in self._groups if (file := self._files[name][0]) is not None}
@@ -314,12 +333,12 @@ class OnDisk(State):
         return [table.name, *([ABOUT] if self._shard.part.number == 0 else [])]
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
-        """Return this store as at a checkpoint, whichever processes have written it.
+        """Return this store at a checkpoint that any number of processes has written.
 
-        From now on it writes where no checkpoint's records are.
+        New records go to places that no checkpoint uses.
 
         Raises:
-            RunError: the store is of another recipe, run or round, or lacks what the checkpoint names.
+            RunError: The store belongs to another recipe, run or round, or lacks records of the checkpoint.
         """
         run = checkpoint.parent.parent
         check_store(run, checkpoint, self._about, self._groups)
@@ -344,7 +363,7 @@ class OnDisk(State):
         return self
 
     def _attached(self, run: Path, part: Part) -> dict[str, int]:
-        """By which numbers places in the files of some process's users are known here."""
+        """Open the files of a process of the checkpoint and return their numbers, by group."""
         numbers: dict[str, int] = {}
         for name in self._groups:
             files = self._files[name]
@@ -360,7 +379,7 @@ class OnDisk(State):
         return numbers
 
     def _place(self, found: dict[str, np.ndarray], prefix: str, into: Table, numbers: dict[str, int]) -> None:
-        """Take over where the rows are of those who are here."""
+        """Copy the places of the rows of this process from a table of a checkpoint."""
         rows = found.get(prefix + ROWS, np.zeros(0, dtype=np.int64))
         here = np.isin(rows, self._shard.ids)
         order = np.argsort(self._shard.ids)
@@ -369,13 +388,13 @@ class OnDisk(State):
         for name in self._groups if len(own) else ():
             places = found[prefix + name][here].astype(np.int64)
             into.places[name][own] = np.where(places >= 0, places + numbers[name] * FILE, -1)
-            if (sums := found.get(prefix + SUMS + name)) is not None:  # tables of before have none
+            if (sums := found.get(prefix + SUMS + name)) is not None:  # tables of older versions have none
                 there, file = places >= 0, self._files[name][numbers[name]]
                 assert file is not None
                 file.expect(places[there], rows[here][there].astype(np.int64), sums[here][there].view(np.uint32))
 
     def _adopt(self) -> None:
-        """Have in the file of this process what is in those of others, which may go."""
+        """Copy records from the files of other processes to this process's own."""
         for name in self._groups:
             tables, file = self._tables(name), self._files[name][0]
             assert file is not None
@@ -393,7 +412,7 @@ class OnDisk(State):
 
 
 class _WithoutMoments(State):
-    """A store in which what optimisers remember is neither read nor written."""
+    """View of a store that neither reads nor writes moments."""
 
     in_memory = False
 
@@ -402,25 +421,25 @@ class _WithoutMoments(State):
         self._store = store
 
     def take(self, users: Sequence[int]) -> State:
-        """Copies of these users' tensors."""
+        """Return a copy of the rows of some users."""
         return align(self._store._taken(list(users), ["params"]), users)
 
     def put(self, users: Sequence[int], part: State) -> None:
-        """Write them back."""
+        """Write the rows of some users back, asynchronously."""
         self._store.put(users, part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """What an entry point offers; ``moments`` is the dtype of what optimisers remember, None for their own."""
+    """Entry point of a store; ``moments`` is the dtype of moments in records, None for their own."""
 
     moments: torch.dtype | None = None
 
     def __call__(self, clients: Clients) -> OnDisk:
-        """Everything as it would be in memory, to the last bit, but for what ``moments`` are rounded to.
+        """Return the store of some clients; it is exact except for rounded moments.
 
         Raises:
-            RecipeError: what the recipe asks for looks at everybody at once, or there are no moments to round.
+            RecipeError: The recipe needs all users at once, or there are no moments to round.
         """
         check_storable(clients)
         remembered = clients.plan.training.experts.moments | clients.plan.training.router.moments
@@ -429,10 +448,10 @@ class Store:
         return OnDisk(clients.begin, clients.rows, self.moments, names=clients.names)
 
     def read(self, kind: Kind, request: DataRequest) -> RunData:
-        """Return users in a file, read one after another; all at once for a kind without a reader.
+        """Return users in a file that are read one after another; all at once for a kind without a reader.
 
         Raises:
-            ComingleError: as :meth:`comingle.training.kinds.base.Kind.read`.
+            ComingleError: See :meth:`comingle.training.kinds.base.Kind.read`.
         """
         if (reader := kind.reader(request)) is None:
             return kind.read(request)
@@ -448,7 +467,7 @@ class Store:
         )
 
     def names(self, folder: Path) -> StoredNames | None:
-        """Those of a run's users, who were read in turn; None where nobody has written them down."""
+        """Return the names of the users in a run folder; None if they are not stored there."""
         return StoredNames(folder / FOLDER) if (folder / FOLDER / NAMES).is_file() else None
 
 
@@ -457,10 +476,11 @@ on_disk_bf16 = Store(moments=torch.bfloat16)
 
 
 def check_storable(clients: Clients) -> None:
-    """Whether nothing in the recipe looks at everybody at once.
+    """Check that nothing in the recipe needs all users at once.
 
     Raises:
-        RecipeError: something does.
+        RecipeError: The method trains one pooled model.
+        DataError: The best round is selected and no user has validation data.
     """
     if clients.method.placement.pooled:
         raise RecipeError(f"method {clients.method.name}: has one model, for which runtime.store: memory is enough")

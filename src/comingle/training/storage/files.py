@@ -1,12 +1,12 @@
-"""Files of fixed-size records, and tables of where each record is.
+"""Files of fixed-size records, and tables with the place of each record.
 
-``params`` has all that a user's model and its method's parts are made of, ``moments`` what optimisers remember, which
-only those have who took steps. A record begins with its CRC-32 and the number of its row. Checkpoints keep that sum
-too: a record that is whole may be of another round, or of another run.
+``params`` has the parameters of a user and the tensors of its client hooks, ``moments`` the optimizer moments of users
+who took steps. A record starts with its CRC-32 and the number of its row. Checkpoints store the CRC-32 too, because a
+valid record may belong to another round or run.
 
-A place is never written twice between two snapshots unless by the same row, and not at all while a checkpoint that is
-kept, or the best round, refers to it: so whatever a process is doing when it is killed, what the last checkpoint says
-is there. What others say that were put aside need not be: sums tell.
+Between two snapshots a place is rewritten only by the same row, and never while a kept checkpoint or the best round
+refers to it. So the records of the last checkpoint are intact whenever a process is killed. A checkpoint that was
+copied elsewhere may refer to records that have been overwritten since; the CRC-32 detects this.
 """
 
 from __future__ import annotations
@@ -41,12 +41,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HEAD = 16
-"""Bytes of a record's head: the CRC-32 of what follows it, and the number of the row, 8 bytes each."""
+"""Size in bytes of the head of a record: the CRC-32 of the rest and the number of the row, 8 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One tensor of a user: its shape without the users, its dtype, and how it is written down."""
+    """One tensor of a record.
+
+    Attributes:
+        name: Name of the tensor.
+        shape: Shape, without users.
+        dtype: Dtype in memory.
+        kept: Dtype in the record.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -55,29 +62,29 @@ class Field:
 
     @property
     def bytes(self) -> int:
-        """Bytes in a record."""
+        """Size in bytes in a record."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.kept.itemsize
 
     @property
     def description(self) -> list[object]:
-        """As JSON has it."""
+        """Name, shape and dtype for JSON."""
         return [self.name, list(self.shape), str(self.kept).removeprefix("torch.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a record of a group has."""
+    """Layout of the records of a group."""
 
     fields: tuple[Field, ...]
 
     @property
     def bytes(self) -> int:
-        """Bytes of a record; 0 where there is nothing to keep."""
+        """Size of a record in bytes; 0 without fields."""
         size = sum(one.bytes for one in self.fields)
         return HEAD + size if size else 0
 
     def pack(self, rows: Sequence[int], tensors: Mapping[str, Tensor]) -> np.ndarray:
-        """Records ``(rows, bytes)``."""
+        """Return records ``(rows, bytes)`` with row numbers and without CRC-32."""
         records = np.zeros((len(rows), self.bytes), dtype=np.uint8)
         at = HEAD
         for one in self.fields:
@@ -88,10 +95,10 @@ class Form:
         return records
 
     def unpack(self, records: np.ndarray) -> dict[str, Tensor]:
-        """Tensors by name, ``(rows, *shape)``."""
+        """Return the tensors of records by name, ``(rows, *shape)``."""
         found, at = {}, HEAD
         for one in self.fields:
-            # Made by torch, so that it is aligned alike wherever it comes from: roundings may depend on that.
+            # Allocated by torch for a fixed alignment, on which rounding may depend.
             whole = torch.empty(len(records), *one.shape, dtype=one.kept)
             if len(records):
                 part = torch.from_numpy(records[:, at : at + one.bytes])
@@ -102,21 +109,27 @@ class Form:
 
 
 UNKNOWN = 0
-"""The sum of a record of which none was kept, as versions of before did not."""
+"""CRC-32 of records for which a checkpoint of an older version stores none."""
 
 
 def seal(record: np.ndarray) -> int:
-    """Write the sum of a record into its head; returns it."""
+    """Write the CRC-32 of a record into its head and return it."""
     found = zlib.crc32(record[8:].data)
     record[:8] = np.array([found], dtype=np.int64).view(np.uint8)
     return found
 
 
 def check(record: np.ndarray, row: int, known: int, path: object) -> None:
-    """Whether a record is what was written, of this row, and that of which this sum is known.
+    """Check that a record is intact and is the expected one.
+
+    Args:
+        record: The record.
+        row: Expected number of its row.
+        known: Expected CRC-32, or :data:`UNKNOWN`.
+        path: File, for the error.
 
     Raises:
-        RunError: it is not.
+        RunError: The record is damaged, or belongs to another row, round or run.
     """
     crc, owner = record[:HEAD].view(np.int64).tolist()
     if crc != zlib.crc32(record[8:].data):
@@ -132,7 +145,7 @@ def check(record: np.ndarray, row: int, known: int, path: object) -> None:
 
 
 def forms_of(sample: State, moments: torch.dtype | None) -> dict[str, Form]:
-    """What the groups have, out of the state of some users; ``moments`` in another dtype if one is given."""
+    """Return the layout of the records of each group; ``moments`` is their dtype in records, None for their own."""
     groups: dict[str, list[Field]] = {"params": [], "moments": []}
     for name, t in sample.tensors().items():
         group = "moments" if name in MOMENTS else "params"
@@ -142,19 +155,19 @@ def forms_of(sample: State, moments: torch.dtype | None) -> dict[str, Form]:
 
 
 _LINE = 64
-"""Bytes that processors read at once, to which new tensors are aligned."""
+"""Size in bytes of a cache line, to which torch aligns new tensors."""
 
 
 def copy_fields(state: State, nobody: State) -> None:
-    """Give a state that is elsewhere the fields of one of nobody, which say of what shape and dtype it is."""
+    """Set the fields of a state to those of an empty state, which have its shapes and dtypes."""
     vars(state).update({one.name: getattr(nobody, one.name) for one in fields(State)})
 
 
 def align(part: State, users: Sequence[int]) -> State:
-    """The same where each tensor begins as it would in memory, among everybody's.
+    """Return the tensors at the alignment that they would have as rows in memory.
 
-    There the rows of consecutive users are a view of all, and the last bit of a product may depend on whether its
-    factors begin at a multiple of 64 bytes.
+    In memory the rows of consecutive users are a view of all rows, and the last bit of a product may depend on whether
+    its factors start at a multiple of 64 bytes.
     """
     first = users[0]
     if list(users) != list(range(first, first + len(users))):
@@ -173,12 +186,12 @@ FOLDER, ABOUT = "store", "store.json"
 
 
 TABLE = "places"
-"""So begin the names of a checkpoint's tables of where records are."""
+"""Prefix of the names of tables in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The users of process ``number`` of ``count``: whose records are in files of their own."""
+    """Process ``number`` of ``count``, whose records are in files of its own."""
 
     number: int = 0
     count: int = 1
@@ -188,26 +201,26 @@ class Part:
         return f"-{self.number}-of-{self.count}" if self.count > 1 else ""
 
     def records(self, run: Path, group: str) -> Path:
-        """The file of a group's records."""
+        """Return the path of the records of a group."""
         return run / FOLDER / f"{group}{self._suffix}.bin"
 
     def table(self, checkpoint: Path) -> Path:
-        """A checkpoint's table of their places."""
+        """Return the path of the table in a checkpoint."""
         return checkpoint / f"{TABLE}{self._suffix}.safetensors"
 
 
 def parts_of(checkpoint: Path) -> list[Part]:
-    """Whose tables a checkpoint has; those of none where it has no store."""
+    """Return the processes whose tables a checkpoint has; empty without a store."""
     found = sorted(path.stem.removeprefix(TABLE) for path in checkpoint.glob(f"{TABLE}*.safetensors"))
     counts = {int(name.rpartition("-")[2]) if name else 1 for name in found}
     return [Part(number, count) for count in counts for number in range(count)]
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A mapping.
+    """Return the JSON object in a file.
 
     Raises:
-        RunError: it cannot be read.
+        RunError: The file cannot be read.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -217,10 +230,10 @@ def read_json(path: Path) -> dict[str, object]:
 
 @contextmanager
 def disk_errors(run: Path | None) -> Iterator[None]:
-    """Within, the disk may take no more.
+    """Convert disk errors in the block to a run error.
 
     Raises:
-        RunError: it does not; says how the run goes on.
+        RunError: The disk cannot be written to; says how to resume the run.
     """
     try:
         yield
@@ -232,10 +245,15 @@ def disk_errors(run: Path | None) -> Iterator[None]:
 
 
 def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:
-    """Whether everything is there that a checkpoint names.
+    """Check that all record files of a checkpoint exist.
+
+    Args:
+        run: Run folder.
+        checkpoint: Folder of the checkpoint.
+        groups: Names of the groups.
 
     Raises:
-        RunError: it is not.
+        RunError: A file is missing.
     """
     parts = [part.records(run, group) for part in parts_of(checkpoint) for group in groups]
     for path in (run / FOLDER / ABOUT, *parts):
@@ -244,10 +262,16 @@ def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:
 
 
 def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups: Sequence[str]) -> None:
-    """Whether a checkpoint and the store beside it are of one run, and of a recipe whose store is ``about`` this.
+    """Check that a checkpoint and the store belong to one run and to this recipe.
+
+    Args:
+        run: Run folder.
+        checkpoint: Folder of the checkpoint.
+        about: Description of the store for this recipe.
+        groups: Names of the groups.
 
     Raises:
-        RunError: they are not, or something is missing.
+        RunError: They do not, or a file is missing.
     """
     kept = read_json(checkpoint / ABOUT)
     if {key: value for key, value in kept.items() if key != "id"} != about:
@@ -260,7 +284,7 @@ def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups
 
 
 def remove_files(run: Path, checkpoints: Sequence[Path]) -> None:
-    """Delete records that none of these checkpoints names, as of as many processes as there are no more."""
+    """Delete record files that no checkpoint refers to, as after a change of the number of processes."""
     counts = {part.count for checkpoint in checkpoints for part in parts_of(checkpoint)}
     for path in (run / FOLDER).glob("*.bin"):
         count = path.stem.rpartition("-of-")[2] if "-of-" in path.stem else "1"
@@ -269,11 +293,18 @@ def remove_files(run: Path, checkpoints: Sequence[Path]) -> None:
 
 
 MAX_CHECKED_HEADS = 1024
-"""Up to so many records are looked at when a checkpoint is loaded; the others when they are read."""
+"""Largest number of records that are verified when a checkpoint is loaded; all are when they are read."""
 
 
 class RecordFile:
-    """Records ``size_bytes`` long; ``path`` may be of a file that no folder has any more."""
+    """File of records of ``size_bytes`` each.
+
+    Args:
+        path: Path of the file.
+        size_bytes: Size of a record.
+        writes: Whether to open the file for writing.
+        lives: Whether the file outlives this process; otherwise it is unlinked at once.
+    """
 
     def __init__(self, path: Path, size_bytes: int, *, writes: bool, lives: bool = True):
         self.path, self.size_bytes = path, size_bytes
@@ -283,16 +314,16 @@ class RecordFile:
             os.unlink(path)
         self.end = 0
         self.since = 0
-        """Which snapshot was the last; places that were first written after it may be written again."""
+        """Number of the last snapshot; places that were first written after it may be rewritten."""
         self._born = np.zeros(0, dtype=np.int64)
         self._sums = np.zeros(0, dtype=np.uint32)
-        """Of the records by place; touched by the thread that reads and writes, by others while it does neither."""
+        """CRC-32 of each record; accessed by the store thread, and by others only while it is idle."""
         self._free: deque[int] = deque()
 
     # ---------------------------------------------------------------- places
 
     def place(self, before: int) -> int:
-        """Where a row is to be written that was at ``before``, -1 for nowhere."""
+        """Return the place to write a row to; ``before`` is its current place, or -1."""
         if before >= 0 and self._born[before] > self.since:
             return before
         at = self._free.popleft() if self._free else self.end
@@ -302,7 +333,7 @@ class RecordFile:
         return at
 
     def keep(self, used: Sequence[Int64[np.ndarray, " _"]]) -> None:
-        """Only these places are referred to, and not written over from now on."""
+        """Free all places except these, and protect these from being overwritten."""
         self.end = max(self.end, *(int(places.max(initial=-1)) + 1 for places in used))
         taken = np.zeros(self.end, dtype=bool)
         for places in used:
@@ -311,13 +342,13 @@ class RecordFile:
         self.snapshot()
 
     def snapshot(self) -> None:
-        """What is there now is not written over before :meth:`keep` is told that nobody refers to it."""
+        """Protect all current records from being overwritten until :meth:`keep` frees them."""
         self.since += 1
 
     # ---------------------------------------------------------------- sums
 
     def sums(self, places: Int64[np.ndarray, " some"]) -> UInt32[np.ndarray, " some"]:
-        """Of the records at these places, -1 for nowhere."""
+        """Return the CRC-32 of the records at some places; :data:`UNKNOWN` at place -1."""
         self._sums = _grown(self._sums, int(places.max(initial=-1)) + 1)
         found, there = np.full(len(places), UNKNOWN, dtype=np.uint32), places >= 0
         found[there] = self._sums[places[there]]
@@ -326,10 +357,15 @@ class RecordFile:
     def expect(
         self, places: Int64[np.ndarray, " some"], rows: Int64[np.ndarray, " some"], sums: UInt32[np.ndarray, " some"]
     ) -> None:
-        """Records of these rows are to have these sums, says a checkpoint; the heads of some are looked at now.
+        """Set the CRC-32 that records must have, as a checkpoint says; verify a sample of them now.
+
+        Args:
+            places: Places of the records.
+            rows: Numbers of their rows.
+            sums: Their CRC-32.
 
         Raises:
-            RunError: one of them is another.
+            RunError: A record has another CRC-32.
         """
         self._sums = _grown(self._sums, int(places.max(initial=-1)) + 1)
         self._sums[places] = sums
@@ -337,15 +373,15 @@ class RecordFile:
         for at, row, known in zip(places[some].tolist(), rows[some].tolist(), sums[some].tolist(), strict=True):
             head = os.pread(self._handle, 8, at * self.size_bytes)
             if known not in (int.from_bytes(head, sys.byteorder), UNKNOWN):
-                self.read([at], [row], [np.empty(self.size_bytes, dtype=np.uint8)])  # says what is wrong
+                self.read([at], [row], [np.empty(self.size_bytes, dtype=np.uint8)])  # raises the specific error
 
     # ---------------------------------------------------------------- bytes
 
     def write(self, places: Sequence[int], records: np.ndarray) -> None:
-        """Records to places.
+        """Write records to places.
 
         Raises:
-            OSError: the disk does not take it.
+            OSError: The disk cannot be written to.
         """
         self._sums = _grown(self._sums, max(places, default=-1) + 1)
         try:
@@ -355,23 +391,28 @@ class RecordFile:
                 while done < self.size_bytes:
                     done += os.pwrite(self._handle, content[done:], at * self.size_bytes + done)
         except OSError as error:
-            error.filename = str(self.path)  # it need not be the run's
+            error.filename = str(self.path)  # may be a temporary file
             raise
 
     def read(self, places: Sequence[int], rows: Sequence[int], into: Sequence[np.ndarray]) -> None:
-        """Records of these rows.
+        """Read and check records.
+
+        Args:
+            places: Places of the records.
+            rows: Numbers of their rows.
+            into: Buffers to read into.
 
         Raises:
-            RunError: one is not what was written, or another than is expected.
+            RunError: A record is damaged or not the expected one.
         """
         self._sums = _grown(self._sums, max(places, default=-1) + 1)
         for at, row, record in zip(places, rows, into, strict=True):
             got = os.preadv(self._handle, [record.data], at * self.size_bytes)
-            record[got:] = 0  # of a file that was cut off, else what happened to be in memory
+            record[got:] = 0  # a truncated file leaves uninitialised memory
             check(record, row, int(self._sums[at]), self.path)
 
     def to_disk(self) -> None:
-        """Return when everything would outlive a power cut."""
+        """Flush all records to disk, so that they survive a power failure."""
         os.fsync(self._handle)
 
     def close(self) -> None:
@@ -380,25 +421,31 @@ class RecordFile:
 
 
 class StoreThread:
-    """One thread that reads and writes records in order, and what it has still to write."""
+    """Thread that reads and writes records in order, and its pending writes."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="comingle-store")
         self._waiting: deque[Future[None]] = deque()
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call a function behind all that was submitted before."""
+        """Call a function after all that was submitted before."""
         return self._pool.submit(work, *args, **kwargs)
 
     def write(self, file: RecordFile, places: Sequence[int], records: np.ndarray) -> None:
-        """Write records behind all that was submitted before."""
+        """Write records after all that was submitted before.
+
+        Args:
+            file: File to write to.
+            places: Places of the records.
+            records: The records.
+        """
         self._waiting.append(self.submit(file.write, places, records))
 
     def wait(self, most: int) -> None:
-        """Return when at most so many writes wait.
+        """Wait until at most ``most`` writes are pending.
 
         Raises:
-            OSError: The disk does not take what was written.
+            OSError: The disk cannot be written to.
         """
         while len(self._waiting) > most:
             self._waiting.popleft().result()
@@ -406,11 +453,11 @@ class StoreThread:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The rows of one process.
+    """Rows of one process.
 
     Args:
-        part: Names the files of the process.
-        ids: The number of each row among those of all processes.
+        part: Process that owns the files.
+        ids: Number of each row among those of all processes.
         total_rows: Number of rows of all processes.
     """
 
@@ -420,24 +467,24 @@ class Shard:
 
 
 def _grown(array: np.ndarray, size: int) -> np.ndarray:
-    """The same with room for so many, zeros at first."""
+    """Return the array with at least ``size`` entries; new ones are zero."""
     more = size - len(array)
     return np.concatenate([array, np.zeros(max(1024, len(array), more), array.dtype)]) if more > 0 else array
 
 
 ROWS, VERSIONS, SUMS = "rows", "versions", "sums/"
-"""Columns besides places, which have the name of their group; so begin the names of those of records' sums."""
+"""Names of columns of a table besides places, which have the name of their group; ``SUMS`` is a prefix."""
 
 BEST, BEST_ROUND = "best/", "best/round"
-"""So begin the names of what belongs to the best round, and the number of that round."""
+"""Prefix of the columns of the best round, and the column with its number."""
 
 SumsOf = Mapping[str, Callable[[Int64[np.ndarray, " some"]], UInt32[np.ndarray, " some"]]]
-"""By group what tells the sums of the records at some places."""
+"""Maps each group to a function that returns the CRC-32 of the records at some places."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """By group where each row's record is, -1 where there is none; ``versions`` is what users last downloaded."""
+    """Place of the record of each row, by group, -1 without a record; ``versions`` are the last downloads of users."""
 
     places: dict[str, Int64[np.ndarray, " rows"]]
     versions: Int[np.ndarray, " rows"]
@@ -450,14 +497,23 @@ class Table:
 
     @classmethod
     def without_records(cls, groups: Iterable[str], versions: Int[np.ndarray, " rows"]) -> Table:
-        """Where nobody has a record."""
+        """Return a table in which no row has a record."""
         return cls(places={n: np.full(len(versions), -1, dtype=np.int64) for n in groups}, versions=versions.copy())
 
 
 def write_table(
     path: Path, ids: Int[np.ndarray, " rows"], now: Table, best: Table | None, best_round: int | None, sums: SumsOf
 ) -> None:
-    """Write a checkpoint's table of those who have records: whoever never took part is as at the beginning."""
+    """Write the table of a checkpoint with the rows that have records; all others have their initial values.
+
+    Args:
+        path: Path of the table.
+        ids: Number of each row among those of all processes.
+        now: Current table.
+        best: Table of the best round; None without one.
+        best_round: Number of the best round.
+        sums: CRC-32 of records, by group.
+    """
     content = _columns("", ids, now, sums)
     if best is not None:
         content |= _columns(BEST, ids, best, sums) | {BEST_ROUND: torch.tensor([best_round])}
@@ -474,23 +530,29 @@ def _columns(prefix: str, ids: np.ndarray, table: Table, sums: SumsOf) -> dict[s
 
 
 def read_table(path: Path) -> dict[str, np.ndarray]:
-    """The columns of a checkpoint's table."""
+    """Return the columns of the table of a checkpoint."""
     return {name: t.numpy() for name, t in load_file(path).items()}
 
 
 def places_of(tables: Sequence[dict[str, np.ndarray]], group: str) -> list[np.ndarray]:
-    """All places that some checkpoints name, of a best round too."""
+    """Return all places that tables of checkpoints refer to, for the best round too."""
     return [table[name].astype(np.int64) for table in tables for name in (group, BEST + group) if name in table]
 
 
 def within(places: Int64[np.ndarray, " rows"], number: int, size: int) -> Int64[np.ndarray, " some"]:
-    """Those of a file, as it knows them; places are numbered by files of so many."""
-    known = places[places >= 0]  # few of a large population's
+    """Return the places that lie in one file, counted within it.
+
+    Args:
+        places: Places in all files; file k has those from ``k * size``.
+        number: Number of the file.
+        size: Number of places per file.
+    """
+    known = places[places >= 0]  # drop rows without a record
     return known[known // size == number] % size
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """So many at a time."""
+    """Yield lists of at most ``size`` items."""
     rest = iter(items)
     while some := list(islice(rest, size)):
         yield some
