@@ -2,8 +2,8 @@
 
 Source: He et al. 2016, in the form of FedMerge (section 4.1, Table 1) and its public code: a 3 x 3 stem without pooling
 (32 x 32 images reach the head as 4 x 4), four stages of which the last three halve the image, 1 x 1 convolutions as
-shortcuts where the shape changes, batch norm behind every convolution, which has no bias. Up to 34 layers a block is
-two 3 x 3 convolutions, from 50 on it is 1 x 1, 3 x 3 and 1 x 1 to four times the channels.
+shortcuts where the shape changes, batch norm after every convolution, and no biases there. Up to 34 layers a block is
+two 3 x 3 convolutions; from 50 on it is 1 x 1, 3 x 3 and 1 x 1 to four times the channels.
 
     net         blocks          parameters, 100 labels   without the head   of ResNet-9's   Table 1
     resnet9     1, 1, 1, 1       83,852                   77,352             1               1
@@ -13,20 +13,19 @@ two 3 x 3 convolutions, from 50 on it is 1 x 1, 3 x 3 and 1 x 1 to four times th
     resnet101   3, 4, 23, 3     701,356                  675,656             8.7348          8.73
     resnet152   3, 8, 36, 3     950,828                  925,128            11.95997        11.95
 
-Table 1 counts without the head and cuts behind the second decimal: then all six agree. With a head of 100 labels the
+Table 1 counts without the head and truncates after the second decimal: then all six agree. With a head of 100 labels the
 ratios are 1, 2.17, 4.07, 4.76, 8.36 and 11.34; with the usual 64 channels and that head they are 1, 2.27, 4.31, 4.79,
 8.63 and 11.79, which is another table.
 
 With ``norm="group"`` ("resnet9-group" and so on) each norm is over four channels of one image (Wu and He 2018), so that
-nothing of it is averaged over users: averaged statistics of batch norm fit none of them where their images are unlike
-(Hsieh et al. 2020). There are as many parameters.
+no statistics are averaged over users: averaged statistics of batch norm fit no user where users' images differ (Hsieh
+et al. 2020). The number of parameters is the same.
 
-Differs from the public code: the last map is averaged over all places. There it is averaged over squares of 4 x 4,
-which is the same for 32 x 32 images; for 64 x 64 ones its head sees four places by themselves, so it is four times as
-wide.
-Initial values are PyTorch's, as there.
+Differs from the public code: the last map is averaged over all positions. The public code averages squares of 4 x 4,
+which is the same for 32 x 32 images; for 64 x 64 images its head gets four positions, so it is four times as wide.
+Initial values are PyTorch's, as in the public code.
 
-Entry points offer each of them to the core by its name.
+Entry points register each net by name.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ WIDTH = 8
 """Channels of the first stage; each further one has twice as many."""
 
 EXPANSION = 4
-"""How many times wider a block of three convolutions is at its end than within."""
+"""Ratio of output channels to inner channels in a block of three convolutions."""
 
 STAGES: dict[int, tuple[int, ...]] = {
     9: (1, 1, 1, 1),
@@ -56,12 +55,12 @@ STAGES: dict[int, tuple[int, ...]] = {
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
 }
-"""Blocks of each stage by the number of layers."""
+"""Blocks of each stage, by the number of layers."""
 
 _THREE_CONVOLUTIONS_FROM = 50
 
 _GROUP = 4
-"""Channels that group norm takes together."""
+"""Channels per group of group norm."""
 
 Norm = Callable[[int], nn.Module]
 Layers = tuple[nn.Module, nn.Module]
@@ -70,7 +69,7 @@ NORMS: Mapping[str, Norm] = {
     "batch": nn.BatchNorm2d,
     "group": lambda channels: nn.GroupNorm(channels // _GROUP, channels),
 }
-"""What follows a convolution with so many channels."""
+"""Normalisation layers by name; each is made from the number of channels."""
 
 
 class Residual(nn.Module):
@@ -83,22 +82,32 @@ class Residual(nn.Module):
         self.body, self.shortcut = body, shortcut
 
     def forward(self, x: Float[Tensor, "n c_in h w"]) -> Float[Tensor, "n c_out h_out w_out"]:
-        """Out of place: under ``vmap`` one of the two may be stacked over users where the other is not."""
+        """Add out of place: under ``vmap`` one of the two may be stacked over users where the other is not."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
 class Average(nn.Module):
-    """Each channel's mean over the image, by an operation that ``vmap`` batches in every memory layout."""
+    """Mean of each channel over the image, by an operation that ``vmap`` batches in every memory layout."""
 
     by_sample = True
 
     def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n c"]:
-        """PyTorch's adaptive pooling of images with channels last falls back to a loop over users."""
+        """Return the mean of each channel.
+
+        PyTorch's adaptive pooling falls back to a loop over users for images with channels last.
+        """
         return x.mean((-2, -1))
 
 
 def make_resnet(layers: int, *, channels: int, outputs: int, norm: str = "batch") -> nn.Module:
-    """A net of :data:`STAGES` with :data:`NORMS` for images with so many channels; its last layer is named ``head``."""
+    """Return a net of :data:`STAGES` with :data:`NORMS`; its last layer is named ``head``.
+
+    Args:
+        layers: A key of :data:`STAGES`.
+        channels: Channels of the images.
+        outputs: Outputs of the head.
+        norm: A key of :data:`NORMS`.
+    """
     bottleneck, convolution = layers >= _THREE_CONVOLUTIONS_FROM, partial(_convolution, NORMS[norm])
     parts = OrderedDict[str, nn.Module](stem=nn.Sequential(*convolution(channels, WIDTH, 3), nn.ReLU()))
     wide = WIDTH
@@ -127,7 +136,7 @@ def _block(convolution: Callable[..., Layers], c_in: int, narrow: int, stride: i
 
 
 def _convolution(norm: Norm, c_in: int, c_out: int, kernel: int, stride: int = 1) -> Layers:
-    """A convolution that keeps the image's size but for its stride, and its norm."""
+    """Return a convolution that keeps the image's size except for its stride, and its norm."""
     convolution = nn.Conv2d(c_in, c_out, kernel, stride=stride, padding=kernel // 2, bias=False)
     return convolution, norm(c_out)
 
@@ -136,9 +145,9 @@ _VGG_CHANNELS = (16, 32, 64, 128, 512)
 
 
 def mlp_norm(input_shape: Shape, outputs: int) -> nn.Module:
-    """Batch norm behind the first layer, before the activation, where the true model normalises (appendix F.2).
+    """Return an MLP with batch norm between the first layer and its activation, as in the true model (appendix F.2).
 
-    The public code has it behind the activation.
+    The public code normalises after the activation.
     """
     (inputs,) = require_shape(input_shape, "mlp-norm", 1)
     hidden = 2 * inputs
@@ -146,13 +155,16 @@ def mlp_norm(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def mnist(input_shape: Shape, outputs: int) -> nn.Module:
-    """784-200-10."""
+    """Return an MLP with one hidden layer: 784-200-10 for MNIST."""
     inputs = math.prod(require_shape(input_shape, "mnist", 3))
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 200), nn.ReLU(), nn.Linear(200, outputs))
 
 
 def cifar10(input_shape: Shape, outputs: int) -> nn.Module:
-    """Two convolutions without padding: 32 -> 28 -> 14 -> 12 -> 4, so 64 * 4 * 4 = 1024 features, then 64."""
+    """Return a net of two convolutions without padding and one hidden layer.
+
+    Sides are 32 -> 28 -> 14 -> 12 -> 4, so 64 * 4 * 4 = 1024 features, then 64.
+    """
     channels, height, width = require_shape(input_shape, "cifar10", 3, smallest=14)
     places = _cifar10_side(height) * _cifar10_side(width)
     return nn.Sequential(
@@ -174,10 +186,16 @@ def _cifar10_side(side: int) -> int:
 
 
 def vgg8(input_shape: Shape, outputs: int, *, norm: bool = False) -> nn.Module:
-    """Five 3 x 3 convolutions with max-pooling after each, then 512-512-classes with dropout before each but the last.
+    """Return a net of five 3 x 3 convolutions and three linear layers, 512-512-classes.
 
-    Expressive enough for 10 labels of CIFAR-100 and not for all 100 (FLoRAL, section 5). Convolutions start at
-    N(0, 2 / (k k c_out)) with zero bias, as in the public code.
+    Max-pooling follows each convolution; dropout precedes each linear layer but the last. The net is expressive enough
+    for 10 labels of CIFAR-100 and not for all 100 (FLoRAL, section 5). Convolutions start at N(0, 2 / (k k c_out)) with
+    zero bias, as in the public code.
+
+    Args:
+        input_shape: Channels, height and width of the images.
+        outputs: Number of classes.
+        norm: Whether batch norm follows each convolution.
     """
     channels, height, width = require_shape(input_shape, "vgg8", 3, smallest=2 ** len(_VGG_CHANNELS))
     layers: list[nn.Module] = []
@@ -199,7 +217,7 @@ def _vgg_convolution(c_in: int, c_out: int) -> nn.Conv2d:
 
 
 def vgg8_norm(input_shape: Shape, outputs: int) -> nn.Module:
-    """The same with batch norm behind each convolution."""
+    """Return :func:`vgg8` with batch norm after each convolution."""
     return vgg8(input_shape, outputs, norm=True)
 
 

@@ -51,22 +51,22 @@ from comingle.utils.seeds import generator
 from comingle_papers.tasks.images import iterate_values
 
 LABELS = ("entailment", "neutral", "contradiction")
-"""By number, as the hub has them."""
+"""Labels in the order of their numbers on the hub."""
 
 COLUMNS = {"xnli": ("premise", "hypothesis", "label"), "xquad": ("id", "context", "question", "answers")}
-"""What is read of each set's rows on the hub."""
+"""Columns read from each set's rows on the hub."""
 
 
 def ask(instruction: str, text: str) -> str:
-    """The prompt for an instruction about a text."""
+    """Return the prompt for an instruction about a text."""
     return f"### Instruction:\n{instruction}\n\n### Input:\n{text}\n\n### Response:\n"
 
 
 def _xnli(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
-    """The question of a row; a label is a word, or its number.
+    """Yield the question of a row; its label is a word or a number.
 
     Raises:
-        ValueError: what is wrong with the row.
+        ValueError: The row is malformed; the message says how.
     """
     label = row.get("label")
     if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(LABELS):
@@ -78,10 +78,10 @@ def _xnli(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
 
 
 def _xquad(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
-    """The questions of a row: one with SQuAD's columns, or all of a paragraph under ``qas``.
+    """Yield the questions of a row: one with SQuAD's columns, or all questions of a paragraph under ``qas``.
 
     Raises:
-        ValueError: what is wrong with the row.
+        ValueError: The row is malformed; the message says how.
     """
     asked = row.get("qas", [row])
     if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
@@ -93,7 +93,7 @@ def _xquad(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
 
 
 def _first_answer(answers: object) -> object:
-    """Of SQuAD's ``{"text": [...]}``."""
+    """Return the first answer of SQuAD's ``{"text": [...]}``."""
     texts = answers.get("text") if isinstance(answers, dict) else None
     return texts[0] if isinstance(texts, list) and texts else None
 
@@ -105,30 +105,30 @@ def _id(row: Row) -> str:
 
 
 def _text(row: Row, key: str) -> str:
-    """What stands in a column; an answer has to say something, as the loss and the measures are on it."""
+    """Return the text in a column; refuse an empty answer, since loss and metrics are computed on answers."""
     value = row.get(key)
     if not isinstance(value, str) or (key == "answer" and not value.strip()):
         raise ValueError(f"{key} is {reprlib.repr(value)}; allowed: text")
-    value.encode()  # half a pair of surrogates is no text
+    value.encode()  # raises for an unpaired surrogate
     return value
 
 
 QUESTIONS_OF: Mapping[str, Callable[[Row, str], Iterator[tuple[str, Question]]]] = {"xnli": _xnli, "xquad": _xquad}
-"""What makes the questions of a row of each set."""
+"""Functions that yield the questions of a row, by set."""
 
 
 logger = logging.getLogger("comingle")
 
 MEASURES = ("accuracy", "rouge1", "loss")
-"""What is reported of answers; accuracy where they are labels."""
+"""Metrics of answers; accuracy only where answers are labels."""
 
 Parts = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""The numbers of questions to train on, to validate on and to test on."""
+"""Indices of the train, valid and test questions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionSet:
-    """A set of questions; without ``test`` all others are tested on. ``config`` names a language on the hub."""
+    """A set of questions; without ``test`` all others are test questions. ``config`` names a language on the hub."""
 
     languages: tuple[str, ...]
     instruction: str
@@ -162,10 +162,10 @@ QUESTIONS = {
 
 
 def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, ...]:
-    """The languages that are wanted of a set, or all that it has.
+    """Return the wanted languages of a set, or all that it has.
 
     Raises:
-        RecipeError: no such set, a language that it has not, or one twice.
+        RecipeError: The set is unknown, it lacks a language, or a language is given twice.
     """
     if name not in QUESTIONS:
         raise RecipeError(f"no questions {name!r}.{did_you_mean(name, QUESTIONS)} Allowed: {', '.join(QUESTIONS)}")
@@ -179,7 +179,7 @@ def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, .
 
 
 def shared_keys(by_language: Mapping[str, Collection[str]]) -> list[str]:
-    """Which questions there are in every language, in the order of the first."""
+    """Return the keys of the questions that exist in every language, in the order of the first language."""
     shared = set.intersection(*(set(keys) for keys in by_language.values()))
     return [key for key in next(iter(by_language.values())) if key in shared]
 
@@ -195,10 +195,23 @@ def draw_parts(
     valid: int,
     test: int | None,
 ) -> Parts:
-    """Which questions are trained on, validated on and tested on, of those that are ``short`` enough in all languages.
+    """Draw the train, valid and test questions among those that are ``short`` enough in all languages.
+
+    Args:
+        name: A key of :data:`QUESTIONS`.
+        wanted: The languages.
+        short: For each question, whether it fits the context in all languages.
+        context: Length of the context in tokens.
+        seed: Seed of the draw.
+        train: Questions to train on; None for the published number.
+        valid: Questions to validate on.
+        test: Questions to test on; None for the published number.
+
+    Returns:
+        The indices of the questions of each split.
 
     Raises:
-        DataError: they are too few.
+        DataError: There are too few questions.
     """
     if not short:
         raise DataError(
@@ -237,7 +250,16 @@ def user_of(
     *,
     train_on_prompts: bool,
 ) -> UserAnswers:
-    """The user of a language, of whose questions those of ``parts`` are ``encoded``."""
+    """Return the user of a language, with the questions of each split.
+
+    Args:
+        name: A key of :data:`QUESTIONS`.
+        who: The language.
+        encoded: Encoded questions by index; those of ``parts`` suffice.
+        parts: The indices of the questions of each split.
+        tokenizer: The tokenizer of the base model.
+        train_on_prompts: Whether the loss includes the prompts.
+    """
     measures, end = MEASURES if QUESTIONS[name].labels else MEASURES[1:], tokenizer.eos_token_id
     chosen = [[encoded[number] for number in part] for part in parts]
     limit = max(one.longest for part in chosen for one in part)
@@ -252,10 +274,10 @@ def user_of(
 
 
 def source_of(name: str, path: str | Path | None) -> Path | str:
-    """The file of a set, or its name on the hub.
+    """Return the file or folder of a set, or its name on the hub.
 
     Raises:
-        DataError: no such file or folder.
+        DataError: There is no such file or folder.
     """
     folder = expand_home(os.environ.get(FOLDER_VARIABLE) or "-") / name
     source = path if path is not None else folder if folder.is_dir() else QUESTIONS[name].hub
@@ -267,10 +289,15 @@ def source_of(name: str, path: str | Path | None) -> Path | str:
 def iterate_questions(
     name: str, path: str | Path | None, languages: Sequence[str]
 ) -> Iterator[tuple[str, str, Question]]:
-    """Language, id and question of all that there are in these languages, in the order in which they are read.
+    """Yield language, id and question of all questions in these languages, in the order of the file.
+
+    Args:
+        name: A key of :data:`QUESTIONS`.
+        path: As in :func:`stream_questions`.
+        languages: The languages to read.
 
     Raises:
-        DataError: no such source, rows that are not of this set, a question twice, or a language without any.
+        DataError: The source is missing, has rows of another set or a question twice, or lacks a language.
     """
     setting, source, bad = QUESTIONS[name], source_of(name, path), BadRows()
     if isinstance(source, Path):
@@ -309,7 +336,7 @@ def _find_file(name: str, path: Path) -> Path:
 def _hub_rows(
     name: str, source: str, setting: QuestionSet, languages: Sequence[str], *, asked_for: bool
 ) -> Iterator[tuple[str, Row]]:
-    """The hub's rows of each language, with the columns that local files have."""
+    """Yield the hub's rows of each language, with the columns of local files."""
     columns = COLUMNS[name]
     for language in languages:
         address = f"{source}?config={setting.config.format(language)}&split=validation"
@@ -325,7 +352,7 @@ def _hub_rows(
 
 
 class QuestionsSection(Section):
-    """Users who are asked the same questions, each in a language of its own: see ``comingle_papers.questions``."""
+    """Users who get the same questions, each in its own language: see ``comingle_papers.questions``."""
 
     name: str
     path: Source | None = None
@@ -337,7 +364,7 @@ class QuestionsSection(Section):
 
 
 class QuestionsDataSection(DataSection):
-    """Questions by name, the same for all users."""
+    """A named set of questions, the same for all users."""
 
     kind: Literal["questions"] = "questions"
     questions: Annotated[QuestionsSection, BeforeValidator(plain_name)]
@@ -363,7 +390,7 @@ class QuestionsDataSection(DataSection):
     }
 
     def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """The questions' folder."""
+        """Return the section with the questions' folder resolved from ``anchor``."""
         content = self.model_dump(mode="json", exclude_unset=True, include={"questions"})
         if (path := content["questions"].get("path")) is not None:
             content["questions"]["path"] = anchor(path)
@@ -371,7 +398,7 @@ class QuestionsDataSection(DataSection):
 
 
 Asked = tuple[str, Mapping[int, Encoded], Parts]
-"""A language, those of its questions that are used, and the split of each."""
+"""A language, its selected questions, and the indices of each split."""
 
 
 def stream_questions(
@@ -444,7 +471,7 @@ def _questions(groups: Mapping[str, Sequence[tuple[str, Question]]], keys: Seque
 
 
 class QuestionReader(LanguageReader[Asked, UserAnswers]):
-    """Reads one language after another."""
+    """Reader of one language after another."""
 
     def __init__(
         self, data: DataSection, seed: int, load_base: Callable[[], Base], *, context: int, validates: bool
@@ -454,11 +481,11 @@ class QuestionReader(LanguageReader[Asked, UserAnswers]):
         self.languages = choose_languages(self.asked.name, self.asked.languages)
 
     def sources(self) -> list[str]:
-        """Return a file, or a name of the hub."""
+        """Return the file, or the name on the hub."""
         return [str(source_of(self.asked.name, self.asked.path))]
 
     def read(self, rows: Rows) -> Generator[Asked, None, None]:
-        """Yield the questions that are used, encoded."""
+        """Yield the selected questions of each language, encoded."""
         asked = self.asked
         counts: dict[str, Any] = {"train": asked.train, "valid": asked.valid, "test": asked.test, "path": asked.path}
         more = {"context": self.context, "seed": self.seed, **counts}
@@ -471,7 +498,7 @@ class QuestionReader(LanguageReader[Asked, UserAnswers]):
         return user_of(self.asked.name, who, encoded, parts, self.tokenizer, train_on_prompts=prompts)
 
     def inspect(self, read: Asked, user: UserAnswers) -> None:
-        """Refuse users without questions to validate on, where they are needed, and tokens without rows."""
+        """Check that a user has the validation questions that it needs, and that no token lacks a row."""
         check_answers(user, needs_validation=self.validates)
         super().inspect(read, user)
 
@@ -498,15 +525,15 @@ class QuestionsKind(AnswersKind):
         )
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
-        """One user a language."""
+        """Return the languages: each is one user."""
         asked = section(recipe)
         return choose_languages(asked.name, asked.languages)
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """Users with text as long as the context, and as many steps of it as they have batches of questions.
+        """Replace questions by text as long as the context, with as many steps as there are batches of questions.
 
-        That is the most that questions can cost: a batch is as wide as its longest question, which only the questions'
-        tokens say, and none is wider than the context.
+        This is an upper bound of the cost: a batch is as wide as its longest question, which only the questions' tokens
+        determine, and none is wider than the context.
         """
         asked = section(recipes[0])
         counts = dict.fromkeys(self.names_of(recipes[0]), asked.train or QUESTIONS[asked.name].train)
@@ -514,7 +541,7 @@ class QuestionsKind(AnswersKind):
 
 
 def section(recipe: Recipe) -> QuestionsSection:
-    """The recipe's questions."""
+    """Return the recipe's section of questions."""
     return cast(QuestionsDataSection, recipe.data).questions
 
 

@@ -16,13 +16,13 @@ from comingle.utils.errors import RecipeError
 
 
 def published_recipes() -> Path:
-    """The folder with the papers' folders."""
+    """Return the folder with one folder of recipes per paper."""
     installed = Path(__file__).parent / "shipped_recipes"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "recipes"
 
 
 def published_runs() -> dict[str, Path]:
-    """Files of measured runs that come with comingle, by name as ``comigs-cpu``."""
+    """Return the archives of finished runs that come with comingle, by name, as ``comigs-cpu``."""
     installed = Path(__file__).parent / "shipped_measured"
     folder = installed if installed.is_dir() else Path(__file__).parents[2] / "measured"
     return {path.name.removesuffix(RUNS_SUFFIX): path for path in sorted(folder.glob(f"*{RUNS_SUFFIX}"))}
@@ -81,7 +81,7 @@ class LinearSection(Section):
 
 
 class CoupledSection(Section):
-    """Functions that meet in an inner product (an earlier version's Assumption 3, Propositions 1 and 2)."""
+    """Functions coupled by an inner product (an earlier version's Assumption 3, Propositions 1 and 2)."""
 
     instances: Instances = 5
     size: Few = 4
@@ -106,7 +106,7 @@ class ClustersSection(Section):
 
 
 class TheoryRecipe(Section):
-    """What ``comingle theory`` runs."""
+    """Recipe of ``comingle theory``."""
 
     seed: Annotated[int, Field(ge=0, strict=True)] = 0
     quadratic: QuadraticSection = QuadraticSection()
@@ -115,7 +115,7 @@ class TheoryRecipe(Section):
     clusters: ClustersSection = ClustersSection()
 
     def as_yaml(self) -> str:
-        """The whole recipe, defaults included."""
+        """Return the whole recipe as YAML, defaults included."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
@@ -123,7 +123,7 @@ def load_theory_recipe(path: Path) -> TheoryRecipe:
     """Read a theory recipe.
 
     Raises:
-        RecipeError: no such file, not YAML, or the first thing that is wrong in it.
+        RecipeError: The file is missing, is not YAML, or has an invalid value, the first of which is reported.
     """
     if not path.is_file():
         raise RecipeError(f"{path}: no such theory recipe; without a name the shipped one is run")
@@ -134,7 +134,7 @@ def parse_theory_recipe(content: object, *, where: str = "theory recipe") -> The
     """Check a theory recipe.
 
     Raises:
-        RecipeError: the first thing that is wrong, with its place, what was got and what is allowed.
+        RecipeError: A value is invalid; the first is reported with its place, its value and what is allowed.
     """
     if not isinstance(content, Mapping):
         raise RecipeError(f"{where}: a recipe is a mapping of keys to values; got {type(content).__name__}")

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
 
 def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool) -> Iterator[Outcome]:
-    """The runs as they end, one after another or several at a time."""
+    """Yield the outcomes of the runs as they end, run one after another or several at a time.
+
+    Args:
+        cells: The cells to run.
+        out: The folder that contains ``runs``.
+        jobs: The number of parallel runs.
+        force: Run again what has been run.
+        quiet: Show no progress.
+    """
     from comingle.runs.progress import reporting
     from comingle_papers.reproduce.runner import run_cells, run_parallel, title_of
 
@@ -33,14 +41,20 @@ def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool
     with reporting(quiet=quiet) as reporter:
 
         def observers(cell: Cell, clients: Clients) -> list[Observer]:
-            reporter.clear()  # one bar at a time; a run that has ended has its line
+            reporter.clear()  # one progress bar at a time; a finished run has its own line
             return [reporter.watch(clients, title_of(cell))]
 
         yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
 
 
 def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) -> PaperTable:
-    """What is known of a table, so far."""
+    """Return the table of the outcomes so far.
+
+    Args:
+        planned: The plan.
+        outcomes: The outcomes by run name.
+        baseline: A row or a method to compare the others with.
+    """
     from comingle_papers.reproduce.runner import results, scores
     from comingle_papers.reproduce.tables import build_table
 
@@ -51,7 +65,7 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
 
 
 def print_table(table: PaperTable) -> None:
-    """A table with what it says in words, in the terminal."""
+    """Print a table and its remarks."""
     from comingle.reports.comparisons import render as render_verdicts
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.tables import held, remarks, render
@@ -67,7 +81,15 @@ def print_table(table: PaperTable) -> None:
 
 
 def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline: str | None) -> None:
-    """Print and write a table whose runs are in a file; needs neither the data nor a run."""
+    """Print and write a table of archived runs; this needs neither the data nor a run.
+
+    Args:
+        path: The archive.
+        name: The experiment, as ``comigs/table1``.
+        wanted: The options of the command line.
+        out: The folder to write to.
+        baseline: A row or a method to compare the others with.
+    """
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.archive import plan_of, read_archive, take
     from comingle_papers.reproduce.tables import write_tables
@@ -84,10 +106,20 @@ def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline:
 def check_measured(
     path: Path, name: str, wanted: Wanted, out: Path, most: int, jobs: int | None, *, force: bool, quiet: bool
 ) -> None:
-    """Make some of a file's runs here, and print both results of each.
+    """Run some of an archive's runs here, and print both results of each.
+
+    Args:
+        path: The archive.
+        name: The experiment, as ``comigs/table1``.
+        wanted: The options of the command line.
+        out: The folder of the runs made here.
+        most: The largest number of runs.
+        jobs: The number of parallel runs; None for the plan's.
+        force: Run again what has been run.
+        quiet: Show no progress.
 
     Raises:
-        RunError: the data or the base are not what the file's runs have read, or a result is another one.
+        RunError: The data or the base model differ from those of the archived runs, or a result differs.
     """
     from comingle_papers.reproduce.archive import ROUNDING, choose, compare, read_archive
     from comingle_papers.reproduce.plan import plan
@@ -104,7 +136,15 @@ def check_measured(
 
 
 def add_measured(path: Path, name: str, wanted: Wanted, out: Path, *, quiet: bool) -> None:
-    """Put finished runs into a file."""
+    """Add finished runs to an archive.
+
+    Args:
+        path: The archive.
+        name: The experiment, as ``comigs/table1``.
+        wanted: The options of the command line.
+        out: The folder of the finished runs.
+        quiet: Show no progress.
+    """
     from comingle.runs.progress import reporting
     from comingle_papers.reproduce.archive import add_runs
 
@@ -226,7 +266,7 @@ def _run(
     from comingle_papers.reproduce.runner import Estimate, check_out, check_reach, unique
     from comingle_papers.reproduce.tables import baseline_row, write_tables
 
-    baseline_row(planned, baseline)  # refused before the first run
+    baseline_row(planned, baseline)  # raises before the first run
     check_reach(planned)
     folder = check_out(out, planned.name, resume=resume, force=force)
     cells, jobs = unique(planned.cells), jobs or planned.jobs
@@ -239,7 +279,7 @@ def _run(
         left = estimate.left(_left(cells, outcomes, out, force))
         told = _told(outcome, len(outcomes), len(cells), None if left is None else left / jobs)
         if not quiet:
-            errors.print(told, soft_wrap=True)  # a line a run, in a file too
+            errors.print(told, soft_wrap=True)  # one line per run, also when written to a file
         table = table_of(planned, outcomes, baseline)
         write_tables(folder, table)
     drawn = " · figures as .png and .svg" if planned.experiment.plot else ""
@@ -247,13 +287,13 @@ def _run(
         from comingle_papers.reproduce.runner import draw
 
         draw(planned, outcomes, folder)
-    assert table is not None  # there are cells
+    assert table is not None  # a plan has at least one cell
     print_table(table)
     console.print(words(f"{folder}/  table.md · table.json{drawn}; the runs are in {out}/runs", "dim"))
 
 
 def _count(planned: Plan, out: Path, *, force: bool) -> None:
-    """A table of costs: counted, nothing is trained."""
+    """Count a table of costs; nothing is trained."""
     from comingle.cost.planning import plan as count
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.counted import count_cells, write_costs
@@ -271,7 +311,7 @@ def _count(planned: Plan, out: Path, *, force: bool) -> None:
 
 
 def _left(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force: bool) -> list[Cell]:
-    """Cells that still have to run."""
+    """Return the cells that remain to run."""
     from comingle_papers.reproduce.runner import RUNS, is_measured
 
     rest = [cell for cell in cells if cell.folder not in outcomes]
@@ -279,7 +319,7 @@ def _left(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force:
 
 
 def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
-    """One line for a run that has ended."""
+    """Return one line about a finished run."""
     from rich.text import Text
 
     from comingle.utils.records import measure_of, number

@@ -24,7 +24,7 @@ def theory(
     force: Force = False,
     seed: Annotated[int | None, typer.Option("--seed", help="Random seed (default: the recipe's).")] = None,
 ) -> None:
-    """Run CoMiGS's and FLoRAL's schemes on small problems, beside what theory predicts."""
+    """Run CoMiGS's and FLoRAL's schemes on small problems, beside the bounds of their theory."""
     path, read = _read(recipe, seed)
     _require_packages()
     from comingle.utils.terminal import words
@@ -75,7 +75,7 @@ def _require_packages() -> None:
 
 
 def render(rows: list[Row]) -> Table:
-    """A heading for each scheme, a line for each statement about it."""
+    """Return a table with a heading per scheme and a line per statement about it."""
     from comingle.reports.formatting import Table
     from comingle.utils.terminal import words
 
@@ -107,7 +107,7 @@ def _count(row: Row) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits, or the distance from 1 where that says more."""
+    """Format a number with four digits, or as its distance from 1 where that is more informative."""
     if 0.9999 < value < 1:
         return f"1 - {1 - value:.0e}"
     return f"{value:.4g}"

@@ -1,7 +1,7 @@
-"""Runs that somebody has made, kept in one small file: JSON lines behind xz, one run a line, by name.
+"""Archives of finished runs: JSON lines compressed with xz, one run per line, by name.
 
-Whoever reads it needs neither the data nor the runs: there are everybody's results, and digests of what was read.
-Events and models are not kept, so that curves cannot be drawn.
+An archive holds every user's results and digests of the data and base model that the run read. Reading it needs neither
+the data nor the run folders. Events and models are not kept, so curves cannot be drawn.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ from comingle_papers.reproduce.runner import (
 )
 
 ROUNDING = 0.005
-"""How far, as a share of it, a run's mean may be from another machine's. Sums are rounded in another order there, which
-a hundred steps of training amplify."""
+"""Largest accepted relative difference between a run's mean here and on another machine.
+
+Other machines sum in another order; a hundred training steps amplify the rounding.
+"""
 _LISTED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A run: what it computes, digests of what it has read (:func:`said`), what made it, and what came out."""
+    """A finished run: what it computes, digests of its inputs (:func:`said`), how it was made, and its results."""
 
     run: str
     computed: dict[str, Any]
@@ -58,24 +60,24 @@ class Record:
 
 
 Records = Mapping[str, Record]
-"""By the run's name."""
+"""Records by the run's name."""
 
 
 def record_of(folder: Path) -> Record:
-    """What is kept of a finished run.
+    """Return the archive record of a finished run.
 
     Raises:
-        RunError: something is damaged.
+        RunError: The run folder is damaged.
     """
     diverged = read_diverged(folder)
-    # How the base is called on this machine is nobody's business.
+    # The base model's local path is private to this machine.
     metrics = None if diverged else {k: v for k, v in read_metrics(folder).items() if k != "base"}
     inputs = said(read_inputs(folder))
     return Record(run=folder.name, **read_measured(folder), inputs=inputs, metrics=metrics, diverged=diverged)
 
 
 def difference(was: dict[str, Any] | None, now: dict[str, Any] | None) -> float:
-    """How far two results are apart, as a share of the first; infinite where one of them alone is a number."""
+    """Return the relative difference of two results; infinite where only one of them is a number."""
     one, two = (None if found is None else found[f"mean_test_{measure_of(found)}"] for found in (was, now))
     if one == two:
         return 0.0
@@ -86,12 +88,12 @@ def difference(was: dict[str, Any] | None, now: dict[str, Any] | None) -> float:
 
 
 def find_archive(path: Path) -> Path:
-    """Return the file that is asked for: a path, or from any folder one that comes with comingle.
+    """Return the path of an archive: a given path, or an archive that comes with comingle.
 
-    The latter is asked for by its name, ``comigs-cpu``, or by its path in the repository.
+    An archive of comingle is found from any folder by its name, ``comigs-cpu``, or by its path in the repository.
 
     Raises:
-        RunError: neither.
+        RunError: There is no such file and no such archive.
     """
     known = published_runs()
     if path.exists():
@@ -107,10 +109,10 @@ def find_archive(path: Path) -> Path:
 
 
 def read_archive(path: Path) -> dict[str, Record]:
-    """All runs of a file.
+    """Read all runs of an archive.
 
     Raises:
-        RunError: no such file, or it is damaged.
+        RunError: The file is missing or damaged.
     """
     try:
         lines = lzma.decompress(path.read_bytes()).decode().splitlines()
@@ -125,17 +127,22 @@ def read_archive(path: Path) -> dict[str, Record]:
 
 
 def write_archive(path: Path, records: Iterable[Record]) -> None:
-    """Write runs to a file; the same ones are the same bytes."""
+    """Write runs to an archive; equal runs give equal bytes."""
     lines = [json.dumps(asdict(one), sort_keys=True) + "\n" for one in sorted(records, key=lambda one: one.run)]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, lzma.compress("".join(lines).encode(), preset=9))
 
 
 def merge_records(path: Path, was: Records, new: Iterable[Record]) -> dict[str, Record]:
-    """The runs of a file with others; what is in it already stays as it is.
+    """Merge new runs into the records of an archive; records that exist stay as they are.
+
+    Args:
+        path: The archive, for error messages.
+        was: The records of the archive.
+        new: The runs to add.
 
     Raises:
-        RunError: a run is in it with another result, beyond rounding, or was measured with something else.
+        RunError: A run is in the archive with a result that differs beyond rounding, or was measured with other inputs.
     """
     merged = dict(was)
     for record in new:
@@ -150,10 +157,17 @@ def merge_records(path: Path, was: Records, new: Iterable[Record]) -> dict[str, 
 
 
 def plan_of(records: Records, name: str, wanted: Wanted) -> Plan:
-    """The plan whose runs a file has: with text from a folder, wherever that is, or from the hub.
+    """Return the plan whose runs an archive holds.
+
+    Text comes from a folder, wherever that is, or from the hub.
+
+    Args:
+        records: The records of the archive.
+        name: The experiment, as ``comigs/table1``.
+        wanted: The options of the command line.
 
     Raises:
-        RecipeError: as :func:`comingle_papers.reproduce.plan.plan`.
+        RecipeError: As :func:`comingle_papers.reproduce.plan.plan`.
     """
     planned = plan(name, replace(wanted, data=ANYWHERE))
     if planned.experiment.kind == "cost":
@@ -165,15 +179,23 @@ def plan_of(records: Records, name: str, wanted: Wanted) -> Plan:
 
 
 def take(planned: Plan, records: Records, path: Path) -> tuple[Plan, dict[str, Outcome], list[str]]:
-    """What a file has of a plan: the rest of the plan, its outcomes, and in words where they are from.
+    """Split a plan into the runs that an archive holds and the rest.
+
+    Args:
+        planned: The plan.
+        records: The records of the archive.
+        path: The archive, for messages.
+
+    Returns:
+        The plan reduced to the archive's runs, their outcomes, and remarks on where they come from.
 
     Raises:
-        RunError: nothing.
+        RunError: The archive holds none of the runs.
     """
     cells = tuple(cell for cell in planned.cells if cell.folder in records)
     some = {(cell.row, cell.column) for cell in cells}
     absent = [cell for cell in unique(planned.cells) if cell.folder not in records]
-    # First those of fewer seeds than others beside them, which one might miss.
+    # First the rows with fewer seeds than their neighbours, which are easy to miss.
     lacking = [title_of(cell) for cell in sorted(absent, key=lambda cell: (cell.row, cell.column) not in some)]
     if not cells:
         raise RunError(
@@ -203,7 +225,7 @@ def _outcome(cell: Cell, record: Record) -> Outcome:
 
 
 def _made(records: Sequence[Record]) -> str:
-    """When, by which versions and on what machines."""
+    """Describe when, with which versions and on what machines runs were made."""
     dates = sorted({record.made["date"] for record in records})
     makers = Counter(f"{_version(record.made)} on {record.made['machine']}" for record in records).most_common()
     told = "; ".join(f"{count} with {maker}" for maker, count in makers)
@@ -218,10 +240,16 @@ def _version(made: Mapping[str, str]) -> str:
 
 
 def choose(planned: Plan, records: Records, path: Path, most: int) -> list[Cell]:
-    """So many runs of a file, evenly out of the plan, to be made again.
+    """Choose at most ``most`` runs of an archive, evenly spaced over the plan, to run again.
+
+    Args:
+        planned: The plan.
+        records: The records of the archive.
+        path: The archive, for error messages.
+        most: The largest number of runs.
 
     Raises:
-        RunError: the file has none of them.
+        RunError: The archive holds none of the plan's runs.
     """
     cells = [cell for cell in unique(planned.cells) if cell.folder in records]
     if not cells:
@@ -231,10 +259,13 @@ def choose(planned: Plan, records: Records, path: Path, most: int) -> list[Cell]
 
 
 def compare(record: Record, outcome: Outcome) -> tuple[str, bool]:
-    """A run of a file beside the one made here, in words, and whether they are the same but for rounding.
+    """Compare an archived run with the same run made here.
+
+    Returns:
+        A description of both results, and whether they are equal up to rounding.
 
     Raises:
-        RunError: the two have read something else.
+        RunError: The two runs read different inputs.
     """
     check_same(f"{title_of(outcome.cell)}: {record.run}", record.inputs, said(read_inputs(outcome.folder)))
     here = record_of(outcome.folder)
@@ -251,13 +282,24 @@ def _result(record: Record) -> str:
 
 
 def add_runs(path: Path, name: str, wanted: Wanted, out: Path, waiting: Waiting) -> str:
-    """Put finished runs of a plan into a file, and say how many; nothing is run.
+    """Add the finished runs of a plan to an archive; start no run.
 
-    They were measured with what is here, and so was what the file has of their columns, whatever its seed.
+    Runs and archive must have been measured with the inputs that are here: this is checked for one archived run of each
+    column, whatever its seed.
+
+    Args:
+        path: The archive.
+        name: The experiment, as ``comigs/table1``.
+        wanted: The options of the command line.
+        out: The folder with the finished runs.
+        waiting: Shows what is being waited for.
+
+    Returns:
+        A sentence that says how many runs were added.
 
     Raises:
-        RunError: none is finished; they, or those in the file, were measured with something else; or a run is in the
-            file with another result.
+        RunError: No run is finished; some runs were measured with other inputs; or a run is in the archive with another
+            result.
     """
     planned, was = plan(name, wanted), read_archive(path) if path.exists() else {}
     asked = unique(planned.cells)
@@ -276,7 +318,7 @@ def add_runs(path: Path, name: str, wanted: Wanted, out: Path, waiting: Waiting)
 
 
 def _check_columns(path: Path, records: Records, name: str, wanted: Wanted, shelf: Shelf) -> None:
-    """Whether what a file has of some columns was measured with what is here; one run of each column tells."""
+    """Check that the archived runs of some columns read the inputs that are here; check one run per column."""
     seeds = sorted({record.computed["seed"] for record in records.values()})
     cells = plan(name, replace(wanted, methods=None, seeds=seeds)).cells if seeds else ()
     for cell in {cell.column: cell for cell in cells if cell.folder in records}.values():

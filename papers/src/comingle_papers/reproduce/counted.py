@@ -1,7 +1,7 @@
-"""Tables and figures that are counted, not run.
+"""Tables and figures whose numbers are counted, without training.
 
-Nothing is taken from the paper: a federation is built as for a run, and its numbers are counted. They are shown in
-multiples of the column's net, so that FedAvg on it is at 1.
+Nothing is taken from the paper: a federation is built as for a run, and its numbers are counted. Figures show multiples
+of the column's net, so that FedAvg on that net is at 1.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ if TYPE_CHECKING:
 
 
 WORDS = {"server": "kept by the server", "communicate": "sent by a user in a round", "client": "held by a user"}
-"""What is counted, in the words of an axis."""
+"""Axis labels of the counted quantities."""
 
 _FEW = 8
-"""Samples of each user that are kept: how many there are changes no number of parameters."""
+"""Samples kept of each user; the number of samples does not change the number of parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Numbers that the server keeps between rounds, that a user sends and receives in one, and that it holds.
+    """Counts of numbers: stored by the server between rounds, sent and received by a user per round, held by a user.
 
-    The running statistics of batch norm count: they travel. ``server`` has the models that it averages or merges, and
-    what it remembers of every user. ``client`` is everything that is a user's and outlasts its local steps.
+    Running statistics of batch norm count, since they are sent. ``server`` includes the models that it averages or
+    merges and its state for every user. ``client`` is everything that belongs to a user and outlasts its local steps.
     """
 
     server: float
@@ -64,20 +64,22 @@ class Usage:
     client: float
 
     def over(self, unit: float) -> Usage:
-        """In multiples of ``unit``."""
+        """Return the usage in multiples of ``unit``."""
         return Usage(**{name: value / unit for name, value in asdict(self).items()})
 
 
 def count_usage(recipe: Recipe, task: Task) -> Usage:
-    """The usage of a method on a task's net. All users of nets have the same, so one is built.
+    """Count the usage of a method on a task's net.
+
+    All users of nets have the same usage, so a single user is built.
 
     Raises:
-        RecipeError: the method is not for nets.
+        RecipeError: The method does not support nets.
     """
     user = _with_few(task.users[0])
-    recipe = with_method(recipe, recipe.method.name)  # where participation names others
+    recipe = with_method(recipe, recipe.method.name)  # participation may name other methods
     method = make(recipe.method.name, **recipe.method.settings)
-    # Weighted means need a count of samples, which is no parameter.
+    # Weighted means send a count of samples, which is not a parameter.
     settings = make_plan(recipe, method, [user.name]).updated("training", weighting="uniform")
     federation = federate(build_nets(recipe, replace(task, users=(user,)), settings))
     clients = federation.clients
@@ -95,7 +97,10 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
 
 
 def _server(server: ServerHalf, users: int) -> int:
-    """What it keeps between rounds, with a row for each of so many users where it was built for one."""
+    """Count the numbers that the server stores between rounds.
+
+    The server was built for one user; its per-user rows are counted ``users`` times.
+    """
     rows = server.method.server.by_user
     return sum(t.numel() * (users if name in rows else 1) for name, t in server.kept.items())
 
@@ -105,10 +110,10 @@ def _with_few(user: UserSamples) -> UserSamples:
 
 
 def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
-    """What each row and column of a plan uses, in multiples of the column's net.
+    """Count the usage of each row and column of a plan, in multiples of the column's net.
 
     Raises:
-        DataError: a task's images cannot be read.
+        DataError: The images of a task cannot be read.
     """
     usage: dict[tuple[str, str], Usage] = {}
     for column in plan.columns:
@@ -125,14 +130,14 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
 
 
 def column_net(plan: Plan, column: str) -> str:
-    """The net that a column's rows train unless they name their own."""
+    """Return the net that a column's rows train unless they name another."""
     cells = _cells(plan, column)
     named = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
     return (named[0] if named else plan.scaled.stand_in(plan.column_of(column).base)).removeprefix(NETS)
 
 
 def _cells(plan: Plan, column: str) -> dict[str, Cell]:
-    """A column's runs with the first seed, by row."""
+    """Return a column's cells with the first seed, by row."""
     cells: dict[str, Cell] = {}
     for cell in plan.cells:
         if cell.column == column:
@@ -144,7 +149,15 @@ def _cells(plan: Plan, column: str) -> dict[str, Cell]:
 
 
 def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Entry], folder: Path) -> Iterator[tuple[str, Figure]]:
-    """A row of panels for each kind of usage, a panel for each column; ``usage.md`` and ``usage.json`` beside them."""
+    """Yield one figure with a row of panels per kind of usage and a panel per column.
+
+    Also writes ``usage.md`` and ``usage.json`` to ``folder``.
+
+    Args:
+        plan: The figure's plan.
+        entries: The finished runs, by row and column.
+        folder: Where the numbers are written.
+    """
     if not entries:
         return
     used = plan_usage(plan)
@@ -153,7 +166,13 @@ def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Entry], folder: Pat
 
 
 def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage]) -> None:
-    """The numbers of the figure: ``usage.json`` by column and row, and ``usage.md``."""
+    """Write the numbers of the figure: ``usage.json``, by column and row, and ``usage.md``.
+
+    Args:
+        folder: The folder to write to.
+        plan: The figure's plan.
+        used: The usage, by row and column.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     by_column = {c: {row: asdict(one) for (row, column), one in used.items() if column == c} for c in plan.columns}
     write_json(folder / "usage.json", by_column)
@@ -166,7 +185,15 @@ def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage])
 
 
 def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Mapping[tuple[str, str], Usage]) -> Figure:
-    """Test results against usage, a line for each method, its marks larger for more models or a larger net."""
+    """Draw test results against usage, with one line per method.
+
+    A mark's area grows with the number of models or the size of the net.
+
+    Args:
+        plan: The figure's plan.
+        entries: The finished runs, by row and column.
+        used: The usage, by row and column.
+    """
     from comingle.reports.canvas import draw, styles
     from comingle.reports.formatting import axis_label
 
@@ -193,7 +220,7 @@ def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Map
 
 
 def _lines(plan: Plan) -> dict[str, list[str]]:
-    """Rows by the part of their label before a comma."""
+    """Group rows by the part of their label before a comma."""
     lines: dict[str, list[str]] = {}
     for row in plan.rows:
         label = plan.experiment.rows[row].label or row
@@ -202,7 +229,7 @@ def _lines(plan: Plan) -> dict[str, list[str]]:
 
 
 Point = tuple[float, "Spread", float]
-"""Where it is, what was found there, and the area of its mark."""
+"""Position on the x axis, test results, and the area of the mark."""
 
 
 def _points(
@@ -231,7 +258,7 @@ def _line(axis: Axes, points: list[Point], style: Style) -> None:
     means, colour = [spread.mean for spread in spreads], style.colour.light
     bars = [spread.std or 0.0 for spread in spreads]
     axis.errorbar(at, means, yerr=bars, color=colour, linestyle=style.line, linewidth=1.2, elinewidth=0.9)
-    edge = {"edgecolors": PAPER.light, "linewidths": 0.5}  # so that marks above each other can be told apart
+    edge = {"edgecolors": PAPER.light, "linewidths": 0.5}  # separates overlapping marks
     axis.scatter(at, means, s=areas, color=colour, marker=style.marker, zorder=3, **edge)
 
 
@@ -263,11 +290,11 @@ def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str],
     """Return what each cell of a table of costs counts, by row and column.
 
     Args:
-        plan: the table; a row's ``count`` says what is counted.
-        costs: the counted costs of its methods, in the order of its cells, for ``forward``.
+        plan: The table; a row's ``count`` names the quantity to count.
+        costs: The costs of its methods, in the order of its cells; needed for ``forward``.
 
     Raises:
-        RecipeError: a cell's recipe has nothing of that kind.
+        RecipeError: A cell's recipe does not have that quantity.
     """
     found: dict[tuple[str, str], float] = {}
     for number, cell in enumerate(plan.cells):
@@ -278,7 +305,7 @@ def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str],
 
 
 def _forward(costs: Costs | None, number: int) -> float:
-    """What adapters and routers add to the frozen base's forward pass, in per cent."""
+    """Return the cost that adapters and routers add to the frozen base's forward pass, in per cent."""
     assert costs is not None
     return 100 * (costs.methods[number].users[0].forward.total / costs.base_flops - 1)
 
@@ -305,7 +332,7 @@ def _participation(cell: Cell) -> float:
 
 
 def _parameters(cell: Cell) -> float:
-    """Parameters of all models that the server begins with, without the classifier, in multiples of ResNet-9's.
+    """Count the parameters of the server's initial models without the classifier, in multiples of ResNet-9's.
 
     FedMerge's Table 1 has these ratios without the classifier, whose size depends on the number of classes.
     """
@@ -328,15 +355,21 @@ _COUNTS: dict[str, Callable[[Cell], float]] = {
 
 
 Counts = Mapping[tuple[str, str], float]
-"""What each cell counts, by row and column."""
+"""The counted value of each cell, by row and column."""
 
 _HEAD = ["what", "paper", "counted as the paper does", "true"]
 
 
 def write_costs(folder: Path, plan: Plan, counts: Counts, costs: Costs | None) -> list[str]:
-    """Write ``table.md`` and ``table.json`` of a table of costs, and return the lines of the first.
+    """Write ``table.md`` and ``table.json`` of a table of costs, and return the lines of ``table.md``.
 
-    CoMiGS's Table 3 comes first where there are ``costs``, then what the rows count beside the paper's numbers.
+    CoMiGS's Table 3 comes first where ``costs`` are given, then the counted rows beside the paper's numbers.
+
+    Args:
+        folder: The folder to write to.
+        plan: The table.
+        counts: The counted values, by row and column.
+        costs: The costs of the methods of CoMiGS's Table 3, if the plan has them.
     """
     about = f"{plan.study.source}; {plan.experiment.source}."
     if costs is not None:
@@ -355,7 +388,7 @@ def write_costs(folder: Path, plan: Plan, counts: Counts, costs: Costs | None) -
 
 
 def _counted(plan: Plan, counts: Counts) -> list[str]:
-    """What the rows count, in Markdown: for each column ours and the paper's."""
+    """Return the counted rows in Markdown: for each column our value and the paper's."""
     heads = [part for column in plan.columns for part in (plan.label(column), plan.experiment.reference)]
     lines = [table_line(["", *heads]), "|" + "---|" * (1 + len(heads))]
     for row in plan.rows:
@@ -374,7 +407,7 @@ def _paper(plan: Plan, row: str, column: str) -> float | None:
 
 
 def _table3(costs: Costs) -> list[str]:
-    """CoMiGS's Table 3 in Markdown: the paper's words, its way of counting, what is true, and why they differ."""
+    """Return CoMiGS's Table 3 in Markdown: the paper's value, its way of counting, the actual cost, the difference."""
     lines = [table_line(_HEAD), "|" + "---|" * len(_HEAD)]
     for one in costs.table3:
         theirs = _difference(one.theirs, one.theirs_share, one.unit)

@@ -1,4 +1,4 @@
-"""From a published experiment to the runs that it needs."""
+"""Plans: the runs that a published experiment needs."""
 
 from __future__ import annotations
 
@@ -49,21 +49,24 @@ from comingle_papers.tasks.kind import TaskDataSection, TaskSection
 from comingle_papers.tasks.synthetic import DIMENSION, OUTPUTS
 
 _IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}
-"""Train and test images of the data sets, as on the hub."""
+"""Numbers of train and test images of the data sets on the hub."""
 _STEP, _PARAMETER = 2e7, 20
-"""What a step costs beside its samples, in multiply-adds: by itself, and for each parameter of each user that takes it
+"""Cost of an optimiser step besides its samples, in multiply-adds: per step, and per parameter of each user in it
 (copies, gradients, means)."""
 
 
 def weigh(recipe: Recipe) -> float:
-    """Tokens through a language model, or multiply-adds of a net; a trained one counts three times."""
+    """Estimate the work of a run: tokens through a language model, or multiply-adds of a net.
+
+    A token or sample that is trained on counts three times.
+    """
     method = make(recipe.method.name, **recipe.method.settings)
     weighed = {"task": _weigh_task, "questions": _weigh_questions, "text": _weigh_text, "conversations": _weigh_chats}
     return weighed[recipe.data.kind](recipe, method)
 
 
 def _period(recipe: Recipe) -> int:
-    """Rounds from one evaluation to the next, at least."""
+    """Return the smallest number of rounds between two evaluations."""
     return SHORTEST if recipe.evaluation.every == AUTO else recipe.evaluation.every
 
 
@@ -77,7 +80,7 @@ def _weigh_text(recipe: Recipe, method: Method) -> float:
 
 
 def _weigh_chats(recipe: Recipe, method: Method) -> float:
-    """As if every conversation filled the context, and all were training data."""
+    """Estimate the work as if every conversation filled the context and all of them were training data."""
     rows = cast(ConversationsSection, recipe.data).dataset
     training, users = recipe.training, len(rows.users) if rows is not None and isinstance(rows.users, list) else 4
     most = (rows.max_conversations if rows is not None else None) or 1_000
@@ -86,9 +89,9 @@ def _weigh_chats(recipe: Recipe, method: Method) -> float:
 
 
 def _weigh_questions(recipe: Recipe, method: Method) -> float:
-    """As if every question filled the context.
+    """Estimate the work as if every question filled the context.
 
-    To score one takes about as long as to train on it: it is read twice and answered token by token.
+    Scoring a question takes about as long as training on it: it is read twice and answered token by token.
     """
     asked = cast(QuestionsDataSection, recipe.data).questions
     setting, training = QUESTIONS[asked.name], recipe.training
@@ -120,7 +123,7 @@ def _weigh_task(recipe: Recipe, method: Method) -> float:
 
 
 def count_samples(task: TaskSection) -> tuple[int, int, int]:
-    """Users, and the train and test samples of each, as near as can be told without reading any image."""
+    """Estimate the number of users and the train and test samples of each, without reading an image."""
     setting = TASKS[task.name]
     users = task.users or setting.users
     images = _IMAGES.get(task.name)
@@ -131,14 +134,14 @@ def count_samples(task: TaskSection) -> tuple[int, int, int]:
 @cache
 @torch.no_grad()
 def net_size(task: str, net: str = "") -> tuple[int, int]:
-    """Multiply-adds of one sample, and parameters, of a net on a task, by default of the task's own."""
+    """Return the multiply-adds of one sample and the number of parameters of a net, by default the task's own net."""
     setting = TASKS[task]
     shape = (DIMENSION,) if not setting.hub else (3, 32, 32) if setting.coloured else (1, 28, 28)
     outputs = setting.classes if setting.hub else {str(kind): size for kind, size in OUTPUTS.items()}[task]
     sizes: list[int] = []
 
     def count(module: nn.Module, _: object, output: Tensor) -> None:
-        if isinstance(module, nn.Linear | nn.Conv2d):  # every output channel is used once at each place
+        if isinstance(module, nn.Linear | nn.Conv2d):  # each output position uses every weight once
             sizes.append(module.weight.numel() * output.numel() // len(module.weight))
 
     built = make_net(net or setting.net, shape, outputs, seed=0).eval()
@@ -153,7 +156,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the command line asks for; None leaves it to the scale."""
+    """Options of the command line; None leaves a value to the scale."""
 
     scale: str = "paper"
     methods: Sequence[str] | None = None
@@ -166,7 +169,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run: a row and a column of the experiment with a seed."""
+    """A run: a row and a column of the experiment with one seed."""
 
     row: str
     column: str
@@ -177,29 +180,29 @@ class Cell:
 
     @cached_property
     def computed(self) -> dict[str, Any]:
-        """What decides on the result, without where on this machine text and base lie."""
+        """Settings that determine the result, without the local paths of text and base model."""
         return placed(self.recipe.computed, self.data)
 
     @cached_property
     def folder(self) -> str:
-        """Its run folder's name. Cells that compute the same have the same, whatever table and machine they are on."""
+        """The name of the run folder; equal for cells that compute the same, in any table and on any machine."""
         return name_of(self.computed)
 
     @property
     def weight(self) -> float:
-        """How much work it is, for estimates of time; comparable among cells of one base."""
+        """The work of the run, for estimates of time; comparable among cells of one base model."""
         return weigh(self.recipe)
 
 
 def name_of(computed: Mapping[str, Any]) -> str:
-    """What a run is called that computes this, as :attr:`Cell.computed`."""
+    """Return the name of the run that computes this, given :attr:`Cell.computed`."""
     digest = hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:16]
     return f"{computed['method']['name']}-seed{computed['seed']}-{digest}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The runs of an experiment at a scale, seed by seed, and what cannot be run."""
+    """The runs of an experiment at a scale, ordered by seed, and what cannot be run."""
 
     name: str
     study: Study
@@ -208,31 +211,31 @@ class Plan:
     scaled: Scale
     """The study's scale of that name with the experiment's changes."""
     jobs: int
-    """Runs at a time, unless something else is asked for."""
+    """Default number of parallel runs."""
     seeds: tuple[int, ...]
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     cells: tuple[Cell, ...]
     missing: tuple[str, ...]
-    """Rows whose method does not exist yet."""
+    """Rows whose method does not exist."""
     left_out: dict[str, str]
-    """Columns that are not run, and why."""
+    """Columns that are not run, with the reason."""
 
     def label(self, column: str) -> str:
-        """A column's heading."""
+        """Return a column's heading."""
         column_setting, of = _columns_of(self.study, self.experiment, column)
         return column_setting.label or of.label
 
     def column_of(self, column: str) -> Column:
-        """The study's column that a column is of."""
+        """Return the study's column that a column of the experiment refers to."""
         return _columns_of(self.study, self.experiment, column)[1]
 
 
 def plan(name: str, wanted: Wanted) -> Plan:
-    """The runs of a published table or figure.
+    """Return the runs of a published table or figure.
 
     Raises:
-        RecipeError: no such experiment, scale, row or column, or nothing is left to run.
+        RecipeError: There is no such experiment, scale, row or column, or no run is left.
     """
     study, experiment = load_experiment(name)
     scale = _scale(study, experiment, wanted.scale)
@@ -278,7 +281,7 @@ def plan(name: str, wanted: Wanted) -> Plan:
 
 
 def _scale(study: Study, experiment: Experiment, name: str) -> Scale:
-    """The study's scale with the experiment's changes; the latter need not repeat anything."""
+    """Return the study's scale with the experiment's changes, which state only what differs."""
     if name not in study.scales:
         known = list(study.scales)
         raise RecipeError(f"--scale {name!r}: unknown.{did_you_mean(name, known)} Allowed: {', '.join(known)}")
@@ -288,18 +291,18 @@ def _scale(study: Study, experiment: Experiment, name: str) -> Scale:
 
 
 def _scaled(study: Study, experiment: Experiment, scale: Scale, column: str) -> ScaledColumn:
-    """What the scale changes of a column."""
+    """Return the scale's changes to a column."""
     column_setting, _ = _columns_of(study, experiment, column)
     return scale.columns.get(column_setting.of or column, ScaledColumn())
 
 
 def _is_run(study: Study, experiment: Experiment, scale: Scale, column: str, row: str) -> bool:
-    """Whether a column has a row, and has it at this scale too."""
+    """Return whether a column has a row, at this scale too."""
     return column not in experiment.rows[row].without and row not in _scaled(study, experiment, scale, column).without
 
 
 def _seeds(study: Study, experiment: Experiment, scale: Scale, column: str, wanted: Wanted) -> Sequence[int]:
-    """A column's seeds: those asked for, else the scale's for this column, else the scale's."""
+    """Return a column's seeds: those of the command line, else the scale's for this column, else the scale's."""
     fewer = _scaled(study, experiment, scale, column).seeds
     return next(seeds for seeds in (wanted.seeds, fewer, scale.seeds) if seeds is not None)
 
@@ -307,7 +310,7 @@ def _seeds(study: Study, experiment: Experiment, scale: Scale, column: str, want
 def _choose(
     option: str, wanted: Sequence[str] | None, known: Mapping[str, object] | Sequence[str], also: Mapping[str, str] = {}
 ) -> list[str]:
-    """Those of the known names that are wanted, in the paper's order; ``also`` are other names for them."""
+    """Return the known names that are wanted, in the paper's order; ``also`` maps alternative names to known ones."""
     for name in wanted or ():
         if name not in known and name not in also.values():
             raise RecipeError(f"{option}: no {name!r} in it.{did_you_mean(name, known)} There are: {', '.join(known)}")
@@ -315,7 +318,7 @@ def _choose(
 
 
 def _columns_of(study: Study, experiment: Experiment, name: str) -> tuple[Column, Column]:
-    """A column as the experiment has it, and the study's column that it is of."""
+    """Return the experiment's column and the study's column that it refers to."""
     column_setting = experiment.columns[name] if isinstance(experiment.columns, dict) else Column()
     return column_setting, study.columns[column_setting.of or name]
 
@@ -323,7 +326,7 @@ def _columns_of(study: Study, experiment: Experiment, name: str) -> tuple[Column
 def _obstacle(
     study: Study, experiment: Experiment, scale: Scale, column: str, folder: Path | None, wanted: Wanted
 ) -> str:
-    """Why a column cannot be run; empty where it can."""
+    """Return the reason why a column cannot be run; empty where it can."""
     column_setting, of = _columns_of(study, experiment, column)
     name = column_setting.of or column
     if scale.only is not None and name not in scale.only:
@@ -348,7 +351,7 @@ def _recipe(
     folder: Path | None,
     wanted: Wanted,
 ) -> Recipe:
-    """All overlays in their order, as a checked recipe."""
+    """Merge all overlays in order and return the validated recipe."""
     column_setting, of = _columns_of(study, experiment, column)
     shrunk = _scaled(study, experiment, scale, column)
     overlays = [study, of, column_setting, scale, shrunk, row]
@@ -367,22 +370,22 @@ def _recipe(
         "data": limits_by_name(content["data"], names),
     }
     where = f"{experiment.source}, column {column}, row {row.label or row.method}"
-    # Published runs are of before `data.add_bos_token`; completed as such, they keep their names.
+    # Published runs precede `data.add_bos_token`; completing them as older recipes keeps their names.
     recipe = parse_recipe(complete_older(_filled(content, column_setting.values)), where=where)
     recipe = recipe.with_changes(wanted.changes, where="--set") if wanted.changes else recipe
-    make(recipe.method.name, **recipe.method.settings)  # every mistake is found before the first run
+    make(recipe.method.name, **recipe.method.settings)  # raises before the first run if a setting is wrong
     return recipe
 
 
 def _base(row: Row, wanted: Wanted, scale: Scale, column: Column) -> str:
-    """What a run trains: a row's own base, else the one asked for, else the scale's, else the column's."""
+    """Return the base model to train: the row's own, else the command line's, else the scale's, else the column's."""
     if wanted.base and not row.base:
         return wanted.base
     return scale.stand_in(row.base or scale.base or column.base)
 
 
 def _filled(content: object, values: Mapping[str, object]) -> Any:
-    """``$NAME`` replaced by the column's value."""
+    """Replace ``$NAME`` by the column's value."""
     if isinstance(content, Mapping):
         return {key: _filled(value, values) for key, value in content.items()}
     if isinstance(content, str) and content.startswith("$"):

@@ -1,8 +1,7 @@
-"""A paper's experiments as YAML, and where their data comes from.
+"""Experiments of papers as YAML, and the sources of their data.
 
-A recipe is put together from overlays, partial recipes of which a later one wins key by key: the study's, the data
-set's, the column's, the scale's, the row's. Numbers of the paper are kept as printed, ``46.36 (0.16)``, or seed by
-seed, ``7.9 / 1.8 / 0.80``.
+A recipe is merged from overlays, which are partial recipes: study, data set, column, scale, row. A later one wins key
+by key. The paper's numbers are kept as printed, ``46.36 (0.16)``, or per seed, ``7.9 / 1.8 / 0.80``.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ _PRINTED = re.compile(rf"({_NUMBER})(?: \(({_NUMBER})\))?|{_NUMBER}(?: / {_NUMBE
 
 
 class Overlay(Section):
-    """A partial recipe, and settings for those methods that take them."""
+    """A partial recipe, with settings for those methods that accept them."""
 
     recipe: dict[str, Any] = Field(default_factory=dict)
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
 class DataSet(Section):
-    """Whose text: where it is on the hub, and where below a local folder; both as a recipe's section ``data``.
+    """A data set: its source on the hub and its place in a local folder, both as a recipe's section ``data``.
 
-    ``tokens`` are the paper's, for each split one number for each user. A ``task`` that makes its users (a recipe's
-    ``data.task``) has none of these; its ``images``, if it needs any, are below the folder's ``images`` or on the hub.
-    Conversations (sections of that ``kind``) have no numbers of tokens.
-    ``questions`` (a recipe's ``data.questions``) are below the folder by their name, or on the hub.
+    ``tokens`` are the paper's: for each split one number per user. A ``task`` that makes its users (a recipe's
+    ``data.task``) has none of these; its ``images``, if it needs any, are in the folder's ``images`` or on the hub.
+    Conversations (sections of that ``kind``) have no numbers of tokens. ``questions`` (a recipe's ``data.questions``)
+    are in the folder under their name, or on the hub.
     """
 
     label: str
@@ -71,14 +70,14 @@ class DataSet(Section):
 
     @property
     def chats(self) -> bool:
-        """Whether users have conversations, and not text."""
+        """Whether users have conversations instead of text."""
         return self.hub.get("kind") == "conversations"
 
 
 class Column(Overlay):
-    """A data set with the paper's base for it; in an experiment, a column of the study (``of``) with changes.
+    """A data set with the paper's base model for it; in an experiment, a column of the study (``of``) with changes.
 
-    ``values`` are put in where a row says ``$NAME``.
+    ``values`` replace ``$NAME`` in rows.
     """
 
     label: str = ""
@@ -89,11 +88,11 @@ class Column(Overlay):
 
 
 class Row(Overlay):
-    """A method, with what the paper printed for each column; ``~`` where it printed nothing.
+    """A method with the number that the paper printed for each column; ``~`` where it printed none.
 
-    ``base`` is what it trains, where that is not the column's; in the columns ``without`` it is not run. ``count`` is
-    what a table of costs counts: a task's users, clusters or sampled users in per cent, the models' parameters in
-    multiples of ResNet-9's, or what is added to the base's forward pass in per cent.
+    ``base`` is the base model, where it is not the column's. The row is not run in the columns ``without``. ``count``
+    is the quantity that a table of costs counts: a task's users, clusters or sampled users in per cent, the models'
+    parameters in multiples of ResNet-9's, or the cost added to the base's forward pass in per cent.
     """
 
     method: str
@@ -116,9 +115,9 @@ class Row(Overlay):
 
 
 class ScaledColumn(Overlay):
-    """What a scale changes of a column that takes long: ``seeds`` are fewer ones, ``without`` are rows left out.
+    """A scale's changes to a slow column: ``seeds`` replaces the seeds, ``without`` leaves out rows.
 
-    A ``local`` column is left out where the folder lacks its images, and not read from the hub.
+    A ``local`` column is left out where the folder lacks its images; it is not read from the hub.
     """
 
     seeds: list[int] | None = None
@@ -127,12 +126,13 @@ class ScaledColumn(Overlay):
 
 
 class Scale(Overlay):
-    """How large everything is. ``{data}`` in ``base`` is the folder with local text; ``bases`` are stand-ins by what
-    they stand for.
+    """The size of an experiment's runs.
 
-    ``text: demo`` gives everybody one of the study's demo texts, ``local`` takes nothing from the hub. ``only`` and
-    ``columns`` restrict, or change, columns.
-    ``jobs: cores`` runs as many at a time as there are cores, for bases so small that a run cannot use two.
+    ``{data}`` in ``base`` is the folder with local text. ``bases`` maps published base models to stand-ins.
+
+    ``text: demo`` gives every user one of the study's demo texts; ``local`` takes nothing from the hub. ``only``
+    restricts columns and ``columns`` changes them. ``jobs: cores`` runs one job per core, for base models so small that
+    a run cannot use two cores.
     """
 
     about: str = ""
@@ -145,12 +145,12 @@ class Scale(Overlay):
     columns: dict[str, ScaledColumn] = Field(default_factory=dict)
 
     def stand_in(self, base: str) -> str:
-        """What is trained in place of a published base, mostly itself."""
+        """Return the base model that is trained in place of a published one; by default the published one."""
         return self.bases.get(base, base)
 
 
 class Note(Section):
-    """What is odd about some of the paper's cells, or, without rows and columns, about all of them."""
+    """A remark on some of the paper's cells; without rows and columns, on all of them."""
 
     text: str
     rows: list[str] = Field(default_factory=list)
@@ -158,13 +158,13 @@ class Note(Section):
 
 
 class Plot(Section):
-    """What a figure shows; ``x`` and ``series`` are a sweep's two settings.
+    """The content of a figure; ``x`` and ``series`` are the two settings of a sweep.
 
-    Curves are of ``measure``, by default what models are compared by; with ``mixtures`` the routers of users who mix
-    adaptors are drawn too, users x clusters over rounds. ``usage`` is what results are shown against, one row of panels
-    for each: how much the server keeps, how much a user sends (communicate), how much a user stores and trains
-    (client). Rows whose labels are alike up to a comma are points of one line. ``tokens`` colours the study's prompts
-    by their experts at these layers: each prompt in everybody's model, or in its ``own`` alone.
+    Curves show ``measure``, by default the metric by which models are compared. ``mixtures`` also draws the routers of
+    users who mix adapters, as users x clusters over rounds. ``usage`` lists what results are plotted against, one row
+    of panels each: numbers that the server stores (server), that a user sends (communicate), that a user stores and
+    trains (client). Rows with equal labels up to a comma are points of one line. ``tokens`` colours the study's prompts
+    by their experts at these layers: each prompt in every user's model, or only in its ``own``.
     """
 
     kind: Literal["curves", "scores", "sweep", "usage", "tokens"]
@@ -185,10 +185,10 @@ class Plot(Section):
 
 
 class Experiment(Section):
-    """A table or a figure: columns x rows, and what the paper says.
+    """A table or a figure: columns x rows, with the paper's numbers.
 
-    ``reference`` is whose numbers the rows' ``paper`` are, where the paper has none. A figure that is ``like`` a table
-    (only in YAML) takes what it does not say itself from there, without the numbers and notes.
+    ``reference`` names the source of the rows' ``paper`` numbers, where that is not the paper. A figure that is
+    ``like`` a table (only in YAML) inherits the table's keys except numbers and notes.
     """
 
     title: str
@@ -205,7 +205,7 @@ class Experiment(Section):
 
     @property
     def column_names(self) -> list[str]:
-        """The columns, in the paper's order."""
+        """The columns in the paper's order."""
         return list(self.columns)
 
     @model_validator(mode="after")
@@ -223,7 +223,7 @@ class Experiment(Section):
 
 
 class Study(Overlay):
-    """What the experiments of a paper share; ``prompts`` are texts to look at, by data set and kind."""
+    """Settings shared by the experiments of a paper; ``prompts`` are texts to show, by data set and kind."""
 
     title: str
     source: str
@@ -235,7 +235,7 @@ class Study(Overlay):
 
 
 def printed(cell: str) -> tuple[float, float | None]:
-    """Mean and deviation of a printed number, or of several with strokes between them."""
+    """Parse a printed number, or several separated by slashes, and return mean and standard deviation."""
     match = _PRINTED.fullmatch(cell)
     assert match, cell
     if match[1] is None:
@@ -245,7 +245,7 @@ def printed(cell: str) -> tuple[float, float | None]:
 
 
 def list_experiments() -> dict[str, Experiment]:
-    """Every published table and figure that comes with comingle, by name as ``comigs/table1``."""
+    """Return every published table and figure that comes with comingle, by name, as ``comigs/table1``."""
     root = published_recipes()
     folders = sorted(path.parent for path in root.glob(f"*/{STUDY}.yaml"))
     paths = [path for folder in folders for path in sorted(folder.glob("*.yaml"), key=_natural) if _is_one(path)]
@@ -253,10 +253,10 @@ def list_experiments() -> dict[str, Experiment]:
 
 
 def load_experiment(name: str) -> tuple[Study, Experiment]:
-    """A published table or figure, and the study it belongs to.
+    """Load a published table or figure and the study that it belongs to.
 
     Raises:
-        RecipeError: there is none of that name.
+        RecipeError: There is no experiment of that name.
     """
     folder, _, stem = name.partition("/")
     path = published_recipes() / folder / f"{stem}.yaml"
@@ -285,7 +285,7 @@ def _read(path: Path, model: type[Model]) -> Model:
 
 
 def _content(path: Path) -> Any:
-    """A file with what it takes from another one."""
+    """Read a file and merge what it inherits from another one."""
     content = read_yaml(path)
     like = content.pop("like", None) if isinstance(content, dict) else None
     if like is None:
@@ -297,7 +297,7 @@ def _content(path: Path) -> Any:
 
 
 def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Partial recipes in one: mappings key by key, of anything else the last."""
+    """Merge partial recipes: mappings key by key; of other values the last wins."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -309,14 +309,14 @@ def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
 IMAGES = "images"
 SPLITS = ("train", "valid", "test")
 ANYWHERE = Path("{data}")
-"""In the place of the folder with local text, where it does not matter which that is; it holds all that is needed."""
+"""Placeholder for a folder with local text that holds everything needed, where its actual path does not matter."""
 
 
 def data_folder(given: Path | None) -> Path | None:
-    """The folder with local text and images: the one given, or what ``$COMINGLE_DATA`` names, or none.
+    """Return the folder with local text and images: the given one, else ``$COMINGLE_DATA``, else None.
 
     Raises:
-        RecipeError: it does not exist.
+        RecipeError: The folder does not exist.
     """
     if given == ANYWHERE:
         return ANYWHERE
@@ -331,7 +331,7 @@ def data_folder(given: Path | None) -> Path | None:
 
 
 def placed(content: object, folder: Path | None) -> Any:
-    """Part of a recipe as it is on every machine: with :data:`ANYWHERE` for the folder that text and base lie in."""
+    """Replace the folder of text and base model in part of a recipe by :data:`ANYWHERE`, as on every machine."""
     if isinstance(content, Mapping):
         return {key: placed(value, folder) for key, value in content.items()}
     if isinstance(content, list):
@@ -342,14 +342,20 @@ def placed(content: object, folder: Path | None) -> Any:
 
 
 def inside(path: str, folder: Path | None) -> str:
-    """A base that is asked for: where it lies in the folder, by its place in there, however the path is spelt."""
+    """Return the resolved path of a base model in the folder, however it is spelt; return other names unchanged."""
     found = expand_home(path)
     within = folder is not None and found.is_dir() and found.resolve().is_relative_to(folder)
     return str(found.resolve()) if within else path
 
 
 def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
-    """Why the text or the images of a column cannot be had; empty where they can."""
+    """Return the reason why a column's text or images are unavailable; empty where they are available.
+
+    Args:
+        data: The column's data set.
+        scale: The scale of the runs.
+        folder: The folder with local text and images, if there is one.
+    """
     if scale.text == "demo" or folder == ANYWHERE:
         return ""
     if data.task is not None or data.questions is not None or folder is None:
@@ -361,7 +367,7 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
 
 
 def _found_below(data: DataSet, folder: Path | None) -> Path | None:
-    """Where the images or the questions are, if they are below the folder; otherwise they are the hub's."""
+    """Return the path of the images or questions in the folder; None where they come from the hub."""
     if folder is None:
         return None
     if data.questions is not None:
@@ -372,7 +378,7 @@ def _found_below(data: DataSet, folder: Path | None) -> Path | None:
 
 
 def find_hubs(data: DataSet, folder: Path) -> str:
-    """What a folder lacks of images or questions, which are the hub's then; empty where it has them."""
+    """Return what the folder lacks, images or questions, and the hub provides; empty where the folder has it."""
     if not (data.images or data.questions) or _found_below(data, folder) is not None:
         return ""
     if data.questions is not None:
@@ -388,7 +394,14 @@ def _local_paths(data: DataSet) -> list[str]:
 
 
 def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool) -> tuple[dict[str, Any], list[str]]:
-    """The section ``data`` and the users' names in the paper's order."""
+    """Return the recipe's section ``data`` and the users' names in the paper's order.
+
+    Args:
+        study: The study that the column belongs to.
+        data: The column's data set.
+        folder: The folder with local text and images, if there is one.
+        demo: Whether users get the study's demo texts.
+    """
     if data.task is not None or data.questions is not None:
         place = _found_below(data, folder) if data.images or data.questions else None
         section = {**(data.task or data.questions or {}), **({} if place is None else {"path": str(place)})}
@@ -404,7 +417,7 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
 
 
 def _anchored(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Paths below the folder; of the sections that have some, these are copies."""
+    """Return a copy of the section with its paths below the folder."""
     if "users" in local:
         users = {n: {"path": s} if isinstance(s, str) else dict(s) for n, s in local["users"].items()}
         return {**local, "users": {n: {**s, "path": str(folder / s["path"])} for n, s in users.items()}}
@@ -414,6 +427,6 @@ def _anchored(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def limits_by_name(data: Mapping[str, object], names: Sequence[str]) -> dict[str, Any]:
-    """A limit given as a list is one number for each user, in the paper's order."""
+    """Replace limits that are lists, one number per user in the paper's order, by mappings from user to limit."""
     lists = {key: value for key, value in data.items() if key.endswith("_tokens") and isinstance(value, list)}
     return {**data, **{key: dict(zip(names, value, strict=True)) for key, value in lists.items()}}

@@ -1,4 +1,4 @@
-"""Runs of the cells of a plan, each once, and published figures drawn from them.
+"""Execution of a plan's cells, each once, and the published figures drawn from the results.
 
 A run's name is a digest of what it computes (:func:`comingle_papers.reproduce.plan.name_of`), the same on every
 machine. It does not cover what text and base hold: a run stands for what is here only if it has read the same.
@@ -51,37 +51,37 @@ if TYPE_CHECKING:
 
 
 MEASURED = "measured.json"
-"""In a finished run's folder: what it computes, and by what it was made."""
+"""File in a finished run's folder: what the run computes, and how it was made."""
 DIVERGED = "diverged.txt"
-"""In the folder of a run whose training left the real numbers: why."""
+"""File in the folder of a run whose training diverged: the reason."""
 _DIGITS = 16
 
 
 def write_measured(folder: Path, cell: Cell) -> None:
-    """Mark a run as finished, with what made it."""
+    """Mark a run as finished and record how it was made."""
     write_json(folder / MEASURED, {"computed": cell.computed, "made": _made()})
 
 
 def is_measured(folder: Path) -> bool:
-    """Whether a folder holds the result of the run that it is called after.
+    """Return whether a folder holds the result of the run that it is named after.
 
     Raises:
-        RunError: it holds another one's, or is damaged.
+        RunError: The folder holds another run's result, or is damaged.
     """
     return (folder / MEASURED).exists() and bool(read_measured(folder))
 
 
 def read_diverged(folder: Path) -> str:
-    """Why a run diverged; empty where it did not."""
+    """Return why a run diverged; empty where it did not."""
     path = folder / DIVERGED
     return path.read_text(encoding="utf-8").strip() if path.exists() else ""
 
 
 def read_measured(folder: Path) -> dict[str, Any]:
-    """What a run computes, and what made it.
+    """Return what a run computes and how it was made.
 
     Raises:
-        RunError: it is another run's, or damaged.
+        RunError: The result is another run's, or damaged.
     """
     path = folder / MEASURED
     try:
@@ -96,7 +96,7 @@ def read_measured(folder: Path) -> dict[str, Any]:
 
 
 def _made() -> dict[str, str]:
-    """By which version, when, and on what kind of machine."""
+    """Return the version, the time and the kind of machine."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     processor = [line.partition(": ")[2] for line in lines if line.startswith("model name")][:1]
@@ -107,7 +107,7 @@ def _made() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of a checkout, marked where files differ from it; empty for what is installed."""
+    """Return the commit of a checkout, marked where files differ from it; empty for an installed package."""
     root = Path(comingle.__file__).parents[2]
     if not (root / ".git").exists():
         return ""
@@ -119,9 +119,10 @@ def _commit() -> str:
 
 
 def said(inputs: Inputs) -> dict[str, str]:
-    """Digests of a run's base and of everybody's data.
+    """Return digests of a run's base model and of every user's data.
 
-    The tokenizer's is left out: it changes with its library, and what it makes of the text is in the data's.
+    The tokenizer's digest is left out: it changes with its library, and its effect on the text is part of the data's
+    digests.
     """
     found = {"the base": inputs.base} if inputs.base else {}
     found |= {f"the data of {name!r}": digest_all(user.digests) for name, user in inputs.users.items()}
@@ -130,10 +131,15 @@ def said(inputs: Inputs) -> dict[str, str]:
 
 
 def check_same(where: object, was: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Whether a run was measured with what is here, as :func:`said` of both.
+    """Check that a run read the inputs that are here, by the digests of :func:`said`.
+
+    Args:
+        where: The run, for error messages.
+        was: Digests of the run.
+        now: Digests of what is here.
 
     Raises:
-        RunError: it was not; says what differs.
+        RunError: Some digests differ; the message names them.
     """
     for what in [*was, *now]:
         if was.get(what) != now.get(what):
@@ -146,14 +152,14 @@ def check_same(where: object, was: Mapping[str, str], now: Mapping[str, str]) ->
 RUNS = "runs"
 
 Waiting = Callable[[str], AbstractContextManager[Any]]
-"""Says what is being waited for, while it lasts."""
+"""Context manager that shows what is being waited for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a cell: its run folder, and whether it ran now, was there before, or left the real numbers.
+    """Result of a cell: its run folder, and whether it ran now, existed before, or diverged.
 
-    ``published`` are the metrics of a run that somebody else has made, of which there is no folder.
+    ``published`` are the metrics of an archived run, which has no folder.
     """
 
     cell: Cell
@@ -165,26 +171,29 @@ class Outcome:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The result, of a run that did not diverge."""
+        """The result of a run that did not diverge."""
         return read_metrics(self.folder) if self.published is None else self.published
 
 
 @dataclass(kw_only=True)
 class Estimate:
-    """Time left for the whole table, from what the finished runs took for each unit of work, base by base."""
+    """Estimate of the remaining time of a table, from the seconds per unit of work of finished runs, by base model."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     work: dict[str, float] = field(default_factory=dict)
 
     def learn(self, outcome: Outcome) -> None:
-        """Take a run that was really done."""
+        """Add a run that was executed now."""
         if outcome.ran:
             base = outcome.cell.recipe.base
             self.seconds[base] = self.seconds.get(base, 0.0) + outcome.seconds
             self.work[base] = self.work.get(base, 0.0) + outcome.cell.weight
 
     def left(self, cells: Sequence[Cell]) -> float | None:
-        """Seconds that some cells will take; None before anything is known. A new base counts as those before it."""
+        """Return the estimated seconds for some cells; None before any run is finished.
+
+        A new base model counts as the ones before it.
+        """
         if not self.work:
             return None
         mean = sum(self.seconds.values()) / sum(self.work.values())
@@ -193,7 +202,7 @@ class Estimate:
 
 
 def unique(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells to run: of several that compute the same, the first."""
+    """Return the cells to run: of several that compute the same, the first."""
     first: dict[str, Cell] = {}
     for cell in cells:
         first.setdefault(cell.folder, cell)
@@ -201,7 +210,7 @@ def unique(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def title_of(cell: Cell) -> str:
-    """What a run of a table is called."""
+    """Return the display name of a table's run."""
     return f"{cell.column} · {cell.row}, seed {cell.seed}"
 
 
@@ -213,13 +222,20 @@ def run_cells(
     observers: Callable[[Cell, Clients], Sequence[Observer]] = lambda cell, clients: (),
     waiting: Waiting = nullcontext,
 ) -> Iterator[Outcome]:
-    """Run every cell below ``out/runs``, in order; text and base are loaded once for neighbours that share them.
+    """Run every cell below ``out/runs``, in order; consecutive cells with equal inputs share text and base model.
 
-    A run whose training diverges is written down as such and does not stop the others. Checkpoints of tasks are deleted
-    at the end: everybody's copies of nets that are trained whole would fill the disk, and no report reads them.
+    A run whose training diverges is recorded as such and does not stop the others. Checkpoints of tasks are deleted at
+    the end: a copy of every user's net would fill the disk, and no report reads them.
+
+    Args:
+        cells: The cells, neighbours with the same inputs side by side.
+        out: The folder that contains ``runs``.
+        force: Run again what has been run.
+        observers: Returns the observers of a cell's run.
+        waiting: Shows what is being waited for.
 
     Raises:
-        RunError: a run folder belongs to something else, or was made with other text or another base.
+        RunError: A run folder belongs to something else, or was made with other text or another base model.
     """
     shelf = Shelf(waiting)
     for cell in unique(cells):
@@ -229,7 +245,7 @@ def run_cells(
             yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=read_diverged(folder))
             continue
         begun = (folder / "recipe.yaml").exists()
-        # What was begun with text at another place begins anew: so do its checkpoints' names.
+        # Restart a run whose text has moved: its checkpoints are named after the old place.
         resume = begun and not force and load_recipe(folder).fingerprint == cell.recipe.fingerprint
         materials = shelf.materials(cell)
         started = time.perf_counter()
@@ -249,10 +265,16 @@ def run_cells(
 
 
 def check_out(out: Path, name: str, *, resume: bool, force: bool) -> Path:
-    """The folder of one table below ``out``; refused where it has been made already, unless told what to do.
+    """Return the folder of one table below ``out``; refuse an existing one without ``resume`` or ``force``.
+
+    Args:
+        out: The folder that contains the tables.
+        name: The experiment, as ``comigs/table1``.
+        resume: Continue an existing table.
+        force: Replace an existing table.
 
     Raises:
-        RunError: it exists and neither ``resume`` nor ``force`` is given.
+        RunError: The folder exists and neither ``resume`` nor ``force`` is given.
     """
     folder = out / name.partition("/")[2]
     if folder.exists() and not (resume or force):
@@ -261,9 +283,14 @@ def check_out(out: Path, name: str, *, resume: bool, force: bool) -> Path:
 
 
 def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[tuple[str, str], list[float]]:
-    """The metric of every run of a cell, by (row, column); runs that are missing or diverged have none.
+    """Return the metric of every run of a cell, by (row, column), without runs that are missing or diverged.
 
-    Accuracies are in per cent, as papers print them. A metric that models are not compared by is the mean over users.
+    Accuracies are in per cent, as papers print them. A metric by which models are not compared is averaged over users.
+
+    Args:
+        outcomes: The outcomes by run name.
+        cells: The cells of the table.
+        metric: The metric's key.
     """
     factor = 100 if metric.endswith("_accuracy") else 1
     by_cell: dict[tuple[str, str], list[float]] = {}
@@ -276,7 +303,13 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
 
 
 def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[str, dict[str, Any]]:
-    """Each user's metric, by column, row, seed and user; runs that are missing or diverged have none."""
+    """Return each user's metric, by column, row, seed and user, without runs that are missing or diverged.
+
+    Args:
+        outcomes: The outcomes by run name.
+        cells: The cells of the table.
+        metric: The metric's key.
+    """
     by_column: dict[str, dict[str, Any]] = {}
     for cell in cells:
         outcome = outcomes.get(cell.folder)
@@ -288,13 +321,13 @@ def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str)
 
 
 def _read(metrics: Mapping[str, Any], metric: str) -> float:
-    """A metric of a run, or the mean of what it has of every user: ROUGE-1 where models are compared by accuracy."""
+    """Return a metric of a run, or its mean over users (ROUGE-1 where models are compared by accuracy)."""
     key = metric.removeprefix("mean_")
     return metrics[metric] if metric in metrics else statistics.fmean(user[key] for user in metrics["users"].values())
 
 
 class Shelf:
-    """The base and the text that were loaded last."""
+    """Cache of the base model and the data loaded last."""
 
     def __init__(self, waiting: Waiting = nullcontext) -> None:
         self._waiting = waiting
@@ -303,21 +336,21 @@ class Shelf:
         self._said: tuple[RunData, dict[str, str]] | None = None
 
     def said(self, cell: Cell) -> dict[str, str]:
-        """Digests of what a cell would read."""
+        """Return the digests of a cell's inputs."""
         materials = self.materials(cell)
         if self._said is None or self._said[0] is not materials:
             self._said = materials, said(describe(materials, cell.recipe))
         return self._said[1]
 
     def materials(self, cell: Cell) -> RunData:
-        """What a cell needs, from the shelf where it lies there already."""
+        """Return a cell's data; reuse what is cached."""
         recipe = cell.recipe
         runtime = recipe.runtime.model_dump_json()
         base_key = f"{recipe.base} {runtime}"
         key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
         if self._materials is None or self._materials[0] != key:
             base = self._base[1] if self._base is not None and self._base[0] == base_key else None
-            self._materials = None  # so that two bases never lie side by side
+            self._materials = None  # free the old base model before loading the next
             with self._waiting(LOADING):
                 self._materials = (key, prepare(recipe, base=base))
             self._base = (base_key, loaded) if (loaded := self._materials[1].base) is not None else None
@@ -327,16 +360,23 @@ class Shelf:
 def run_parallel(
     cells: Sequence[Cell], out: Path, *, jobs: int, force: bool = False, quiet: bool = True
 ) -> Iterator[Outcome]:
-    """Like :func:`comingle_papers.reproduce.runner.run_cells`, ``jobs`` runs at a time, in the order in which they end.
+    """Run cells like :func:`run_cells`, ``jobs`` at a time; yield outcomes in order of completion.
 
-    Cells of one column and seed stay together, since they share their text. Unless ``quiet``, and where stderr is no
-    terminal, each tells of its rounds. Where there are GPUs each job has one of its own, as far as they suffice.
+    Cells of one column and seed run in one process, since they share their text. Unless ``quiet``, and where stderr is
+    no terminal, each run logs its rounds. Each process gets a GPU of its own as long as there are enough.
+
+    Args:
+        cells: The cells.
+        out: As in :func:`run_cells`.
+        jobs: The number of processes.
+        force: Run again what has been run.
+        quiet: Log no rounds.
 
     Raises:
-        ComingleError: whatever a worker raises, when the others are done.
+        ComingleError: A process failed; raised when the others are done.
     """
     groups = [list(group) for _, group in groupby(unique(cells), key=lambda cell: (cell.column, cell.seed))]
-    silent = quiet or errors.is_terminal  # several bars would write over each other
+    silent = quiet or errors.is_terminal  # several progress bars would overwrite each other
     yield from in_processes(groups, partial(_work, out=out, force=force, quiet=silent), jobs=jobs, told=_told)
 
 
@@ -357,12 +397,12 @@ _LISTED = 3
 
 
 def check_reach(plan: Plan) -> None:
-    """Refuse a plan that reads the hub where the hub is out of reach.
+    """Raise an error if a plan reads the hub and the hub is unreachable.
 
-    The hub's own client would retry for half a minute, and then name one file.
+    The hub's own client would retry for half a minute and then name a single file.
 
     Raises:
-        RunError: something is neither in the hub's cache nor within reach; says what can be run instead.
+        RunError: Something is neither cached nor reachable; the message says what can be run instead.
     """
     missing = _missing(plan)
     if not missing:
@@ -377,7 +417,7 @@ def check_reach(plan: Plan) -> None:
 
 
 def _advice(plan: Plan) -> str:
-    """Commands that need no network."""
+    """Return commands that need no network."""
     ways = []
     if "cpu" in plan.study.scales:
         ways.append("--scale cpu --data FOLDER runs it on local files (layout: papers/docs/results.md)")
@@ -391,7 +431,7 @@ def _advice(plan: Plan) -> str:
 
 
 def _missing(plan: Plan) -> list[str]:
-    """Names of what is on the hub and not in its cache."""
+    """Return names on the hub that its cache lacks."""
     names: dict[str, None] = {}
     for cell in plan.cells:
         base = cell.recipe.base
@@ -403,7 +443,7 @@ def _missing(plan: Plan) -> list[str]:
 
 
 def _data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
-    """Data sets of the hub that a cell reads and the hub's cache lacks."""
+    """Yield data sets of the hub that a cell reads and the cache lacks."""
     content = cell.recipe.data.model_dump()
     for source in _strings(content):
         if source.startswith(HUB_PREFIX) and not _is_cached(name := parse_hub_name(source).name):
@@ -424,7 +464,7 @@ def _strings(content: object) -> Iterator[str]:
 
 
 def _is_cached(name: str) -> bool:
-    """Return whether ``datasets`` has kept a data set; it is not imported for that, which takes seconds."""
+    """Return whether ``datasets`` has cached a data set; avoid importing ``datasets``, which takes seconds."""
     from huggingface_hub import constants
 
     folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
@@ -432,14 +472,14 @@ def _is_cached(name: str) -> bool:
 
 
 LENGTH = 160
-"""Tokens of a prompt at most."""
+"""Largest number of tokens of a prompt."""
 
 
 def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterator[tuple[str, Figure]]:
-    """For each column and row the prompts of its data set, by the models of the first seed.
+    """Yield for each column and row the prompts of its data set, routed by the models of the first seed.
 
     Raises:
-        RunError: users are not those whom there are prompts for.
+        RunError: The users are not those that the prompts are written for.
     """
     from comingle.reports.page import own_texts_figure, tokens_figure
 
@@ -456,12 +496,18 @@ def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterato
 
 
 def layer_of(name: str, layers: int) -> int:
-    """The number of the first, middle or last of so many layers; of twelve the paper shows 0, 5 and 11."""
+    """Return the index of the first, middle or last of ``layers`` layers; for twelve the paper shows 0, 5 and 11."""
     return {"first": 0, "middle": (layers - 1) // 2, "last": layers - 1}[name]
 
 
 def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
-    """The prompts in everybody's model, each owned by the user who has text of its kind."""
+    """Return the prompts in every user's model, each assigned to the user who has text of its kind.
+
+    Args:
+        plan: The figure's plan.
+        column: The column.
+        entry: The runs of a row and column.
+    """
     import comingle
     from comingle.runs.views import view_of
 
@@ -480,11 +526,19 @@ def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
 Entries = Mapping[tuple[str, str], Any]
 """The runs of all seeds as an ``Entry`` of the reports, by (row, column)."""
 Figures = Iterator[tuple[str, Any]]
-"""Figures with the ends of their names."""
+"""Figures, each with the suffix of its file name."""
 
 
 def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path]:
     """Draw a figure into files of a folder.
+
+    Args:
+        plan: The figure's plan.
+        outcomes: The outcomes by run name.
+        folder: The folder to write to.
+
+    Returns:
+        The files written.
 
     Raises:
         RunError: matplotlib is not installed, or no run has what the figure shows.
@@ -511,7 +565,7 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
 
 
 def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str, str], Entry]:
-    """The finished runs, those of one row and column together, named as the rows are."""
+    """Return the finished runs, grouped by row and column and named after the rows."""
     from comingle.reports.runs import Entry, read_run
 
     runs: dict[tuple[str, str], list[Any]] = {}
@@ -526,7 +580,7 @@ def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str,
 
 
 def _curves(plan: Plan, entries: Entries) -> Figures:
-    """For each column the test results of every row: mean, then each user (CoMiGS: Figures 5 to 7, 9, 11 to 13)."""
+    """Yield for each column every row's test results: mean, then each user (CoMiGS: Figures 5 to 7, 9, 11 to 13)."""
     from comingle.reports.figures import curves_figure
 
     plot = plan.experiment.plot
@@ -534,14 +588,14 @@ def _curves(plan: Plan, entries: Entries) -> Figures:
     for column in plan.columns:
         shown = [entries[row, column] for row in plan.rows if (row, column) in entries]
         if shown:
-            # What was measured before training is left out: the base's perplexity alone would set the scale.
+            # Leave out the evaluation before training: the base model's perplexity would set the scale.
             yield column, curves_figure(shown, start=False, measure=plot.measure)
         if plot.mixtures:
             yield from _mixtures([(row, entries[row, column]) for row in plan.rows if (row, column) in entries], column)
 
 
 def _mixtures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
-    """For each row whose users learn to mix adaptors, users x adaptors over the rounds of the first seed."""
+    """Yield users x adapters over the rounds of the first seed, for each row whose users learn to mix adapters."""
     from comingle.reports.figures import mixtures_figure, read_mixtures
 
     for row, entry in entries:
@@ -551,7 +605,7 @@ def _mixtures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
 
 
 def _scores(plan: Plan, entries: Entries) -> Figures:
-    """For each column and row every layer's expert scores (CoMiGS: Figures 4 and 10)."""
+    """Yield for each column and row every layer's expert scores (CoMiGS: Figures 4 and 10)."""
     from comingle.reports.figures import scores_figure
 
     for (row, column), entry in entries.items():
@@ -560,7 +614,7 @@ def _scores(plan: Plan, entries: Entries) -> Figures:
 
 
 def _sweep(plan: Plan, entries: Entries) -> Figures:
-    """For each column the last test perplexity over one setting, a line for each of another (CoMiGS: Figure 8)."""
+    """Yield per column the last test perplexity over one setting, a line per value of another (CoMiGS: Figure 8)."""
     from comingle.reports.runs import Spread, final
 
     plot = plan.experiment.plot

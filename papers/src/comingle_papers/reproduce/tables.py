@@ -1,4 +1,4 @@
-"""Our numbers beside the paper's."""
+"""Tables of our numbers beside the paper's."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ from comingle_papers.reproduce.published import Note, printed
 _LISTED = 8
 
 Entry = tuple[float, float | None]
-"""A mean and its deviation over seeds (None: unknown)."""
+"""Mean and standard deviation over seeds; the deviation is None where unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """How the paper's order of some rows compares with ours.
+    """Comparison of the paper's order of some rows with ours.
 
-    ``tau`` is Kendall's tau-b and ``p_value`` that of the hypothesis of independent orders; None for fewer than two
-    rows, or where one side is all ties. ``swapped`` are pairs (the paper's better one first) that we found the other
-    way round by more than their deviations together; in ``unclear`` pairs it is by less, in the paper or with us.
+    ``tau`` is Kendall's tau-b and ``p_value`` tests the hypothesis of independent orders; both are None for fewer than
+    two rows, or where all values of one side are equal. ``swapped`` are pairs (the better one in the paper first) whose
+    order is reversed here by more than the sum of their deviations; in ``unclear`` pairs the difference is smaller, in
+    the paper or here.
     """
 
     rows: int
@@ -51,17 +52,23 @@ class Order:
     swapped: tuple[tuple[str, str], ...]
     unclear: tuple[tuple[str, str], ...]
     deviations: bool
-    """Whether ours are known: they are not with one seed."""
+    """Whether our deviations are known; with one seed they are not."""
 
 
 def ranks(means: Mapping[str, float], *, lower_is_better: bool = True) -> dict[str, int]:
-    """1 for the best; equal numbers share the better rank."""
+    """Return the rank of each row, 1 for the best; equal numbers share the better rank."""
     sign = 1 if lower_is_better else -1
     return {name: 1 + sum(sign * other < sign * mean for other in means.values()) for name, mean in means.items()}
 
 
 def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, lower_is_better: bool = True) -> Order:
-    """Compare over the rows that both have."""
+    """Compare the orders of the rows that both sides have.
+
+    Args:
+        paper: The paper's numbers by row.
+        ours: Our numbers by row.
+        lower_is_better: Whether the smallest mean is the best.
+    """
     names = [name for name in paper if name in ours]
     pairs = list(combinations(names, 2))
     sign = 1.0 if lower_is_better else -1.0
@@ -104,7 +111,13 @@ def _kendall(paper: list[float], ours: list[float]) -> tuple[float | None, float
 
 
 def sentence(label: str, order: Order, reference: str = "paper") -> str:
-    """In plain words whether the order of the reference holds."""
+    """Say in plain words whether the reference's order holds.
+
+    Args:
+        label: The column's label.
+        order: The comparison.
+        reference: The name of the reference.
+    """
     if order.rows < 2:
         return f"{label}: {order.rows} row with numbers on both sides, so there is no order to compare."
     if order.tau is None:
@@ -123,7 +136,7 @@ def sentence(label: str, order: Order, reference: str = "paper") -> str:
 
 
 def _list(pairs: tuple[tuple[str, str], ...]) -> str:
-    """Pairs as the paper orders them; ``table.json`` has those that are too many to be read."""
+    """List pairs in the paper's order; shorten long lists, which ``table.json`` has in full."""
     shown = [f"{better} before {worse}" for better, worse in pairs[:_LISTED]]
     return ", ".join(shown) + (f" and {len(pairs) - _LISTED} more" if len(pairs) > _LISTED else "")
 
@@ -140,7 +153,7 @@ Shown = Mapping[str, float | int | None]
 
 
 class CellRecord(TypedDict):
-    """A cell of a table: our scores, those of the paper, and the numbers of its notes."""
+    """A cell of a table: our scores, the paper's, and the numbers of its notes."""
 
     ours: Shown | None
     scores: list[float]
@@ -159,7 +172,7 @@ class _Column(TypedDict):
 
 
 class ColumnRecord(_Column):
-    """A column of a table, with each row against the baseline where that has been run."""
+    """A column of a table, with each row compared to the baseline where the baseline was run."""
 
     against: BaselineComparisonRecord | None
 
@@ -187,7 +200,7 @@ class _PaperTable(_TableNotes):
 
 
 class PaperTable(_PaperTable, total=False):
-    """A table of a paper beside ours, as ``table.json`` has it."""
+    """A table of a paper beside ours, the content of ``table.json``."""
 
     measured: Sequence[str]
 
@@ -200,12 +213,17 @@ def build_table(
     results: Mapping[str, Results] = MappingProxyType({}),
     baseline: str | None = None,
 ) -> PaperTable:
-    """Everything that is known of a table, as plain data: ``table.json``.
+    """Return a table as plain data, the content of ``table.json``.
 
-    ``results`` are each user's, by column: with several seeds rows are held against ``baseline``, a row or a method.
+    Args:
+        plan: The table.
+        scores: Every seed's score, by (row, column).
+        diverged: Descriptions of runs that diverged.
+        results: Each user's metric, by column; needed to compare rows with the baseline over several seeds.
+        baseline: A row or a method to compare the others with.
 
     Raises:
-        RecipeError: no row is the baseline.
+        RecipeError: No row is the baseline.
     """
     experiment = plan.experiment
     chosen = baseline_row(plan, baseline)
@@ -234,12 +252,12 @@ def build_table(
 
 
 def baseline_row(plan: Plan, wanted: str | None) -> str:
-    """The row that others are held against: the wanted one, or one of the wanted method; else ``local``, or the first.
+    """Return the baseline row: the wanted row or method; else ``local``, else the first row.
 
-    Several, with commas between, are one baseline, the better of them.
+    Several names with commas between them are one baseline, the best of them.
 
     Raises:
-        RecipeError: no row is wanted.
+        RecipeError: No row matches.
     """
     by_method = {plan.experiment.rows[row].method: row for row in reversed(plan.rows)}
     if wanted is None:
@@ -249,7 +267,7 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
 
 
 def _against(plan: Plan, results: Results, baseline: str) -> BaselineComparisonRecord | None:
-    """Every row against the baseline, where that has been run, under the names that rows have in the table."""
+    """Compare every row with the baseline, where the baseline was run, under the names of the table's rows."""
     measure = plan.experiment.metric.removeprefix("mean_test_")
     if measure not in MEASURES or not results.keys() >= {*baseline_methods(baseline)}:
         return None
@@ -303,7 +321,7 @@ def _notes(plan: Plan, row: str, column: str) -> list[int]:
 
 
 def _on_cells(note: Note) -> bool:
-    """Whether a note is on some cells, not on the whole table."""
+    """Return whether a note refers to some cells, not to the whole table."""
     return bool(note.rows or note.columns)
 
 
@@ -319,14 +337,14 @@ def _entry(value: Entry | None, rank: int | None) -> Shown | None:
 
 
 def write_tables(folder: Path, table: PaperTable) -> None:
-    """``table.md`` and ``table.json``."""
+    """Write ``table.md`` and ``table.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "table.json", dict(table))
     write_text(folder / "table.md", markdown(table))
 
 
 def markdown(table: PaperTable) -> str:
-    """A table as Markdown: for each column ours and the paper's, with ranks, what the order says, and verdicts."""
+    """Return a table as Markdown: for each column ours and the paper's, with ranks, remarks on order, and verdicts."""
     head, rows = _grid(table)
     lines = [f"# {table['title']}", "", *_about(table), "", table_line(head), "|" + "---|" * len(head)]
     lines += [table_line(row) for row in rows]
@@ -338,13 +356,13 @@ def markdown(table: PaperTable) -> str:
 
 
 def held(table: PaperTable) -> list[tuple[str, BaselineComparison]]:
-    """The verdicts of each column that has any, with its label."""
+    """Return the label and verdicts of each column that has verdicts."""
     columns = ((column["label"], column.get("against")) for column in table["columns"])
     return [(label, BaselineComparison.read(found)) for label, found in columns if found]
 
 
 def render(table: PaperTable) -> Table:
-    """A table for the terminal."""
+    """Return a table for the terminal."""
     head, rows = _grid(table)
     shown = Table(title="\n".join([table["title"], *_about(table)]), title_justify="left", box=None)
     for i, name in enumerate(head):
@@ -356,7 +374,7 @@ def render(table: PaperTable) -> Table:
 
 
 def remarks(table: PaperTable) -> list[str]:
-    """Whether the order holds, column by column; what is missing, and what is odd about the paper's numbers."""
+    """Return remarks: whether the order holds, by column; what is missing; oddities of the paper's numbers."""
     told = [column["sentence"] for column in table["columns"] if column["sentence"]]
     fewer = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
     told += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in fewer]
@@ -417,5 +435,5 @@ def _letter(index: int) -> str:
 
 
 def table_line(cells: Sequence[str]) -> str:
-    """A row of a Markdown table."""
+    """Return a row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"

@@ -38,23 +38,23 @@ OUTPUTS: dict[Kind, int] = {"linear": 3, "mlp": 1, "mlp-norm": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """The true models of all clusters: ``H_c(x) = x weights[c] + bias``; without ``readout`` the task is linear."""
+    """True models of all clusters: ``H_c(x) = x weights[c] + bias``; without ``readout`` the task is linear."""
 
     weights: Float[Tensor, "clusters d d"]
     bias: Float[Tensor, " d"]
     readout: Float[Tensor, "d outputs"] | None
 
     def hidden(self, x: Float[Tensor, "n d"], cluster: int) -> Float[Tensor, "n d"]:
-        """``H_c(x)``."""
+        """Return ``H_c(x)``."""
         return x @ self.weights[cluster] + self.bias
 
     def respond(self, hidden: Float[Tensor, "n d"]) -> Float[Tensor, "n outputs"]:
-        """The targets that belong to hidden vectors, normalised ones for mlp-norm."""
+        """Return the targets of hidden vectors, which are normalised before for mlp-norm."""
         return hidden[:, : OUTPUTS["linear"]] if self.readout is None else hidden.relu() @ self.readout
 
 
 def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
-    """The true models, in float64; those of the first clusters do not depend on how many follow."""
+    """Draw the true models, in float64; those of the first clusters do not depend on the number of clusters."""
     source = generator("synthetic", kind, seed, "shared")
     shared = _normal((DIMENSION, DIMENSION), DIMENSION, source)
     bias = _normal((DIMENSION,), DIMENSION, source)
@@ -64,12 +64,12 @@ def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
 
 
 def _draw_change(source: torch.Generator) -> Float[Tensor, "d d"]:
-    """``u v``, of rank ``RANK``."""
+    """Draw ``u v``, of rank ``RANK``."""
     return _normal((DIMENSION, RANK), DIMENSION, source) @ _normal((RANK, DIMENSION), RANK, source)
 
 
 def _normal(shape: tuple[int, ...], variance_of: int, source: torch.Generator) -> Tensor:
-    """Entries of N(0, 1 / variance_of) in float64."""
+    """Draw entries of N(0, 1 / variance_of) in float64."""
     return torch.randn(shape, generator=source, dtype=torch.float64) / math.sqrt(variance_of)
 
 
@@ -83,10 +83,19 @@ def make_synthetic(
     seed: int,
     fresh_test: int | None = None,
 ) -> tuple[UserSamples, ...]:
-    """The users of a synthetic task, in float32.
+    """Return the users of a synthetic task, in float32.
 
-    ``train + test`` samples are each user's fixed sample; with ``fresh_test`` the test split is that many more
-    samples of the user's true model (the same statistics for mlp-norm) in place of the ``test`` ones.
+    Each user has a fixed sample of ``train + test`` inputs with targets.
+
+    Args:
+        kind: The regression: linear, mlp or mlp-norm.
+        users: Number of users.
+        clusters: Number of clusters.
+        train: Train samples per user.
+        test: Test samples per user.
+        seed: Seed of all draws.
+        fresh_test: If given, the test split is this many new samples of the user's true model instead of the ``test``
+            ones, with the same statistics for mlp-norm.
     """
     truth = draw_truth(kind, clusters=clusters, seed=seed)
     return tuple(_make_user(kind, truth, k, k % clusters, train, test, seed, fresh_test) for k in range(users))
@@ -110,11 +119,11 @@ def _make_user(
 
 
 def _inputs(kind: Kind, seed: int, user: int, purpose: str, count: int) -> Float[Tensor, "n d"]:
-    """``N(0, I)`` as float32 holds it, so that targets belong to exactly these inputs."""
+    """Draw ``N(0, I)`` in float32, so that targets belong to exactly these inputs."""
     source = generator("synthetic", kind, seed, "user", user, purpose)
     return torch.randn((count, DIMENSION), generator=source).double()
 
 
 def _statistics(hidden: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
-    """Mean and population standard deviation of each coordinate, as batch norm has them."""
+    """Return mean and population standard deviation of each coordinate, as in batch norm."""
     return hidden.mean(0), hidden.std(0, correction=0)
