@@ -13,9 +13,9 @@ two 3 x 3 convolutions; from 50 on it is 1 x 1, 3 x 3 and 1 x 1 to four times th
     resnet101   3, 4, 23, 3     701,356                  675,656             8.7348          8.73
     resnet152   3, 8, 36, 3     950,828                  925,128            11.95997        11.95
 
-Table 1 counts without the head and truncates after the second decimal: then all six agree. With a head of 100 labels the
-ratios are 1, 2.17, 4.07, 4.76, 8.36 and 11.34; with the usual 64 channels and that head they are 1, 2.27, 4.31, 4.79,
-8.63 and 11.79, which is another table.
+Table 1 counts without the head and truncates after the second decimal: then all six agree. With a head of 100 labels
+the ratios are 1, 2.17, 4.07, 4.76, 8.36 and 11.34; with the usual 64 channels and that head they are 1, 2.27, 4.31,
+4.79, 8.63 and 11.79, which is another table.
 
 With ``norm="group"`` ("resnet9-group" and so on) each norm is over four channels of one image (Wu and He 2018), so that
 no statistics are averaged over users: averaged statistics of batch norm fit no user where users' images differ (Hsieh
