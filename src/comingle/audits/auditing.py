@@ -84,7 +84,9 @@ _STEPS = 60
 
 
 def guess_probability(epsilon: float, *, trials: int, guesses: int, correct: int, delta: float = 0.0) -> float:
-    """Return an upper bound of the probability of ``correct`` or more right guesses if ``(epsilon, delta)`` holds.
+    """Return an upper bound of the probability that at least ``correct`` of ``guesses`` guesses are right.
+
+    It assumes that ``(epsilon, delta)`` holds for each coin.
 
     Source: the theorem above with all guesses counted, as in the paper's appendix D.
 

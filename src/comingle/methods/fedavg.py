@@ -35,7 +35,8 @@ def fedavg_plus() -> Method:
     discarded after use.  Frozen: a language model's base.
     Client: as for FedAvg; at each evaluation and at the end one more local round, from a copy of the global model, on
     separately drawn batches.  Server: mean over users.
-    Differs from the paper: none known.  Users are evaluated after the exchange whatever ``evaluation.model`` says.
+    Differs from the paper: none known.  The fine-tuned model is evaluated after the exchange, whatever
+    ``evaluation.model`` says.
     """
     return replace(fedavg(), name="fedavg+", client=Client(phases=joint(routed=False), finetunes=True))
 

@@ -265,7 +265,7 @@ class Sums:
         """Check that every round can have a sum, and that the noise fits its grid.
 
         Raises:
-            RecipeError: Not so; the message says why.
+            RecipeError: A round has too few users for a sum, or the grid has too few bits for the noise.
         """
         rounds = len(self.participation) if isinstance(self.participation, tuple) else 1
         secure, where = self.secure, "privacy.secure_aggregation"
