@@ -113,15 +113,24 @@ def methods() -> Iterator[str]:
     for name, make in REGISTRY.items():
         title, _, rest = inspect.getdoc(make).partition("\n")  # type: ignore[union-attr]
         yield f"## {name}\n\n{title}\n"
-        for paragraph in re.split(r"\n\s*\n", rest.strip()):
+        body, _, arguments = rest.strip().partition("\n\nArgs:\n")
+        for paragraph in re.split(r"\n\s*\n", body):
             yield from (f"{line}  " for line in fields(paragraph))
             yield ""
+        meanings = {key: " ".join(text.split()) for key, text in ARGUMENT.findall(arguments.partition("\n\n")[0])}
         settings = settings_of(name)
-        if settings:
+        if settings and meanings:
+            yield "| setting | default | meaning |\n|---|---|---|"
+            yield from (f"| `{key}` | `{value}` | {cell(meanings.get(key, ''))} |" for key, value in settings.items())
+            yield ""
+        elif settings:
             yield "| setting | default |\n|---|---|"
             yield from (f"| `{key}` | `{value}` |" for key, value in settings.items())
             yield ""
 
+
+ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8,}.+)*)", re.MULTILINE)
+"""An entry of a docstring's ``Args:``, with its continuation lines."""
 
 FIELD = re.compile(r"(?:(?<=^)|(?<=\n)|(?<=  ))((?:Source|Shared|Local|Frozen|Client|Server|Differs from the paper):)")
 """Label of a field in a method's docstring."""
