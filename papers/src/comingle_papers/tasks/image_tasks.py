@@ -64,7 +64,7 @@ Shift = Literal["rotate", "labels"]
 Partition = Literal["personal", "cluster", "domain"]
 
 CIFAR10_COLOURS = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
-"""Mean and standard deviation by which everybody normalises CIFAR."""
+"""Mean and standard deviation of CIFAR's channels, used for normalisation."""
 _CIFAR100_COLOURS = ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))
 _IMAGENET_COLOURS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -73,10 +73,10 @@ Colours = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a task is unless told otherwise; ``hub`` is empty for synthetic ones.
+    """Defaults of a task; ``hub`` is empty for synthetic tasks.
 
-    ``train`` and ``test`` are the samples of a user where the task alone decides: of synthetic tasks, and on average
-    where images are dealt unevenly. Images without ``colours`` are grey and stay in [0, 1].
+    ``train`` and ``test`` are samples per user: exact for synthetic tasks, the average where images are dealt unevenly.
+    Images without ``colours`` are grey and stay in [0, 1].
     """
 
     users: int
@@ -86,7 +86,7 @@ class Setting:
     test: int = 0
     hub: str = ""
     images: str = ""
-    """Name of the images' files, where it is not the task's own."""
+    """Name of the image files, where it differs from the task's."""
     classes: int = 0
     shift: Shift | None = None
     colours: Colours | None = None
@@ -104,7 +104,7 @@ class Setting:
 def _fedmerge(
     images: str, partition: Partition, hub: str, pooled: int, classes: int, colours: Colours | None
 ) -> Setting:
-    """Users, net, alpha and splits of FedMerge's section 4.1 and public code; ``pooled`` images in all."""
+    """Return the setting of FedMerge's section 4.1 and public code for ``pooled`` images in total."""
     users = 4 if partition == "domain" else 50
     each = pooled / users
     return Setting(
@@ -124,12 +124,12 @@ def _fedmerge(
 
 
 TEST_SHARE = 1 / 6
-"""How much of a user's images are held out for testing (FedMerge's public code)."""
+"""Share of a user's images that are held out for testing (FedMerge's public code)."""
 VALID_SHARE = 0.1
-"""How much of the others for validation, likewise."""
+"""Share of the remaining images that are held out for validation (FedMerge's public code)."""
 
 REDUCED_MINIMUM = 10
-"""Train samples that a fraction leaves each user (FLoRAL, section 5), if the user had as many."""
+"""Smallest number of train samples that a fraction leaves a user who had as many (FLoRAL, section 5)."""
 
 _MNIST, _CIFAR10, _CIFAR100 = "hub:ylecun/mnist", "hub:uoft-cs/cifar10", "hub:uoft-cs/cifar100"
 
@@ -162,16 +162,16 @@ TASKS: dict[str, Setting] = {
 
 
 CROP_PADDING = 4
-"""Pixels on every side that a crop may shift by, as is usual for CIFAR."""
+"""Largest shift of a crop in pixels, as is usual for CIFAR."""
 
 
 def rotate_quarters(images: Float[Tensor, "n c h w"], turns: int) -> Float[Tensor, "n c _ _"]:
-    """Counter-clockwise by ``turns`` times 90 degrees, exactly: no pixel changes its value."""
+    """Rotate counter-clockwise by ``turns`` times 90 degrees, without changing a pixel's value."""
     return torch.rot90(images, turns, (-2, -1))
 
 
 def rotate_freely(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Tensor, "n c h w"]:
-    """Counter-clockwise about the centre, bilinear, zeros where nothing was."""
+    """Rotate counter-clockwise about the centre, with bilinear interpolation and zeros outside of the image."""
     height, width = images.shape[-2:]
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     # A grid says where each output pixel comes from, so this is the inverse rotation. Both axes run from -1 to 1
@@ -183,7 +183,7 @@ def rotate_freely(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Ten
 
 
 def rotate(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Tensor, "n c h w"]:
-    """Counter-clockwise by any angle; exact where a multiple of 90 degrees keeps the shape."""
+    """Rotate counter-clockwise by any angle, exactly where a multiple of 90 degrees keeps the shape."""
     turns, rest = divmod(degrees, 90)
     if rest == 0 and (turns % 2 == 0 or images.shape[-1] == images.shape[-2]):
         return rotate_quarters(images, int(turns))
@@ -197,10 +197,15 @@ def flip_some(
     probability: float = 0.5,
     vertically: Sequence[bool] | None = None,
 ) -> Float[Tensor, "n c h w"]:
-    """Mirror each image with this probability, left to right, or top to bottom where ``vertically`` says so.
+    """Flip each image at random, left to right, or top to bottom where ``vertically`` is true.
 
-    An image that was turned by 90 degrees and is then flipped vertically is what flipping it horizontally and then
-    turning it would have given.
+    Flipping an image vertically after a rotation by 90 degrees equals flipping it horizontally before.
+
+    Args:
+        images: The images.
+        generator: Source of the draws.
+        probability: Probability of a flip.
+        vertically: For each image, whether to flip it top to bottom.
     """
     draws = torch.rand(len(images), generator=generator, device=generator.device)
     mirrored = images.flip(-1)
@@ -220,7 +225,11 @@ def crop_randomly(
 ) -> Float[Tensor, "n c h w"]:
     """Shift each image by up to ``padding`` pixels in each direction: pad with ``fill``, cut out the old size.
 
-    ``fill`` is one value, or one for each channel: black is not zero once images are normalised.
+    Args:
+        images: The images.
+        generator: Source of the draws.
+        padding: Largest shift in pixels.
+        fill: One value, or one per channel: black is not zero once images are normalised.
     """
     count, channels, height, width = images.shape
     corners = torch.randint(2 * padding + 1, (2, count, 1), generator=generator, device=generator.device)
@@ -244,7 +253,13 @@ def _pad(images: Float[Tensor, "n c h w"], padding: int, fill: Sequence[float] |
 def normalise(
     images: Float[Tensor, "n c h w"], mean: Sequence[float], std: Sequence[float]
 ) -> Float[Tensor, "n c h w"]:
-    """``(images - mean) / std`` for each channel."""
+    """Return ``(images - mean) / std`` for each channel.
+
+    Args:
+        images: The images.
+        mean: Mean of each channel.
+        std: Standard deviation of each channel.
+    """
     return (images - images.new_tensor(mean).view(-1, 1, 1)) / images.new_tensor(std).view(-1, 1, 1)
 
 
@@ -259,10 +274,20 @@ def make_shifted(
     shift: Shift | None,
     test_samples: int | None,
 ) -> tuple[UserSamples, ...]:
-    """The users of a task, out of the splits "train" and "test"; ``test_samples`` is the most of a user.
+    """Return the users of a task with shifted images.
+
+    Args:
+        name: The task.
+        setting: The task's defaults.
+        images_of_split: The images of the splits "train" and "test".
+        seed: Seed of the partition.
+        users: Number of users.
+        clusters: Number of clusters.
+        shift: The shift between clusters, if there is one.
+        test_samples: Largest number of test images per user; None for no limit.
 
     Raises:
-        RecipeError: more users than images.
+        RecipeError: There are more users than images.
     """
     if users > (most := min(len(images) for images in images_of_split.values())):
         raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {most}, one image of each split for everybody")
@@ -280,7 +305,7 @@ def make_shifted(
 def _deal(
     labels: Int64[Tensor, " n"], users: int, clusters: int | None, generator: torch.Generator
 ) -> list[Int64[Tensor, " _"]]:
-    """Whose images are whose, as equal in number as possible; with ``clusters``, label y goes to cluster y mod C."""
+    """Return each user's image indices, evenly dealt; with ``clusters``, label y goes to cluster y mod C."""
     order = torch.randperm(len(labels), generator=generator)
     if clusters is None:
         return list(order.tensor_split(users))
@@ -296,7 +321,7 @@ def _deal(
 def _shifted(
     images: Images, part: Int64[Tensor, " m"], cluster: int, clusters: int, shift: Shift | None, setting: Setting
 ) -> Samples:
-    """The images of one user as real numbers, shifted as the user's cluster is."""
+    """Return a user's images as real numbers, shifted as its cluster is."""
     pixels, labels = images.reals(part), images.labels[part]
     if shift == "rotate":
         pixels = rotate(pixels, 360 * cluster / clusters)  # before normalising: corners become black
@@ -306,10 +331,10 @@ def _shifted(
 
 
 def pool_images(parts: Sequence[Images], where: str) -> Images:
-    """All images as one data set.
+    """Concatenate images to one data set.
 
     Raises:
-        DataError: images of different sizes.
+        DataError: Images differ in size.
     """
     shapes = dict.fromkeys(tuple(part.pixels.shape[1:]) for part in parts)
     if len(shapes) > 1:
@@ -330,13 +355,25 @@ def make_skewed(
     fraction: float,
     test_samples: int | None,
 ) -> tuple[UserSamples, ...]:
-    """The users of a task; the first of a cluster (or domain) come after the last of the one before.
+    """Return the users of a task with skewed labels or domains, ordered by cluster or domain.
 
     ``fraction`` is how many of their train images users keep, at least one of each label.
 
+    Args:
+        name: The task.
+        setting: The task's defaults.
+        images: All images.
+        seed: Seed of the partition.
+        users: Number of users.
+        clusters: Number of clusters.
+        alpha: Concentration of the Dirichlet shares; None deals evenly.
+        labels_per_cluster: Labels of each cluster; None puts every label into one cluster.
+        fraction: Share of their train images that users keep, at least one of each label.
+        test_samples: Largest number of test images per user; None for no limit.
+
     Raises:
-        RecipeError: numbers of users, clusters or labels that do not fit.
-        DataError: a user without images, or with too few of each label to hold any out.
+        RecipeError: Numbers of users, clusters or labels do not fit.
+        DataError: A user has no images, or too few of each label to hold any out.
     """
     key: Key = (name, seed)
     groups, sizes, called = _group(setting, images, users, clusters, labels_per_cluster, key)
@@ -361,7 +398,7 @@ def make_skewed(
 def _group(
     setting: Setting, images: Images, users: int, clusters: int, labels_per_cluster: int | None, key: Key
 ) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
-    """The images of each group, how many users share them, and what it is called where there are several."""
+    """Return the image indices, the number of users and, where there are several groups, the name of each group."""
     if setting.partition == "personal":
         return [torch.arange(len(images))], [users], []
     if setting.partition == "domain":
@@ -385,7 +422,7 @@ def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[T
 
 
 def _names(images: Images, sizes: Sequence[int]) -> list[str]:
-    """Users are named after their domain where they have one, and numbered where it has several."""
+    """Return the users' names: their domain where they have one, with a number where it has several users."""
     if not images.domain_names:
         return [f"user-{k}" for k in range(sum(sizes))]
     return [

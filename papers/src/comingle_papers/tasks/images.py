@@ -45,10 +45,10 @@ from comingle.utils.seeds import derive, generator
 
 
 def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
-    """The user with ``share`` of the train samples as validation samples; a regression has no labels to keep.
+    """Move ``share`` of a user's train samples to validation, stratified by label except in regressions.
 
     Raises:
-        DataError: a share above 0 of samples of which none can be spared.
+        DataError: The share is above 0 and no sample can be spared.
     """
     if share <= 0:
         return user
@@ -62,10 +62,10 @@ def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
 
 
 def check_labels(users: Sequence[UserSamples]) -> None:
-    """Whether users have seen, in training, every label that they are validated and tested on.
+    """Check that each user's train samples have every label of its valid and test samples.
 
     Raises:
-        DataError: some user has not.
+        DataError: A user lacks a label in its train samples.
     """
     for user in users:
         for split, samples in (("valid", user.valid), ("test", user.test)):
@@ -79,22 +79,22 @@ def check_labels(users: Sequence[UserSamples]) -> None:
 Key = tuple[str | int, ...]
 
 _PUBLISHED_SIZES = (6, 5, 8, 13, 18)
-"""Users of FedMerge's clusters, out of 50."""
+"""Users per cluster in FedMerge, of 50 users."""
 _ATTEMPTS = 20
 _FEWEST = 4
-"""One sample for testing, one for validation, and two for training, as batch norm needs."""
+"""Smallest number of samples of a user: one for testing, one for validation, two for training, as batch norm needs."""
 _FAR_BELOW_AVERAGE = 20
 
 
 def cluster_sizes(users: int, clusters: int) -> list[int]:
-    """How many users each cluster has: in the proportions of FedMerge where there are five, else as equal as can be.
+    """Return the users of each cluster: in FedMerge's proportions for five clusters, else as equal as possible.
 
-    By largest remainder, and at least one each.
+    Sizes are rounded by largest remainder; each is at least one.
     """
     published = clusters == len(_PUBLISHED_SIZES)
     parts = _PUBLISHED_SIZES if published else (1,) * clusters
     spare = users - clusters
-    # One user each is set apart, and the others make the proportions right.
+    # Each cluster gets one user; the others are distributed to meet the proportions.
     quota = [max(0.0, users * part / sum(parts) - 1) for part in parts]
     scaled = [spare * q / (sum(quota) or 1) for q in quota]
     sizes = [int(q) for q in scaled]
@@ -105,12 +105,19 @@ def cluster_sizes(users: int, clusters: int) -> list[int]:
 
 
 def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key) -> list[list[int]]:
-    """The labels of each cluster: drawn so that every label is used, and none more than once oftener than another.
+    """Draw each cluster's labels, so that all labels are used and their numbers of uses differ by at most one.
 
     Without ``per_cluster`` every label is in one cluster; with it, clusters overlap where labels are too few.
 
+    Args:
+        classes: Number of labels.
+        clusters: Number of clusters.
+        per_cluster: Labels of each cluster; clusters overlap where there are too few. None puts every label into one
+            cluster.
+        key: Key of the random stream.
+
     Raises:
-        RecipeError: more clusters than labels, or a number of labels that leaves some out or is more than there are.
+        RecipeError: There are more clusters than labels, or ``per_cluster`` leaves labels out or exceeds their number.
     """
     where = f"task {key[0]!r}"
     if clusters > classes:
@@ -134,7 +141,14 @@ def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key
 def group_by_labels(
     labels: Int64[Tensor, " n"], chosen: Sequence[Sequence[int]], sizes: Sequence[int], key: Key
 ) -> list[Int64[Tensor, " _"]]:
-    """The images of each cluster; those of a label of several clusters are parted by the clusters' numbers of users."""
+    """Return the indices of each cluster's images; clusters share a label's images in proportion to their users.
+
+    Args:
+        labels: The label of each image.
+        chosen: The labels of each cluster.
+        sizes: The users of each cluster.
+        key: Key of the random stream.
+    """
     groups: list[list[Tensor]] = [[] for _ in chosen]
     for label in range(max(max(labels_of_cluster) for labels_of_cluster in chosen) + 1):
         holders = [cluster for cluster, labels_of_cluster in enumerate(chosen) if label in labels_of_cluster]
@@ -155,12 +169,20 @@ def deal(
     key: Key,
     names: Sequence[str] = (),
 ) -> list[Int64[Tensor, " _"]]:
-    """The images of each user, in random order: group g is dealt to ``sizes[g]`` users, evenly without ``alpha``.
+    """Return the indices of each user's images, in random order.
 
     ``names`` say in errors which group it is, where there are several.
 
+    Args:
+        groups: The indices of each group's images.
+        sizes: The users of each group.
+        labels: The label of each image.
+        alpha: Concentration of the Dirichlet shares of each label; None deals evenly.
+        key: Key of the random stream.
+        names: Names of the groups for error messages, where there are several.
+
     Raises:
-        DataError: some user gets nothing, or Dirichlet shares cannot be drawn.
+        DataError: A user gets no image, or Dirichlet shares cannot be drawn.
     """
     parts: list[Tensor] = []
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
@@ -184,14 +206,24 @@ def _shuffled(places: Int64[Tensor, " n"], *key: str | int) -> Int64[Tensor, " n
 def draw_dirichlet(
     labels: Int64[Tensor, " n"], users: int, *, alpha: float, key: Key, where: str = ""
 ) -> list[Int64[Tensor, " _"]]:
-    """Each label's samples parted among the users by shares drawn from Dir(alpha), in random order for each user.
+    """Partition each label's samples among users by shares drawn from Dir(alpha), in random order for each user.
 
     As in FedMerge's public code, users who have their average number of samples get no more, and the whole draw is
-    repeated until everybody has at least as many samples as there are labels. Where that is more than a twentieth of
-    the average, which hardly any draw gives, a twentieth is enough, and four samples always are needed.
+    repeated until every user has at least as many samples as there are labels. Where that is more than a twentieth of
+    the average, which hardly any draw gives, a twentieth is enough; four samples are the minimum.
+
+    Args:
+        labels: The label of each sample.
+        users: Number of users.
+        alpha: Concentration of the Dirichlet distribution.
+        key: Key of the random stream.
+        where: The place, for error messages.
+
+    Returns:
+        The indices of each user's samples.
 
     Raises:
-        DataError: no ``flwr-datasets``, or no such draw out of some two hundred.
+        DataError: ``flwr-datasets`` is missing, or some two hundred draws gave no such partition.
     """
     partitioners, rows = _import_partitioners(), {"label": labels.tolist(), "row": list(range(len(labels)))}
     least = max(_FEWEST, min(len(labels.unique()), len(labels) // (_FAR_BELOW_AVERAGE * users)))
@@ -214,10 +246,10 @@ def draw_dirichlet(
 
 
 def _load_all(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
-    """Everybody's rows, and nobody's where the partitioner gave up: it does after eleven draws."""
+    """Return the indices of every user, or none where the partitioner gave up, as it does after eleven draws."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns of every draw that it repeats
+            warnings.simplefilter("ignore")  # it warns of each repeated draw
             partitions = [partitioner.load_partition(user)["row"][:] for user in range(users)]
     except ValueError:
         return [torch.arange(0)]
@@ -235,12 +267,15 @@ def _import_partitioners() -> ModuleType:
 
 
 def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str) -> Iterator[tuple[object, ...]]:
-    """Rows of one split of a data set as they are decoded, an image as ``PIL.Image``: one value for each column.
+    """Yield the decoded rows of one split of a data set, one value per column; an image is a ``PIL.Image``.
 
-    Of each group of names in ``columns`` the first that the data set has is read.
+    Args:
+        source: A data set as ``hub:NAME?config=C``.
+        columns: Groups of alternative names; of each group the first that the data set has is read.
+        split: The split to read.
 
     Raises:
-        DataError: an unknown source or split, none of the names of a group, or rows that cannot be read.
+        DataError: The source or split is unknown, a group has no known name, or rows cannot be read.
     """
     with open_splits(source, decoded=True) as splits:
         for own_split, rows in splits:
@@ -255,7 +290,7 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
 
 
 def _choose_columns(there: Sequence[str], wanted: Sequence[Sequence[str]], where: str) -> list[str]:
-    """Of each group of names the first that was found."""
+    """Return the first existing name of each group."""
     chosen = [next((name for name in names if name in there), None) for names in wanted]
     for name, names in zip(chosen, wanted, strict=True):
         if name is None:
@@ -267,10 +302,10 @@ _IDX_BYTES = 0x08
 
 
 def read_idx(path: Path) -> UInt8[Tensor, "*shape"]:
-    """An IDX file of unsigned bytes: two zero bytes, the type, the number of axes, their lengths, the values.
+    """Read an IDX file of unsigned bytes: two zero bytes, the type, the number of axes, their lengths, the values.
 
     Raises:
-        DataError: no such file, not an IDX file of bytes, or fewer or more values than its lengths say.
+        DataError: The file is missing, is not an IDX file of bytes, or has more or fewer values than its lengths say.
     """
     content = _read_bytes(path)
     if len(content) < 4 or content[:2] != b"\0\0":
@@ -300,10 +335,15 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
-    """The images of a file of JPEG bytes, all of one size: number i lies from ``offset[i]`` to ``offset[i + 1]``.
+    """Decode JPEG images of one size from concatenated bytes: image i is ``jpeg[offset[i]:offset[i + 1]]``.
+
+    Args:
+        jpeg: The bytes of all images.
+        offset: The n + 1 positions of the images.
+        path: The file, for error messages.
 
     Raises:
-        DataError: places that do not fit the bytes, a damaged image, several sizes, or no Pillow.
+        DataError: Offsets do not fit the bytes, an image is damaged, sizes differ, or Pillow is missing.
     """
     if (
         offset.ndim != 1
@@ -318,7 +358,7 @@ def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
     places = zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True)
     try:
         images = [_open_image(content[start:stop]) for start, stop in places]
-    except Exception as error:  # Pillow's readers raise what they come across
+    except Exception as error:  # Pillow's readers raise errors of many types
         raise DataError(f"{path}: a damaged JPEG image: {describe_cause(error)}") from error
     return stack(images, str(path))
 
@@ -337,16 +377,16 @@ def _open_image(content: bytes) -> np.ndarray:
 
 
 def scale(image: Any, largest: int) -> Any:
-    """A picture of Pillow, as a square (Lanczos) where one of its sides is longer than that."""
+    """Resize a Pillow image to a square (Lanczos) if one of its sides is longer than ``largest``."""
     resampling = _import_pillow().Resampling.LANCZOS
     return image.resize((largest, largest), resampling) if max(image.size) > largest else image
 
 
 def stack(images: Sequence[np.ndarray], where: str) -> np.ndarray:
-    """All in one array, the first axis counts them.
+    """Stack images along a new first axis.
 
     Raises:
-        DataError: they are none, or of several sizes or modes.
+        DataError: There is no image, or sizes or modes differ.
     """
     shapes = dict.fromkeys(image.shape for image in images)
     if len(shapes) != 1:
@@ -356,7 +396,7 @@ def stack(images: Sequence[np.ndarray], where: str) -> np.ndarray:
 
 
 _SPLITS = {"train": "train", "test": "t10k"}
-# What people call the arrays and columns; the first that is there is read. CIFAR-100 has fine and coarse labels.
+# Usual names of the arrays and columns; the first that exists is read. CIFAR-100 has fine and coarse labels.
 _IMAGE_KEYS = ("images", "image", "img", "x", "data")
 _LABEL_KEYS = ("labels", "label", "fine_label", "y")
 _DOMAIN_KEYS = ("domain",)
@@ -365,9 +405,9 @@ _DOMAIN_SIDES = ("", "32", "64", "128", "224", "227")
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Grey images ``(n, h, w)`` or coloured ones ``(n, c, h, w)`` with their class numbers.
+    """Grey images ``(n, h, w)`` or colour images ``(n, c, h, w)`` with their labels.
 
-    ``domains`` numbers the names in ``domain_names``, where the data set has domains.
+    ``domains`` are indices into ``domain_names``, where the data set has domains.
     """
 
     pixels: UInt8[Tensor, "n h w"] | UInt8[Tensor, "n c h w"]
@@ -379,16 +419,22 @@ class Images:
         return len(self.pixels)
 
     def reals(self, places: Int64[Tensor, " m"]) -> Float[Tensor, "m c h w"]:
-        """The images at these places with values from 0 to 1; grey ones have one channel."""
+        """Return the images at these indices with values from 0 to 1; grey images get one channel."""
         pixels = self.pixels[places].float() / 255
         return pixels if pixels.dim() == 4 else pixels[:, None]
 
 
 def check_images(images: Images, *, classes: int, coloured: bool, where: str) -> None:
-    """Whether images have the task's channels and labels.
+    """Check that images have the task's channels and labels.
+
+    Args:
+        images: The images.
+        classes: Number of labels.
+        coloured: Whether images must have three channels.
+        where: The place, for error messages.
 
     Raises:
-        DataError: they have others.
+        DataError: Channels or labels differ.
     """
     shape = tuple(images.pixels.shape)
     if coloured != (len(shape) == 4) or (coloured and shape[1] != 3):
@@ -400,10 +446,10 @@ def check_images(images: Images, *, classes: int, coloured: bool, where: str) ->
 
 
 def read_images(name: str, source: str | Path) -> dict[str, Images]:
-    """The splits "train" and "test" of a data set NAME in a folder, or named as ``hub:OWNER/NAME``.
+    """Read the splits "train" and "test" of a data set from a folder or from ``hub:OWNER/NAME``.
 
     Raises:
-        DataError: a missing folder, file or split, or a file that is not what its name says.
+        DataError: A folder, file or split is missing, or a file has another format than its name says.
     """
     if str(source).startswith(HUB_PREFIX):
         return {split: read_hub(str(source), split) for split in _SPLITS}
@@ -414,13 +460,17 @@ def read_images(name: str, source: str | Path) -> dict[str, Images]:
 
 
 def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
-    """All images of a data set NAME in domains, from a folder or ``hub:OWNER/NAME`` (there, the split "train").
+    """Read all images of a data set in domains, from a folder or the split "train" of ``hub:OWNER/NAME``.
 
-    Images of the hub with longer sides than ``largest`` are scaled to squares of that size (Lanczos); those of a file
-    are taken as they are.
+    The hub's images with sides longer than ``largest`` are resized to squares of that size (Lanczos); a file's are not.
+
+    Args:
+        name: The data set.
+        source: The folder, or the name on the hub.
+        largest: Longest side of an image in pixels.
 
     Raises:
-        DataError: as :func:`read_images`; or images without domains.
+        DataError: As :func:`read_images`; or images have no domains.
     """
     if str(source).startswith(HUB_PREFIX):
         return read_hub(str(source), "train", largest=largest, domains=True)
@@ -442,7 +492,7 @@ def _find_domains(folder: Path, name: str) -> Path | None:
 
 
 def has_images(name: str, folder: Path) -> bool:
-    """Whether the folder holds files of this data set under one of the names that the readers look for."""
+    """Return whether the folder holds files of this data set under a name that the readers look for."""
     return bool(_find_domains(folder, name)) or all(
         _find_idx(folder, name, split, "images") or _find_npz(folder, name, split) for split in _SPLITS
     )
@@ -467,7 +517,7 @@ def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
 
 
 def _idx_stems(name: str, split: str, kind: str) -> list[str]:
-    """Our names, and those of MNIST's own page, with and without the dot that some copies have."""
+    """Return comingle's file name and MNIST's original ones, with and without the dot that some copies have."""
     stems = [f"{name}-{split}-{kind}-ubyte"]
     if name == "mnist":
         axes = 3 if kind == "images" else 1
@@ -481,10 +531,10 @@ def _find_npz(folder: Path, name: str, split: str) -> Path | None:
 
 
 def read_idx_pair(images: Path, labels: Path) -> Images:
-    """An IDX file of images ``(n, h, w)`` and one of their labels ``(n)``.
+    """Read an IDX file of images ``(n, h, w)`` and one of their labels ``(n)``.
 
     Raises:
-        DataError: as :func:`read_idx`; or axes or numbers that do not match.
+        DataError: As :func:`read_idx`; or axes or lengths do not match.
     """
     pixels, classes = read_idx(images), read_idx(labels)
     for path, values, axes in ((images, pixels, 3), (labels, classes, 1)):
@@ -494,12 +544,13 @@ def read_idx_pair(images: Path, labels: Path) -> Images:
 
 
 def read_npz(path: Path, *, split: str | None = None) -> Images:
-    """An npz file: ``images`` and ``labels`` (or x and y, x_train and y_train ...), or JPEG bytes one after another.
+    """Read an npz file: ``images`` and ``labels`` (or x and y, x_train and y_train ...), or concatenated JPEG bytes.
 
-    The latter are ``jpeg`` (bytes), ``offset`` (n + 1 places in it) and ``label``. Colours may be the last axis.
+    The latter are ``jpeg`` (bytes), ``offset`` (n + 1 positions) and ``label``. Channels may be the last axis.
 
     Raises:
-        DataError: no such file, no npz file, arrays missing, of the wrong type or of different lengths.
+        DataError: The file is missing or not an npz file, or arrays are missing, of the wrong type or of different
+            lengths.
     """
     arrays = read_arrays(path)
     labels = arrays[_choose(arrays, _LABEL_KEYS, split, path, "labels")]
@@ -516,7 +567,7 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
 
 
 def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | None, where: str) -> Images:
-    """``domains`` are numbers of ``names``, or names, which are then numbered in the order of the alphabet."""
+    """Add domains: indices into ``names``, or names, which are then numbered alphabetically."""
     if domains.shape != (len(images),):
         raise DataError(f"{where}: {len(images)} images but domains of shape {domains.shape}; needs one for each")
     if domains.dtype.kind not in "iuUS":
@@ -532,7 +583,7 @@ def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | No
 
 
 def _choose(arrays: Mapping[str, object], keys: Sequence[str], split: str | None, path: Path, what: str) -> str:
-    """The first of the keys that is there, by itself or with the split behind it."""
+    """Return the first key that exists, alone or with the split appended."""
     wanted = [f"{key}{suffix}" for suffix in ((f"_{split}", "") if split else ("",)) for key in keys]
     for key in wanted:
         if key in arrays:
@@ -541,12 +592,16 @@ def _choose(arrays: Mapping[str, object], keys: Sequence[str], split: str | None
 
 
 def read_hub(source: str, split: str, *, largest: int | None = None, domains: bool = False) -> Images:
-    """One split of a data set ``hub:NAME?config=C``, or of a folder laid out like one.
+    """Read one split of a data set ``hub:NAME?config=C``, or of a folder with the same layout.
 
-    Images with longer sides than ``largest`` are scaled to squares of that size; with ``domains`` theirs are read too.
+    Args:
+        source: The data set.
+        split: The split to read.
+        largest: Resize images with longer sides to squares of this size; None keeps them.
+        domains: Whether to read the images' domains.
 
     Raises:
-        DataError: an unknown data set, split or column, or images of different sizes.
+        DataError: The data set, split or column is unknown, or images differ in size.
     """
     images, labels, owners, where = [], [], [], f"{source} {split}"
     columns = (_IMAGE_KEYS, _LABEL_KEYS, *((_DOMAIN_KEYS,) if domains else ()))
@@ -559,7 +614,7 @@ def read_hub(source: str, split: str, *, largest: int | None = None, domains: bo
 
 
 def _pair(pixels: object, labels: object, where: str) -> Images:
-    """Checked and in our layout: bytes, channels before height and width, labels as a vector of int64."""
+    """Check images and labels and convert them: bytes, channels before height and width, labels an int64 vector."""
     labels = np.asarray(labels)
     if labels.dtype.kind not in "iu":
         raise DataError(f"{where}: labels are {labels.dtype}; allowed: whole numbers")

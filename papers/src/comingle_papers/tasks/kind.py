@@ -57,12 +57,12 @@ from comingle_papers.tasks.synthetic import DIMENSION, OUTPUTS, Kind, make_synth
 Found = TypeVar("Found", Images, dict[str, Images])
 
 DOMAIN_SIDE = 64
-"""To this FedMerge's public code scales the images of PACS, which are 227 x 227 on the hub."""
+"""Size to which FedMerge's public code scales the images of PACS, which are 227 x 227 on the hub."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Population):
-    """Users with their samples, and what they train.
+    """A population with samples, and the net that it trains.
 
     With ``augment``, train batches go through :meth:`augmented`.
     """
@@ -75,16 +75,21 @@ class Task(Population):
 
     @property
     def augmentation(self) -> Augment | None:
-        """Flips and crops, where the task has them."""
+        """Return flips and crops, where the task has them."""
         return self.augmented if self.augment else None
 
     def augmented(
         self, rows: Sequence[int], inputs: Float[Tensor, "users batch c h w"], generator: torch.Generator
     ) -> Float[Tensor, "users batch c h w"]:
-        """Train images of the users ``rows``, flipped and cropped at random as if that was done before the shift.
+        """Flip and crop train images of the users ``rows`` at random, as if before the clusters' shift.
 
-        A crop with black borders commutes with turns by 90 degrees, and a flip becomes a vertical one after an odd
-        number of them. After any other angle no flip in place has the angle of the cluster: those are only cropped.
+        A crop with black borders commutes with rotations by 90 degrees, and a flip becomes a vertical one after an odd
+        number of them. After any other angle no flip keeps the cluster's angle: those images are only cropped.
+
+        Args:
+            rows: The users.
+            inputs: The images, shape ``(users, batch, c, h, w)``.
+            generator: Source of the draws.
         """
         quarters = [self._quarters(self.users[row].cluster or 0) for row in rows]
         images = inputs.flatten(0, 1)
@@ -95,7 +100,7 @@ class Task(Population):
         return image_tasks.crop_randomly(images, generator, fill=black).view(inputs.shape)
 
     def _quarters(self, cluster: int) -> float:
-        """By how many quarter turns the cluster's images are turned."""
+        """Return the number of quarter turns of the cluster's images."""
         return 4 * cluster / self.clusters if self.shift == "rotate" else 0.0
 
 
@@ -113,27 +118,26 @@ def make_task(
     alpha: float | None = None,
     labels_per_cluster: int | None = None,
 ) -> Task:
-    """A task by name, with its users' samples.
+    """Return a task by name, with its users' samples.
 
     Args:
-        name: a key of :data:`TASKS`.
-        seed: the samples follow it (and nothing else but the task).
+        name: A key of :data:`TASKS`.
+        seed: Seed of the samples, which depend on nothing else but the task.
         users: K, if not the task's own.
-        clusters: the true number of clusters C, if not the task's own.
-        fraction: how much of their train samples users keep, at least ``REDUCED_MINIMUM``; 0.05 is "Reduced".
-        shift: "rotate" or "labels"; MNIST and CIFAR-10 are rotated unless told otherwise, the others have none.
-        path: folder of the images (:mod:`comingle_papers.tasks.images` says under which names) or ``hub:NAME``;
-            without it
-            ``$COMINGLE_DATA/images`` where that holds them, else the hub.
-        test_samples: test samples a user: fresh ones of a synthetic task, at most so many images.
-        valid: how much of the train samples that a user keeps become validation samples; without it a tenth in
-            FedMerge's tasks and none in FLoRAL's.
-        alpha: of the Dirichlet shares by which labels are parted, in tasks "-personal" and "-cluster".
-        labels_per_cluster: in tasks "-cluster"; without it every label is in one cluster.
+        clusters: The true number of clusters C, if not the task's own.
+        fraction: Share of their train samples that users keep, at least ``REDUCED_MINIMUM``; 0.05 is "Reduced".
+        shift: "rotate" or "labels"; by default MNIST and CIFAR-10 are rotated and the others have none.
+        path: Folder of the images (:mod:`comingle_papers.tasks.images` lists the file names) or ``hub:NAME``; without
+            it ``$COMINGLE_DATA/images`` where that holds them, else the hub.
+        test_samples: Test samples per user: fresh ones of a synthetic task, an upper limit for images.
+        valid: Share of a user's kept train samples that become validation samples; by default a tenth in FedMerge's
+            tasks and none in FLoRAL's.
+        alpha: Concentration of the Dirichlet shares that partition labels, in tasks "-personal" and "-cluster".
+        labels_per_cluster: In tasks "-cluster"; without it every label is in one cluster.
 
     Raises:
-        RecipeError: an unknown task or shift, or a number out of range.
-        DataError: images that cannot be read, or that leave somebody without samples of some kind.
+        RecipeError: The task or shift is unknown, or a number is out of range.
+        DataError: Images cannot be read, or a user has no samples of some kind.
     """
     setting = _find_setting(name)
     _check_partition(name, setting, clusters=clusters, alpha=alpha, labels_per_cluster=labels_per_cluster)
@@ -158,12 +162,12 @@ def _find_setting(name: str) -> Setting:
 
 
 def _or(given: object, default: object) -> Any:
-    """What was given, or the task's own."""
+    """Return the given value, or the task's own."""
     return default if given is None else given
 
 
 def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
-    """Fewer train samples (skewed tasks have done that already), validation samples, and all of it checked."""
+    """Reduce train samples (skewed tasks are reduced already), hold out validation samples, and check the result."""
     reduced = task.users if setting.partition else [_reduce(user, fraction) for user in task.users]
     people = tuple(hold_out_valid(user, valid) for user in reduced)
     check(people, classes=task.classes if task.loss == "cross_entropy" else None)
@@ -175,7 +179,7 @@ def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> T
 def _check_partition(
     name: str, setting: Setting, *, clusters: int | None, alpha: float | None, labels_per_cluster: int | None
 ) -> None:
-    """Whether what is given means something for this task."""
+    """Check that the options apply to this task."""
     where = f"task {name!r}"
     if clusters is not None and setting.partition in ("personal", "domain"):
         why = "users are in no clusters" if setting.partition == "personal" else "clusters are its domains"
@@ -224,7 +228,7 @@ def _choose_shift(name: str, shift: str | None) -> Shift | None:
 
 
 def _reduce(user: UserSamples, fraction: float) -> UserSamples:
-    """The first part of the train samples, and at least ``REDUCED_MINIMUM`` of them."""
+    """Keep the first part of the train samples, at least ``REDUCED_MINIMUM`` of them."""
     return replace(user, train=user.train.first(max(REDUCED_MINIMUM, round(fraction * len(user.train)))))
 
 
@@ -294,10 +298,10 @@ def _read_splits(name: str, setting: Setting, path: str | Path | None) -> dict[s
 
 
 def _read(read: Callable[[str | Path], Found], name: str, path: str | Path | None) -> Found:
-    """The images of a task from a path, else from ``$COMINGLE_DATA/images`` where that holds them, else from the hub.
+    """Read a task's images from a path, else from ``$COMINGLE_DATA/images`` where that holds them, else from the hub.
 
     Raises:
-        DataError: as ``read``; where nobody asked for the hub it is said what there is instead.
+        DataError: As ``read``; if no path was given, the message names the alternatives to the hub.
     """
     files, named = TASKS[name].images or name, os.environ.get(FOLDER_VARIABLE, "")
     folder = expand_home(named) / "images"
@@ -315,7 +319,7 @@ def _read(read: Callable[[str | Path], Found], name: str, path: str | Path | Non
 
 
 class TaskSection(Section):
-    """Users made for a task that is not language: see ``comingle_papers.tasks.kind``."""
+    """Users of a task that is not language: see ``comingle_papers.tasks.kind``."""
 
     name: str
     users: Count | None = None
@@ -330,7 +334,7 @@ class TaskSection(Section):
 
 
 class TaskDataSection(DataSection):
-    """A task by name, which makes users and their samples."""
+    """A named task, which makes users and their samples."""
 
     kind: Literal["task"] = "task"
     task: Annotated[TaskSection, BeforeValidator(plain_name)]
@@ -357,7 +361,7 @@ class TaskDataSection(DataSection):
 
 
 SETTINGS = ("loss", "classes", "clusters", "augment", "input_shape", "net", "shift")
-"""What a task says besides its users."""
+"""Attributes of a task besides its users."""
 
 
 class TaskKind(NetKind):
@@ -370,29 +374,36 @@ class TaskKind(NetKind):
         return self.materials(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.data_seed))
 
     def materials(self, task: Task) -> RunData:
-        """Those of a task, which may be made in Python; labels that somebody does not train on are said once."""
+        """Return the data of a task, which may be made in Python; warn once of labels that a user does not train on."""
         if task.loss == "cross_entropy":
             warn_unseen(task.users)
         return RunData(kind=self, base=None, users=task.users, common=task)
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
-        """A task makes as many as it is asked for."""
+        """Return the recipe with another number of users."""
         return recipe.with_changes({"data.task.users": users})
 
     def settings(self, materials: RunData) -> dict[str, object]:
-        """The task's."""
+        """Return the task's settings."""
         return {key: getattr(materials.common, key) for key in SETTINGS}
 
     def reopened(
         self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
-        """The task as it was."""
+        """Return the data of a finished run's task.
+
+        Args:
+            base: The base model; a task has none.
+            users: The users of the run.
+            settings: The task's settings.
+            net: Unused; the task brings its net.
+        """
         task = Task(users=tuple(users), **{**settings, "input_shape": tuple(settings["input_shape"])})
         return RunData(kind=self, base=base, users=users, common=task, unread=True)
 
 
 def prepare_task(section: TaskSection, seed: int) -> Task:
-    """The users and samples of a recipe's task."""
+    """Return a recipe's task with its users and samples."""
     return make_task(section.name, **section.model_dump(exclude={"name"}, exclude_unset=True), seed=seed)
 
 

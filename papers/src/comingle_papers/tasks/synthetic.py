@@ -54,7 +54,13 @@ class Truth:
 
 
 def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
-    """Draw the true models, in float64; those of the first clusters do not depend on the number of clusters."""
+    """Draw the true models, in float64; those of the first clusters do not depend on the number of clusters.
+
+    Args:
+        kind: The regression: linear, mlp or mlp-norm.
+        clusters: Number of clusters.
+        seed: Seed of all draws.
+    """
     source = generator("synthetic", kind, seed, "shared")
     shared = _normal((DIMENSION, DIMENSION), DIMENSION, source)
     bias = _normal((DIMENSION,), DIMENSION, source)
