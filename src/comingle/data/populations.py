@@ -252,7 +252,7 @@ class LazyPopulation(Sequence[User]):
         make: Function that creates a user from its number.
         digest: Digest that identifies the users' data.
         largest: Number of a user with the most training data; ignored if ``sizes`` is given.
-        at_hand: Number of most recently used users that are cached.
+        cache_size: Number of most recently used users that are cached.
         sizes: Amount of train, valid and test data of each user; None if unknown.
         about: Totals over all users, by name.
     """
