@@ -520,7 +520,7 @@ def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFl
     return lambda load: (forward, passes)
 
 
-# ---------------------------------------------------------------- beside the paper
+# ---------------------------------------------------------------- comparison with the paper
 
 
 def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:

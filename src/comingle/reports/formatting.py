@@ -231,7 +231,7 @@ def markdown_line(cells: Sequence[str]) -> str:
 
 
 class Table(table.Table):
-    """A table of rich whose title and caption may be wider than its columns."""
+    """Subclass of rich's table whose title and caption may be wider than its columns."""
 
     title: TextType | None
     caption: TextType | None
