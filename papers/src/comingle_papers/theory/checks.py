@@ -1,4 +1,4 @@
-"""The alternating schemes beside their bounds, and the figures of ``comingle theory``."""
+"""Alternating schemes beside their bounds, and the figures of ``comingle theory``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNIFORM = "largest share at the solution: 1 / (N + 1)"
 
 @dataclass(frozen=True, kw_only=True)
 class QuadraticSettings:
-    """Which quadratics. ``mismatches``: how much of the training objective is drawn anew, 0 for none, 1 for all."""
+    """Settings of the quadratics. ``mismatches``: share of the training objective that is drawn anew, from 0 to 1."""
 
     instances: int
     experts_size: int
@@ -47,7 +47,7 @@ class QuadraticSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSettings:
-    """Which linear experts. ``decays`` are multiples of the smallest alpha that satisfies eq. 27."""
+    """Settings of the linear experts. ``decays`` are multiples of the smallest alpha that satisfies eq. 27."""
 
     instances: int
     samples: int
@@ -66,7 +66,14 @@ def check_all(
     coupled: CoupledSettings,
     clusters: ClusterSettings,
 ) -> list[Curve]:
-    """Every run of a theory recipe. Each instance has a random stream of its own, whatever else is run.
+    """Run every scheme of a theory recipe; each instance has its own random stream.
+
+    Args:
+        seed: Seed of the random streams.
+        quadratic: Settings of the quadratics.
+        linears: Settings of the linear experts.
+        coupled: Settings of the coupled functions.
+        clusters: Settings of the clusters.
 
     Raises:
         DivergenceError: scipy failed on a convex step.
@@ -81,7 +88,7 @@ def check_all(
 
 
 def as_json(seed: int, curves: list[Curve]) -> dict[str, object]:
-    """Rows and curves as plain data."""
+    """Return rows and curves as plain data."""
     return {
         "seed": seed,
         "rows": [asdict(row) for row in summarise(curves)],
@@ -112,7 +119,16 @@ def quadratic_curve(
     start: Float[np.ndarray, " experts"],
     steps: int,
 ) -> Curve:
-    """Eq. 12 on one pair of quadratics, in the norms of Theorem F.1's constants."""
+    """Run eq. 12 on one pair of quadratics, in the norms of Theorem F.1's constants.
+
+    Args:
+        scheme: Name of the scheme.
+        instance: Number of the instance.
+        valid: The validation objective.
+        train: The training objective.
+        start: The initial experts.
+        steps: Number of steps.
+    """
     bounds = quadratics.constants(valid, train)
     thetas, phis = quadratics.alternate(valid, train, start, steps)
     experts, router = quadratics.fixed_point(valid, train)
@@ -174,7 +190,15 @@ def linear_curve(
     router: linear.Weights,
     steps: int,
 ) -> Curve:
-    """Eq. 28 on one problem: the residual is ``F - F*``, taken where the shares are optimal.
+    """Run eq. 28 on one problem; the residual is ``F - F*``, taken where the shares are optimal.
+
+    Args:
+        scheme: Name of the scheme.
+        instance: Number of the instance.
+        problem: The samples and weights of eq. 25.
+        experts: The initial experts.
+        router: The initial router.
+        steps: Number of steps.
 
     Raises:
         DivergenceError: scipy failed on a convex step, or found no minimum.
@@ -208,7 +232,7 @@ def linear_curve(
 
 
 def _least(problem: linear.LinearProblem, points: list[linear.Point]) -> float:
-    """The smallest eigenvalue of the Hessian along the simplex, over five points of a descent."""
+    """Return the smallest eigenvalue of the Hessian along the simplex, over five points of a descent."""
     chosen = {round(i) for i in np.linspace(0, len(points) - 1, 5)}
     return min(float(linalg.eigvalsh(linear.tangent_hessian(problem, points[i]))[0]) for i in chosen)
 
@@ -224,9 +248,9 @@ STYLES: dict[str, tuple[str, Any]] = {
 }
 MEASURED, OTHERS = "#0072B2", "#B0B0B0"
 TOUCHES = 1e-11
-"""The slope near the solution is drawn through the last residual above this one, where rounding does not bend it."""
+"""Threshold of the last residual through which the slope near the solution is drawn; rounding distorts smaller ones."""
 FLOOR = 1e-15
-"""Below this share of the first residual everything is rounding."""
+"""Share of the first residual below which everything is rounding."""
 SETTINGS: dict[Any, Any] = {"svg.hashsalt": "comingle", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 9}
 
 
@@ -296,12 +320,12 @@ def _frame(place: Axes, chosen: Curve, shown: int) -> None:
 
 
 def _relative(curve: Curve) -> list[float]:
-    """Residuals over the first one; what rounding took to zero or below sits on the floor."""
+    """Return residuals relative to the first; non-positive ones are set to the floor."""
     return [max(value / curve.residuals[0], FLOOR) for value in curve.residuals]
 
 
 def _visible(curve: Curve) -> int:
-    """How many residuals there are until the first that is all rounding, that one included."""
+    """Return the number of residuals up to the first that is all rounding, included."""
     relative = _relative(curve)
     return next((k + 1 for k, value in enumerate(relative) if value <= FLOOR), len(relative))
 
@@ -310,10 +334,11 @@ FILES = ("recipe.yaml", "theory.json", "residuals.png", "residuals.svg")
 
 
 def check_folder(folder: Path, *, force: bool) -> None:
-    """Whether results may be written to a folder; touches nothing.
+    """Check that results may be written to a folder, without writing.
 
     Raises:
-        RunError: it is a file, holds results and ``force`` is not given, holds anything else, or cannot be written to.
+        RunError: The path is a file, or the folder holds results without ``force``, holds anything else, or cannot be
+            written to.
     """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")
@@ -331,10 +356,16 @@ def check_folder(folder: Path, *, force: bool) -> None:
 
 
 def write_folder(folder: Path, recipe: str, results: Mapping[str, object], curves: list[Curve]) -> None:
-    """Write recipe, results and figures, each in place of an earlier one.
+    """Write recipe, results and figures; replace earlier ones.
+
+    Args:
+        folder: The folder to write to.
+        recipe: The recipe as YAML.
+        results: The results as plain data.
+        curves: The curves to draw.
 
     Raises:
-        RunError: it cannot be written to.
+        RunError: The folder cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a run is held against: statements with what was measured and what is predicted, and a row for each of them."""
+"""Claims: statements with their measured and predicted values, and a row that summarises each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROUNDING = 1e-6
 """Relative error that rounding leaves in a measured contraction above the floors below."""
 DISTANCE_FLOOR = 1e-9
 VALUE_FLOOR = 1e-10
-"""A residual is a difference of two values, each exact to some 1e-16."""
+"""Floor of relative residuals: differences of two values, each exact to some 1e-16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,19 +25,19 @@ class Claim:
 
     @property
     def covered(self) -> bool:
-        """Whether the statement says anything about this run."""
+        """Whether the statement applies to this run."""
         return self.bound is not None
 
     @property
     def tightness(self) -> float:
-        """How much of the bound is used; above 1 the statement fails."""
+        """Share of the bound that is used; above 1 the statement fails."""
         if self.bound is None:
             return 0.0
         return self.bound / self.measured if self.at_least else self.measured / self.bound
 
     @property
     def holds(self) -> bool:
-        """Whether the measured value obeys the bound, but for rounding."""
+        """Whether the measured value obeys the bound, up to rounding."""
         if self.bound is None:
             return True
         slack = ROUNDING * abs(self.bound)
@@ -58,7 +58,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One statement over all instances of a scheme; ``measured`` and ``bound`` are those of the tightest instance."""
+    """A statement over all instances of a scheme; ``measured`` and ``bound`` are those of the tightest instance."""
 
     scheme: str
     statement: str
@@ -71,7 +71,7 @@ class Row:
 
 
 def summarise(curves: list[Curve]) -> list[Row]:
-    """One row for each scheme and statement, in order of appearance."""
+    """Return one row per scheme and statement, in order of appearance."""
     groups: dict[tuple[str, str], list[Claim]] = {}
     for curve in curves:
         for claim in curve.claims:
@@ -80,7 +80,7 @@ def summarise(curves: list[Curve]) -> list[Row]:
 
 
 def worst_step(residuals: Float[np.ndarray, " steps"], floor: float | None = None) -> float:
-    """The largest share of a residual that one step left, among steps that start above the floor of rounding."""
+    """Return the largest ratio of successive residuals among steps that start above the rounding floor."""
     floor = DISTANCE_FLOOR * float(residuals[0]) if floor is None else floor
     before, after = residuals[:-1], residuals[1:]
     return float((after[before > floor] / before[before > floor]).max(initial=0.0))

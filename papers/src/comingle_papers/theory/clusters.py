@@ -112,7 +112,7 @@ def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "c
 
 
 def _most(each: Float[np.ndarray, "clients clusters drawn size"], problem: Shared, part: slice) -> float:
-    """The largest second moment of an adaptor's gradient."""
+    """Return the largest second moment of an adapter's gradient."""
     return float(np.einsum("dc,kcd->kc", problem.of_cluster, (each[..., part] ** 2).sum(-1)).max())
 
 
@@ -131,12 +131,12 @@ class Cluster:
 
     @property
     def hessian(self) -> Float[np.ndarray, "size size"]:
-        """That of f_c."""
+        """Hessian of f_c."""
         return np.einsum("k,kij->ij", self.weights, self.hessians)
 
     @property
     def minimiser(self) -> Float[np.ndarray, " size"]:
-        """Where f_c is lowest."""
+        """Minimiser of f_c."""
         pulled = np.einsum("k,kij,kj->i", self.weights, self.hessians, self.centres)
         return linalg.solve(self.hessian, pulled, assume_a="pos")
 
@@ -147,16 +147,16 @@ class Cluster:
         return float(eigenvalues[0]), float(eigenvalues[-1])
 
     def gap(self, points: Points) -> Numbers:
-        """``f_c(w) - f_c(w*)``."""
+        """Return ``f_c(w) - f_c(w*)``."""
         away = points - self.minimiser
         return np.asarray(np.einsum("...i,ij,...j->...", away, self.hessian, away) / 2)
 
     def gradients(self, points: Points) -> Float[np.ndarray, "*batch clients size"]:
-        """Every client's gradient at each point."""
+        """Return every client's gradient at each point."""
         return np.einsum("kij,...kj->...ki", self.hessians, points[..., None, :] - self.centres)
 
     def moments(self, points: Points) -> tuple[Points, Numbers, Numbers]:
-        """``grad f_c``, and over a draw the variance and the second moment of gradients (Assumptions 4.4 and 4.3)."""
+        """Return ``grad f_c``, and the variance and second moment of a drawn gradient (Assumptions 4.4 and 4.3)."""
         each = self.gradients(points)
         mean = np.einsum("k,...ki->...i", self.weights, each)
         second = np.einsum("k,...ki,...ki->...", self.weights, each, each)
@@ -323,7 +323,7 @@ def local_sgd_bound(found: Descent, cluster: Cluster) -> Float[np.ndarray, " ste
 
 
 def uniformity(weights: Weights, start: Weights) -> float:
-    """The U with which ``p_hat >= U p`` holds as long as p_hat stays between its start and p; U_c of eq. 24."""
+    """Return the U with ``p_hat >= U p`` as long as p_hat stays between its start and p; U_c of eq. 24."""
     return float(min(1.0, (start / weights).min()))
 
 
@@ -515,7 +515,7 @@ class ClusterSettings:
 
 
 def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
-    """Runs of clusters with noise, and of one client without, on which the printed rate is held."""
+    """Yield runs of clusters with noise, and of one client without noise, which tests the printed rate."""
     for mismatch in settings.mismatches:
         start = "right" if mismatch == 0 else f"wrong, mismatch {mismatch:g}"
         for instance in range(settings.instances):
@@ -660,20 +660,20 @@ def _routed(
 
 
 def _value(cluster: Cluster, points: Float[np.ndarray, "*batch size"]) -> Float[np.ndarray, "*batch"]:
-    """f_c at some points."""
+    """Return f_c at some points."""
     away = points[..., None, :] - cluster.centres
     each = np.einsum("...ki,kij,...kj->...k", away, cluster.hessians, away) / 2
     return np.asarray(each @ cluster.weights)
 
 
 def _summed(mu: float, shift: float, steps: int, rng: np.random.Generator) -> Claim:
-    """Lemma A.8 on drawn sequences."""
+    """Check Lemma A.8 on drawn sequences."""
     found = draw_recursion(rng, mu=mu, shift=shift, steps=steps)
     return Claim(statement=A8, measured=float(found.b.sum()), bound=sum_bound(found, mu, shift))
 
 
 def _tightest(statement: str, measured: Float[np.ndarray, " steps"], bound: Float[np.ndarray, " steps"]) -> Claim:
-    """The step at which most of the bound is used."""
+    """Return the claim at the step that uses the largest share of the bound."""
     worst = int(np.argmax(measured / bound))
     return Claim(statement=statement, measured=float(measured[worst]), bound=float(bound[worst]))
 

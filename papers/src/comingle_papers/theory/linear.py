@@ -296,7 +296,7 @@ def _at_best_shares(problem: LinearProblem, experts: Weights, router: Weights) -
 
 
 def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
-    """The gradient of eq. 25 in (Theta, Phi), row-major."""
+    """Return the gradient of eq. 25 in (Theta, Phi), row-major."""
     slopes = problem.loss.slope((point.shares * (problem.inputs @ point.experts)).sum(1), problem.targets)
     pull = problem.inputs.T @ (slopes[:, None] * point.shares) / len(point.shares)
     of_experts = pull + problem.decay * point.experts
@@ -314,7 +314,7 @@ def _stationary(
     start: np.ndarray,
     what: str,
 ) -> np.ndarray:
-    """Where a gradient is zero. Roots rather than values: a minimum is flat, so values lose half of the digits."""
+    """Find where a gradient is zero. Root finding keeps all digits; minimising the value would lose half of them."""
     solution = optimize.root(gradient, start.ravel(), jac=hessian, method="hybr", options={"xtol": 1e-14})
     left = float(np.abs(gradient(solution.x)).max())
     if not left < _GRADIENT_TOLERANCE:
@@ -356,12 +356,24 @@ def draw_linear(
 
 
 def printed_decay(feature_norm: float, slope: float, coupling: float) -> float:
-    """The alpha of Proposition 1, eq. 27: ``2 |x|^2 max(mu, rho^2 / mu)``, rho an absolute value."""
+    """Return the alpha of Proposition 1, eq. 27: ``2 |x|^2 max(mu, rho^2 / mu)``, rho an absolute value.
+
+    Args:
+        feature_norm: ``|x|``.
+        slope: rho.
+        coupling: mu.
+    """
     return 2 * feature_norm**2 * max(coupling, slope**2 / coupling)
 
 
 def needed_decay(feature_norm: float, slope: float, coupling: float) -> float:
-    """The alpha above which one sample's objective (26) is strongly convex: ``|x|^2 (rho^2 + mu^2) / (2 mu)``."""
+    """Return the alpha above which one sample's objective (26) is strongly convex: ``|x|^2 (rho^2 + mu^2) / (2 mu)``.
+
+    Args:
+        feature_norm: ``|x|``.
+        slope: rho.
+        coupling: mu.
+    """
     return feature_norm**2 * (slope**2 + coupling**2) / (2 * coupling)
 
 
@@ -451,7 +463,13 @@ class LinearConstants:
 
 
 def constants(problem: LinearProblem, experts: Weights, router: Weights) -> LinearConstants:
-    """The constants for every descent that starts from these experts and this router."""
+    """Return the constants for every descent that starts from these experts and this router.
+
+    Args:
+        problem: The samples and weights of eq. 25.
+        experts: The initial experts.
+        router: The initial router.
+    """
     start = Point(experts=experts, router=router, shares=best_shares(problem, experts, router))
     radius = float(np.sqrt(2 * decoupled_objective(problem, start) / problem.decay))
     feature_norm = float(linalg.norm(problem.inputs, axis=1).max())
@@ -469,9 +487,14 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
 
 
 def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -> float:
-    """The smallest alpha that satisfies eq. 27 with the rho that belongs to it.
+    """Return the smallest alpha that satisfies eq. 27 with its own rho.
 
     rho depends on the radius and so on alpha, and falls as alpha grows; hence one scalar equation.
+
+    Args:
+        problem: The samples and weights of eq. 25.
+        experts: The initial experts.
+        router: The initial router.
     """
 
     def lacking(logarithm: float) -> float:
@@ -506,7 +529,7 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
 
 
 def local_rate(problem: LinearProblem, solution: Point) -> float:
-    """What one step of eq. 28 leaves of ``F - F*`` close to a solution.
+    """Return the factor by which one step of eq. 28 shrinks ``F - F*`` close to a solution.
 
     Example 2 at the solution: distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the Hessian
     (experts and router; shares; mixed), the objective's residual by ``r^2``.

@@ -41,15 +41,15 @@ class Coupled:
     decay: float
 
     def left(self, x: Left) -> Meeting:
-        """A(x)."""
+        """Return A(x)."""
         return self.outer_left @ np.sin(self.inner_left @ x)
 
     def right(self, y: Right) -> Meeting:
-        """B(y)."""
+        """Return B(y)."""
         return self.outer_right @ np.tanh(self.inner_right @ y)
 
     def value(self, x: Left, y: Right) -> float:
-        """f_1, but for h(x)."""
+        """Return f_1 without h(x)."""
         return float(self.decay / 2 * y @ y + self.left(x) @ self.right(y))
 
     @property
@@ -64,7 +64,7 @@ class Coupled:
 
     @property
     def bend(self) -> float:
-        """How far ``<A(x), B(y)>`` bends down along y, at most, for any x."""
+        """Largest downward curvature of ``<A(x), B(y)>`` along y, for any x."""
         largest = _spectral_norm(self.outer_left) * np.sqrt(self.inner_left.shape[0])
         steepest = float(np.linalg.norm(self.outer_right, axis=0).max())
         return float(STEEPEST_BEND * largest * steepest * _spectral_norm(self.inner_right) ** 2)
@@ -81,10 +81,10 @@ class Coupled:
 
 
 def minimiser(problem: Coupled, x: Left) -> Right:
-    """``u_1(x)``: the only root of ``decay y + S^T diag(1 - tanh^2(S y)) R^T A(x)``.
+    """Return ``u_1(x)``: the only root of ``decay y + S^T diag(1 - tanh^2(S y)) R^T A(x)``.
 
     Raises:
-        DivergenceError: scipy found none.
+        DivergenceError: scipy found no root.
     """
     pull, inner = problem.outer_right.T @ problem.left(x), problem.inner_right
 
@@ -105,7 +105,14 @@ def minimiser(problem: Coupled, x: Left) -> Right:
 def alternate_coupled(
     first: Coupled, second: Coupled, x: Left, steps: int
 ) -> Float[np.ndarray, "steps_and_start left"]:
-    """Eq. 7: ``y = u_1(x)``, ``x = u_2(y)``; of ``second`` the roles are changed, as its step is in x."""
+    """Run eq. 7: ``y = u_1(x)``, ``x = u_2(y)``; ``second`` has its roles exchanged, as its step is in x.
+
+    Args:
+        first: f_1, minimised in y.
+        second: f_2, minimised in x.
+        x: The initial x.
+        steps: Number of steps.
+    """
     points = [x]
     for _ in range(steps):
         points.append(minimiser(second, minimiser(first, points[-1])))
@@ -113,7 +120,15 @@ def alternate_coupled(
 
 
 def draw_coupled(rng: np.random.Generator, left: int, right: int, meeting: int, lipschitz: float) -> Coupled:
-    """Random maps of norm 1 on vectors of so many entries, and the decay at which :attr:`Coupled.lipschitz` is that."""
+    """Draw random maps of norm 1 and choose the decay that gives :attr:`Coupled.lipschitz`.
+
+    Args:
+        rng: Source of the draws.
+        left: Entries of x.
+        right: Entries of y.
+        meeting: Entries of A(x) and B(y).
+        lipschitz: The wanted constant of eq. 14.
+    """
 
     def map_(rows: int, columns: int) -> Matrix:
         drawn = rng.standard_normal((rows, columns))
@@ -139,7 +154,7 @@ _FURTHER = 200
 
 @dataclass(frozen=True, kw_only=True)
 class CoupledSettings:
-    """Which functions. ``lipschitz``: L_A L_B / mu, below 1 where Proposition 1 promises a contraction."""
+    """Settings of the coupled functions. ``lipschitz``: L_A L_B / mu; below 1 Proposition 1 promises a contraction."""
 
     instances: int
     size: int
@@ -150,7 +165,7 @@ class CoupledSettings:
 
 
 def coupled_curves(seed: int, settings: CoupledSettings) -> Iterator[Curve]:
-    """A pair of functions for each instance, one for each step."""
+    """Yield the curve of each instance, a pair of functions with one function per step."""
     for lipschitz in settings.lipschitz:
         for instance in range(settings.instances):
             rng = np.random.default_rng([seed, 3, instance])
@@ -191,7 +206,13 @@ def coupled_curve(
 
 
 def largest_quotient(problem: Coupled, settings: CoupledSettings, rng: np.random.Generator) -> float:
-    """``|u(x) - u(x')| / |x - x'|`` of the worst of some pairs, half of which lie close together."""
+    """Return the largest ``|u(x) - u(x')| / |x - x'|`` of random pairs, half of which lie close together.
+
+    Args:
+        problem: The function.
+        settings: The settings, with the number of pairs.
+        rng: Source of the draws.
+    """
     quotients = []
     for number in range(settings.pairs):
         x = rng.standard_normal(settings.size)
@@ -228,13 +249,13 @@ class Quadratic:
         return self.hessian[self.experts_size :, : self.experts_size]
 
     def value(self, experts: Float[np.ndarray, " experts"], router: Float[np.ndarray, " router"]) -> float:
-        """The function's value."""
+        """Return the function's value."""
         away = np.concatenate([experts, router]) - self.centre
         return float(away @ self.hessian @ away / 2)
 
 
 def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Float[np.ndarray, " router"]:
-    """``u_1``: the router that minimises the validation objective for given experts (first line of eq. 12)."""
+    """Return ``u_1``: the router that minimises the validation objective for given experts (first line of eq. 12)."""
     away = experts - valid.centre[: valid.experts_size]
     return valid.centre[valid.experts_size :] - linalg.solve(
         valid.router_block, valid.cross_block @ away, assume_a="pos"
@@ -242,7 +263,7 @@ def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Flo
 
 
 def best_experts(train: Quadratic, router: Float[np.ndarray, " router"]) -> Float[np.ndarray, " experts"]:
-    """``u_2``: the experts that minimise the training objective for a given router (second line of eq. 12)."""
+    """Return ``u_2``: the experts that minimise the training objective for a given router (second line of eq. 12)."""
     away = router - train.centre[train.experts_size :]
     return train.centre[: train.experts_size] - linalg.solve(
         train.experts_block, train.cross_block.T @ away, assume_a="pos"
@@ -252,7 +273,14 @@ def best_experts(train: Quadratic, router: Float[np.ndarray, " router"]) -> Floa
 def alternate(
     valid: Quadratic, train: Quadratic, experts: Float[np.ndarray, " experts"], steps: int
 ) -> tuple[Float[np.ndarray, "steps_and_start experts"], Float[np.ndarray, "steps router"]]:
-    """Eq. 12 from given experts: ``Theta_0 .. Theta_steps`` and ``Phi_1 .. Phi_steps``. There is no ``Phi_0``."""
+    """Run eq. 12 from given experts; return ``Theta_0 .. Theta_steps`` and ``Phi_1 .. Phi_steps`` (no ``Phi_0``).
+
+    Args:
+        valid: The validation objective.
+        train: The training objective.
+        experts: The initial experts.
+        steps: Number of steps.
+    """
     thetas, phis = [experts], []
     for _ in range(steps):
         phis.append(best_router(valid, thetas[-1]))
@@ -261,7 +289,7 @@ def alternate(
 
 
 def composition(valid: Quadratic, train: Quadratic) -> Float[np.ndarray, "experts experts"]:
-    """The linear part of ``T = u_2 u_1`` (eq. 18): ``A^-1 C^T B^-1 C``, A and C^T of train, B and C of valid."""
+    """Return the linear part of ``T = u_2 u_1`` (eq. 18): ``A^-1 C^T B^-1 C``, A and C^T of train, B and C of valid."""
     inner = linalg.solve(valid.router_block, valid.cross_block, assume_a="pos")
     return linalg.solve(train.experts_block, train.cross_block.T @ inner, assume_a="pos")
 
@@ -269,7 +297,7 @@ def composition(valid: Quadratic, train: Quadratic) -> Float[np.ndarray, "expert
 def fixed_point(
     valid: Quadratic, train: Quadratic
 ) -> tuple[Float[np.ndarray, " experts"], Float[np.ndarray, " router"]]:
-    """The point of Assumption 1 (eq. 5 and 15): ``Theta = T(Theta)``, and ``Phi = u_1(Theta)``, so ``Phi = P(Phi)``.
+    """Return the point of Assumption 1 (eq. 5, 15): ``Theta = T(Theta)``, ``Phi = u_1(Theta)``, so ``Phi = P(Phi)``.
 
     A contraction always has one, so where Theorem F.1 applies, Assumption 1 asks for nothing more. It is the common
     minimiser where both functions have the same; otherwise it minimises neither, unlike the text below eq. 5 says.
@@ -322,7 +350,7 @@ class QuadraticConstants:
 
 
 def constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
-    """The constants of Theorem F.1 from the two Hessians.
+    """Return the constants of Theorem F.1 from the two Hessians.
 
     In energy norms ``|B^1/2 (B^-1 C) A^-1/2| = |B^-1/2 C A^-1/2|``, and alike for the other operator. The product of
     the Euclidean constants can exceed 1 where the product in energy norms is far below.
@@ -345,12 +373,19 @@ def constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
 def energy_norms(
     rows: Float[np.ndarray, "rows size"], curvature: Float[np.ndarray, "size size"]
 ) -> Float[np.ndarray, " rows"]:
-    """``sqrt(<A x, x>)`` of each row x."""
+    """Return ``sqrt(<A x, x>)`` of each row x."""
     return np.sqrt(np.einsum("ki,ij,kj->k", rows, curvature, rows))
 
 
 def draw_quadratic(rng: np.random.Generator, experts_size: int, router_size: int, condition: float) -> Quadratic:
-    """A strictly convex quadratic with eigenvalues from 1 to ``condition``, log-uniform, and a normal minimiser."""
+    """Draw a strictly convex quadratic with log-uniform eigenvalues from 1 to ``condition`` and a normal minimiser.
+
+    Args:
+        rng: Source of the draws.
+        experts_size: Entries of theta.
+        router_size: Entries of phi.
+        condition: The largest eigenvalue.
+    """
     size = experts_size + router_size
     exponents = np.concatenate([[0.0, 1.0], rng.uniform(size=size - 2)])
     basis, _ = np.linalg.qr(rng.standard_normal((size, size)))
@@ -359,7 +394,13 @@ def draw_quadratic(rng: np.random.Generator, experts_size: int, router_size: int
 
 
 def perturb(quadratic: Quadratic, other: Quadratic, mismatch: float) -> Quadratic:
-    """A convex combination of two quadratics' Hessians and minimisers: ``mismatch`` 0 is the first, 1 the second."""
+    """Interpolate two quadratics' Hessians and minimisers: ``mismatch`` 0 gives the first, 1 the second.
+
+    Args:
+        quadratic: The first quadratic.
+        other: The second quadratic.
+        mismatch: The weight of the second.
+    """
     if mismatch == 0:
         return quadratic
     return Quadratic(
