@@ -185,7 +185,7 @@ def trained(
 
 
 def early(run: Run) -> dict[str, Perplexities]:
-    """The run's training once more, with everybody's models kept after each round."""
+    """Repeat the run's training, keeping every user's model after each round."""
     recipe = run.recipe.with_changes({"evaluation.every": run.recipe.training.rounds, "evaluation.first": False})
     federation, kept = build(recipe, prepare(recipe)), list[Tensor]()
 

@@ -6,10 +6,10 @@ two kinds of draws for one gradient: the base's from all clients (eq. 28), an ad
 Here each part of each model has a draw of its own; one that served both would be of one kind or the other.
 
 Client k of K has ``f^k(w) = <A_k (w - m_k), w - m_k> / 2``, the cluster ``f_c = sum_k p_c^k f^k``, ``p_c^k = p(k|c)``.
-Everybody goes on from the same model for H steps (eq. 4), each step on a client drawn from ``p(.|c)``; then models are
+All clients take H steps from the same model (eq. 4), each step on a client drawn from ``p(.|c)``; then models are
 averaged with ``p_hat``, which is what the routers make of ``p``. All expectations over a step's draws are closed forms.
 
-What the appendix needs to hold, or has otherwise (papers/docs/papers.md, L1 to L9):
+Conditions that the appendix needs, and corrections to it (papers/docs/papers.md, L1 to L9):
 
 * Lemma A.2 takes the variance of a sum of independent draws, so every client draws for itself, in every step. One draw
   for all, as in eq. 4, has up to ``1 / |p|^2`` times that variance; one draw for H steps is biased within the round.
@@ -456,7 +456,13 @@ def mixed_loss(
     models: Float[np.ndarray, "clusters size"],
     shares: Float[np.ndarray, " clusters"],
 ) -> tuple[float, float]:
-    """A user's loss under FML, ``f(sum_c pi_c w_c)``, and under MFL, ``sum_c pi_c f(w_c)``: no less if f is convex."""
+    """Return a user's loss under FML, ``f(sum_c pi_c w_c)``, and MFL, ``sum_c pi_c f(w_c)``: no less if f is convex.
+
+    Args:
+        loss: f.
+        models: The model of each cluster.
+        shares: The user's router.
+    """
     return loss(shares @ models), float(sum(share * loss(model) for share, model in zip(shares, models, strict=True)))
 
 
@@ -475,10 +481,16 @@ def logit_step(
     models: Float[np.ndarray, "clusters size"],
     rate: float,
 ) -> tuple[Float[np.ndarray, " clusters"], Float[np.ndarray, " clusters"]]:
-    """The router after one step on FML from equal logits, and that of eq. 5 with ``eta = rate / C`` (eq. 35).
+    """Return the router after one step on FML from equal logits, and that of eq. 5 for ``eta = rate / C`` (eq. 35).
 
     They are equal where the loss is affine; otherwise their logits differ, up to a constant, by at most ``rate / C``
     times half the largest curvature times the squared distances of the models from their mean.
+
+    Args:
+        loss: The user's loss.
+        gradient: Its gradient.
+        models: The model of each cluster.
+        rate: Step size.
     """
     clusters = len(models)
     equal = np.full(clusters, 1 / clusters)
@@ -536,7 +548,15 @@ def draw_clients(
 def cluster_curve(
     scheme: str, instance: int, mismatch: float, settings: ClusterSettings, rng: np.random.Generator
 ) -> Curve:
-    """One of two clusters whose members' shares, amounts of data and objectives are drawn."""
+    """Run one of two clusters whose clients' shares, amounts of data and objectives are drawn.
+
+    Args:
+        scheme: Name of the scheme.
+        instance: Number of the instance.
+        mismatch: Distance of the initial routers from the truth, from 0 to 1.
+        settings: Settings of the clusters.
+        rng: Source of the draws.
+    """
     hessians, centres = draw_clients(rng, settings.clients, settings.size, settings.condition)
     amounts = rng.dirichlet(np.full(settings.clients, 4.0))
     shares = rng.uniform(0.05, 0.95, settings.clients)
@@ -564,8 +584,10 @@ def cluster_curve(
 
 
 def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
-    """One client without noise, that starts away from its minimiser where the curvature is least: eq. 4 is gradient
-    descent, and what is left of the start falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` with s = 4 kappa.
+    """Run one noiseless client from a start in the direction of least curvature.
+
+    Eq. 4 is gradient descent there, and the rest of the start falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` with s = 4
+    kappa.
     """
     hessian = np.diag([1.0, settings.condition])
     cluster = Cluster(hessians=hessian[None], centres=np.zeros((1, 2)), weights=np.ones(1))

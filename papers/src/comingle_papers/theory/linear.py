@@ -53,7 +53,7 @@ class Logistic:
     max_curvature: float = 0.25
 
     def value(self, outputs: PerSample, targets: PerSample) -> PerSample:
-        """One loss for each sample, in nats."""
+        """Return each sample's loss in nats."""
         return np.logaddexp(0.0, -targets * outputs)
 
     def slope(self, outputs: PerSample, targets: PerSample) -> PerSample:
@@ -77,7 +77,7 @@ class Squared:
     max_curvature: float = 1.0
 
     def value(self, outputs: PerSample, targets: PerSample) -> PerSample:
-        """One loss for each sample."""
+        """Return each sample's loss."""
         return (outputs - targets) ** 2 / 2
 
     def slope(self, outputs: PerSample, targets: PerSample) -> PerSample:
@@ -130,7 +130,13 @@ def gates(problem: LinearProblem, router: Weights) -> Shares:
 
 
 def coupled_objective(problem: LinearProblem, experts: Weights, router: Weights) -> float:
-    """Eq. 21: the mean loss of the routed experts plus weight decay. What one would minimise without decoupling."""
+    """Return eq. 21: the mean loss of the routed experts plus weight decay, the objective without decoupling.
+
+    Args:
+        problem: The samples and weights of eq. 25.
+        experts: Theta.
+        router: Phi.
+    """
     outputs = (gates(problem, router) * (problem.inputs @ experts)).sum(1)
     return float(problem.loss.value(outputs, problem.targets).mean()) + _penalty(problem, experts, router)
 
@@ -157,6 +163,11 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
     Stationarity on the simplex gives ``lambda = softmax(b - l'(t) a / mu)`` with ``a = Theta^T x``, ``b = Phi^T x`` and
     the output ``t = <lambda, a>``. Put together, ``t - <softmax(b - l'(t) a / mu), a> = 0``: increasing in t, since l'
     is, with its only root between the smallest and the largest ``a_j``.
+
+    Args:
+        problem: The samples and weights of eq. 25.
+        experts: Theta.
+        router: Phi.
     """
     each, logits = problem.inputs @ experts, problem.inputs @ router
     low, high, size = each.min(1), each.max(1), np.abs(each).max(1)
@@ -186,8 +197,13 @@ def _shares_at(problem: LinearProblem, each: Shares, logits: Shares, outputs: Ve
 def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
     """Second line of eq. 28: multinomial logistic regression on soft targets with weight decay, strongly convex.
 
+    Args:
+        problem: The samples and weights of eq. 25.
+        shares: The shares of every sample.
+        start: Initial value of the search.
+
     Raises:
-        DivergenceError: scipy found no stationary point.
+        DivergenceError: Scipy found no stationary point.
     """
     return _stationary(
         lambda flat: _router_gradient(problem, shares, flat.reshape(start.shape)).ravel(),
@@ -202,8 +218,13 @@ def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weig
 
     The output is linear in Theta: ``<lambda, Theta^T x> = <x lambda^T, Theta>``.
 
+    Args:
+        problem: The samples and weights of eq. 25.
+        shares: The shares of every sample.
+        start: Initial value of the search.
+
     Raises:
-        DivergenceError: scipy found no stationary point.
+        DivergenceError: Scipy found no stationary point.
     """
     features = np.einsum("nd,ne->nde", problem.inputs, shares).reshape(len(shares), -1)
     num, eye = len(features), problem.decay * np.eye(features.shape[1])
@@ -249,8 +270,14 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
     Values are taken after the shares' step. There the shares are optimal from the first point on, which the exponent 2k
     of Theorem F.2 needs; see :mod:`comingle_papers.theory.linear`.
 
+    Args:
+        problem: The samples and weights of eq. 25.
+        experts: The initial experts.
+        router: The initial router.
+        steps: Largest number of steps.
+
     Raises:
-        DivergenceError: a convex step failed.
+        DivergenceError: A convex step failed.
     """
     points = [_at_best_shares(problem, experts, router)]
     for _ in range(steps):
@@ -264,13 +291,13 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
 
 
 def minimum(problem: LinearProblem, near: Point) -> Point:
-    """Where no step of eq. 28 moves: many more of its steps, then root finding on the gradient of ``min_Lambda F``.
+    """Find the fixed point of eq. 28 by many more of its steps, then root finding on the gradient of ``min_Lambda F``.
 
     That gradient is F's at the best shares. Where F is strongly convex the point found is its only minimiser; elsewhere
     it is one that the scheme falls to.
 
     Raises:
-        DivergenceError: a convex step failed, or what was found lies above where the steps came to.
+        DivergenceError: A convex step failed, or what was found lies above where the steps came to.
     """
     for _ in range(_FURTHER):
         further = alternate(problem, near.experts, near.router, 10).points[-1]
@@ -379,7 +406,7 @@ def needed_decay(feature_norm: float, slope: float, coupling: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConstants:
-    """What the bounds of a descent are made of.
+    """Constants from which the bounds of a descent are computed.
 
     ``radius`` bounds ``|(Theta, Phi)|`` over all iterates and the minimum: the objective never grows, and everything in
     it but the weight decay is at least 0, so ``alpha / 2 |(Theta, Phi)|^2 <= F_0``. ``slope`` is rho within that
