@@ -405,6 +405,12 @@ def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: 
     """Draw sequences that obey Lemma A.8's recursion with equality, for steps ``1 / (mu (t + s))``.
 
     The last ``b`` takes all that is left, so that the lemma's two sides are equal as well.
+
+    Args:
+        rng: Source of the draws.
+        mu: The modulus of strong convexity.
+        shift: s.
+        steps: Number of steps.
     """
     rates = 1 / (mu * (np.arange(steps) + shift))
     a, c = [float(rng.exponential())], rng.exponential(size=steps)
@@ -418,7 +424,13 @@ def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: 
 
 
 def sum_bound(found: Recursion, mu: float, shift: float) -> float:
-    """Return the bound of Lemma A.8 on ``sum_t b_t``: ``(s - 1) mu a_0 + sum_t eta_t c_t``."""
+    """Return the bound of Lemma A.8 on ``sum_t b_t``: ``(s - 1) mu a_0 + sum_t eta_t c_t``.
+
+    Args:
+        found: The sequences.
+        mu: The modulus of strong convexity.
+        shift: s.
+    """
     return float((shift - 1) * mu * found.a[0] + found.rates @ found.c)
 
 
@@ -539,7 +551,14 @@ def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
 def draw_clients(
     rng: np.random.Generator, clients: int, size: int, condition: float
 ) -> tuple[Float[np.ndarray, "clients size size"], Float[np.ndarray, "clients size"]]:
-    """Hessians with eigenvalues from 1 to ``condition`` in directions of their own, and minimisers."""
+    """Draw minimisers and Hessians with eigenvalues from 1 to ``condition`` in random directions.
+
+    Args:
+        rng: Source of the draws.
+        clients: Number of clients.
+        size: Number of variables.
+        condition: The largest eigenvalue.
+    """
     bases = np.linalg.qr(rng.standard_normal((clients, size, size)))[0]
     spectrum = np.geomspace(1, condition, size)
     return (bases * spectrum) @ bases.transpose(0, 2, 1), rng.standard_normal((clients, size))
