@@ -282,7 +282,7 @@ def test_native_code_without_data_takes_what_a_real_step_does(tmp_path: Path, mo
             _, gradients = real.steps.gradient(cohort, drawn, phase)
             real.steps.descend(phase, cohort, gradients, 0)
         with monkeypatch.context() as patch:
-            patch.setattr(convolutions, "_room", lambda *_: None)  # which is not PyTorch's
+            patch.setattr(convolutions, "_allocate_scratch", lambda *_: None)  # which is not PyTorch's
             told, _ = step_peak(rehearse(build(recipe, prepare(recipe)), 2), users, phase)
         assert told == live.peak
         found[rounds], costs[rounds] = live.peak, task_costs(recipe)[0].round.total

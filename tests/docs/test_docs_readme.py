@@ -21,7 +21,7 @@ from comingle.config import Recipe
 from comingle.config.settings import KINDS
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import ClientHook, Method
-from comingle.methods.dual_lora import Near
+from comingle.methods.dual_lora import SimilarityGating
 from comingle.methods.mixtures import Entropic
 
 RECIPE_KEYS, PAPERS, CHOOSING = read("recipes.md"), read("papers.md"), read("choosing-a-method.md")
@@ -100,7 +100,7 @@ def trained_on(method: Method) -> str:
         return "set from each component's loss"
     if any(type(part).settle is not ClientHook.settle for part in method.client.parts):
         near = ": the user's expert counts more for similar texts"
-        by_similarity = method.placement.gating == Near()
+        by_similarity = method.placement.gating == SimilarityGating()
         return "set from training text" + near if by_similarity else "set from validation text"
     router = [phase for phase in method.client.phases if "router" in phase.roles]
     if not router:

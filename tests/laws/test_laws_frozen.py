@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comingle.methods.base import Method
-from comingle.methods.fedamole import Pairs
+from comingle.methods.fedamole import PairGating
 from comingle.training.backends.local import InProcess
 from comingle.training.client import settle
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST
@@ -103,7 +103,8 @@ def test_b_moves_first_and_a_after_it(federate: Any, trained: dict[str, Any]) ->
     federation = download_all(federate(trained, changes=PLAIN))
     layout, phase = federation.clients.model.layout, federation.clients.phases[0]
     real = filled(federation, per_expert(federation, trained_mask(federation) & layout.mask(phase.roles)))
-    pairs = isinstance(federation.clients.method.placement.gating, Pairs)  # whose router reads experts' A, and moves it
+    # This method's router reads the A of experts and moves it.
+    pairs = isinstance(federation.clients.method.placement.gating, PairGating)
     routing = (".router", *((".up.a",) if pairs else ()))
     experts = [name for name in real if not name.endswith(routing)]
     for step in range(2):
