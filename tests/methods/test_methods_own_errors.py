@@ -170,3 +170,26 @@ class LongMean(Mean):
 def test_the_old_name_of_a_client_hook_warns() -> None:
     with pytest.warns(DeprecationWarning, match=r"comingle\.methods\.base\.Part is now ClientHook"):
         assert base.Part is ClientHook
+
+
+def test_the_old_flag_of_a_client_hook_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="forgets is now only_resets_moments"):
+
+        class Old(ClientHook):
+            forgets = True
+
+    assert Old.only_resets_moments
+    assert not ClientHook.only_resets_moments
+
+
+def test_the_old_name_of_resetting_moments_warns() -> None:
+    calls: list[frozenset[str]] = []
+
+    class Recorded(base.Cohort):
+        def reset_moments(self, roles: frozenset[str]) -> None:
+            calls.append(roles)
+
+    Recorded.__abstractmethods__ = frozenset()
+    with pytest.warns(DeprecationWarning, match="forget is now Cohort.reset_moments"):
+        Recorded().forget(frozenset({"router"}))  # type: ignore[abstract]
+    assert calls == [frozenset({"router"})]

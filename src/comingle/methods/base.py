@@ -144,6 +144,11 @@ class Cohort(CohortState):
         An optimiser that trains no other roles resets its step count too.
         """
 
+    def forget(self, roles: frozenset[str]) -> None:
+        """Call :meth:`reset_moments`, whose former name this is."""
+        warnings.warn("Cohort.forget is now Cohort.reset_moments", DeprecationWarning, stacklevel=2)
+        self.reset_moments(roles)
+
     @abstractmethod
     def take_steps(self, phase: Phase) -> None:
         """Take the optimiser steps of a phase."""
@@ -240,6 +245,12 @@ class ClientHook:
     """Whether :meth:`begin` only resets moments, so that it needs no data."""
     sweeps: ClassVar[bool] = False
     """Whether the hook computes the losses of several models or components on all training data, once a round."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "forgets" in vars(cls):
+            warnings.warn("ClientHook.forgets is now only_resets_moments", DeprecationWarning, stacklevel=2)
+            cls.only_resets_moments = cls.__dict__["forgets"]
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
         """Return the hook's state for each user, ``(users, ...)``, kept in :attr:`Cohort.kept` and never sent."""
