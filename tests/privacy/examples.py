@@ -57,7 +57,7 @@ def shared_part(federation: InProcess) -> Tree:
     """The tensors of the model that a noised pass has, of every user."""
     clients = federation.clients
     layout = clients.model.layout
-    return restrict(layout.views(clients.state.rows), layout, layout.roles - noised_of(federation).own(layout))
+    return restrict(layout.views(clients.state.rows), layout, layout.roles - noised_of(federation).local_roles(layout))
 
 
 def sums_of(federation: InProcess, numbers: list[list[int]]) -> tuple[Tree, Tensor]:
@@ -65,7 +65,7 @@ def sums_of(federation: InProcess, numbers: list[list[int]]) -> tuple[Tree, Tens
     clients, noised = federation.clients, noised_of(federation)
     layout = clients.model.layout
     cohort = clients.cohort(list(range(len(numbers))), 0)
-    tensors = restrict(clients.model.tensors(cohort.part.rows), layout, layout.roles - noised.own(layout))
+    tensors = restrict(clients.model.tensors(cohort.part.rows), layout, layout.roles - noised.local_roles(layout))
     part = padded([torch.tensor(one, dtype=torch.int64) for one in numbers], 1)
     leaves = noised.leaves(shared_phase(federation), layout)
     bound = float(clients.plan.privacy.first_bound)

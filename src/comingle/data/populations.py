@@ -29,7 +29,6 @@ from jaxtyping import Int64
 
 from comingle.utils.errors import DataError
 from comingle.utils.names import name_problem
-from comingle.utils.seeds import derive
 
 MAX_HASHED_NAMES = 10_000
 """Largest number of names for which :func:`draw_users` hashes each name; above it, it samples user numbers."""
@@ -359,6 +358,8 @@ def draw_users(names: Sequence[str], count: int, *purpose: str | int) -> list[in
         count: Number of users to draw.
         *purpose: Purpose and seed of the draw, which determine its result.
     """
+    from comingle.utils.seeds import derive  # imports torch, which reading documents does not need
+
     if len(names) > MAX_HASHED_NAMES:
         return sorted(random.Random(derive(*purpose)).sample(range(len(names)), count))
     keys = [derive(*purpose, name) for name in names]
