@@ -172,7 +172,7 @@ def main() -> None:
         speed, apart = timed(lambda: one_by_one(networks, prompts, args.new), clock)
         alone.append(speed)
         same = sum(together[name] == apart[name] for name in people)
-    own = next(iter(engine.rows.own.values()))
+    own = next(iter(engine.rows.user_tensors.values()))
     record = {
         "benchmark": "serving",
         **vars(args),
