@@ -82,13 +82,7 @@ class ObservedFederation(InProcess):
     record_view: RecordView = lambda view, users, tensors: None
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """Send uploads, observed by the server.
-
-        Args:
-            members: Indices of the participants.
-            done: Number of the round, from 1.
-            losses: Mean training loss of each participant.
-        """
+        """Send uploads, observed by the server."""
         super().upload(members, done, losses)
         if self._sent is not None and self._sent.users:
             self.record_view(SERVER, self.clients.numbers(self._sent.users), uploaded(self.server, self._sent))

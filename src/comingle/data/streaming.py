@@ -191,13 +191,7 @@ class ListedRows(Rows):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Store the contents without packing them.
-
-        Args:
-            rows: User, split and content of each row.
-            pack: Ignored.
-            unpack: Ignored.
-        """
+        """Store the contents without packing them."""
         for owner, split, content in rows:
             self.owners.setdefault(owner, {}).setdefault(split, []).append(content)
 
@@ -232,13 +226,7 @@ class StoredRows(Rows):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Append the packed rows to the file.
-
-        Args:
-            rows: User, split and content of each row.
-            pack: Serialises the content of a row.
-            unpack: Inverse of ``pack``.
-        """
+        """Append the packed rows to the file."""
         end, self._unpack = 0, unpack
         with open(self._contents, "wb") as contents, open(self._index, "wb") as index:
             for owner, split, content in rows:

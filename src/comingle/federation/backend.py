@@ -403,12 +403,6 @@ class NetworkBackend(Backend[ClientReports]):
     ) -> tuple[ClientReports | None, dict[str, Any]]:
         """Make all users evaluate, unless they have evaluated after training, and judge their validation losses.
 
-        Args:
-            done: Number of rounds.
-            receives: Whether clients download first.
-            finishes: Whether clients carry out their final step first.
-            silent: Whether to ignore validation losses.
-
         Returns:
             The metrics that clients report (None if there are none), and the evaluation event.
         """

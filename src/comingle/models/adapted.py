@@ -63,12 +63,6 @@ class AdapterRouting(TokenRouting):
     def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
         """Return the hidden states that each MLP reads, at the end of each prompt or averaged over the window.
 
-        Args:
-            tensors: The users' trainable tensors; routers are not used.
-            users: Indices of the users; row i of ``tensors`` and ``batch`` belongs to ``users[i]``.
-            batch: Windows of tokens, ``PAD`` where there are none.
-            whole: Average over all tokens instead of taking the prompt's last one (in plain text: the last one).
-
         Returns:
             One tensor ``(users, batch, width)`` per MLP, by its name; zero for windows without tokens.
         """
@@ -175,23 +169,12 @@ class AdaptedModel(AdapterRouting, Model):
         """Return the loss at every position; positions without a target have loss 0.
 
         It computes all positions and masks afterwards, so the arithmetic does not depend on the number of targets.
-
-        Args:
-            tensors: The users' trainable tensors.
-            users: Indices of the users.
-            batch: Windows of context + 1 tokens.
         """
         shown = torch.where(batch < 0, hide(batch), batch).clamp(min=0)
         return self.losses(tensors, users, shown, train=True)[0].masked_fill(batch[..., 1:] < 0, 0.0)
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
-        """Return the next-token losses in nats without the penalty, as perplexity needs them.
-
-        Args:
-            tensors: The users' trainable tensors.
-            users: Indices of the users.
-            batch: Windows of context + 1 tokens.
-        """
+        """Return the next-token losses in nats without the penalty, as perplexity needs them."""
         return self.losses(tensors, users, batch)[0]
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
@@ -202,14 +185,7 @@ class AdaptedModel(AdapterRouting, Model):
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """Continue prompts greedily; all users share each forward pass.
-
-        Args:
-            tensors: The users' trainable tensors.
-            users: Indices of the users.
-            prompts: Token IDs, padded with ``PAD`` on the left.
-            limit: The maximum number of new tokens.
-        """
+        """Continue prompts greedily; all users share each forward pass."""
         prompts = prompts.to(self.device)
         with torch.compiler.set_stance("force_eager"):  # the length grows with each token: do not compile
             self.adapters.bind(tensors, users)

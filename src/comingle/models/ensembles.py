@@ -166,26 +166,13 @@ class EnsembleModel(Model):
         """Return the mixture's losses in nats, and no penalty.
 
         Each component's gradient is that of its own loss, not of the mixture's. Powers are not applied.
-
-        Args:
-            tensors: The users' trainable tensors.
-            users: Indices of the users.
-            batch: Windows of context + 1 tokens.
-            train: Ignored, as there is no dropout.
-            shares: Ignored; the mixture weights come from ``tensors``.
         """
         losses = self.component_losses(tensors, users, batch, train=train)
         mixed, alone = mix_losses(losses.detach(), self.shares(tensors).detach()), losses.sum(1)
         return mixed + (alone - alone.detach()), 0.0
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
-        """Return the mixture's losses in nats.
-
-        Args:
-            tensors: The users' trainable tensors.
-            users: Indices of the users.
-            batch: Windows of context + 1 tokens.
-        """
+        """Return the mixture's losses in nats."""
         shares, powers = self.mixing(tensors)
         return mix_losses(self.component_losses(tensors, users, batch, powers=powers), shares)
 
@@ -201,14 +188,7 @@ class EnsembleModel(Model):
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """Continue prompts greedily; all users and components share each forward pass.
-
-        Args:
-            tensors: The users' trainable tensors.
-            users: Indices of the users.
-            prompts: Token IDs, padded with ``PAD`` on the left.
-            limit: The maximum number of new tokens.
-        """
+        """Continue prompts greedily; all users and components share each forward pass."""
         prompts = prompts.to(self.device)
         with torch.compiler.set_stance("force_eager"), self.mixed_network(tensors, users) as network:
             return continue_greedily(network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)

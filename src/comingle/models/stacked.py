@@ -292,13 +292,6 @@ class StackedModel(Model):
 
         Running statistics change in ``tensors``. For a mixture of losses, the value is ``sum_c pi_c f(w_c)``, and each
         component's gradient is that of its own loss alone (FLoRAL, eq. 4); pi weighs it in the aggregation.
-
-        Args:
-            tensors: Tensors of ``users``.
-            users: Numbers of the users.
-            batch: A :data:`Batch`.
-            train: Run in training mode.
-            shares: Mixture weights of each sample, in place of the user's; only for mixtures of samples' losses.
         """
         if self.mixture is None or self.mixture.at not in ("losses", "samples"):
             return self._own_losses(tensors, batch, train), 0.0
@@ -318,14 +311,7 @@ class StackedModel(Model):
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
     ) -> Float[Tensor, "users clusters batch"]:
-        """Return the loss of every sample under each component alone.
-
-        Args:
-            tensors: Tensors of ``users``.
-            users: Numbers of the users.
-            batch: A :data:`Batch`.
-            train: Run in training mode.
-        """
+        """Return the loss of every sample under each component alone."""
         inputs, targets, present = batch
         outputs = self._components(tensors, inputs, train)
         wide = targets.unsqueeze(1).expand(*outputs.shape[:2], *targets.shape[1:])
@@ -334,13 +320,7 @@ class StackedModel(Model):
     def predict(
         self, tensors: Tree, users: Sequence[int], batch: Float[Tensor, "users batch ..."]
     ) -> Float[Tensor, "users batch ..."]:
-        """Return the outputs for inputs, in evaluation mode.
-
-        Args:
-            tensors: Tensors of ``users``.
-            users: Numbers of the users.
-            batch: Inputs.
-        """
+        """Return the outputs for inputs, in evaluation mode."""
         return self._outputs(tensors, batch, False)
 
     def shares(self, tensors: Tree) -> Float[Tensor, "users *layers clusters"]:
@@ -517,14 +497,7 @@ class MixedLanguageModel(StackedModel):
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, train: bool = False
     ) -> Float[Tensor, "users clusters batch context"]:
-        """Return the loss in nats at every position under each component alone.
-
-        Args:
-            tensors: Tensors of ``users``.
-            users: Numbers of the users.
-            batch: Windows of tokens.
-            train: Run in training mode.
-        """
+        """Return the loss in nats at every position under each component alone."""
         inputs, targets = inputs_of(batch), batch[..., 1:]
         hidden = self._components(tensors, inputs, train)
         wide = targets.unsqueeze(1).expand(hidden.shape[:-1])
@@ -533,27 +506,14 @@ class MixedLanguageModel(StackedModel):
     def predict(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
     ) -> Float[Tensor, "users batch context"]:
-        """Return the losses with adaptors mixed in the weights, whatever level the mixture has in training.
-
-        Args:
-            tensors: Tensors of ``users``.
-            users: Numbers of the users.
-            batch: Windows of tokens.
-        """
+        """Return the losses with adaptors mixed in the weights, whatever level the mixture has in training."""
         return self._own_losses(tensors, batch, False)
 
     @torch.no_grad()
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """Continue the prompts greedily, one user after another.
-
-        Args:
-            tensors: Tensors of ``users``.
-            users: Numbers of the users.
-            prompts: Token ids, padded on the left with ``PAD``.
-            limit: Largest number of new tokens.
-        """
+        """Continue the prompts greedily, one user after another."""
         parts, prompts = [], prompts.to(self.device)
         # Lengths change with every token, so compiling would not pay off.
         with torch.compiler.set_stance("force_eager"):

@@ -427,13 +427,7 @@ class SecureSum(PrivacyMechanism):
             raise RecipeError(f"{where}.range: is not read with noise, where it follows from privacy.clip_norm")
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
-        """Check that rounding does not make changes much longer.
-
-        Args:
-            method: The method.
-            layout: Layout of the model's tensors.
-            users: Not used.
-        """
+        """Check that rounding does not make changes much longer."""
         if self.sums is not None and method.shared:
             self.sums.check_size(layout.count(method.shared))
 

@@ -325,15 +325,7 @@ class Prefetcher(Batches):
         self.ready: dict[Phase, Batch] = {}
 
     def draw(self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int) -> Drawn:
-        """Return the batch that the source draws, prefetched if possible.
-
-        Args:
-            trainers: Numbers of the trainers.
-            phase: Phase that the batches are for.
-            round_number: The round, counted from 0.
-            step: Local step within the round; -1 before the first one.
-            repeat: Repeat of the phase within the step.
-        """
+        """Return the batch that the source draws, prefetched if possible."""
         place = (tuple(trainers), phase, round_number, step, repeat)
         early = self.ready.pop(phase, None)
         if early is None or early.place != place:

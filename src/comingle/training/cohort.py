@@ -233,9 +233,6 @@ class Cohort(CohortTensors):
     def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
         """Return the mean loss in nats of each model on the training batches that each user draws for the round.
 
-        Args:
-            models: Shared tensors ``(users, models, *shape)``. Local tensors come from the rows of the cohort.
-
         Returns:
             Mean losses; 0 for users without data.
         """
@@ -251,11 +248,7 @@ class Cohort(CohortTensors):
         return losses
 
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
-        """Return the mean validation loss in nats of each model on the data of each user.
-
-        Args:
-            models: Shared tensors ``(users, models, *shape)``. Local tensors come from the rows of the cohort.
-        """
+        """Return the mean validation loss in nats of each model on the data of each user."""
         layout, shared = self.layout, self.steps.plan.method.shared
         count = next(iter(models.values())).shape[1]
         pairs = [(user, model) for user in range(len(self.rows)) for model in range(count)]
@@ -272,11 +265,7 @@ class Cohort(CohortTensors):
         return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, count)
 
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
-        """Return every loss in nats on the validation data of each user under each component, padded with zeros.
-
-        Args:
-            powers: Powers of the components, in which the losses are differentiable.
-        """
+        """Return every loss in nats on the validation data of each user under each component, padded with zeros."""
         model, batch_source, tensors = self.steps.model, self.steps.batch_source, self.steps.tensors(self.part.rows)
         device, found, taken = self.part.rows.device, [], {} if powers is None else dict[str, Any](powers=powers)
         for drawn in batch_source.held_out(self.owners):
@@ -288,10 +277,6 @@ class Cohort(CohortTensors):
     @torch.no_grad()
     def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
         """Return the mean direction of the inputs of each router; zeros for users without training data.
-
-        Args:
-            instances: Number of random training instances of each user.
-            whole: Whether to average the inputs over the whole window instead of using the end of the prompt.
 
         Returns:
             Means of unit vectors ``(users, width)``, by the name of the router's tensor.

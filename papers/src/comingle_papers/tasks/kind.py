@@ -390,14 +390,7 @@ class TaskKind(NetKind):
     def reopened(
         self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
-        """Return the data of a finished run's task.
-
-        Args:
-            base: The base model; a task has none.
-            users: The users of the run.
-            settings: The task's settings.
-            net: Unused; the task brings its net.
-        """
+        """Return the data of a finished run's task."""
         task = Task(users=tuple(users), **{**settings, "input_shape": tuple(settings["input_shape"])})
         return RunData(kind=self, base=base, users=users, common=task, unread=True)
 

@@ -261,11 +261,6 @@ class Sharded(InProcess):
     def save(self, folder: Path, progress: Progress, *, keep: int) -> None:
         """Write the checkpoint of a round, each process the part of its users, and delete old checkpoints.
 
-        Args:
-            folder: Run folder.
-            progress: Progress of the run.
-            keep: Number of checkpoints to keep.
-
         Raises:
             RunError: The disk of a process cannot be written to; older checkpoints stay.
         """
@@ -367,13 +362,7 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- uploads
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """Upload the shared tensors and training losses of users.
-
-        Args:
-            members: Numbers of the users.
-            done: The round, counted from 1.
-            losses: Mean training loss of each user.
-        """
+        """Upload the shared tensors and training losses of users."""
         self._sent = self.ranks.each(lambda: self._make_upload(members, done, losses))
         sent, summed = self._sent, self.server.sums is not None
         told = self.ranks.gather(lambda: list(sent.users) if summed else sum(packed_bytes(sent)) if sent.users else 0)

@@ -93,27 +93,13 @@ class AnswerBatchSource(PassBatchSource):
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch window"]:
-        """Return the windows of the next batch of each trainer; a window of ``PAD`` stands for no conversation.
-
-        Args:
-            trainers: Numbers of the trainers.
-            phase: Phase that the batches are for.
-            round_number: The round, counted from 0.
-            step: Local step within the round; -1 before the first one.
-            repeat: Repeat of the phase within the step.
-        """
+        """Return the windows of the next batch of each trainer; a window of ``PAD`` stands for no conversation."""
         return self._windows(trainers, phase.stream, self.numbers(trainers, phase, round_number, step, repeat))
 
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch window"]:
-        """Return whole conversations, ``context`` wide, so that their lengths do not affect each other.
-
-        Args:
-            trainers: Numbers of the trainers.
-            numbers: Numbers of the conversations; ``PAD`` for none.
-            round_number: Not used.
-        """
+        """Return whole conversations, ``context`` wide, so that their lengths do not affect each other."""
         return self._windows(trainers, "train", numbers.long(), even=True)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
@@ -152,15 +138,7 @@ class AnswerBatchSource(PassBatchSource):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[AnswerScore]:
-        """Return the losses of the responses of set i under the model of row ``rows[i]``, each token once.
-
-        Args:
-            predict: Losses under the models.
-            sets: Sets to score.
-            rows: Row of the model for each set.
-            portions: Number of users and sequences in one pass.
-            gates: Collects the gates of routers.
-        """
+        """Return the losses of the responses of set i under the model of row ``rows[i]``, each token once."""
         batch, slots = portions.slots(SCORED_PER_SLOT)
         parts = [[_trim(part.windows[at]) for at in _by_width(part.windows).split(batch)] for part in sets]
         windows_scores = score_windows(predict, parts, rows, slots=slots, gates=gates)
@@ -177,16 +155,7 @@ class AnswerBatchSource(PassBatchSource):
         portions: Portions,
         gates: Gates | None,
     ) -> list[AnswerScore]:
-        """Return the losses of the responses and, if a measure requires it, scores of generated responses.
-
-        Args:
-            predict: Losses under the models.
-            generate: Text that the models generate.
-            sets: Test sets.
-            rows: Row of the model for each set.
-            portions: Number of users and sequences in one pass.
-            gates: Collects the gates of routers.
-        """
+        """Return the losses of the responses and, if a measure requires it, scores of generated responses."""
         scores = self.score(predict, sets, rows, portions, gates)
         if not any(name in JUDGES for part in sets for name in part.measures):
             return scores
@@ -307,13 +276,7 @@ class AnswersKind(LanguageKind):
             check_answers(user, needs_validation=method.client.needs_validation)
 
     def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
-        """Return the model; whether it is compiled depends on the training tokens of the users on this machine.
-
-        Args:
-            recipe: The recipe.
-            materials: Base model and users of the run.
-            plan: Plan of the run.
-        """
+        """Return the model; whether it is compiled depends on the training tokens of the users on this machine."""
         assert materials.base is not None
         if isinstance(materials.users, LazyPopulation):
             tokens = plan.training.rounds * plan.training.local_epochs * materials.users.about.get("tokens", 0)
@@ -323,13 +286,7 @@ class AnswersKind(LanguageKind):
         return language_model(recipe, materials.base, plan.method, count_trainers(materials, plan.method), tokens)
 
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
-        """Return the users on this machine; batches are even if the method balances the load of experts.
-
-        Args:
-            recipe: The recipe.
-            materials: Base model and users of the run.
-            plan: Plan of the run.
-        """
+        """Return the users on this machine; batches are even if the method balances the load of experts."""
         plan = with_full_participation(plan)
         assert materials.base is not None
         if not materials.unread:

@@ -92,27 +92,13 @@ class SampleBatchSource(PassBatchSource):
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch"]:
-        """Return the sample numbers of the next batch of each trainer.
-
-        Args:
-            trainers: Numbers of the trainers.
-            phase: Phase that the batches are for.
-            round_number: The round, counted from 0.
-            step: Local step within the round; -1 before the first one.
-            repeat: Repeat of the phase within the step.
-        """
+        """Return the sample numbers of the next batch of each trainer."""
         return self.numbers(trainers, phase, round_number, step, repeat)
 
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch"]:
-        """Return the sample numbers unchanged.
-
-        Args:
-            trainers: Numbers of the trainers.
-            numbers: Sample numbers; ``PAD`` for none.
-            round_number: The round, from which augmentation follows.
-        """
+        """Return the sample numbers unchanged."""
         self.enter(round_number)
         return numbers.long()
 
@@ -128,13 +114,7 @@ class SampleBatchSource(PassBatchSource):
     def read(
         self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs, targets and a mask of present samples; equal draws of training samples are augmented equally.
-
-        Args:
-            stream: Split that the batch was drawn from.
-            trainers: Numbers of the trainers.
-            drawn: Sample numbers.
-        """
+        """Return inputs, targets and a mask of present samples; equal training draws are augmented equally."""
         if isinstance(self.trainers, LazyPopulation):
             bank = self._bank([self.trainers[trainer].split(stream) for trainer in trainers])
             inputs, targets, present = bank.take(range(len(trainers)), drawn)
@@ -158,15 +138,7 @@ class SampleBatchSource(PassBatchSource):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[SampleScore]:
-        """Return the loss, and the accuracy of classifiers, of set i under the model of row ``rows[i]``.
-
-        Args:
-            predict: Outputs of the models.
-            sets: Sets to score.
-            rows: Row of the model for each set.
-            portions: Number of users and samples in one pass.
-            gates: Not used.
-        """
+        """Return the loss, and the accuracy of classifiers, of set i under the model of row ``rows[i]``."""
         bank = self._bank(sets)
         slots = max(1, min(portions.users, len(rows)))
 
@@ -196,25 +168,13 @@ class SampleBatchSource(PassBatchSource):
         return batch_source
 
     def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int64[Tensor, "users count"]:
-        """Return a batch that repeats the first sample.
-
-        Args:
-            users: Number of users.
-            count: Number of samples of each user.
-            fake: Not used.
-        """
+        """Return a batch that repeats the first sample."""
         return torch.zeros(users, count, dtype=torch.int64)
 
     def blank_inputs(
         self, users: int, count: int, fake: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "users count ..."]:
-        """Return fake inputs in the shape of the samples.
-
-        Args:
-            users: Number of users.
-            count: Number of samples of each user.
-            fake: Converts a tensor on the meta device to a fake one.
-        """
+        """Return fake inputs in the shape of the samples."""
         inputs = self.banks["train"].inputs
         return fake(torch.empty(users, count, *inputs.shape[1:], dtype=inputs.dtype, device="meta"))
 

@@ -155,23 +155,11 @@ class NetKind(Kind):
         check_on_nets(method)
 
     def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
-        """Return the net, or the nets that are mixed.
-
-        Args:
-            recipe: The recipe.
-            materials: Users of the run.
-            plan: Plan of the run.
-        """
+        """Return the net, or the nets that are mixed."""
         return net_model(recipe, materials.common, plan.method)
 
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
-        """Return the users with their copies of the net.
-
-        Args:
-            recipe: The recipe.
-            materials: Users of the run.
-            plan: Plan of the run.
-        """
+        """Return the users with their copies of the net."""
         unread, here, reads = materials.unread, materials.here, materials.reads
         return build_nets(recipe, materials.common, plan, unread=unread, here=here, reads=reads)
 
@@ -180,14 +168,7 @@ class NetKind(Kind):
         return pool_samples(users)
 
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalNet:
-        """Return the net of one user, which predicts.
-
-        Args:
-            name: Name of the user.
-            model: The model that all users train.
-            tensors: Tensors of the user ``(1, ...)``.
-            row: Not used.
-        """
+        """Return the net of one user, which predicts."""
         return personal_net(name, cast(StackedModel, model), tensors)
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
@@ -242,12 +223,6 @@ class SamplesKind(NetKind):
         self, base: Base | None, users: Sequence[AnyUser], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
         """Return the data of a run that is opened again, with its shapes and net.
-
-        Args:
-            base: The base model, if the run has one.
-            users: The users.
-            settings: Result of :meth:`settings` in the run folder.
-            net: Makes the net, if a program passed it.
 
         Raises:
             DataError: A program made the net and does not pass it again.

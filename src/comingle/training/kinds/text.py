@@ -77,15 +77,7 @@ class TextBatchSource(BatchSource):
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int[Tensor, "users batch window"]:
-        """Return new random windows, ``context + 1`` tokens wide.
-
-        Args:
-            trainers: Numbers of the trainers.
-            phase: Phase that the batches are for.
-            round_number: The round, counted from 0.
-            step: Local step within the round; -1 before the first one.
-            repeat: Repeat of the phase within the step.
-        """
+        """Return new random windows, ``context + 1`` tokens wide."""
         drawn = [
             random_windows(
                 trainer.valid if phase.stream == "valid" else trainer.train,
@@ -111,13 +103,7 @@ class TextBatchSource(BatchSource):
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int[Tensor, "users batch window"]:
-        """Return windows by number; they have no token in common.
-
-        Args:
-            trainers: Numbers of the trainers.
-            numbers: Numbers of the windows; ``PAD`` for none.
-            round_number: Not used.
-        """
+        """Return windows by number; they have no token in common."""
         chosen = [self._windows(trainer)[at.clamp(min=0)] for trainer, at in zip(trainers, numbers, strict=True)]
         return torch.stack(chosen).masked_fill((numbers == PAD).unsqueeze(2), PAD)
 
@@ -143,15 +129,7 @@ class TextBatchSource(BatchSource):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[Score]:
-        """Return the losses of whole streams, in one exact pass over each.
-
-        Args:
-            predict: Losses under the models.
-            sets: Token streams.
-            rows: Row of the model for each stream.
-            portions: Number of users and sequences in one pass.
-            gates: Collects the gates of routers.
-        """
+        """Return the losses of whole streams, in one exact pass over each."""
         batch, slots = portions.slots(SCORED_PER_SLOT)
         cut = {"context": self.plan.training.context, "begin": self.begin}
         return score_streams(predict, sets, rows, batch=batch, slots=slots, gates=gates, **cut)
@@ -165,14 +143,7 @@ class LanguageKind(Kind):
         check_on_language(recipe, method)
 
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalModel:
-        """Return the model of one user, which generates text.
-
-        Args:
-            name: Name of the user.
-            model: The model that all users train.
-            tensors: Tensors of the user ``(1, ...)``.
-            row: Row of the user in the federation.
-        """
+        """Return the model of one user, which generates text."""
         return PersonalModel(name=name, model=cast(LanguageModel, model), tensors=tensors, row=row)
 
     def known_names(
@@ -229,26 +200,14 @@ class TextKind(LanguageKind):
         return is_user_text(data)
 
     def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
-        """Return the model; all users have equally many training tokens, which decide whether it is compiled.
-
-        Args:
-            recipe: The recipe.
-            materials: Base model and users of the run.
-            plan: Plan of the run.
-        """
+        """Return the model; all users have equally many training tokens, which decide whether it is compiled."""
         assert materials.base is not None
         trainers = count_trainers(materials, plan.method)
         tokens = trainers * plan.iterations * plan.training.batch_size * plan.training.context
         return language_model(recipe, materials.base, plan.method, trainers, tokens)
 
     def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
-        """Return the users on this machine; every stream that the run uses must be long enough.
-
-        Args:
-            recipe: The recipe.
-            materials: Base model and users of the run.
-            plan: Plan of the run.
-        """
+        """Return the users on this machine; every stream that the run uses must be long enough."""
         assert materials.base is not None
         plan, begin = with_full_participation(plan), materials.base.begin
         if not materials.unread:

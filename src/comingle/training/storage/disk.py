@@ -270,14 +270,7 @@ class OnDisk(State):
     # ---------------------------------------------------------------- the run folder
 
     def shard(self, number: int, processes: int, users: range, population: int) -> None:
-        """Restrict the state to the rows of consecutive users, in one of several processes.
-
-        Args:
-            number: The process, counted from 0.
-            processes: Number of processes.
-            users: Numbers of the users of this process among all.
-            population: Number of users of all processes.
-        """
+        """Restrict the state to the rows of consecutive users, in one of several processes."""
         copies = np.arange(self.count // len(users), dtype=np.int64) * population
         ids = (copies[:, None] + np.array(users, dtype=np.int64)).flatten().astype(np.int32)
         self._shard = Shard(part=Part(number, processes), ids=ids, total_rows=len(copies) * population)
@@ -309,13 +302,7 @@ class OnDisk(State):
         }
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
-        """Write the records to disk, then a table of their places; return the names of the files.
-
-        Args:
-            draft: Folder of the new checkpoint.
-            checkpoints: Older checkpoints, whose records are kept.
-            write: Not used.
-        """
+        """Write the records to disk, then a table of their places; return the names of the files."""
         self._written(0)
         assert self._run is not None
         files = {name: file for name in self._groups if (file := self._files[name][0]) is not None}
