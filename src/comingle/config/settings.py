@@ -12,13 +12,25 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Protocol, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Generic,
+    Literal,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from comingle.protocol import Format
 from comingle.utils import registry
 from comingle.utils.errors import LARGEST, PluginError
+from comingle.utils.names import name_problem
 from comingle.utils.registry import Registry, load_object
 
 if TYPE_CHECKING:
@@ -115,11 +127,45 @@ class DataSection(Section):
         return {}
 
 
-class OwnUsersSection(DataSection):
-    """Base class of sections whose users may be assigned to true clusters."""
+class UserFiles(Section):
+    """Data of one user: one source to be split, or one source per split."""
+
+    path: Source | None = None
+    train: Source | None = None
+    valid: Source | None = None
+    test: Source | None = None
+
+    @model_validator(mode="after")
+    def _one_or_splits(self) -> UserFiles:
+        if (self.path is None) == (self.train is None) or (self.path and (self.valid or self.test)):
+            raise ValueError("give either path alone, or train and test (and valid)")
+        if self.train is not None and self.test is None:
+            raise ValueError("train without test; give test too")
+        return self
+
+
+Files = TypeVar("Files", bound=UserFiles)
+
+
+class OwnUsersSection(DataSection, Generic[Files]):
+    """Base class of sections that name each user's files; users may be assigned to true clusters.
+
+    ``Files`` is the type of a user's entry.
+    """
 
     clusters: dict[str, str] | None = None
     """The true cluster of each user, for methods that know it."""
+    users: dict[str, Files] | None = None
+
+    @field_validator("users", mode="before")
+    @classmethod
+    def _wrap_plain_paths(cls, users: object) -> object:
+        """Convert a plain path to a mapping with the key ``path``."""
+        if not isinstance(users, Mapping):
+            return users
+        if problem := name_problem(str(name) for name in users):
+            raise ValueError(problem)
+        return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
 
     @field_validator("clusters", mode="before")
     @classmethod
@@ -135,6 +181,18 @@ class OwnUsersSection(DataSection):
         """The number of each named user's cluster, in the alphabetical order of the labels."""
         labels = sorted(set((self.clusters or {}).values()))
         return {name: labels.index(label) for name, label in (self.clusters or {}).items()}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the users in the recipe; empty with a data set."""
+        return list(self.users or {})
+
+    def anchored(self, anchor: Anchor) -> dict[str, object]:
+        """Return the keys ``users`` and ``dataset`` after applying ``anchor`` to their paths."""
+        content = self.model_dump(mode="json", exclude_unset=True, include={"users", "dataset"})
+        for entry in [*(content.get("users") or {}).values(), *filter(None, [content.get("dataset")])]:
+            entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}
+        return content
 
 
 class SplitSection(Section):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from comingle.config import SplitSection
+from comingle.config.settings import UserFiles
 from comingle.data.conversations.messages import Columns, Messages, messages_of
 from comingle.data.conversations.scoring import same_words
 from comingle.data.conversations.section import ConversationRows, ConversationsSection
@@ -22,7 +23,6 @@ from comingle.data.files import word_problem
 from comingle.data.row_files import BadRows, Row, read_name
 from comingle.data.streaming import ListedRows, Rows, read_each
 from comingle.data.tables import choose_users, field_of, has_column, read_tables, table_of
-from comingle.data.text.section import UserFiles
 from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
 from comingle.utils.names import name_problem
 from comingle.utils.seeds import derive

@@ -12,11 +12,12 @@ from comingle.config.settings import (
     Count,
     Source,
     TokenLimit,
+    UserFiles,
     keys_of_text,
     steps_of,
 )
 from comingle.data.conversations.messages import Columns
-from comingle.data.text.section import DocumentsSection, UserFiles, UsersRows
+from comingle.data.text.section import DocumentsSection, UsersRows
 from comingle.utils.errors import did_you_mean, list_names
 
 Measure = Literal["rouge1", "exact_match", "accuracy"]

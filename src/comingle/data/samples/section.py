@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from comingle.config.settings import (
-    PATHS,
-    Anchor,
     Count,
     Fraction,
     OwnUsersSection,
     Section,
-    Source,
+    UserFiles,
     keys_of_text,
     steps_of,
 )
-from comingle.utils.names import name_problem
 
 Side = Annotated[int, Field(ge=1, le=16_384, strict=True)]
 """Height or width of an image in pixels."""
@@ -39,21 +36,8 @@ NO_WINDOWS = "samples have no windows to be too short for"
 """Reason why ``on_small_user`` is not read."""
 
 
-class SampleSource(Section):
+class SampleSource(UserFiles):
     """Samples of one user: one source to be split, or one source per split."""
-
-    path: Source | None = None
-    train: Source | None = None
-    valid: Source | None = None
-    test: Source | None = None
-
-    @model_validator(mode="after")
-    def _one_or_splits(self) -> SampleSource:
-        if (self.path is None) == (self.train is None) or (self.path and (self.valid or self.test)):
-            raise ValueError("give either path alone, or train and test (and valid)")
-        if self.train is not None and self.test is None:
-            raise ValueError("train without test; give test too")
-        return self
 
 
 class FractionsSection(Section):
@@ -63,11 +47,10 @@ class FractionsSection(Section):
     test: Annotated[float, Field(gt=0, lt=1)] = 0.1
 
 
-class SamplesSection(OwnUsersSection):
+class SamplesSection(OwnUsersSection[SampleSource]):
     """Users with samples: a folder of images with one subfolder per class, an ``.npz`` file, or data from a program."""
 
     kind: Literal["samples"] = "samples"
-    users: dict[str, SampleSource] | None = None
     image_size: Side | tuple[Side, Side] | None = None
     grayscale: bool = False
     classes: Count | tuple[str, ...] | None = None
@@ -93,15 +76,6 @@ class SamplesSection(OwnUsersSection):
         ),
     }
 
-    @field_validator("users", mode="before")
-    @classmethod
-    def _plain_paths(cls, users: object) -> object:
-        if not isinstance(users, Mapping):
-            return users
-        if problem := name_problem(str(name) for name in users):
-            raise ValueError(problem)
-        return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
-
     @model_validator(mode="after")
     def _somebody(self) -> SamplesSection:
         if (self.users is None) == (self.given is None):
@@ -121,15 +95,3 @@ class SamplesSection(OwnUsersSection):
     def outputs(self) -> int | None:
         """Number of classes, if the recipe has it."""
         return len(self.classes) if isinstance(self.classes, tuple) else self.classes
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the users in the recipe."""
-        return list(self.users or {})
-
-    def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Return the key ``users`` after applying ``anchor`` to its paths."""
-        content = self.model_dump(mode="json", exclude_unset=True, include={"users"})
-        for entry in (content.get("users") or {}).values():
-            entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}
-        return content

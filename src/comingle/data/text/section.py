@@ -9,34 +9,17 @@ from pydantic import Field, field_validator, model_validator
 
 from comingle.config.settings import (
     ON_LANGUAGE,
-    PATHS,
-    Anchor,
     Count,
+    Files,
     OwnUsersSection,
     Section,
     Source,
     SplitSection,
     TokenLimit,
+    UserFiles,
 )
 from comingle.data.row_files import OnBadRow
 from comingle.utils.names import name_problem
-
-
-class UserFiles(Section):
-    """Data of one user: one source to be split, or one source per split."""
-
-    path: Source | None = None
-    train: Source | None = None
-    valid: Source | None = None
-    test: Source | None = None
-
-    @model_validator(mode="after")
-    def _one_or_splits(self) -> UserFiles:
-        if (self.path is None) == (self.train is None) or (self.path and (self.valid or self.test)):
-            raise ValueError("give either path alone, or train and test (and valid)")
-        if self.train is not None and self.test is None:
-            raise ValueError("train without test; give test too")
-        return self
 
 
 class UserSource(UserFiles):
@@ -76,17 +59,15 @@ class DatasetSource(UsersRows):
 _LIMIT = "a whole number from 1, or a mapping of names to such numbers"
 
 
-Files = TypeVar("Files", bound=UserFiles)
 Rows = TypeVar("Rows", bound=UsersRows)
 
 
-class DocumentsSection(OwnUsersSection, Generic[Files, Rows]):
+class DocumentsSection(OwnUsersSection[Files], Generic[Files, Rows]):
     """Base class of the sections of text and conversations.
 
     ``Files`` is the type of a user's entry, ``Rows`` that of the data set.
     """
 
-    users: dict[str, Files] | None = None
     dataset: Rows | None = None
     split: SplitSection = SplitSection()
     on_small_user: Literal["refuse", "skip"] = "refuse"
@@ -98,16 +79,6 @@ class DocumentsSection(OwnUsersSection, Generic[Files, Rows]):
     example: ClassVar[str]
     """File of a user, as an example in messages."""
 
-    @field_validator("users", mode="before")
-    @classmethod
-    def _wrap_plain_paths(cls, users: object) -> object:
-        """Convert a plain path to a mapping with the key ``path``."""
-        if not isinstance(users, Mapping):
-            return users
-        if problem := name_problem(str(name) for name in users):
-            raise ValueError(problem)
-        return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
-
     @model_validator(mode="after")
     def _has_one_source(self) -> DocumentsSection:
         if [self.users, self.dataset, self.given].count(None) != 2:
@@ -117,18 +88,6 @@ class DocumentsSection(OwnUsersSection, Generic[Files, Rows]):
         if self.users is not None and not self.users:
             raise ValueError(f"zero users; name at least one, as `users: {{alice: {self.example}}}`")
         return self
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the users in the recipe; empty with a data set."""
-        return list(self.users or {})
-
-    def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Return the keys ``users`` and ``dataset`` after applying ``anchor`` to their paths."""
-        content = self.model_dump(mode="json", exclude_unset=True, include={"users", "dataset"})
-        for entry in [*(content.get("users") or {}).values(), *filter(None, [content.get("dataset")])]:
-            entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}
-        return content
 
 
 class TextSection(DocumentsSection[UserSource, DatasetSource]):
