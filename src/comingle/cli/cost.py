@@ -180,7 +180,7 @@ def advise(
     sets: Sets = None,
     quiet: Quiet = False,
 ) -> None:
-    """Advise from short runs which users should train alone, which gain from each other, and by which method.
+    """Estimate from short runs which users gain from training together, and with which method.
 
     Runs local and the methods with all users, and the first method with smaller groups: every pair of up to five users,
     all but one of up to twelve. Writes nothing.

@@ -238,9 +238,10 @@ LISTED_USERS = 24
 def choose_rows(
     counts: Mapping[str, Sequence[int]], by: int, *, all_users: bool = False
 ) -> list[tuple[str, list[str]]]:
-    """Return the rows of a table, one per user.
+    """Return the rows of a table of users.
 
-    For more than 24 users these are the minimum, median and maximum of each column, and the users with least and most.
+    Up to 24 users have one row each. For more, the rows are the minimum, median and maximum of each column, and the
+    users with the smallest and largest number.
 
     Args:
         counts: Numbers of each user, one per column.

@@ -38,40 +38,40 @@ if TYPE_CHECKING:
 
 
 Count = Annotated[int, Field(ge=1, le=10**15, strict=True)]
-"""Above it are only slips of the hand, and numbers that no tensor can count."""
+"""A positive count. The upper bound catches typing errors; no tensor has more elements."""
 Steps = Annotated[int, Field(ge=1, le=10_000_000, strict=True)]
-"""A number of consecutive steps."""
+"""Number of consecutive steps."""
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Source = Annotated[str, Field(min_length=1)]
 TokenLimit = Count | dict[str, Count] | None
-"""Number of tokens to keep of a split: one for all users, or one for each user named."""
+"""Number of tokens to keep of a split: one number for all users, or a number per named user."""
 
 
 class Section(BaseModel):
-    """A section of a recipe, which refuses unknown keys."""
+    """Base class of the sections of a recipe; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def plain_name(section: object, *, key: str = "name") -> object:
-    """Return a section that may be written as its name alone as the mapping ``{key: name}``."""
+    """Return the mapping ``{key: name}`` for a section that is given as a plain name; return others unchanged."""
     return {key: section} if isinstance(section, str) else section
 
 
 def number_in(value: object) -> object:
-    """Return the number in a text such as "1e-3", which YAML 1.1 reads as text; return anything else as it is."""
+    """Convert text such as "1e-3", which YAML 1.1 reads as text, to a number; return other values unchanged."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)
     return value
 
 
 PATHS = ("path", "train", "valid", "test")
-"""Keys that say where a user's own data is."""
+"""Keys whose values are paths of a user's data."""
 
 Anchor = Callable[[Any], Any]
-"""Makes a relative path, or every one of a list, absolute where it exists beside the recipe."""
+"""Function that makes a relative path, or a list of them, absolute if it exists beside the recipe."""
 
 
 class DataSection(Section):
@@ -79,29 +79,29 @@ class DataSection(Section):
 
     kind: Any  # a word in each
     given: Literal[True] | None = None
-    """True where a program passes the users' data, so that the section has no sources."""
+    """True if a program passes the users' data; the section then has no sources."""
     seed: Annotated[int, Field(ge=0, strict=True)] | None = None
-    """The seed of splits, samples and partitions; None: the recipe's ``seed``, which draws all else."""
+    """Seed of splits, samples and partitions; None for the recipe's ``seed``, which determines all other draws."""
 
     label: ClassVar[str]
-    """Name of such data in messages."""
+    """Name of the data in messages."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """Keys by which a recipe that does not name its kind is known to be of this one."""
+    """Keys that select this kind if a recipe does not name one."""
     implementation: ClassVar[str]
-    """Where the kind itself is, as ``package.module:NAME``: what reads, trains on and scores such data."""
+    """Import path ``package.module:NAME`` of the kind, which reads the data, trains on it and scores it."""
     unread: ClassVar[Mapping[str, str]] = {}
-    """Settings of a recipe that such data leaves unread, and what is there instead."""
+    """Settings that are not read for this kind, each with the alternative."""
     weightings: ClassVar[tuple[str, ...]] = ("uniform", "samples")
     """Allowed values of ``training.weighting``."""
     accepted: ClassVar[Mapping[str, str]] = {}
-    """What a key of the section accepts where pydantic would name one of several types."""
+    """Accepted values of keys with several types, for messages; pydantic names only one type."""
     has_base: ClassVar[bool] = False
-    """Whether such data brings a model of its own where a recipe names no base."""
+    """True if the data has a default model, so that a recipe need not name a base."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_other_kinds(cls, content: object) -> object:
-        """Keys that other kinds have, each with what is there instead."""
+        """Refuse keys of other kinds, and name the alternative."""
         for key in content if isinstance(content, Mapping) else ():
             if key not in cls.model_fields and (instead := cls.unread.get(f"data.{key}")):
                 raise ValueError(f"{key} is not read for {cls.label}; {instead}")
@@ -114,16 +114,16 @@ class DataSection(Section):
 
     @property
     def cluster_numbers(self) -> dict[str, int]:
-        """The number of each user's true cluster, where the recipe names them."""
+        """The number of each user's true cluster, if the recipe names clusters."""
         return {}
 
     @property
     def in_distribution(self) -> bool:
-        """Whether what users are tested on is of the kind that they train on."""
+        """True if users are tested on data from their training distribution."""
         return True
 
     def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Keys whose paths are relative to the recipe's file, with what ``anchor`` makes of them."""
+        """Return the keys with paths relative to the recipe's file, after applying ``anchor``."""
         return {}
 
 
@@ -218,7 +218,7 @@ KINDS: registry.Registry[type[DataSection]] = registry.Registry(
 
 
 def section_of(content: Mapping[str, object]) -> type[DataSection]:
-    """Return the section of the kind that the data names, else of the kind whose keys it has.
+    """Return the section class of the kind that the data names, or else of the kind whose keys it has.
 
     Raises:
         ValueError: no such kind, or none of their keys, or several.
@@ -243,7 +243,7 @@ def _loadable() -> Iterator[type[DataSection]]:
 
 
 ON_LANGUAGE: Mapping[str, str] = {"floral": "adaptors on a language model take adapters.rank and adapters.alpha"}
-"""Settings of nets, which no users of a language model read."""
+"""Settings of nets, which language models do not read."""
 
 _PASSES = {"data.train_on_valid": "rounds are passes, which would be longer with more to train on"}
 
@@ -251,7 +251,7 @@ _LIMITS = ("data.max_train_tokens", "data.max_valid_tokens", "data.max_test_toke
 
 
 def steps_of(what: str) -> dict[str, str]:
-    """Iterations, where users pass over what they have."""
+    """Why ``local_steps`` is not read if users make passes over their data."""
     return {"training.local_steps": f"passes over a user's {what} are counted by training.local_epochs"}
 
 
@@ -266,25 +266,29 @@ def keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -> dict[
 
 @runtime_checkable
 class Gating(Protocol):
-    """A method's own way of weighing experts, of all of a model's routers alike; ``str`` says it in words."""
+    """Weighting of experts that a method defines, the same for all routers of a model; ``str`` describes it."""
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Any]:
-        """How many rows, of the width that it reads, a router has for so many experts, and what draws them.
+        """Return the number of rows of a router with ``experts`` experts, and the function that draws them.
 
-        Of no more rows than experts, the last experts' in order, users have those of experts that they have.
+        If there are at most as many rows as experts, they belong to the last experts, in order, and a user has the
+        rows of its own experts.
         """
         ...
 
     def __call__(self, router: Any, products: Any, x: Any) -> Any:
-        """Gates ``(users, n, experts)`` that sum to one, of ``x (users, n, width)`` and its products with all rows."""
+        """Return gates ``(users, n, experts)`` that sum to one.
+
+        ``x`` is ``(users, n, width)``; ``products`` are its products with all rows of the router.
+        """
 
 
 Balance = Literal["none", "uniform", "generalist"]
-"""Which load on the experts the balancing penalty asks for: none, equal, or half of it on the generalist."""
+"""Load that the balancing penalty aims at: none, equal for all experts, or one half on the generalist."""
 
 
 RANK = 8
-"""Of everybody's experts."""
+"""Default rank of the experts."""
 
 
 class TargetsSection(Section):
@@ -309,7 +313,7 @@ class TargetsSection(Section):
 
     @property
     def names(self) -> set[str]:
-        """All linear layers named."""
+        """Names of all linear layers."""
         return {name for _, name in self.named()}
 
 
@@ -328,19 +332,19 @@ class AdaptersSection(Section):
 
 
 WORDS = (32, 64)
-"""Bits of the numbers on which masks are uniform."""
+"""Bit widths of the integers on which masks are uniform."""
 
 LEAST = 2
-"""A sum of one user's upload is that upload."""
+"""Least number of users in a sum; a sum over one user would reveal that upload."""
 
 
 class SecureSection(Section):
-    """Settings of secure sums, of which the server sees the total alone.
+    """Settings of secure aggregation: the server sees only the sum of the uploads.
 
-    ``threshold`` is the part of a round's users without whom there is no sum; it is above one half, so that no two sums
-    are made of one round. ``bits`` is the size of an entry of an upload, sign included. ``range`` is the largest
-    magnitude of an entry of a user's change, 8 where nothing is said; with noise it follows from the clip norm.
-    ``colluders`` is how many users may tell the server all they know before noise becomes less than it is counted as.
+    ``threshold`` is the fraction of a round's users that a sum requires; it is above one half, so that a round has at
+    most one sum. ``bits`` is the size of an entry of an upload, sign included. ``range`` is the largest
+    magnitude of an entry of a user's change, by default 8; with noise it follows from the clip norm. ``colluders`` is
+    the number of users that may collude with the server without reducing the noise below the accounted amount.
     """
 
     threshold: Annotated[float, Field(gt=0.5, le=1)] = 0.66
@@ -349,25 +353,25 @@ class SecureSection(Section):
     colluders: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
 
     def least(self, users: int) -> int:
-        """How many of a round's users it takes."""
+        """Return the number of users that a sum over a round with ``users`` participants requires."""
         return max(LEAST, math.ceil(self.threshold * users - 1e-9))
 
     def word(self, users: int) -> int:
-        """The size of the numbers that are sent, so that a sum of ``users`` entries fills no more than half of them."""
+        """Return the bit width of uploads, such that a sum over ``users`` entries uses at most half of the range."""
         needed = self.bits + math.ceil(math.log2(max(users, 1))) + 1
         return WORDS[0] if needed <= WORDS[0] else WORDS[1]
 
 
 def no_sum(done: int, there: int, expected: int, what: str, least: int) -> str:
-    """Why a round has none, in one line."""
+    """Return the reason, in one line, why a round has no sum."""
     return f"round {done}: {there} of {expected} users {what}; needed: {least}; the round ends without a sum"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What users and server know of a sum before it begins: of which round, of how many entries, of whom.
+    """Terms of a secure sum, which users and server agree on beforehand: round, users and number of entries.
 
-    ``expected`` is how many users the round asks, ``threshold`` without how many of them there is no sum.
+    ``expected`` is the number of participants of the round, ``threshold`` the least number that a sum requires.
     """
 
     run: str
@@ -380,13 +384,13 @@ class Terms:
 
     @property
     def digest(self) -> str:
-        """A name of all of it, to which keys are bound."""
+        """Return a digest of all terms, to which keys are bound."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 ADAPTIVE = "adaptive"
 KEY = "privacy.key"
-"""The file with the key of the noise."""
+"""Name of the file with the key of the noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,21 +432,23 @@ def protects_examples(mechanism: str) -> bool:
 
 
 class PrivacySection(Section):
-    """Differential privacy: whatever one user's data is changes what others see by at most epsilon, delta.
+    """Differential privacy: changing one user's data changes what others observe by at most (epsilon, delta).
 
-    ``mechanism`` says where the noise is added: at the server, to the mean ("central"), or at each user ("local"); with
-    "none" there is none. With "example" it is privacy of single examples of a user instead of users (DP-SGD): each step
-    on what is shared is taken on a sum of clipped gradients with noise, and ``clip_norm`` bounds an example's gradient.
-    Without a noise multiplier each user has its own, by how many examples it has.
-    With ``secure_aggregation`` the server sees sums of uploads alone, and what "central" adds to
-    the sum comes from its users, each a part of it.
-    ``clip_norm`` bounds the L2 norm of a user's change; "adaptive" follows ``clip_quantile`` of the users' norms, from
-    ``first_clip_norm`` on, with steps of ``clip_rate`` (Andrew et al. 2021, whose values they are; a norm grows tenfold
-    in 23 rounds at most). The noise's deviation is ``noise_multiplier`` times the clip norm. Without it the whole run
-    spends ``epsilon``; with it the run stops before it is exceeded. ``sampling`` says how a fraction of the users is
-    drawn: each by itself ("poisson"), or so many ("fixed"). ``weight_cap`` is the amount of data from which on a user
-    has the full weight, where ``training.weighting`` is not uniform. ``noise`` is "secret", or for simulations
-    "reproducible" from the seed.
+    ``mechanism`` says where noise is added: "central" at the server, to the mean; "local" at each user; "none" nowhere.
+    "example" protects single examples of a user instead of users (DP-SGD): each step on shared tensors uses a noised
+    sum of clipped gradients, and ``clip_norm`` bounds the gradient of an example. Without a noise multiplier each user
+    then has its own, which depends on its number of examples.
+
+    With ``secure_aggregation`` the server sees only sums of uploads, and each user adds a share of the central noise.
+
+    ``clip_norm`` bounds the L2 norm of a user's change; "adaptive" follows ``clip_quantile`` of the users' norms,
+    starting at ``first_clip_norm`` with steps of ``clip_rate`` (Andrew et al. 2021, with their values; a norm grows
+    tenfold in 23 rounds at most). The standard deviation of the noise is ``noise_multiplier`` times the clip norm.
+    Without a multiplier the run spends ``epsilon``; with both, it stops before epsilon is exceeded.
+
+    ``sampling`` draws each participant independently ("poisson") or a fixed number ("fixed"). ``weight_cap`` is the
+    amount of data from which a user has the full weight, if ``training.weighting`` is not uniform. ``noise`` is
+    "secret", or for simulations "reproducible" from the seed.
     """
 
     mechanism: str = "central"
@@ -460,7 +466,7 @@ class PrivacySection(Section):
     secure_aggregation: SecureSection | None = None
 
     def __hash__(self) -> int:
-        """Return a hash of all values, by which accountants cache results."""
+        """Return a hash of all values, the cache key of accountants."""
         return hash(tuple(self.__dict__.values()))
 
     @field_validator("mechanism", mode="before")
@@ -473,28 +479,28 @@ class PrivacySection(Section):
 
     @property
     def noisy(self) -> bool:
-        """Whether there is noise, and so an account of what is revealed."""
+        """True if noise is added, so that a privacy account is kept."""
         return self.noise_at != "none"
 
     @property
     def noise_at(self) -> str:
-        """Who adds noise to what: ``server``, ``upload``, ``steps`` or ``none``."""
+        """Place where noise is added: ``server``, ``upload``, ``steps`` or ``none``."""
         return MECHANISMS[self.mechanism].noise_at
 
     @property
     def protects(self) -> str:
-        """The unit of privacy: ``user`` or ``example``."""
+        """Unit of privacy: ``user`` or ``example``."""
         return MECHANISMS[self.mechanism].protects
 
     @property
     def multiplier(self) -> float:
-        """The noise multiplier, once it is known."""
+        """The noise multiplier. It is known once a plan is made."""
         assert self.noise_multiplier is not None
         return self.noise_multiplier
 
     @property
     def adaptive(self) -> bool:
-        """Whether the clip norm follows the users' norms."""
+        """True if the clip norm follows the users' norms."""
         return self.clip_norm == ADAPTIVE
 
     @property
@@ -507,7 +513,7 @@ Rule = Literal["mean", "median", "trimmed-mean", "krum", "multi-krum", "geometri
 
 
 class AggregationSection(Section):
-    """Aggregation rule of the server, for uploads some of which may be hostile.
+    """Aggregation rule of the server, which tolerates some hostile uploads.
 
     In YAML it is the plain name of a rule, or a mapping. ``hostile`` is the share of a round's uploads that is assumed
     to be hostile, below a half. ``bound`` is the largest L2 norm of a user's change with "norm-bound": a number, or the
@@ -520,19 +526,19 @@ class AggregationSection(Section):
 
     @property
     def is_mean(self) -> bool:
-        """Whether uploads are combined as the method does."""
+        """True if uploads are combined by the method's own mean."""
         return self.rule == "mean"
 
     def hostile_among(self, users: int) -> int:
-        """How many of so many uploads are assumed to be hostile: their share, rounded up."""
+        """Return the number of uploads that are assumed to be hostile: their share, rounded up."""
         return math.ceil(self.hostile * users - 1e-9)
 
     def enough(self, users: int) -> bool:
-        """Whether the rule can do with so many uploads what it promises."""
+        """Return whether the rule's guarantee holds for this number of uploads."""
         return users >= self.needed(self.hostile_among(users))
 
     def needed(self, hostile: int) -> int:
-        """How many uploads the rule needs with so many hostile ones among them."""
+        """Return the number of uploads that the rule requires, given the number of hostile ones."""
         if self.rule == "mean" or (self.rule == "norm-bound" and self.bound != "median"):
             return 1
         if self.rule in ("krum", "multi-krum"):
@@ -541,19 +547,19 @@ class AggregationSection(Section):
 
 
 EVERYBODY = 1.0
-"""As a fraction of the users."""
+"""Participation of all users, as a fraction of the population."""
 
 AUTO: Final = "auto"
 
 SHORTEST = 5
-"""Rounds between two evaluations where a recipe says "auto": more would hardly show more, and each is a download."""
+"""Least number of rounds between two evaluations if the recipe says "auto"; each evaluation costs a download."""
 
 MEMORY: Final = "memory"
-"""Where users' tensors are, unless a recipe says otherwise."""
+"""Default store of users' tensors."""
 
 
 class OptimizerSection(Section):
-    """An optimiser and its schedule. ``momentum`` belongs to SGD, ``betas`` and ``eps`` to AdamW."""
+    """Optimiser and schedule. ``momentum`` is for SGD; ``betas`` and ``eps`` are for AdamW."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     learning_rate: Positive = 2e-3
@@ -567,7 +573,7 @@ class OptimizerSection(Section):
 
     @property
     def moments(self) -> frozenset[str]:
-        """Which moments the optimiser keeps: ``first``, ``second``."""
+        """Moments that the optimiser keeps: ``first``, ``second``."""
         if self.name == "adamw":
             return frozenset({"first", "second"})
         return frozenset({"first"} if self.momentum else ())

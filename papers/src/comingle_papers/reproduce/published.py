@@ -70,7 +70,7 @@ class DataSet(Section):
 
     @property
     def chats(self) -> bool:
-        """Whether users have conversations instead of text."""
+        """True if users have conversations instead of text."""
         return self.hub.get("kind") == "conversations"
 
 
@@ -158,7 +158,7 @@ class Note(Section):
 
 
 class Plot(Section):
-    """The content of a figure; ``x`` and ``series`` are the two settings of a sweep.
+    """Content of a figure; ``x`` and ``series`` are the two settings of a sweep.
 
     Curves show ``measure``, by default the metric by which models are compared. ``mixtures`` also draws the routers of
     users who mix adapters, as users x clusters over rounds. ``usage`` lists what results are plotted against, one row

@@ -283,9 +283,9 @@ def check_out(out: Path, name: str, *, resume: bool, force: bool) -> Path:
 
 
 def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[tuple[str, str], list[float]]:
-    """Return the metric of every run of a cell, by (row, column), without runs that are missing or diverged.
+    """Return the metric of every run of a cell, by (row, column). Skip missing and diverged runs.
 
-    Accuracies are in per cent, as papers print them. A metric by which models are not compared is averaged over users.
+    Accuracies are in per cent, as papers print them. A metric that does not rank models is averaged over users.
 
     Args:
         outcomes: The outcomes by run name.

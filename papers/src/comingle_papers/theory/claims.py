@@ -25,7 +25,7 @@ class Claim:
 
     @property
     def covered(self) -> bool:
-        """Whether the statement applies to this run."""
+        """True if the statement applies to this run."""
         return self.bound is not None
 
     @property
@@ -37,7 +37,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether the measured value obeys the bound, up to rounding."""
+        """True if the measured value obeys the bound, up to rounding."""
         if self.bound is None:
             return True
         slack = ROUNDING * abs(self.bound)

@@ -556,7 +556,7 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
 
 
 def local_rate(problem: LinearProblem, solution: Point) -> float:
-    """Return the factor by which one step of eq. 28 shrinks ``F - F*`` close to a solution.
+    """Return the contraction factor of ``F - F*`` in one step of eq. 28, close to a solution.
 
     Example 2 at the solution: distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the Hessian
     (experts and router; shares; mixed), the objective's residual by ``r^2``.

@@ -206,7 +206,7 @@ def coupled_curve(
 
 
 def largest_quotient(problem: Coupled, settings: CoupledSettings, rng: np.random.Generator) -> float:
-    """Return the largest ``|u(x) - u(x')| / |x - x'|`` of random pairs, half of which lie close together.
+    """Return the largest ``|u(x) - u(x')| / |x - x'|`` of random pairs. Half of the pairs are close together.
 
     Args:
         problem: The function.

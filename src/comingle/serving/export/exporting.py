@@ -380,14 +380,7 @@ _PROBE = 16
 
 
 def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
-    """Write a user's model to ``folder``; implements :meth:`comingle.models.personal.PersonalModel.export`.
-
-    Args:
-        personal: The user's model.
-        folder: Where to write.
-        format: One of :data:`FORMATS`.
-        dtype: Number format of the weights; None for the base's.
-        force: Whether to replace an existing export.
+    """Implement :meth:`comingle.models.personal.PersonalModel.export` by :func:`export`.
 
     Raises:
         RunError: The base is quantised, or as for :func:`export`.
