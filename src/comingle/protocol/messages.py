@@ -254,13 +254,13 @@ def expand(tensors: Tree, form: Format) -> Tree:
     found = {name: t for name, t in tensors.items() if not name.endswith(SCALE)}
     for name, t in found.items():
         if t.dtype != wanted:
-            raise MessageError(f"upload: tensor {name!r} is of {t.dtype}; allowed: {wanted}, as training.uploads says")
+            raise MessageError(f"upload: tensor {name!r}: got {t.dtype}; allowed: {wanted} (training.uploads)")
     if form == "bfloat16":
         return {name: t.float() for name, t in found.items()}
     for name, t in found.items():
         scale = tensors.get(name + SCALE)
         if scale is None or scale.shape != (*t.shape[:-1], 1) or bool((scale < 0).any()):
-            raise MessageError(f"upload: tensor {name!r} has no scales that fit")
+            raise MessageError(f"upload: tensor {name!r} has no matching scales")
     return {name: _dequantise(t, tensors[name + SCALE]) for name, t in found.items()}
 
 

@@ -70,7 +70,7 @@ def unpack(data: bytes) -> Download | Upload:
         return _read(json.loads(header), load(tensors))
     # torch raises RuntimeError for numbers that a tensor cannot hold.
     except (KeyError, TypeError, ValueError, SafetensorError, OverflowError, RecursionError, RuntimeError) as error:
-        raise MessageError(f"message: not one of comingle's ({type(error).__name__}: {error})") from None
+        raise MessageError(f"message: not a valid message ({type(error).__name__}: {error})") from None
 
 
 def packed_bytes(message: Download | Upload) -> list[int]:
@@ -128,16 +128,16 @@ def _cut(name: str, t: Tensor, rank: int) -> Tensor:
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
     if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
-        raise MessageError(f"message: {len(data)} bytes that do not begin as a message of comingle does")
+        raise MessageError(f"message: got {len(data)} bytes that do not begin with the header of a message")
     _, version, header, tensors, check = _PREFIX.unpack_from(data)
     if version != FORMAT:
-        raise MessageError(f"message: of format {version}; allowed: {FORMAT}")
+        raise MessageError(f"message: got format {version}; allowed: {FORMAT}")
     wanted = _PREFIX.size + header + tensors
     if wanted != len(data) or wanted > MAX_BYTES:
-        raise MessageError(f"message: has {len(data)} bytes and says that it has {wanted}; at most {MAX_BYTES}")
+        raise MessageError(f"message: got {len(data)} bytes, header says {wanted}; allowed: at most {MAX_BYTES}")
     middle = _PREFIX.size + header
     if zlib.crc32(data[_PREFIX.size :]) != check:
-        raise MessageError("message: its checksum is wrong, so something has changed on the way")
+        raise MessageError("message: wrong checksum; the message was changed on the way")
     return data[_PREFIX.size : middle], data[middle:]
 
 
