@@ -66,16 +66,14 @@ def test_demo_users_are_the_same_in_another_process():
 
 
 def test_an_unknown_demo_user_gets_the_known_ones():
-    with pytest.raises(DataError) as raised:
+    message = r"'licenses'.*: library, reference, numpy, licences\. Did you mean 'licences'"
+    with pytest.raises(DataError, match=message):
         read_documents("demo:licenses")
-    assert str(raised.value) == (
-        "no demo user 'licenses'; there are: library, reference, numpy, licences. Did you mean 'licences'?"
-    )
 
 
 def test_a_python_without_sources_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(DataError, match="without the text they read"):
+    with pytest.raises(DataError, match=r"^demo users: "):
         demo.read_library()
 
 

@@ -114,7 +114,7 @@ def test_users_who_would_be_left_out_are_not_counted(comingle: Any, recipe_file:
 
 def test_text_that_is_not_here_is_said(comingle: Any, recipe_file: Path) -> None:
     (recipe_file.parent / "texts" / "cem.txt").unlink()
-    assert "Some of the users' text is not here" in comingle("cost", recipe_file).out
+    assert "Some of the users' text" in comingle("cost", recipe_file).out
 
 
 @pytest.mark.parametrize(

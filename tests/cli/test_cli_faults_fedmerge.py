@@ -344,7 +344,7 @@ ASKED = {
     "base=net:mnist": "base: got 'net:mnist' for text; allowed: a language model; nets are for users with samples",
     "method=fedem": "method fedem: mixes whole models, which are small nets; nets are for users with samples",
     "adapters.rank=[2, 4]": "method fedmerge: adapters.rank differs between users; the server's models have one rank",
-    "method=pcl": "user 'en': valid holds 0 questions, needs at least 1; give data.questions.valid, or choose a method",
+    "method=pcl": "user 'en': valid has 0 questions",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +13,36 @@ from comingle.config import load_recipe
 SETTINGS = {
     "an unknown key": (
         "training.ronds=3",
-        "--set: unknown key 'training.ronds'. Did you mean 'rounds'? Allowed: rounds, ",
+        r"--set: unknown key 'training.ronds'. Did you mean 'rounds'\? Allowed: rounds, ",
     ),
     "a wrong type": ("training.rounds=many", "--set: training.rounds: Input should be a valid integer; got 'many'"),
     "no equals sign": ("training.rounds", "--set 'training.rounds': give KEY=VALUE, as training.rounds=3"),
     "no key": ("=3", "--set '=3': give KEY=VALUE, as training.rounds=3"),
-    "a value that is not YAML": ("base=[", "--set 'base=[': not YAML: while parsing a flow node"),
-    "zero users": ("data.users={}", "--set: data: zero users; name at least one, as `users: {alice: path/to/text}`"),
+    "a value that is not YAML": ("base=[", r"--set 'base=\[': not YAML: while parsing a flow node"),
+    "zero users": ("data.users={}", r"--set: data: no users; .*`users: {alice: path/to/text}`"),
     "a missing file": ("data.users.ann=texts/anne.txt", "texts/anne.txt: no such file or folder"),
-    "an unknown demo user": ("data.users.ann=demo:libary", "no demo user 'libary'; there are: library, reference, "),
+    "an unknown demo user": ("data.users.ann=demo:libary", "no demo user 'libary'; allowed: library, reference, "),
     "too little text": (
         "data.max_train_tokens=16",
-        "3 of 3 users have too little text: 'ann' (train holds 16 tokens, needs at least 17), 'bob' (train holds 16 ",
+        r"3 of 3 users .*: 'ann' \(train [^)]*\b16 tokens[^)]* 17\), 'bob' \(train [^)]*\b16 ",
     ),
     "no validation text": (
         "data.split.valid=0",
-        "3 of 3 users have too little text: 'ann' (valid holds 0 tokens, needs at least 17), 'bob' (valid holds 0 "
-        "tokens, needs at least 17), 'cem' (valid holds 0 tokens, needs at least 17) for one window of context 16; "
-        "give a valid split or fraction, or choose a method without validation data",
+        r"3 of 3 users .*: 'ann' \(valid [^)]*\b0 tokens[^)]* 17\), 'bob' \(valid [^)]*\), 'cem' \(valid [^)]*\) "
+        ".*context 16; .*valid split or fraction",
     ),
-    "no test text": ("data.split.test=0", "3 of 3 users have too little text: 'ann' (test holds 0 tokens, needs"),
+    "no test text": ("data.split.test=0", r"3 of 3 users .*: 'ann' \(test [^)]*\b0 tokens"),
     "fractions without a rest": (
         "data.split={valid: 0.5, test: 0.5}",
         "user 'ann': split fractions valid=0.5, test=0.5",
     ),
     "an unknown method": (
         "method=comig",
-        "method: no method 'comig'. Did you mean 'comigs'? Allowed: pretrained, centralized, local, fedavg, ",
+        r"method: no method 'comig'. Did you mean 'comigs'\? Allowed: pretrained, centralized, local, fedavg, ",
     ),
     "an unknown setting": (
         "method.router_evry=3",
-        "method comigs-1g1s: no setting 'router_evry'. Did you mean 'router_every'? Allowed: accumulate_gradients, ",
+        r"method comigs-1g1s: no setting 'router_evry'. Did you mean 'router_every'\? Allowed: accumulate_gradients, ",
     ),
     "a setting out of range": (
         "method.router_every=0",
@@ -50,7 +50,7 @@ SETTINGS = {
     ),
     "no experts": (
         "method={name: comigs, generalists: 0, specialists: 0}",
-        "method comigs: generalists + specialists is 0 for some user; at least 1 expert is needed",
+        r"method comigs: generalists \+ specialists is 0 for some user; at least 1 expert is needed",
     ),
     "numbers for other users": (
         "method={name: comigs, specialists: [1, 2]}",
@@ -101,7 +101,7 @@ def test_a_wrong_setting(
     setting, said = SETTINGS[mistake]
     monkeypatch.chdir(recipe_file.parent)
     line = one_line(comingle("run", recipe_file, "--out", tmp_path / "run", "--set", setting))
-    assert line.startswith(said)
+    assert re.match(said, line)
     diverged = mistake == "a rate beyond reason"
     assert (tmp_path / "run").exists() == diverged
     assert not (tmp_path / "run" / "metrics.json").exists()
@@ -110,10 +110,10 @@ def test_a_wrong_setting(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"", "no text in it, a user needs at least one document"),
-        (b" \n\n ", "no text in it, a user needs at least one document"),
-        (b"caf\xe9", "not UTF-8 text (byte 0xe9 at offset 3); convert it to UTF-8 first"),
-        (b"Hi", "user 'bob': train holds "),
+        (b"", "no text;"),
+        (b" \n\n ", "no text;"),
+        (b"caf\xe9", "byte 0xe9 at offset 3"),
+        (b"Hi", "user 'bob': train "),
     ],
     ids=["empty", "blank", "latin-1", "two letters"],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_a_common_system_message_is_no_overlap(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
     write(tmp_path / "b.jsonl", rows[8:])
     warn_overlaps(prepare(recipe))
-    assert "user ada: 0 of 1 validation and 2 of 12 test conversations are in the training" in capsys.readouterr().err
+    assert re.search("user ada: .*0 of 1 .*2 of 12 test conversations", capsys.readouterr().err)
 
 
 def said(user: UserConversations, split: str) -> list[list[str]]:
@@ -120,7 +121,7 @@ def test_a_field_of_the_prompt_that_no_row_has_is_not_taken_for_an_empty_one(tmp
     users = {"ada": str(write(tmp_path / "ada.jsonl", rows))}
     (ada,) = read({"users": users, "prompt": ["q", "meta.context"], "split": {"valid": 0, "test": 0}})
     assert sorted(said(ada, "train")) == [["a", "c"], ["a\n\nb", "c"]]
-    with pytest.raises(DataError, match=r"line 1: no column 'meta\.contxt'; found: q, meta, response"):
+    with pytest.raises(DataError, match=r"line 1: .*'meta\.contxt'.*q, meta, response"):
         read({"users": users, "prompt": ["q", "meta.contxt"]})
 
 
@@ -129,17 +130,16 @@ def test_a_field_of_the_prompt_that_no_row_has_is_not_taken_for_an_empty_one(tmp
     [
         (
             {"instruction": "a", "output": "b"},
-            "no column 'input'; found: instruction, output; allowed: 'instruction', 'in",
+            r"'input'; found: instruction, output; allowed: 'instruction', 'input'",
         ),
-        ({"instruction": None, "input": "a", "output": "b"}, "no column 'instruction'; found: instruction, input, out"),
-        ({"instruction": "a", "input": 3, "output": "b"}, "input is 3; allowed: text"),
+        ({"instruction": None, "input": "a", "output": "b"}, "'instruction'; found: instruction, input, output"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "input.* 3;"),
     ],
 )
 def test_a_column_of_the_prompt_that_a_row_lacks_is_named(tmp_path: Path, row: Mapping[str, Any], wrong: str) -> None:
     path = write(tmp_path / "ada.jsonl", [*ALPACA, row])
-    with pytest.raises(DataError) as found:
+    with pytest.raises(DataError, match=f"^user 'ada': {re.escape(str(path))}: line 4: .*{wrong}") as found:
         read({"users": {"ada": str(path)}, "prompt": ["instruction", "input"], "response": "output"})
-    assert str(found.value).startswith(f"user 'ada': {path}: line 4: {wrong}")
     assert "\n" not in str(found.value)
 
 
@@ -162,9 +162,9 @@ def test_rows_are_grouped_by_a_column(tmp_path: Path) -> None:
     assert [(user.name, len(user.train), len(user.test)) for user in found] == [("u2", 6, 2), ("u0", 6, 2)]
     found = read({"dataset": {**dataset, "users": 2, "max_conversations": 1}, "split": split})
     assert [(user.name, len(user.train), len(user.test)) for user in found] == [("u0", 1, 1), ("u1", 1, 1)]
-    with pytest.raises(DataError, match="no user 'u9'; found: u0, u1, u2"):
+    with pytest.raises(DataError, match=r"all\.jsonl: .*'u9'.*u0, u1, u2"):
         read({"dataset": {**dataset, "users": ["u9"]}, "split": split})
-    with pytest.raises(DataError, match="no row has a user in column 'whom'; found: who, part, prompt, response"):
+    with pytest.raises(DataError, match=r"all\.jsonl: .*'whom'.*who, part, prompt, response"):
         read({"dataset": {**dataset, "user": "whom"}})
 
 
@@ -175,28 +175,21 @@ def chat(*roles: str, content: Any = "x") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "wrong"),
     [
-        ({"text": "a"}, "no column 'prompt'; found: text; allowed: 'messages', or 'prompt' and 'response', or 'conv"),
-        (
-            {"prompt": "a", "response": " "},
-            "an empty response; allowed: text or tool calls in every message of the assistant",
-        ),
-        ({"prompt": "a", "response": 3}, "response is 3; allowed: text"),
-        (chat("user"), "no response in it; allowed: at least one message of the assistant"),
-        (chat("assistant"), "it begins with its one response; allowed: a message of user or system first"),
-        (
-            chat("user", "robot"),
-            "messages[1] has the role 'robot'; allowed: system, user, assistant, tool, developer (and",
-        ),
-        (chat("user", "assistant", content=None), "messages[0].content is None; allowed: text"),
-        ({"messages": "a"}, "messages is 'a'; allowed: a list of messages with role and content"),
-        ({"messages": []}, "no response in it; allowed"),
+        ({"text": "a"}, "'prompt'; found: text; allowed: 'messages'.*'prompt' and 'response'.*'conversations'"),
+        ({"prompt": "a", "response": " "}, "empty response"),
+        ({"prompt": "a", "response": 3}, "response.* 3;"),
+        (chat("user"), "no response"),
+        (chat("assistant"), "only response"),
+        (chat("user", "robot"), r"messages\[1\].*'robot'; allowed: system, user, assistant, tool, developer"),
+        (chat("user", "assistant", content=None), r"messages\[0\]\.content.* None;"),
+        ({"messages": "a"}, "messages.* 'a';.* role and content"),
+        ({"messages": []}, "no response"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_named(tmp_path: Path, row: Mapping[str, Any], wrong: str) -> None:
     path = write(tmp_path / "ada.jsonl", [GOOD, row])
-    with pytest.raises(DataError) as found:
+    with pytest.raises(DataError, match=f"^user 'ada': {re.escape(str(path))}: line 2: .*{wrong}") as found:
         read({"users": {"ada": str(path)}})
-    assert str(found.value).startswith(f"user 'ada': {path}: line 2: {wrong}")
     assert "\n" not in str(found.value)
 
 
@@ -222,12 +215,12 @@ def test_responses_are_left_out_of_the_loss(tmp_path: Path, key: str, off: Any) 
     found = one_chat(tmp_path, {"messages": turns})
     assert [message.get("learn") for message in found] == [None, False, None, None]
     shared = {"from": "gpt", "value": "b", key: off}
-    with pytest.raises(DataError, match="every response is left out of the loss"):
+    with pytest.raises(DataError, match=r"ada.jsonl: line 1: every response"):
         one_chat(tmp_path, {"conversations": [{"from": "human", "value": "a"}, shared]})
     for wrong, said in ((0.5, "0.5"), ("no", "'no'"), (2, "2")):
-        with pytest.raises(DataError, match=rf"messages\[1\]\.{key} is {said}; allowed: 0 or 1"):
+        with pytest.raises(DataError, match=rf"messages\[1\]\.{key}.* {said}; allowed: 0 or 1"):
             one_chat(tmp_path, {"messages": [turn("user", "a"), turn("assistant", "b", **{key: wrong})]})
-    with pytest.raises(DataError, match=rf"messages\[0\]\.{key} is 1 on a message of the user"):
+    with pytest.raises(DataError, match=rf"messages\[0\]\.{key}.* 1 .*user.*data\.loss_on: all"):
         one_chat(tmp_path, {"messages": [turn("user", "a", **{key: 1}), ASKED[1]]})
 
 
@@ -271,7 +264,7 @@ def test_tools_and_their_calls_are_read(tmp_path: Path, caplog: Any) -> None:
             assert found[1]["content"] == ""
             assert found[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Bern"}}
             assert found[2] == tool
-    assert "1 row: tools or tool calls" in caplog.text
+    assert "1 row: tools" in caplog.text
     flat = turn("assistant", "I look.", tool_calls=[{"name": "weather", "arguments": {"city": "Bern"}}])
     found = one_chat(tmp_path, {"messages": [turns[0], flat]})
     assert found[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Bern"}}
@@ -287,9 +280,8 @@ def test_calls_that_name_no_function_carry_no_loss(
         found = one_chat(tmp_path, {"messages": turns})
     assert found[1] == {"role": "assistant", "content": content or "", "learn": False}
     assert found[3] == turns[3]
-    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
-        "1 row: tool calls that name no function; the responses that make them carry no loss"
-    ]
+    (message,) = caplog.messages
+    assert message.startswith("1 row: tool calls ")
 
 
 def test_named_calls_beside_one_without_a_name_stay_in_the_context(tmp_path: Path) -> None:
@@ -302,20 +294,26 @@ def test_named_calls_beside_one_without_a_name_stay_in_the_context(tmp_path: Pat
 @pytest.mark.parametrize(
     ("row", "wrong"),
     [
-        ({"messages": [turn("system", "Two."), *ASKED], "system": "One."}, "two system messages, in column 'system'"),
-        ({"messages": ASKED, "history": "a"}, "history is 'a'; allowed: a list of [question, response]"),
-        ({"messages": ASKED, "tools": [{"description": "x"}]}, "tools is "),
-        ({"messages": [turn("user", "a", tool_calls=[{"name": "x"}]), ASKED[1]]}, "messages[0].tool_calls is "),
-        ({"messages": [ASKED[0], turn("assistant", None, tool_calls=["x"])]}, "messages[1].tool_calls is "),
-        ({"messages": [ASKED[0], turn("assistant", None, tool_calls=[{"id": "1"}])]}, "every response is left out"),
-        ({"messages": [turn("user", [{"type": "image_url"}]), ASKED[1]]}, "messages[0].content is [{'type': 'image"),
-        ({"messages": [ASKED[0], turn("assistant", None, function_call={"name": "x"})]}, "messages[1].content is None"),
+        ({"messages": [turn("system", "Two."), *ASKED], "system": "One."}, "two system messages.*'system'"),
+        ({"messages": ASKED, "history": "a"}, "history.* 'a';"),
+        ({"messages": ASKED, "tools": [{"description": "x"}]}, "tools.* "),
+        ({"messages": [turn("user", "a", tool_calls=[{"name": "x"}]), ASKED[1]]}, r"messages\[0\]\.tool_calls "),
+        ({"messages": [ASKED[0], turn("assistant", None, tool_calls=["x"])]}, r"messages\[1\]\.tool_calls "),
+        ({"messages": [ASKED[0], turn("assistant", None, tool_calls=[{"id": "1"}])]}, "every response"),
+        (
+            {"messages": [turn("user", [{"type": "image_url"}]), ASKED[1]]},
+            r"messages\[0\]\.content.* \[{'type'",
+        ),
+        (
+            {"messages": [ASKED[0], turn("assistant", None, function_call={"name": "x"})]},
+            r"messages\[1\]\.content.* None",
+        ),
     ],
 )
 def test_a_row_that_says_more_than_can_be_used_is_named(tmp_path: Path, row: Mapping[str, Any], wrong: str) -> None:
-    with pytest.raises(DataError) as found:
+    path = re.escape(str(tmp_path / "ada.jsonl"))
+    with pytest.raises(DataError, match=f"^user 'ada': {path}: line 1: {wrong}"):
         one_chat(tmp_path, row)
-    assert str(found.value).startswith(f"user 'ada': {tmp_path / 'ada.jsonl'}: line 1: {wrong}")
 
 
 def test_what_is_not_used_is_said_once(tmp_path: Path, caplog: Any) -> None:
@@ -324,33 +322,34 @@ def test_what_is_not_used_is_said_once(tmp_path: Path, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, logger="comingle"):
         read({"users": {"ada": str(write(tmp_path / "ada.jsonl", rows))}, "split": {"valid": 0, "test": 0}})
     first = f"(first: user 'ada': {tmp_path / 'ada.jsonl'}: line 1)"
-    assert caplog.messages == [
-        f"3 rows: keys of messages that are not used: audio, name {first}",
-        f"3 rows: columns that are not used: source {first}",
-        f"3 rows: an empty message of the user {first}",
-        f"3 rows: two messages of the user one after the other {first}",
-    ]
+    keys, columns, empty, twice = caplog.messages
+    assert all(message.startswith("3 rows: ") and message.endswith(first) for message in caplog.messages)
+    assert "audio, name" in keys
+    assert "source" in columns
+    assert "note" not in columns
+    assert "empty message of the user" in empty
+    assert "two" in twice
 
 
 def test_a_response_that_is_no_label_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "ada.jsonl", [GOOD, {"prompt": "a", "response": "maybe"}])
-    with pytest.raises(DataError) as found:
+    place = f"user 'ada': {re.escape(str(path))}: line 2: "
+    with pytest.raises(DataError, match=f"^{place}.*'maybe'.*; allowed: b, c;"):
         read({"users": {"ada": str(path)}, "scores": ["accuracy"], "labels": ["b", "c"]})
-    assert str(found.value).startswith(f"user 'ada': {path}: line 2: the response 'maybe' is no label; allowed: b, c;")
 
 
 @pytest.mark.parametrize(
     ("data", "wrong"),
     [
-        ({"scores": ["accuracy"]}, "scores: [accuracy] and labels need each other"),
-        ({"labels": ["a"]}, "scores: [accuracy] and labels need each other"),
-        ({"scores": ["rouge1", "rouge1"]}, "scores has something twice"),
+        ({"scores": ["accuracy"]}, "scores: [accuracy] and labels"),
+        ({"labels": ["a"]}, "scores: [accuracy] and labels"),
+        ({"scores": ["rouge1", "rouge1"]}, "data: scores: 'rouge1'"),
         ({"loss_on": "prompts"}, "loss_on"),
         ({"prompt": []}, "data.prompt"),
-        ({"prompt": 3}, "data.prompt: give the name of a column, or a list of names; got 3"),
+        ({"prompt": 3}, "got 3"),
         ({"prompt": ["a", 3]}, "data.prompt.1: "),
-        ({"prompt": ["a", "a"]}, "prompt has something twice; name each once"),
-        ({"held_out": "mixture"}, "held_out is not read for conversations; everybody is tested on conversations of"),
+        ({"prompt": ["a", "a"]}, "data: prompt: 'a'"),
+        ({"held_out": "mixture"}, "held_out is not read for conversations"),
     ],
 )
 def test_a_wrong_section_is_refused(data: Mapping[str, Any], wrong: str) -> None:
@@ -370,7 +369,7 @@ def test_what_a_template_refuses_names_user_file_and_row(tmp_path: Path) -> None
     with pytest.raises(DataError) as found:
         prepare(recipe, base=materials.base)
     said = str(found.value)
-    assert said.startswith(f"user 'ada': {tmp_path / 'ada.jsonl'}: line 5: the base's chat template refuses the roles")
+    assert said.startswith(f"user 'ada': {tmp_path / 'ada.jsonl'}: line 5: ")
     assert "roles must alternate" in said
     (ada,) = prepare(recipe.with_changes({"data.on_bad_row": "skip"}), base=materials.base).users
     assert len(ada.train) + len(ada.valid) + len(ada.test) == 4
@@ -388,7 +387,7 @@ def test_a_template_that_writes_earlier_turns_anew_trains_each_response_by_itsel
     assert [len(ada.train), len(ada.valid), len(ada.test)] == [16, 2, 2]
     firsts = sorted({bytes(ada.train.tokens(number)[:1].tolist()) for number in range(len(ada.train))})
     assert firsts == [b"1", b"3"]
-    with pytest.raises(DataError, match=r"10 rows cannot be used: .*data\.loss_on: got all"):
+    with pytest.raises(DataError, match=r"^10 rows .*data\.loss_on: got all.*allowed: responses"):
         prepare(recipe.with_changes({"data.loss_on": "all"}), base=materials.base)
 
 
@@ -398,9 +397,7 @@ def test_long_conversations_are_cut_at_whole_turns_or_left_out(tmp_path: Path, c
     data = {"users": {"ada": str(write(tmp_path / "ada.jsonl", rows))}, "split": {"valid": 0, "test": 0.2}}
     with caplog.at_level(logging.WARNING, logger="comingle"):
         (ada,) = prepare(recipe_of(data, **{"training.context": 96})).users
-    assert "2 of 10 conversations are longer than 96 tokens (training.context): 1 cut at whole turns, 1 left out" in (
-        caplog.text
-    )
+    assert re.search(r"2 of 10 conversations .*96 .*training\.context.*1 cut .*1 left out", caplog.text)
     assert len(ada.train) + len(ada.test) == 9
     every = [part.tokens(i).tolist() for part in (ada.train, ada.test) for i in range(len(part))]
     whole = max(every, key=len)
@@ -413,13 +410,15 @@ def test_users_with_too_little_are_refused_or_left_out(tmp_path: Path) -> None:
     few, many = write(tmp_path / "few.jsonl", [GOOD]), write(tmp_path / "many.jsonl", [GOOD] * 9)
     none = write(tmp_path / "none.jsonl", [])
     recipe = recipe_of({"users": {"few": str(few), "many": str(many)}})
-    with pytest.raises(DataError, match=r"^user 'few' \(no conversations in test\); give more of them.*on_small_user"):
+    with pytest.raises(DataError, match=r"^user 'few' .*test.*training\.context.*data\.on_small_user: skip"):
         build(recipe, prepare(recipe))
     recipe = recipe_of({"users": {"few": str(few), "many": str(many), "none": str(none)}, "on_small_user": "skip"})
     materials = prepare(recipe)
     assert [user.name for user in materials.users] == ["many"]
-    assert dict(materials.skipped) == {"few": "no conversations in test", "none": "no conversations in train and test"}
-    with pytest.raises(DataError, match="user 'none': no conversations; a user needs at least one"):
+    assert list(materials.skipped) == ["few", "none"]
+    assert materials.skipped["few"].endswith(" in test")
+    assert materials.skipped["none"].endswith(" in train and test")
+    with pytest.raises(DataError, match=r"^user 'none': no conversations"):
         prepare(recipe_of({"users": {"many": str(many), "none": str(none)}}))
 
 
@@ -471,7 +470,7 @@ def test_bad_rows_are_named_at_once_or_left_out(tmp_path: Path, caplog: Any) -> 
     path = write(tmp_path / "ada.jsonl", [GOOD, {"prompt": "a"}, GOOD, {"messages": []}])
     path.write_text(path.read_text() + "{no json\n")
     data = {"users": {"ada": str(path)}, "split": {"valid": 0, "test": 0}}
-    with pytest.raises(BadRowsError, match=r"^3 rows cannot be used: ") as found:
+    with pytest.raises(BadRowsError, match=r"^3 rows .*data\.on_bad_row: skip") as found:
         read(data)
     assert [problem.partition("jsonl: ")[2][:7] for problem in found.value.problems] == [
         "line 5:",
@@ -480,7 +479,7 @@ def test_bad_rows_are_named_at_once_or_left_out(tmp_path: Path, caplog: Any) -> 
     ]
     (ada,) = read(data | {"on_bad_row": "skip"})
     assert len(ada.train) == 2
-    assert caplog.messages[0].startswith("data.on_bad_row: 3 rows that cannot be used are left out: ")
+    assert re.match(rf"data\.on_bad_row: .*3 rows.*{path.name}: line 5", caplog.messages[0])
 
 
 def test_conversations_that_a_template_refuses_are_bad_rows_too(tmp_path: Path) -> None:
@@ -493,7 +492,7 @@ def test_conversations_that_a_template_refuses_are_bad_rows_too(tmp_path: Path) 
         "{% for m in messages %}{% if m['content'] == 'x' %}{{ raise_exception('roles must alternate') }}{% endif %}"
         "{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     )
-    with pytest.raises(BadRowsError, match=r"^2 rows cannot be used: .*line 5, line 6: "):
+    with pytest.raises(BadRowsError, match=r"^2 rows .*line 5, line 6: "):
         prepare(recipe, base=base)
     (ada,) = prepare(recipe.with_changes({"data.on_bad_row": "skip"}), base=base).users
     assert len(ada.train) + len(ada.valid) + len(ada.test) == 4
@@ -516,7 +515,7 @@ def test_the_first_conversations_are_kept_of_users_files(tmp_path: Path) -> None
     assert counts == {"ada": 2, "ben": 2, "cem": 4}
     found = read({"users": files, "split": split, "max_conversations": {"ben": 3}})
     assert [len(user.train) for user in found] == [9, 3, 7]
-    with pytest.raises(RecipeError, match=r"max_conversations: no user 'bem'; there are: ada, ben, cem"):
+    with pytest.raises(RecipeError, match=r"max_conversations: .*'bem'.*ada, ben, cem"):
         recipe_of({"users": files, "max_conversations": {"bem": 3}})
     path = write(tmp_path / "all.jsonl", [row | {"who": "ab"[i % 2]} for i, row in enumerate(rows)])
     found = read({"dataset": {"path": str(path), "user": "who"}, "split": split, "max_conversations": {"a": 1}})
@@ -528,9 +527,11 @@ def test_repeated_conversations_and_files_are_said(tmp_path: Path, caplog: Any) 
     path = str(write(tmp_path / "ada.jsonl", rows))
     data = {"users": {"ada": path, "ben": path}, "split": {"valid": 0, "test": 0}}
     assert [len(user.train) for user in read(data)] == [3, 3]
-    assert caplog.messages == ["data.users: users have the same file, or copies of one: 'ada' and 'ben'"]
+    (message,) = caplog.messages
+    assert message.startswith("data.users: ")
+    assert message.endswith(": 'ada' and 'ben'")
     assert [len(user.train) for user in read(data | {"deduplicate": True})] == [2, 2]
-    assert "data.deduplicate: 2 repeated documents or conversations" in caplog.text
+    assert re.search("data.deduplicate: .*2 .*'ada'", caplog.text)
 
 
 def test_a_folder_of_conversations_is_read_whole(tmp_path: Path) -> None:

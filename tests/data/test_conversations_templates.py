@@ -88,15 +88,14 @@ def test_what_ends_a_response_is_known() -> None:
 
 def test_what_a_template_refuses_is_said() -> None:
     turns = [("user", "a"), ("tool", "b"), ("assistant", "c")]
-    with pytest.raises(DataError) as found:
+    with pytest.raises(DataError, match=r"chat template .*user, tool, assistant: no tools here$"):
         ChatTemplate(chatml()).encode(messages(turns))
-    assert str(found.value) == "the base's chat template refuses the roles user, tool, assistant: no tools here"
 
 
 def test_a_template_that_writes_earlier_turns_anew_is_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}" + CHATML
-    with pytest.raises(DataError, match="writes earlier turns anew as a conversation goes on"):
+    with pytest.raises(DataError, match=r"chat template .*earlier turns"):
         ChatTemplate(tokenizer).encode(messages(TURNS))
 
 
@@ -126,7 +125,7 @@ def test_responses_that_are_left_out_stay_in_the_context() -> None:
     assert found.tokens == whole.tokens
     assert (found.masked, found.responses) == (whole.responses[:1], whole.responses[1:])
     turns[4]["learn"] = False
-    with pytest.raises(DataError, match="no response to learn"):
+    with pytest.raises(DataError, match="no response"):
         ChatTemplate(chatml()).encode(turns)
 
 
@@ -236,7 +235,7 @@ def test_an_end_of_text_behind_the_conversation_is_no_end_of_a_response() -> Non
 
 def test_messages_that_a_template_leaves_out_are_refused_in_prompts_too() -> None:
     template = ChatTemplate(of_family("zephyr"))
-    with pytest.raises(DataError, match=r"leaves out the tool message \(messages\[2\]: 'RESULT 22'\)"):
+    with pytest.raises(DataError, match=r"messages\[2\].*'RESULT 22'"):
         template.prompt(CHATS["tool"][:3])
 
 

@@ -3,13 +3,14 @@ from __future__ import annotations
 import gzip
 import logging
 import lzma
+import re
 from pathlib import Path
 
 import pytest
 
 from comingle.data.files import join_paragraphs, split_paragraphs
 from comingle.data.sources import read_documents
-from comingle.utils.errors import DataError
+from comingle.utils.errors import DataError, NoTextError
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -30,7 +31,8 @@ def test_a_folder_gives_its_text_files_by_path_and_reports_what_it_skips(tmp_pat
     with caplog.at_level(logging.WARNING, logger="comingle"):
         documents = read_documents(tmp_path)
     assert documents == ["first", "second\nline", "print('third')\n"]
-    assert caplog.messages == [f"{tmp_path}: 2 files skipped that are not UTF-8 text, first: latin.txt"]
+    (message,) = caplog.messages
+    assert re.fullmatch(rf"{re.escape(str(tmp_path))}: .*2 files .*latin\.txt", message)
 
 
 def test_a_folder_without_skipped_files_warns_of_nothing(tmp_path: Path, caplog):
@@ -71,19 +73,19 @@ def test_a_compressed_text_file_is_read(tmp_path: Path, suffix: str, opener):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("latin.txt", "Stra\xdfe".encode("latin-1"), "not UTF-8 text (byte 0xdf at offset 4); convert it to UTF-8"),
-        ("binary.txt", b"ELF\0\1", "is binary (zero byte at offset 3), not text; accepted: UTF-8 text"),
-        ("utf16.txt", "hello".encode("utf-16"), "not UTF-8 text"),
-        ("empty.txt", b"", "no text in it, a user needs at least one document"),
-        ("blank.txt", b" \n\n \t", "no text in it"),
-        ("broken.txt.gz", b"no gzip", "cannot be read: Not a gzipped file"),
-        ("broken.txt.xz", b"no xz at all", "cannot be read: Input format not supported"),
+        ("latin.txt", "Stra\xdfe".encode("latin-1"), "byte 0xdf at offset 4"),
+        ("binary.txt", b"ELF\0\1", "zero byte at offset 3"),
+        ("utf16.txt", "hello".encode("utf-16"), "UTF-16"),
+        ("empty.txt", b"", "no text"),
+        ("blank.txt", b" \n\n \t", "no text"),
+        ("broken.txt.gz", b"no gzip", "Not a gzipped file"),
+        ("broken.txt.xz", b"no xz at all", "Input format not supported"),
         (
             "bent.txt.gz",
             gzip.compress(b"text" * 999)[:20] + b"\xff" * 20,
-            "cannot be read: Error -3 while decompressing",
+            "Error -3 while decompressing",
         ),
-        ("short.txt.xz", lzma.compress(b"text" * 999)[:40], "cannot be read: Compressed file ended before"),
+        ("short.txt.xz", lzma.compress(b"text" * 999)[:40], "Compressed file ended before"),
     ],
 )
 def test_a_file_that_gives_no_text_is_named(tmp_path: Path, name: str, content: bytes, message: str):
@@ -96,13 +98,13 @@ def test_a_file_that_gives_no_text_is_named(tmp_path: Path, name: str, content: 
 
 
 def test_a_missing_path_is_named(tmp_path: Path):
-    with pytest.raises(DataError, match=r"nowhere/user\.txt: no such file or folder"):
+    with pytest.raises(DataError, match=r"nowhere/user\.txt: no such file"):
         read_documents(tmp_path / "nowhere" / "user.txt")
 
 
 def test_a_folder_with_nothing_readable_is_an_empty_user(tmp_path: Path):
     write(tmp_path / "picture.png", b"\0\0")
-    with pytest.raises(DataError, match="no text in it, a user needs at least one document"):
+    with pytest.raises(NoTextError, match=f"^{re.escape(str(tmp_path))}: "):
         read_documents(tmp_path)
 
 

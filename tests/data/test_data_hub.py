@@ -49,10 +49,10 @@ def test_the_parts_of_a_name() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("hub:o/n?splt=s", "no key 'splt'. Did you mean 'split'? Allowed: config, split, files, documents"),
-        ("hub:o/n?documents=0", "documents is '0'; allowed: whole numbers from 1"),
-        ("hub:o/n?split=", "a name or a value is empty"),
-        ("hub:?split=s", "a name or a value is empty"),
+        ("hub:o/n?splt=s", "'splt'. Did you mean 'split'? Allowed: config, split, files, documents"),
+        ("hub:o/n?documents=0", "documents is '0'"),
+        ("hub:o/n?split=", "empty"),
+        ("hub:?split=s", "empty"),
     ],
 )
 def test_a_wrong_name_is_said(name: str, message: str) -> None:
@@ -94,17 +94,17 @@ def test_a_data_set_is_read_no_further_than_all_users_have_enough(repository: Pa
     name = f"hub:{repository}?config=torn"
     assert len(read_dataset(name, user="meta.set", users=["b", "a"], max_documents=500)["a"]["train"]) == 500
     assert len(read_documents(f"{name}&documents=40")) == 40
-    with pytest.raises(DataError, match="reading stopped"):
+    with pytest.raises(DataError, match=r"^hub:.*config=torn"):
         read_dataset(name, user="meta.set", users=["b", "a"], max_documents=1001)
 
 
 def test_limits_are_said_in_their_own_place(repository: Path) -> None:
-    with pytest.raises(DataError, match="documents is for a single user's source; here, max_documents says how many"):
+    with pytest.raises(DataError, match=r"^hub:.*documents=3: .*max_documents"):
         read_dataset(f"hub:{repository}?config=news&documents=3", user="meta.set")
 
 
 def test_an_unknown_split_and_column_are_said(repository: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot be loaded as a data set: .*dev"):
+    with pytest.raises(DataError, match=r"split=dev: .*data set: .*dev"):
         read_documents(f"hub:{repository}?config=news&split=dev")
-    with pytest.raises(DataError, match=r"no column .mta\.set.; found: text, meta"):
+    with pytest.raises(DataError, match=r"config=news: .*'mta\.set'.*text, meta"):
         read_dataset(f"hub:{repository}?config=news", user="mta.set")

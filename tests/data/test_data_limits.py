@@ -51,12 +51,11 @@ def test_tokens_are_really_cut() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"max_train_tokens": {"bem": 3}}, "data.max_train_tokens: no user 'bem'; there are: ada, ben. Did you mean"),
-        ({"max_train_tokens": {"ben": 0}}, "data.max_train_tokens.ben: Input should be greater than or equal to 1"),
-        ({"max_train_tokens": "many"}, "data.max_train_tokens"),
+        ({"max_train_tokens": {"bem": 3}}, r"data\.max_train_tokens: .*'bem'.*ada, ben\. Did you mean 'ben'"),
+        ({"max_train_tokens": {"ben": 0}}, r"data\.max_train_tokens\.ben: .*1"),
+        ({"max_train_tokens": "many"}, r"data\.max_train_tokens: .*'many'"),
     ],
 )
 def test_wrong_limits_are_said(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(RecipeError, match=message):
         limits(**data)
-    assert message in str(error.value)

@@ -44,37 +44,18 @@ def test_just_enough_is_enough(user: UserData, needs_validation: bool):
 @pytest.mark.parametrize(
     ("user", "message"),
     [
-        (make_user(), "no text in train, valid or test; give it text or remove the user"),
-        (
-            make_user(train=8, valid=9, test=9),
-            "train holds 8 tokens, needs at least 9 for one window of context 8; give",
-        ),
-        (
-            make_user(train=0, valid=9, test=9),
-            "train holds 0 tokens, needs at least 9 for one window of context 8; give",
-        ),
-        (
-            make_user(train=9, valid=0, test=9),
-            "valid holds 0 tokens, needs at least 9 for one window of context 8; give",
-        ),
-        (
-            make_user(train=9, valid=8, test=9),
-            "valid holds 8 tokens, needs at least 9 for one window of context 8; give",
-        ),
-        (
-            make_user(train=9, valid=9, test=0),
-            "test holds 0 tokens, needs at least 2 to measure perplexity; give a test",
-        ),
-        (
-            make_user(train=9, valid=9, test=1),
-            "test holds 1 tokens, needs at least 2 to measure perplexity; give a test",
-        ),
+        (make_user(), "no text in train, valid or test"),
+        (make_user(train=8, valid=9, test=9), r"train .*\b8 tokens.* 9 .*context 8;.*training\.context"),
+        (make_user(train=0, valid=9, test=9), r"train .*\b0 tokens.* 9 .*context 8;.*training\.context"),
+        (make_user(train=9, valid=0, test=9), r"valid .*\b0 tokens.* 9 .*context 8;"),
+        (make_user(train=9, valid=8, test=9), r"valid .*\b8 tokens.* 9 .*context 8;"),
+        (make_user(train=9, valid=9, test=0), r"test .*\b0 tokens.* 2 .*perplexity"),
+        (make_user(train=9, valid=9, test=1), r"test .*\b1 tokens.* 2 .*perplexity"),
     ],
 )
 def test_too_little_is_named(user: UserData, message: str):
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match=f"^user 'anna': {message}") as raised:
         check([user], context=8, needs_validation=True)
-    assert str(raised.value).startswith(f"user 'anna': {message}")
     assert "\n" not in str(raised.value)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from comingle.data.sources import read_dataset, read_documents
 from comingle.data.splits import UserText, mix_held_out, split_by_fractions, split_given
-from comingle.utils.errors import DataError
+from comingle.utils.errors import DataError, NoTextError
 
 
 def characters(documents) -> int:
@@ -98,16 +98,13 @@ def test_a_split_depends_on_the_seed_and_the_name_and_on_nothing_else():
 
 @pytest.mark.parametrize(("valid", "test"), [(-0.1, 0.1), (0.5, 0.5), (0.1, float("nan")), (0.0, 1.0)])
 def test_impossible_fractions_are_refused(valid: float, test: float):
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match=rf"^user 'anna': .*valid={valid}, test={test}\b"):
         split_by_fractions(["text"], valid=valid, test=test, seed=0, name="anna")
-    assert str(raised.value) == (
-        f"user 'anna': split fractions valid={valid}, test={test}: each must be >= 0 and their sum below 1"
-    )
 
 
 @pytest.mark.parametrize("documents", [[], ["", ""]])
 def test_no_documents_cannot_be_split(documents: list[str]):
-    with pytest.raises(DataError, match="user 'anna': no documents to split"):
+    with pytest.raises(DataError, match=r"^user 'anna': no documents"):
         split_by_fractions(documents, valid=0.1, test=0.1, seed=0, name="anna")
 
 
@@ -141,15 +138,14 @@ def test_a_valid_split_that_exists_is_not_carved():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"valid": "valid"}, "no split 'valid'; found: train, validation, test. Did you mean 'validation'?"),
-        ({"test": "tests"}, "no split 'tests'; found: train, validation, test. Did you mean 'test'?"),
-        ({"train": "x"}, "no split 'x'; found: train, validation, test."),
+        ({"valid": "valid"}, r"'valid'; found: train, validation, test\. Did you mean 'validation'"),
+        ({"test": "tests"}, r"'tests'; found: train, validation, test\. Did you mean 'test'"),
+        ({"train": "x"}, r"'x'; found: train, validation, test\.$"),
     ],
 )
 def test_a_missing_split_gets_the_splits_found(options: dict, message: str):
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(NoTextError, match=f"^user 'anna': .*{message}"):
         split_given(GIVEN, name="anna", **options)
-    assert str(raised.value) == f"user 'anna': {message}"
 
 
 def make_categories(sizes: dict[str, int]) -> list[UserText]:
@@ -210,13 +206,12 @@ def test_a_split_that_nobody_has_stays_empty():
 
 def test_a_user_without_held_out_text_cannot_be_mixed():
     users = [*make_categories({"anna": 5, "ben": 5}), UserText(name="carl", train=("t",), test=("text",))]
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match=r"^data.held_out: mixture: .*valid.*carl"):
         mix_held_out(users, seed=0)
-    assert str(raised.value) == "users to mix: no valid documents from: carl; every user must give some"
 
 
 def test_users_of_one_name_cannot_be_mixed():
-    with pytest.raises(DataError, match="two are named 'anna'"):
+    with pytest.raises(DataError, match=r"^data.held_out: mixture: .*'anna'"):
         mix_held_out(make_categories({"anna": 5}) * 2, seed=0)
 
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import lzma
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -81,7 +82,7 @@ def test_a_field_that_names_users_is_as_typed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [True, float("nan"), float("inf"), [1], {"a": 1}])
 def test_a_json_value_that_is_no_name_is_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl: line 2: column 'user' holds .*; a name is text or a whole num"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: line 2: column 'user' .*; allowed: "):
         names(write(tmp_path / "rows.jsonl", ["ada", value]))
 
 
@@ -91,7 +92,7 @@ def test_a_parquet_value_that_is_no_name_is_refused(tmp_path: Path, value: Any) 
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table({"user": [value, None], "text": ["a", "b"]}), path)
-    with pytest.raises(DataError, match=r"rows\.parquet: row 1: column 'user' holds .*; a name is text or a whole num"):
+    with pytest.raises(DataError, match=r"rows\.parquet: row 1: column 'user' .*; allowed: "):
         names(path)
 
 
@@ -112,7 +113,7 @@ def test_parquet_has_names_of_labels_large_numbers_and_other_columns(tmp_path: P
             path.write_bytes(gzip.compress((tmp_path / "rows.parquet").read_bytes()))
         assert names(path) == ["world", "sport"]
         assert names(path, user="id") == [str(2**53 + 1), str(2**53)]
-    with pytest.raises(DataError, match=r"no column 'usr'; found: user, id, text\. Did you mean 'user'"):
+    with pytest.raises(DataError, match=r"rows\.parquet\.gz: .*'usr'; found: user, id, text\. Did you mean 'user'"):
         names(path, user="usr")
 
 
@@ -172,34 +173,33 @@ def test_a_long_list_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "no rows in it"),
-        ("\n \n", "no rows in it"),
-        ("[]", "no rows in it"),
-        (f"[{A}, {{bad}}]", "line 1: row 2: not JSON: Expecting property name"),
-        (f"[{A}\n{B}]", "line 2: row 2: not JSON: Expecting ',' delimiter"),
-        (f"[{A},\n", "line 2: row 2: not JSON: Expecting value"),
-        (f"[{A}", "line 1: row 2: the list does not end"),
-        (f"[{A}] {B}", "line 1: row 2: more text behind the end of the list"),
-        (f"[{A}, 3]", "row 2: a JSON number; allowed: an object with columns and values"),
-        ('{"user": "a", "text": "half \\ud83d"}', "line 1: column 'text' holds half a pair of surrogates"),
-        ('{"user": ' + "9" * 5000 + "}", "line 1: row 1: not JSON: Exceeds the limit"),
-        ("[" * 200_000, "line 1: row 1: JSON nested too deeply"),
-        ('{"a":' * 200_000, "line 1: row 1: JSON nested too deeply"),
-        (f"[{A}, " + '{"a":' * 200_000, "line 1: row 2: JSON nested too deeply"),
+        ("", "no rows$"),
+        ("\n \n", "no rows$"),
+        ("[]", "no rows$"),
+        (f"[{A}, {{bad}}]", "line 1: row 2: .*Expecting property name"),
+        (f"[{A}\n{B}]", "line 2: row 2: .*Expecting ',' delimiter"),
+        (f"[{A},\n", "line 2: row 2: .*Expecting value"),
+        (f"[{A}", "line 1: row 2: .*not closed"),
+        (f"[{A}] {B}", "line 1: row 2: .*after the end"),
+        (f"[{A}, 3]", "row 2: .*number; allowed: an object"),
+        ('{"user": "a", "text": "half \\ud83d"}', "line 1: column 'text' .*surrogate"),
+        ('{"user": ' + "9" * 5000 + "}", "line 1: row 1: .*Exceeds the limit"),
+        ("[" * 200_000, "line 1: row 1: .*nested"),
+        ('{"a":' * 200_000, "line 1: row 1: .*nested"),
+        (f"[{A}, " + '{"a":' * 200_000, "line 1: row 2: .*nested"),
     ],
 )
 def test_what_is_wrong_with_json_is_one_line(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(content)
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match=f"^{re.escape(str(path))}: {message}") as raised:
         names(path)
-    assert str(raised.value).startswith(f"{path}: {message}")
     assert "\n" not in str(raised.value)
 
 
 def test_utf_16_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(A, encoding="utf-16")
-    with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read as UTF-8 text with JSON"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: .*UTF-8"):
         names(tmp_path / "rows.jsonl")
 
 
@@ -218,7 +218,8 @@ def test_every_file_of_rows_below_a_folder_is_read(tmp_path: Path, caplog: Any) 
     for name in ("notes.txt", "more.xml", "README.md"):
         (tmp_path / name).write_text("bought milk\n")
     assert sorted(names(tmp_path)) == ["ada", "ben", "cem", "dora"]
-    assert caplog.messages == [f"{tmp_path}: 2 files left out that hold no rows, first: more.xml"]
+    (message,) = caplog.messages
+    assert re.fullmatch(rf"{re.escape(str(tmp_path))}: .*2 files .*more\.xml", message)
 
 
 def test_files_named_as_splits_are_splits(tmp_path: Path) -> None:
@@ -264,17 +265,17 @@ def test_folders_that_name_a_column_give_it_to_their_rows(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_rows_says_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no file of rows in it \(\.jsonl, .*\); found: nothing"):
+    with pytest.raises(DataError, match=rf"^{re.escape(str(tmp_path))}: .*found: nothing; allowed: \.jsonl, "):
         names(tmp_path)
     (tmp_path / "notes.txt").write_text("text")
-    with pytest.raises(DataError, match=r"found: 1 other files, first: notes\.txt"):
+    with pytest.raises(DataError, match=r"found: 1 .*notes\.txt"):
         names(tmp_path)
 
 
 def test_a_file_below_a_folder_without_the_column_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", ["ada"])
     (tmp_path / "package.json").write_text('{"name": "x"}')
-    with pytest.raises(DataError, match=r"package\.json: no column 'text'; found: name"):
+    with pytest.raises(DataError, match=r"package\.json: .*'text'; found: name"):
         names(tmp_path)
 
 
@@ -294,8 +295,8 @@ def test_all_rows_that_cannot_be_used_are_named_at_once(tmp_path: Path) -> None:
         "line 4",
         "line 5",
     ]
-    assert str(raised.value).startswith(f"4 rows cannot be used: {path}: line 2: not JSON: ")
-    assert str(raised.value).endswith("; repair them, or leave them out with data.on_bad_row: skip")
+    assert re.match(f"4 rows .*: {re.escape(str(path))}: line 2: .*; .*line 5: ", str(raised.value))
+    assert str(raised.value).endswith(" data.on_bad_row: skip")
     assert "\n" not in str(raised.value)
 
 
@@ -306,7 +307,7 @@ def test_rows_that_cannot_be_used_are_left_out_where_asked_for(tmp_path: Path, c
         (ada,) = read_users(parse_recipe({"data": {**content, "on_bad_row": "skip"}}).data, 0)  # type: ignore[arg-type]
     assert sorted(ada.train) == ["five", "one"]
     (message,) = caplog.messages
-    assert message.startswith("data.on_bad_row: 4 rows that cannot be used are left out: ")
+    assert re.match(r"data\.on_bad_row: .*4 rows.*rows\.jsonl: line 2: ", message)
     with pytest.raises(BadRowsError):
         read_users(parse_recipe({"data": content}).data, 0)  # type: ignore[arg-type]
 
@@ -325,7 +326,7 @@ def test_reading_ends_when_very_many_rows_are_refused() -> None:
     bad = BadRows()
     for number in range(1, MAX_REFUSED_ROWS):
         bad.add(f"line {number}", "wrong")
-    with pytest.raises(BadRowsError, match=f"{MAX_REFUSED_ROWS} rows cannot be used: .*; and 980 more"):
+    with pytest.raises(BadRowsError, match=f"^{MAX_REFUSED_ROWS} rows .*; and 980 more"):
         bad.add(f"line {MAX_REFUSED_ROWS}", "wrong")
 
 
@@ -344,7 +345,8 @@ def test_repeated_documents_are_left_out_where_asked_for(tmp_path: Path, caplog:
     assert len(users_of(data)[0].train) == 5
     assert caplog.messages == []
     assert sorted(users_of(data | {"deduplicate": True})[0].train) == ["four", "one two", "three"]
-    assert caplog.messages == ["data.deduplicate: 2 repeated documents or conversations are left out: 'ada' (2)"]
+    (message,) = caplog.messages
+    assert re.fullmatch(r"data\.deduplicate: .*2 .*'ada' \(2\)", message)
 
 
 def test_a_repeated_document_stays_where_it_is_held_out(tmp_path: Path) -> None:
@@ -362,9 +364,8 @@ def test_users_with_the_same_file_are_said(tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "link.txt").symlink_to(tmp_path / "b.txt")
     files = {"ada": "a.txt", "ben": "copy.txt", "cem": "b.txt", "dora": "link.txt"}
     users_of({"users": {name: str(tmp_path / file) for name, file in files.items()}})
-    assert caplog.messages == [
-        "data.users: users have the same file, or copies of one: 'ada' and 'ben'; 'cem' and 'dora'"
-    ]
+    (message,) = caplog.messages
+    assert re.fullmatch("data.users: .*: 'ada' and 'ben'; 'cem' and 'dora'", message)
     caplog.clear()
     users_of({"users": {"ada": str(tmp_path / "a.txt"), "cem": str(tmp_path / "b.txt")}})
     assert caplog.messages == []
@@ -390,7 +391,7 @@ def peak_and_error(path: Path, read: str) -> tuple[float, str]:
     return float(peak), message
 
 
-EXPANDS = "expands to more than 200 times its size"
+EXPANDS = "200 times"
 ROW = b'{"user": "ada", "text": "' + b"a " * 500 + b'"}\n'
 
 
@@ -403,12 +404,12 @@ ROW = b'{"user": "ada", "text": "' + b"a " * 500 + b'"}\n'
             b"user,text\n",
             b"ada," + b"a " * 500 + b"\n",
             600_000,
-            "expands to more than 200 times its size",
+            EXPANDS,
         ),
         ("rows.json.gz", b'[{"text": "', b"a " * 500, 600_000, EXPANDS),
-        ("rows.jsonl", b'{"text": "', b"a " * 500, 80_000, "line 1 is longer than 64 MiB"),
-        ("rows.json", b'[{"text": "', b"a " * 500, 80_000, "line 1: row 1: longer than 64 MiB"),
-        ("rows.csv", b'user,text\nada,"', b"a " * 500, 80_000, "line 2 is longer than 64 MiB"),
+        ("rows.jsonl", b'{"text": "', b"a " * 500, 80_000, "line 1.* 64 MiB"),
+        ("rows.json", b'[{"text": "', b"a " * 500, 80_000, "line 1: row 1: .*64 MiB"),
+        ("rows.csv", b'user,text\nada,"', b"a " * 500, 80_000, "line 2.* 64 MiB"),
     ],
 )
 @pytest.mark.sampled(1)
@@ -421,7 +422,7 @@ def test_a_source_made_to_fill_memory_is_one_line(
         for _ in range(times // 1000):
             file.write(body * 1000)
     peak, error = peak_and_error(path, "read_dataset")
-    assert message in error
+    assert re.match(f"{re.escape(str(path))}: .*{message}", error)
     assert peak < 700
 
 
@@ -432,7 +433,7 @@ def test_decompressed_bytes_are_limited(tmp_path: Path, monkeypatch: pytest.Monk
     content = "\n".join([line] * 3000).encode()
     path.write_bytes(gzip.compress(content, 1) if name.endswith("gz") else lzma.compress(content))
     monkeypatch.setenv("COMINGLE_MAX_DECOMPRESSED_BYTES", str(len(content) - 1))
-    with pytest.raises(DataError, match=rf"{len(content) - 1:,} bytes; set COMINGLE_MAX_DECOMPRESSED_BYTES"):
+    with pytest.raises(DataError, match=rf"{name}: .*{len(content) - 1:,} bytes; .*COMINGLE_MAX_DECOMPRESSED_BYTES"):
         read_documents(path)
     monkeypatch.setenv("COMINGLE_MAX_DECOMPRESSED_BYTES", str(len(content)))
     assert read_documents(path)
@@ -445,7 +446,7 @@ def test_a_limit_of_decompressed_bytes_that_is_no_number_is_refused(
     path.write_bytes(gzip.compress(b"a b"))
     for given in ("8 GiB", "0", "-1"):
         monkeypatch.setenv("COMINGLE_MAX_DECOMPRESSED_BYTES", given)
-        with pytest.raises(DataError, match=f"^COMINGLE_MAX_DECOMPRESSED_BYTES: got '{given}'; allowed: a positive"):
+        with pytest.raises(DataError, match=f"^COMINGLE_MAX_DECOMPRESSED_BYTES: got '{given}'; allowed: "):
             read_documents(path)
 
 
@@ -454,10 +455,10 @@ def test_rows_with_the_same_problem_share_a_message(tmp_path: Path) -> None:
     path.write_text('[1, 2, {"text": "a"}, 3, "b"]')
     with pytest.raises(BadRowsError) as raised:
         read_documents(path)
-    number, text = (f"a JSON {kind}; allowed: an object with columns and values" for kind in ("number", "string"))
-    told = f"4 rows cannot be used: {path}: row 1, row 2, row 4: {number}; {path}: row 5: {text}; repair them"
-    assert str(raised.value).startswith(told)
-    assert raised.value.problems[0] == f"{path}: row 1: {number}"
+    place = re.escape(str(path))
+    expected = f"4 rows .*: {place}: row 1, row 2, row 4: [^:]*number; [^:]*: [^:]*; {place}: row 5: [^:]*string; "
+    assert re.match(expected, str(raised.value))
+    assert re.match(f"{place}: row 1: [^:]*number; ", raised.value.problems[0])
 
 
 @pytest.mark.parametrize("name", ["word.txt", "word.jsonl"])
@@ -465,7 +466,7 @@ def test_a_text_without_white_space_is_refused(tmp_path: Path, name: str) -> Non
     word = "aGVsbG8g" * 200_000
     path = tmp_path / name
     path.write_text(json.dumps({"text": word}) if name.endswith("jsonl") else word)
-    with pytest.raises(DataError, match=r"more than 1,048,576 characters without white space, which is no text"):
+    with pytest.raises(DataError, match=rf"{name}: .*1,048,576 characters"):
         read_documents(path)
     path.write_text("\n".join(json.dumps({"text": f"{word[:1000]} "}) for _ in range(1500)))
     assert read_documents(path)

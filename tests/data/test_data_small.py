@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +39,15 @@ def said(recipe: Any) -> str:
 def test_all_who_are_too_small_are_named_at_once(small: Path) -> None:
     (small.parent / "texts" / "eve.txt").write_text("x")
     message = said(load_recipe(small))
-    assert message.startswith(
-        "3 of 6 users have too little text: 'dan' (train holds 5 tokens, needs at least 17), 'eve' (train holds "
-    )
-    assert (
-        "'fay' (valid holds 16 tokens, needs at least 17); give them more text or shorten training.context; or "
-        in message
-    )
-    assert message.endswith("; or leave such users out with data.on_small_user: skip")
+    assert re.match(r"3 of 6 users .*: 'dan' \(train [^)]*\b5 [^)]*17\), 'eve' \(train [^)]*17\), 'fay' ", message)
+    assert re.search(r"'fay' \(valid [^)]*\b16 [^)]*17\); .*training\.context; ", message)
+    assert message.endswith(" data.on_small_user: skip")
 
 
 def test_all_who_have_no_text_are_named_at_once(small: Path) -> None:
     (small.parent / "texts" / "dan.txt").write_text("")
     message = said(load_recipe(small))
-    assert message.startswith("2 of 6 users have no text: 'dan' (")
+    assert re.match(r"2 of 6 users .*: 'dan' \(", message)
     assert "'eve' (" in message
 
 
@@ -63,8 +59,8 @@ def test_the_first_ten_are_named_and_the_others_counted(recipe_file: Path) -> No
             {"data.users": {n: str(recipe_file.parent / p) for n, p in users.items()}}
         )
     )
-    assert message.startswith("25 of 25 users have too little text: 'u0' (")
-    assert "'u9' (train holds 5 tokens, needs at least 17) and 15 more for one window of context 16; give" in message
+    assert re.match(r"25 of 25 users .*: 'u0' \(", message)
+    assert re.search(r"'u9' \(train [^)]*\b5 [^)]*17\) and 15 more .*context 16; ", message)
     assert "'u10'" not in message
 
 
@@ -72,14 +68,14 @@ def test_small_users_are_left_out_counted_and_listed(small: Path, tmp_path: Path
     recipe = load_recipe(small).with_changes({"data.on_small_user": "skip", "training.rounds": 1})
     with caplog.at_level(logging.WARNING, logger="comingle"):
         done = api.run(recipe, out=tmp_path / "run")
-    (warning,) = [m for m in caplog.messages if "left out" in m]
-    assert warning.startswith("3 of 6 users are left out, as they have too little text: 'dan' (train holds 5 tokens")
+    (warning,) = [m for m in caplog.messages if "'dan'" in m]
+    assert re.search(r"3 of 6 users.*: 'dan' \(train [^)]*\b5 tokens", warning)
     assert done.users == ["ann", "bob", "cem"]
     (start,) = [event for event in read_events(tmp_path / "run") if event["event"] == "start"]
     assert list(start["users"]) == done.users
     assert list(start["skipped_users"]) == ["dan", "eve", "fay"]
     assert read_metrics(tmp_path / "run")["skipped_users"] == start["skipped_users"]
-    assert start["skipped_users"]["eve"] == "no text in train, valid or test"
+    assert start["skipped_users"]["eve"].startswith("no text")
 
 
 @pytest.mark.parametrize("held_out", ["own", "mixture"])
@@ -94,7 +90,7 @@ def test_who_is_left_out_leaves_no_trace(small: Path, held_out: str) -> None:
 def test_limits_may_name_who_is_left_out_and_nobody_else(small: Path) -> None:
     recipe = load_recipe(small).with_changes({"data.on_small_user": "skip"})
     assert len(prepare(recipe.with_changes({"data.max_train_tokens": {"dan": 5}})).users) == 3
-    with pytest.raises(RecipeError, match="no user 'don'"):
+    with pytest.raises(RecipeError, match=r"^data\.max_train_tokens: .*'don'"):
         prepare(recipe.with_changes({"data.max_train_tokens": {"don": 5}}))
 
 
@@ -107,7 +103,7 @@ def test_nothing_changes_where_nobody_is_small(recipe_file: Path) -> None:
 
 def test_everybody_cannot_be_left_out(small: Path) -> None:
     recipe = load_recipe(small).with_changes({"data.on_small_user": "skip", "training.context": 1000})
-    with pytest.raises(DataError, match=r"^all 6 users have too little text: 'ann' \(valid holds "):
+    with pytest.raises(DataError, match=r"^all 6 users .*: 'ann' \(valid "):
         prepare(recipe)
 
 
@@ -119,7 +115,7 @@ def test_rows_of_users_without_a_split_may_be_left_out_too(tmp_path: Path) -> No
     dataset = {"path": str(path), "user": "who", "text": "t", "split": "part"}
     content: Any = {"base": "random:llama", "data": {"dataset": dataset, "split": {"given": True}}}
     content |= {"training": {"context": 16}, "method": "comigs-1g1s"}
-    with pytest.raises(DataError, match="user 'cem': no split 'test'; found: train"):
+    with pytest.raises(DataError, match=r"^user 'cem': .*'test'; found: train"):
         prepare(parse_recipe(content))
     content["data"]["on_small_user"] = "skip"
     found = prepare(parse_recipe(content))

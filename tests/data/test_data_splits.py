@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -87,19 +88,15 @@ def test_regressions_have_no_labels_to_keep() -> None:
 
 
 def test_a_user_of_whom_nothing_can_be_spared_is_said() -> None:
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=r"^user 'ann': .*valid=0\.1 .*3 train samples .*3 labels"):
         hold_out_valid(user([0, 1, 2]), 0.1)
-    assert str(error.value) == (
-        "user 'ann': valid=0.1 of 3 train samples of 3 labels: none can be spared; allowed: 0, or more samples"
-    )
 
 
 def test_labels_that_are_not_trained_on_are_said() -> None:
     check_labels([user([0, 1, 2], test=[2, 0], valid=[1])])
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=r"^user 'ann': test .*labels .*: 1, 5;"):
         check_labels([user([0, 1]), user([0, 2], test=[1, 2, 5, 1], valid=[0])])
-    assert str(error.value) == ("user 'ann': test holds labels that train does not: 1, 5; allowed: those of train")
-    with pytest.raises(DataError, match=r"valid holds labels that train does not: 1, 2, 3, 4, 5 \.\.\.; allowed"):
+    with pytest.raises(DataError, match=r"valid .*labels .*: 1, 2, 3, 4, 5 \.\.\.;"):
         check_labels([user([0], valid=[6, 5, 4, 3, 2, 1])])
 
 
@@ -108,10 +105,11 @@ def test_labels_that_are_dealt_and_not_trained_on_are_said_once_for_all_users(ca
     warn_unseen(people[:1])
     assert not caplog.messages
     warn_unseen(people)
-    said = "are validated or tested on labels that their train samples lack"
-    assert caplog.messages == [f"1 of 2 users {said}: 'bob' on 1, 5, 7"]
+    (message,) = caplog.messages
+    assert re.fullmatch("1 of 2 users .*labels .*: 'bob' on 1, 5, 7", message)
     assert caplog.records[0].levelno == logging.WARNING
     caplog.clear()
     warn_unseen([replace(people[1], name=f"user-{k}") for k in range(5)])
     named = "; ".join(f"'user-{k}' on 1, 5, 7" for k in range(3))
-    assert caplog.messages == [f"5 of 5 users {said}: {named}; and 2 more users"]
+    (message,) = caplog.messages
+    assert re.fullmatch(f"5 of 5 users .*labels .*: {named}; and 2 more users", message)

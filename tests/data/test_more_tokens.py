@@ -31,7 +31,7 @@ CHATML = (
 CHATS = [{"prompt": f"Say {n}.", "response": "Yes."} for n in range(20)]
 TEXT = ["The dog ran to the park and it met a cat there. " * 4] * 6
 ASKED = [{"role": "user", "content": "Say yes."}]
-NO_ROW = r"its tokenizer knows 261 tokens, its embedding has 259 rows, and <\|im_start\|> \(259\) is used by "
+NO_ROW = r"261 tokens, .*259 rows, .*<\|im_start\|> \(259\) .*"
 
 
 def loaded(**specials: str) -> tuple[Any, Any]:
@@ -59,7 +59,7 @@ def run_files(folder: Path, data: dict[str, Any], *, store: str = "disk", **spec
 def test_conversations_in_a_template_without_rows_are_refused(store: str, tmp_path: Path) -> None:
     (tmp_path / "ada.jsonl").write_text("\n".join(json.dumps(row) for row in CHATS))
     data = {"kind": "conversations", "users": {"ada": str(tmp_path / "ada.jsonl")}}
-    with pytest.raises(DataError, match=f"base .*: {NO_ROW}user 'ada'; resize_token_embeddings first$"):
+    with pytest.raises(DataError, match=f"base .*: .*{NO_ROW}user 'ada'; .*resize_token_embeddings"):
         run_files(tmp_path, data, store=store)
 
 
@@ -91,7 +91,7 @@ def test_prompts_and_streams_are_refused() -> None:
     for prompt in (f"a {START} b", ["a", START]):
         with pytest.raises(DataError, match=NO_ROW + "the prompt"):
             ada.generate(prompt, max_new_tokens=2)
-    with pytest.raises(DataError, match=r"<\|im_end\|> \(260\) is used by the end of a response"):
+    with pytest.raises(DataError, match=r"<\|im_end\|> \(260\) .*end of a response"):
         ada.generate(ASKED, max_new_tokens=2)
     for call in (lambda ids: ada.score(ids, context=8), lambda ids: ada.logits(ids.view(1, -1))):
         with pytest.raises(DataError, match=NO_ROW):
@@ -148,5 +148,5 @@ def test_labels_without_a_row_in_the_head_are_refused_and_what_is_only_read_is_n
     stream = torch.tensor([1, 255, 2])
     base.require_rows(hide(stream), "user 'ada'")
     base.require_rows([1, 255], "the prompt")
-    with pytest.raises(DataError, match=r"its head has 250 rows, and .*\(255\) is used by user 'ada'"):
+    with pytest.raises(DataError, match=r"head .*250 rows, .*\(255\) .*user 'ada'"):
         base.require_rows(stream, "user 'ada'")

@@ -56,7 +56,7 @@ def test_a_finished_run_opens_and_resumes_with_them(tmp_path: Path) -> None:
     done = run_nets(method, out=tmp_path / "run")
     again = run_nets(method, out=tmp_path / "run", resume=True)
     assert again.metrics["mean_test_loss"] == done.metrics["mean_test_loss"]
-    with pytest.raises(comingle.ComingleError, match=r"data\.clusters\.cem was 'b' and is 'a'"):
+    with pytest.raises(comingle.ComingleError, match=r"data\.clusters\.cem .*'b' .*'a'"):
         run_nets(method, dict.fromkeys(CLUSTERS, "a"), out=tmp_path / "run", resume=True)
 
 
@@ -72,22 +72,21 @@ def test_labels_may_be_numbers_in_any_order() -> None:
         (
             None,
             "floral-optimal",
-            "needs users whose true clusters are known, as in made tasks; name them as data.clusters: {ada: ",
+            r"data\.clusters: {ada: ",
         ),
-        ({"ada": "a"}, "floral-optimal", "data.clusters: no cluster of ben, cem; name every user's"),
+        ({"ada": "a"}, "floral-optimal", r"data\.clusters: .*ben, cem"),
         (
             {**CLUSTERS, "bem": "a"},
             "floral-optimal",
-            "no user 'bem'; there are: ada, ben, cem. Did you mean ",
+            r"'bem'.*ada, ben, cem\. Did you mean '",
         ),
-        (CLUSTERS, {"name": "floral-optimal", "clusters": 1}, "clusters is 1; allowed: from 2"),
-        ([1, 2], "fedavg", "data.clusters: Input should be a"),
+        (CLUSTERS, {"name": "floral-optimal", "clusters": 1}, "clusters.* 1; allowed: .*2"),
+        ([1, 2], "fedavg", r"data\.clusters: "),
     ],
 )
 def test_mistakes_are_one_line(run: Any, clusters: Any, method: Any, said: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=said) as caught:
         run(method, clusters)
-    assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

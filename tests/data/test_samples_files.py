@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -72,9 +73,7 @@ def test_classes_are_those_of_all_users_together_and_said(tmp_path: Path, caplog
         red, green, blue = (round(float(v) * 255) for v in image[:, 0, 0])
         assert red // 100 == int(target) - 1  # as it was painted
         assert (green, blue) == (red // 2, 255 - red)
-    assert "3 classes are those of all users together: cat, dog, owl; 2 of 2 users lack some, as 'ada' lacks owl" in (
-        caplog.text
-    )
+    assert re.search("3 classes .*: cat, dog, owl; 2 of 2 users .*'ada' .*owl", caplog.text)
 
 
 def test_a_folder_may_have_splits_of_its_own(tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_images_are_scaled_and_made_grey_where_asked_for(tmp_path: Path) -> None
     grey = torch.tensor([0.299, 0.587, 0.114]) @ torch.tensor([10.0, 5.0, 245.0])
     pixels = read_folder(tmp_path / "ada", ImageFormat(size=(4, 7), grey=True), "ada").pixels
     assert int(pixels[10, 0, 0, 0]) == pytest.approx(float(grey), abs=1)  # the first dog
-    with pytest.raises(DataError, match=r"1.jpg: an image of 6 x 9, but .*0.jpg has 5 x 9; give data.image_size"):
+    with pytest.raises(DataError, match=r"1\.jpg: .*6 x 9.*0\.jpg .*5 x 9; .*data\.image_size"):
         prepare(load_recipe(recipe_in(tmp_path, users)))
 
 
@@ -133,19 +132,19 @@ def test_a_validation_split_alone_is_the_test_split_and_said(
     common = prepare(recipe).common
     assert common.labels == ("cat", "dog")
     assert counts_of(common.users[0]) == [12, 0, 6]
-    assert "no test split, so Val is the held-out test split of ada" in caplog.text
+    assert re.search("no test split.*Val .*ada", caplog.text)
 
 
 @pytest.mark.parametrize(
     ("folders", "message"),
     [
-        (["photos"], "ada: photos holds cat and dog, and no images of their own; give data.users.ada as"),
-        (["train"], "ada: train holds cat and dog, and no images of their own; give data.users.ada as"),
-        (["cats/test", "cats/train", "dogs/train"], "ada: cats and dogs hold test and train, and no"),
-        (["images/train", "images/val"], "ada: images holds train and val, and no images of their own; give"),
-        (["valid", "test"], "hold cat and dog, and no images of their own; give data.users.ada as {train: FOLDER, t"),
-        (["train/images", "test/images"], "train: images holds cat and dog, and no images of their own"),
-        (["train", "training", "test"], "ada: train and training both name the train split; give data.users.ada as"),
+        (["photos"], r"ada: photos .*cat and dog.*no images.*; .*data\.users\.ada as .*/photos$"),
+        (["train"], r"ada: train .*cat and dog.*no images.*; .*data\.users\.ada as .*/train$"),
+        (["cats/test", "cats/train", "dogs/train"], "ada: cats and dogs .*test and train.*no images"),
+        (["images/train", "images/val"], "ada: images .*train and val.*no images"),
+        (["valid", "test"], r"cat and dog.*no images.*; .*data\.users\.ada as {train: FOLDER, test: FOLDER}"),
+        (["train/images", "test/images"], "train: images .*cat and dog.*no images"),
+        (["train", "training", "test"], r"ada: train and training .*train split; .*data\.users\.ada as "),
     ],
 )
 @pytest.mark.parametrize("store", ["memory", "disk"])
@@ -156,9 +155,8 @@ def test_images_one_level_deeper_are_refused(tmp_path: Path, folders: list[str],
         else:
             write_images(tmp_path / "ada" / folder, count=2)
     recipe = load_recipe(recipe_in(tmp_path, {"ada": "ada"})).with_changes({"runtime.store": store})
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=message) as error:
         prepare(recipe)
-    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -174,15 +172,14 @@ def test_classes_may_be_called_train_and_hold_folders(tmp_path: Path) -> None:
 def test_one_class_alone_is_refused(tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture) -> None:
     write_images(tmp_path / "ada", ("cat",))
     np.savez(tmp_path / "bob.npz", x=np.zeros((9, 4), "float32"), y=np.zeros(9, int))
-    for users, name in (({"ada": "ada"}, " (cat)"), ({"bob": "bob.npz"}, "")):
+    for users, name in (({"ada": "ada"}, r" \(cat\)"), ({"bob": "bob.npz"}, "")):
         recipe = load_recipe(recipe_in(tmp_path, users)).with_changes({"runtime.store": store})
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=rf"^samples: .*one class{name},.*data\.classes"):
             prepare(recipe)
-        assert f"one class alone{name}, so there is nothing to learn" in str(error.value)
         prepare(recipe.with_changes({"data.classes": 3}))  # one user of a federation
     (tmp_path / "ada" / "dog").mkdir()
     prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada"})).with_changes({"runtime.store": store}))
-    assert "all train samples are of class 0 (cat)" in caplog.text
+    assert "class 0 (cat)" in caplog.text
 
 
 def test_files_of_the_system_are_left_out_and_others_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,11 +193,11 @@ def test_files_of_the_system_are_left_out_and_others_counted(tmp_path: Path, cap
     found = prepare(recipe).common
     assert found.labels == plain.labels == ("cat", "dog")
     assert torch.equal(found.users[0].train.inputs, plain.users[0].train.inputs)
-    assert "not read" not in caplog.text
+    assert "of ada" not in caplog.text
     for name in ("cat/0.heic", "cat/1.heic", "notes.txt"):
         (ada / name).write_bytes(b"no image")
     prepare(recipe)
-    assert "not read as images of a class: 2 .heic, 1 .txt, of ada; read: .bmp" in caplog.text
+    assert re.search(r": 2 \.heic, 1 \.txt, of ada; .*\.bmp", caplog.text)
 
 
 def test_links_to_folders_of_images_are_followed_once(tmp_path: Path) -> None:
@@ -263,13 +260,11 @@ def test_a_tiff_of_12_bits_is_scaled_by_them(tmp_path: Path) -> None:
     assert pixels.flatten().tolist() == [0, 255, 85, 170]
 
 
-@pytest.mark.parametrize(("kind", "named"), [("int32", "integers of 32 bits (I)"), ("float32", "real numbers (F)")])
+@pytest.mark.parametrize(("kind", "named"), [("int32", "I"), ("float32", "F")])
 def test_images_without_a_range_are_refused(tmp_path: Path, kind: str, named: str) -> None:
     write_deep(tmp_path / "ada", ".tif", Image.fromarray(ramp(kind)))
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=rf"^{re.escape(str(tmp_path))}/ada/cat/0\.tif: .*\({named}\).*8 or 16 bits"):
         prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada"})))
-    assert f"{tmp_path}/ada/cat/0.tif: an image of {named}" in str(error.value)
-    assert "convert it to 8 or 16 bits" in str(error.value)
 
 
 def see_through(mode: str) -> tuple[Image.Image, dict[str, Any]]:
@@ -321,20 +316,19 @@ def one_image(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "user 'ada': {folder}/ada: no such file or folder"),
-        (empty, "{folder}/ada: no folders in it; allowed: a subfolder of images for each class"),
-        (without_images, "{folder}/ada: no images in cat; looked for .bmp"),
-        (damaged, "{folder}/ada/cat/0.png: not a readable image: "),
-        (a_text_file, "user 'ada': {folder}/ada: allowed: an .npz file, or a folder with a subfolder of images"),
-        (one_image, "user 'ada': 1 sample, of which none can be spared for data.split.test; give more"),
+        (lambda folder: None, "user 'ada': {folder}/ada: no such file"),
+        (empty, "{folder}/ada: no subfolders"),
+        (without_images, "{folder}/ada: no images .*cat; .*[.]bmp"),
+        (damaged, "{folder}/ada/cat/0.png: .*image: "),
+        (a_text_file, "user 'ada': {folder}/ada: .*allowed: an .npz file"),
+        (one_image, "user 'ada': 1 sample.*data.split.test"),
     ],
 )
 def test_a_folder_that_cannot_be_read_is_one_line(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     make(tmp_path)
     recipe = load_recipe(recipe_in(tmp_path, {"ada": str(tmp_path / "ada")}))
-    with pytest.raises(ComingleError) as error:
+    with pytest.raises(ComingleError, match=f"^{message.format(folder=re.escape(str(tmp_path)))}") as error:
         prepare(recipe)
-    assert message.format(folder=tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -380,7 +374,7 @@ def test_whole_pixels_become_images_from_0_to_1(
 @pytest.mark.parametrize("kind", ["int16", "int32", "int64", "uint32"])
 def test_whole_pixels_without_a_range_are_refused(tmp_path: Path, kind: str) -> None:
     np.savez(tmp_path / "ada.npz", x=np.ones((12, 5, 6), kind), y=np.arange(12) % 2)
-    with pytest.raises(DataError, match=r"inputs are u?int\d+ of shape \(12, 5, 6\), whole numbers without a range"):
+    with pytest.raises(DataError, match=r"ada\.npz: inputs .*int\d+ .*\(12, 5, 6\).*allowed: uint8"):
         prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada.npz"})))
     np.savez(tmp_path / "ada.npz", x=np.ones((12, 5), kind), y=np.arange(12) % 2)  # features, as they are
     (ada,) = prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada.npz"}))).users
@@ -390,27 +384,26 @@ def test_whole_pixels_without_a_range_are_refused(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"a": np.zeros(3)}, "ada.npz: found a; allowed: inputs and targets, or x and y"),
-        ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, "ada.npz: inputs have shape (3, 2) but targets (2,)"),
-        ({"x": np.array(["a", "b"]), "y": np.zeros(2)}, "ada.npz: inputs are <U1; allowed: numbers"),
+        ({"a": np.zeros(3)}, r"ada\.npz: found a; allowed: inputs and targets"),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, r"ada\.npz: inputs .*\(3, 2\) .*targets .*\(2,\)"),
+        ({"x": np.array(["a", "b"]), "y": np.zeros(2)}, r"ada\.npz: inputs .*<U1; allowed: numbers"),
     ],
 )
 def test_arrays_that_are_no_samples_are_one_line(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "ada.npz", **arrays)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=message):
         prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada.npz"})))
-    assert message in str(error.value)
 
 
 def test_a_file_that_is_no_npz_and_kinds_side_by_side_are_one_line(tmp_path: Path) -> None:
     write_images(tmp_path / "ada")
     (tmp_path / "bob.npz").write_bytes(b"no zip")
-    with pytest.raises(DataError, match=r"bob.npz: not a readable npz file: no complete zip archive"):
+    with pytest.raises(DataError, match=r"bob\.npz: .*zip archive"):
         prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada", "bob": "bob.npz"})))
     np.savez(tmp_path / "bob.npz", x=np.zeros((5, 2)), y=np.zeros(5))
-    with pytest.raises(DataError, match=r"user 'bob': an .npz file, but others have folders of images; give all the"):
+    with pytest.raises(DataError, match=r"^user 'bob': .*\.npz file.*folders"):
         prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada", "bob": "bob.npz"})))
-    with pytest.raises(DataError, match=r"data.image_size and grayscale are for folders of images"):
+    with pytest.raises(DataError, match=r"^data\.image_size and grayscale .*\.npz"):
         prepare(load_recipe(recipe_in(tmp_path, {"bob": "bob.npz"}, image_size=4)))
 
 
@@ -437,7 +430,7 @@ def test_a_run_goes_on_and_opens_without_the_images(tmp_path: Path, method: dict
         assert all(isinstance(net, PersonalNet) for net in nets)
         expected, *others = [net.predict(inputs) for net in nets if isinstance(net, PersonalNet)]
         assert all(torch.equal(found, expected) for found in others)
-    with pytest.raises(ComingleError, match="this needs the users' data"):
+    with pytest.raises(ComingleError, match="users' data"):
         opened.federation.clients.evaluate()
     shutil.move(tmp_path / "elsewhere", tmp_path / "ada")
     accuracies = [score.measures["accuracy"] for score in opened.federation.clients.evaluate()]
@@ -448,7 +441,7 @@ def test_changed_images_are_refused_where_a_run_goes_on(tmp_path: Path) -> None:
     recipe = two_users(tmp_path)
     api.run(recipe, out=tmp_path / "run")
     paint(tmp_path / "bob" / "owl" / "3.png", 7)
-    with pytest.raises(RunError, match=r"user 'bob': the .* data changed since the run began"):
+    with pytest.raises(RunError, match=r"user 'bob': .* data changed"):
         api.run(recipe, out=tmp_path / "run", resume=True)
 
 
@@ -462,19 +455,22 @@ def test_data_and_cost_are_told_before_training(tmp_path: Path, comingle: Callab
     assert cost["unit"] == "sample"
     refused = comingle("cost", tmp_path / "own.yaml", "--users", 5)
     assert refused.code == 2
-    assert "--users: got 5; the users' samples are read, so leave it out" in refused.err
+    assert "--users: got 5" in refused.err
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"kind": "samples"}, "data: give users, as {ada: path/to/ada}"),
-        ({"kind": "samples", "users": {}}, "zero users; name at least one"),
-        ({"kind": "samples", "users": {"ada": 3}}, "data.users.ada: give a path, or a mapping with path"),
-        ({"kind": "samples", "users": {"ada": {"train": "x"}}}, "train without test; give test too"),
-        ({"kind": "samples", "users": {"ada": "x"}, "image_size": "big"}, "image_size: give a number of pixels"),
-        ({"kind": "samples", "users": {"ada": "x"}, "split": {"valid": 0.6, "test": 0.5}}, "leave nothing to train on"),
-        ({"kind": "samples", "users": {"ada": "x"}, "max_train_tokens": 3}, "samples have no tokens"),
+        ({"kind": "samples"}, "data: give users"),
+        ({"kind": "samples", "users": {}}, "data: no users; "),
+        ({"kind": "samples", "users": {"ada": 3}}, "data.users.ada: "),
+        ({"kind": "samples", "users": {"ada": {"train": "x"}}}, "train without test"),
+        ({"kind": "samples", "users": {"ada": "x"}, "image_size": "big"}, "data.image_size: "),
+        (
+            {"kind": "samples", "users": {"ada": "x"}, "split": {"valid": 0.6, "test": 0.5}},
+            "valid 0.6 and test 0.5",
+        ),
+        ({"kind": "samples", "users": {"ada": "x"}, "max_train_tokens": 3}, "max_train_tokens is not read for samples"),
         ({"kind": "samples", "users": {"ada": "x"}, "los": "mse"}, "unknown key 'data.los'. Did you mean 'loss'?"),
     ],
 )
@@ -497,7 +493,8 @@ def test_paths_in_the_place_of_samples_name_what_reads_them(
     with pytest.raises(DataError) as error:
         comingle.run(recipe, users={"ada": data}, base=base, method="fedavg")
     message = str(error.value)
-    assert message.startswith(f"users: 'ada' is a path ({path!r})")
+    assert message.startswith("users: 'ada' ")
+    assert repr(path) in message
     assert "data={'kind': 'samples', 'users': {'ada': " in message
     assert "\n" not in message
 
@@ -514,5 +511,5 @@ def test_a_function_for_samples_out_of_files_is_refused(tmp_path: Path, given: s
     np.savez(tmp_path / "ada.npz", inputs=np.zeros((9, 4), "float32"), targets=np.arange(9) % 3)
     recipe = {"data": {"kind": "samples", "users": {"ada": str(tmp_path / "ada.npz")}}}
     function: dict[str, Any] = {given: lambda *_: torch.nn.Linear(4, 3)}
-    with pytest.raises(RecipeError, match=f"{given}: got a function, for users who are read; allowed: beside users="):
+    with pytest.raises(RecipeError, match=f"^{given}: got a function.*users="):
         comingle.run(recipe, method="fedavg", **function)

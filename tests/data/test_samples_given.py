@@ -213,38 +213,37 @@ X, Y = numbers(12, 4), classes(12, 2)
 @pytest.mark.parametrize(
     ("users", "message"),
     [
-        ({}, "no users; at least one is needed"),
-        ({"ada": "text"}, "user 'ada': got str; allowed: a torch Dataset of (input, target), a pair of arrays"),
-        ({"ada": (X[:0], Y[:0])}, "user 'ada': train holds no samples, needs at least 1"),
-        ({"ada": Items([])}, "user 'ada': holds no samples, needs at least 1"),
-        ({"ada": Endless()}, "user 'ada': a data set without a length; allowed: map-style ones"),
-        ({"ada": TensorDataset(X)}, "user 'ada': a TensorDataset of 1; allowed: two, inputs and targets"),
-        ({"ada": Items([1, 2])}, "user 'ada': item 0 is int; allowed: (input, target)"),
-        ({"ada": Items([("a", 1)])}, "the input of item 0 is str; allowed: numbers, an array, a tensor or a picture"),
-        ({"ada": Items([(X[0], 0), (X[0, :2], 1)])}, "inputs have shapes (4,) and (2,); all need one shape"),
-        ({"ada": (X, Y[:5])}, "user 'ada': inputs have shape (12, 4) but targets (5,); needs one for each"),
-        ({"ada": (X, Y.reshape(6, 2))}, "user 'ada': inputs have shape (12, 4) but targets (6, 2)"),
-        ({"ada": (X, Y), "bob": (X[:, :2], Y)}, "user 'bob': train inputs have shape (2,) but those of user"),
-        ({"ada": (X, Y), "bob": (X, X)}, "user 'ada': train targets are int64; this task needs real numbers"),
-        ({"ada": (X, -1 - Y)}, "user 'ada': train targets go from -2 to -1; allowed: 0 to"),
-        ({"ada": (X.log(), Y)}, "user 'ada': train inputs hold NaN or infinite values"),
-        ({"ada": (X[:1], Y[:1])}, "user 'ada': 1 sample, of which none can be spared for data.split.test; give more"),
-        ({"ada": {"train": (X, Y)}}, "user 'ada': splits 'train'; allowed: 'train' and 'test', maybe 'valid'"),
-        ({"ada": {"train": (X, Y), "test": (X[:0], Y[:0])}}, "user 'ada': test holds no samples, needs at least 1"),
-        ({"ada": (X.to(torch.complex64), Y)}, "user 'ada': inputs are complex; allowed: real numbers"),
+        ({}, "^no users"),
+        ({"ada": "text"}, "^user 'ada': got str; allowed: a torch Dataset"),
+        ({"ada": (X[:0], Y[:0])}, "^user 'ada': train .*no samples"),
+        ({"ada": Items([])}, "^user 'ada': no samples"),
+        ({"ada": Endless()}, "^user 'ada': .*without a length; allowed: .*__len__"),
+        ({"ada": TensorDataset(X)}, "^user 'ada': .*TensorDataset of 1.*; allowed: two"),
+        ({"ada": Items([1, 2])}, r"^user 'ada': item 0 .*int; allowed: \(input, target\)"),
+        ({"ada": Items([("a", 1)])}, "^user 'ada': .*input of item 0 .*str; allowed: numbers"),
+        ({"ada": Items([(X[0], 0), (X[0, :2], 1)])}, r"^user 'ada': inputs .*\(4,\) and \(2,\)"),
+        ({"ada": (X, Y[:5])}, r"^user 'ada': inputs .*\(12, 4\) .*targets \(5,\)"),
+        ({"ada": (X, Y.reshape(6, 2))}, r"^user 'ada': inputs .*\(12, 4\) .*targets \(6, 2\)"),
+        ({"ada": (X, Y), "bob": (X[:, :2], Y)}, r"^user 'bob': train inputs .*\(2,\) .*'ada' \(4,\)"),
+        ({"ada": (X, Y), "bob": (X, X)}, "^user 'ada': train targets .*int64; .*real numbers"),
+        ({"ada": (X, -1 - Y)}, "^user 'ada': train targets .*-2 to -1; allowed: 0 to"),
+        ({"ada": (X.log(), Y)}, "^user 'ada': train inputs .*NaN"),
+        ({"ada": (X[:1], Y[:1])}, r"^user 'ada': 1 sample.*data\.split\.test"),
+        ({"ada": {"train": (X, Y)}}, "^user 'ada': .*splits 'train'; allowed: 'train'.*'test'.*'valid'"),
+        ({"ada": {"train": (X, Y), "test": (X[:0], Y[:0])}}, "^user 'ada': test .*no samples"),
+        ({"ada": (X.to(torch.complex64), Y)}, "^user 'ada': inputs .*complex; allowed: real numbers"),
     ],
 )
 def test_samples_that_cannot_be_used_are_one_line(users: dict[str, Any], message: str) -> None:
-    with pytest.raises(ComingleError) as error:
+    with pytest.raises(ComingleError, match=message) as error:
         run_of(recipe_of(), users)
-    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_more_classes_may_be_said_than_there_are_and_not_fewer() -> None:
     run = run_of(recipe_of(**{"data.classes": 7}), {"ada": (X, Y)})
     assert run.user("ada").predict(X[:1]).shape == (1, 7)
-    with pytest.raises(DataError, match="user 'ada': train targets go from 0 to 1; allowed: 0 to 0"):
+    with pytest.raises(DataError, match=r"^user 'ada': train targets .*0 to 1; allowed: 0 to 0"):
         run_of(recipe_of(**{"data.classes": 1}), {"ada": (X, Y)})
 
 
@@ -262,40 +261,38 @@ class Peeking(nn.Module):
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (Peeking, "net 'Peeking': users' copies cannot run together under torch.vmap: vmap: It looks like"),
-        (lambda: nn.Linear(3, 2), "net 'own': cannot take inputs of (4,): mat1 and mat2 shapes cannot be multiplied"),
-        (lambda: nn.Linear(4, 5), "net 'own': outputs are (2, 5) for 2 samples; allowed: (2, 2), one for each class"),
-        (lambda shape, outputs: nn.Identity(), "net 'own': nothing in it can be trained"),
-        (lambda: 3, "net 'own': its function returned int; allowed: an nn.Module"),
-        (nn.Linear(4, 2), "net: got a Linear that is made already; give what makes one, as lambda: Linear(...)"),
+        (Peeking, "net 'Peeking': .*vmap: It looks like"),
+        (lambda: nn.Linear(3, 2), r"net 'own': .*\(4,\): mat1 and mat2 shapes"),
+        (lambda: nn.Linear(4, 5), r"net 'own': .*\(2, 5\).*; allowed: \(2, 2\)"),
+        (lambda shape, outputs: nn.Identity(), "net 'own': .*trained"),
+        (lambda: 3, r"net 'own': .*int; allowed: an nn\.Module"),
+        (nn.Linear(4, 2), r"net: got a Linear.*lambda: Linear\(\.\.\.\)"),
     ],
 )
 def test_a_net_that_cannot_be_trained_is_one_line(net: Any, message: str) -> None:
-    with pytest.raises(ComingleError) as error:
+    with pytest.raises(ComingleError, match=f"^{message}") as error:
         run_of(recipe_of(), {"ada": (X, Y)}, net)
-    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data.loss": "cros_entropy"}, "no loss 'cros_entropy'. Did you mean 'cross_entropy'?"),
-        ({"data.image_size": 8}, "data.image_size and grayscale are for folders of images"),
-        ({"base": "smollm2-135m"}, "base: got 'smollm2-135m' for samples; allowed: net:NAME"),
-        ({"base": "net:cn"}, "no net 'cn'. Did you mean 'cnn'?"),
-        ({"training.context": 64}, "training.context: got 64, which is not read for samples"),
-        ({"quantise": "8bit"}, "quantise: got '8bit', which is not read for samples"),
-        ({"runtime.gpu": ["graphs"]}, "runtime.gpu: got ['graphs'], which is not read for samples"),
-        ({"runtime.gradient_checkpointing": True}, "runtime.gradient_checkpointing: got True, which is not read"),
-        ({"runtime.attention": "eager"}, "runtime.attention: got 'eager', which is not read for samples"),
-        ({"method": "comigs"}, "method comigs: "),
+        ({"data.loss": "cros_entropy"}, "'cros_entropy'.*Did you mean 'cross_entropy'"),
+        ({"data.image_size": 8}, r"^data\.image_size and grayscale "),
+        ({"base": "smollm2-135m"}, "^base: got 'smollm2-135m'.*; allowed: net:NAME"),
+        ({"base": "net:cn"}, "'cn'.*Did you mean 'cnn'"),
+        ({"training.context": 64}, r"^training\.context: got 64.*samples"),
+        ({"quantise": "8bit"}, "^quantise: got '8bit'.*samples"),
+        ({"runtime.gpu": ["graphs"]}, r"^runtime\.gpu: got \['graphs'\].*samples"),
+        ({"runtime.gradient_checkpointing": True}, r"^runtime\.gradient_checkpointing: got True.*samples"),
+        ({"runtime.attention": "eager"}, r"^runtime\.attention: got 'eager'.*samples"),
+        ({"method": "comigs"}, "^method comigs: "),
     ],
 )
 def test_settings_that_are_not_for_samples_are_one_line(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ComingleError) as error:
+    with pytest.raises(ComingleError, match=message) as error:
         run_of(recipe_of(**changes), {"ada": (X, Y)})
-    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -309,15 +306,14 @@ def test_a_net_is_evaluated_on_whatever_a_user_may_be() -> None:
         assert ada.evaluate(same) == expected
     assert math.isnan(ada.evaluate(TensorDataset(x[:0], y[:0])).mean_loss)
     for wrong, message in (
-        (DataLoader(TensorDataset(x, y)), "user 'ada': samples: got DataLoader; allowed: a torch Dataset"),
-        (TensorDataset(x), "user 'ada': samples: a TensorDataset of 1; allowed: two, inputs and targets"),
-        ((x, y + 1), "user 'ada': samples: targets go from 1 to 3; allowed: 0 to 2"),
-        ((x, y.float()), "user 'ada': samples: targets are real numbers; allowed: class numbers"),
-        ((x, y[:3]), "inputs have shape (30, 4) but targets (3,); needs one for each"),
+        (DataLoader(TensorDataset(x, y)), "^user 'ada': samples: got DataLoader; allowed: a torch Dataset"),
+        (TensorDataset(x), "^user 'ada': samples: .*TensorDataset of 1.*; allowed: two"),
+        ((x, y + 1), "^user 'ada': samples: targets .*1 to 3; allowed: 0 to 2"),
+        ((x, y.float()), "^user 'ada': samples: targets .*real numbers; allowed: class numbers"),
+        ((x, y[:3]), r"^user 'ada': samples: inputs .*\(30, 4\) .*targets \(3,\)"),
     ):
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=message):
             ada.evaluate(wrong)
-        assert message in str(error.value)
 
 
 def test_a_regression_is_evaluated_on_whole_targets_too() -> None:

@@ -107,7 +107,7 @@ def test_a_context_of_tokens_is_enough(loaded: Loaded) -> None:
     changes: dict[str, Any] = {"data": limits, "training.context": 16}
     run = trained(loaded, "comigs-1g1s", **changes)
     assert run.metrics["users"]["ada"]["test_perplexity"] > 1
-    with pytest.raises(DataError, match="train holds 16 tokens, needs at least 17"):
+    with pytest.raises(DataError, match=r"'ada' .*train .*16 tokens.* 17.*context 16"):
         trained(loaded, **{**changes, "data": {**limits, "add_bos_token": False}})
 
 
@@ -236,7 +236,7 @@ def test_a_run_that_an_older_version_began_goes_on_as_it_was(loaded: Loaded, tmp
         comingle.run(recipe_in(tmp_path, add_bos_token=False), out=tmp_path / "older", observers=[stop])
     as_older(tmp_path / "older")
     assert "add_bos_token" not in load_recipe(tmp_path / "older").computed["data"]  # so the fingerprint stays
-    with pytest.raises(RunError, match=r"data\.add_bos_token was None and is True"):
+    with pytest.raises(RunError, match=r"data\.add_bos_token .*None .*True"):
         comingle.run(recipe_in(tmp_path, add_bos_token=True), out=tmp_path / "older", resume=True)
     resumed = comingle.run(recipe_in(tmp_path), out=tmp_path / "older", resume=True)
     assert resumed.metrics["users"] == whole.metrics["users"]

@@ -259,9 +259,9 @@ def wrong_tasks(task: Task) -> dict[str, tuple[Task, str]]:
         "message too many": (replace(task, messages=task.messages * 2), "a message that no step needs"),
         "upload": (with_message(task, upload), "an upload where a download belongs"),
         "verdict": (replace(task, todo=("hear", *task.todo[1:])), "something else"),
-        "not a message": (with_message(task, b"hello"), "do not begin as a message"),
-        "truncated": (with_message(task, task.messages[0][:-1]), "says that it has"),
-        "changed": (with_message(task, task.messages[0][:-1] + b"\x01"), "checksum is wrong"),
+        "not a message": (with_message(task, b"hello"), "message: got 5 bytes"),
+        "truncated": (with_message(task, task.messages[0][:-1]), f"message: got {len(task.messages[0]) - 1} bytes"),
+        "changed": (with_message(task, task.messages[0][:-1] + b"\x01"), "checksum"),
         "shape": (tensors(**{key: t[..., :-1]}), "has shape"),
         "two models": (tensors(**{key: torch.cat([t, t], 1)}), "models"),
         "no model": (

@@ -190,11 +190,11 @@ def test_users_of_no_kind_are_refused_in_one_line(users: dict[str, Any], wanted:
 @pytest.mark.parametrize(
     ("data", "wanted"),
     [
-        ([], "user 'ann': no text in it"),
-        (["  "], "user 'ann': no text in it"),
-        (["a", None], "user 'ann': document 2: is None; allowed: text"),
-        (["a", 3], "user 'ann': document 2: is 3; allowed: text"),
-        ("it is me", "text itself is given as a list of documents"),
+        ([], "user 'ann': no text"),
+        (["  "], "user 'ann': no text"),
+        (["a", None], "user 'ann': document 2: got None; allowed: text"),
+        (["a", 3], "user 'ann': document 2: got 3; allowed: text"),
+        ("it is me", "give a list of documents"),
         ({"train": ["a"]}, "user 'ann': no split 'test'; found: train"),
     ],
 )

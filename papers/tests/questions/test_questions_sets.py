@@ -255,7 +255,7 @@ def test_the_pool_holds_everything(folder: Path) -> None:
 def test_validation_is_asked_for_where_it_is_needed(folder: Path) -> None:
     (en, _) = make("xnli", folder, train=5, test=4)
     check_answers(en, needs_validation=False)
-    with pytest.raises(DataError, match="user 'en': valid holds 0 questions, needs at least 1; give data"):
+    with pytest.raises(DataError, match=r"^user 'en': valid .*0 questions.*data\.questions\.valid"):
         check_answers(en, needs_validation=True)
 
 
@@ -354,7 +354,7 @@ def test_sources_without_questions_are_refused(folder: Path) -> None:
     assert "torn.xz: cannot be read as UTF-8 text with JSON" in problem(DataError, "xnli", folder / "torn.xz")
     list_rows = write(folder / "list.jsonl", [[1, 2]])
     assert "list.jsonl: row 1" in (said := problem(DataError, "xnli", list_rows))
-    assert "a JSON number; allowed: an object with columns and values" in said
+    assert "JSON number" in said
     other = problem(DataError, "xquad", folder / "xnli_dev.jsonl.xz", languages=["en"])
     assert other.endswith("xnli_dev.jsonl.xz: line 1 is no row of xquad: context is None; allowed: text")
 

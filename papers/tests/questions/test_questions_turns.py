@@ -99,7 +99,7 @@ def test_what_is_wrong_with_questions_is_said_in_the_same_words(tmp_path: Path) 
         assert told[0] == told[1]
     for store in ("memory", "disk"):
         recipe = recipe_of(few, store).with_changes({"method": "comigs-1g1s"})
-        with pytest.raises(ComingleError, match="user 'ar': valid holds 0 questions, needs at least 1"):
+        with pytest.raises(ComingleError, match=r"^user 'ar': valid .*0 questions"):
             api.run(recipe)
 
 

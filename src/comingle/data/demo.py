@@ -88,7 +88,7 @@ def _select(documents: Mapping[str, str]) -> list[str]:
     ends = accumulate(map(len, distinct))
     taken = [document for document, end in zip(distinct, ends, strict=True) if end <= _USER_CHARACTERS]
     if not taken:
-        raise DataError("demo users: this Python was installed without the text they read; give files of your own")
+        raise DataError("demo users: this Python installation lacks the text that they read; use your own files")
     return taken
 
 
@@ -192,7 +192,7 @@ def read_demo(name: str) -> list[str]:
     """
     name = name.removeprefix(DEMO_PREFIX)
     if name not in DEMO_USERS:
-        raise DataError(f"no demo user {name!r}; there are: {', '.join(DEMO_USERS)}.{did_you_mean(name, DEMO_USERS)}")
+        raise DataError(f"no demo user {name!r}; allowed: {', '.join(DEMO_USERS)}.{did_you_mean(name, DEMO_USERS)}")
     return list(_read_once(name))
 
 

@@ -103,7 +103,7 @@ class Repeated:
         if self.counts:
             listed = ", ".join(f"{name!r} ({count})" for name, count in list(self.counts.items())[:_LISTED])
             more = f" and {len(self.counts) - _LISTED} more users" if len(self.counts) > _LISTED else ""
-            message = "data.deduplicate: %d repeated documents or conversations are left out: %s%s"
+            message = "data.deduplicate: dropped %d duplicate documents or conversations: %s%s"
             logger.warning(message, self.counts.total(), listed, more)
             self.counts.clear()
 
@@ -123,7 +123,7 @@ def warn_same_files(sources: Mapping[str, Iterable[str | None]]) -> None:
     if shared:
         listed = "; ".join(" and ".join(map(repr, dict.fromkeys(names[:_LISTED]))) for names in shared[:_LISTED])
         more = f"; and {len(shared) - _LISTED} more files" if len(shared) > _LISTED else ""
-        logger.warning("data.users: users have the same file, or copies of one: %s%s", listed, more)
+        logger.warning("data.users: some users have the same file or copies of it: %s%s", listed, more)
 
 
 def _digest(path: Path) -> str:

@@ -125,10 +125,10 @@ class _BoundedExpansion(io.RawIOBase):
     def __init__(self, inner: io.BufferedIOBase, compressed_bytes: int, limit: int):
         self._inner = inner
         self._left = max(ALWAYS_EXPANDED, MAX_EXPANSION * compressed_bytes)
-        self._problem = f"expands to more than {MAX_EXPANSION} times its size; decompress it first if that is meant"
+        self._problem = f"expands to more than {MAX_EXPANSION} times its size; decompress it first if this is expected"
         if limit < self._left:
             self._left = limit
-            self._problem = f"expands to more than {limit:,} bytes; set {MAX_EXPANDED_VARIABLE} if that is meant"
+            self._problem = f"expands to more than {limit:,} bytes; set {MAX_EXPANDED_VARIABLE} to allow more"
 
     def readable(self) -> bool:
         return True
@@ -176,22 +176,22 @@ def max_read_bytes(*, train: SplitLimit, valid: SplitLimit = (None, 0.0), test: 
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 """Byte order marks of UTF-16."""
 
-_PICTURE = "a picture"
+_IMAGE = "an image"
 _SIGNATURES = {
     b"%PDF": "a PDF",
-    b"PK\x03\x04": "a zip archive (as .docx, .odt and .epub are)",
-    b"\xd0\xcf\x11\xe0": "an old office document",
+    b"PK\x03\x04": "a zip archive (for example .docx, .odt or .epub)",
+    b"\xd0\xcf\x11\xe0": "a legacy Office document",
     b"{\\rtf": "rich text (RTF)",
-    b"\x89PNG": _PICTURE,
-    b"\xff\xd8\xff": _PICTURE,
-    b"GIF8": _PICTURE,
-    b"\x1f\x8b": "compressed by gzip; name it .gz",
-    b"\xfd7zXZ": "compressed by xz; name it .xz",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd",
-    b"BZh91AY&SY": "compressed by bzip2",
-    b"PAR1": "a table (Parquet); name it .parquet",
-    b"SQLite format 3\0": "a database (SQLite)",
-    b"GGUF": "a model's weights (GGUF)",
+    b"\x89PNG": _IMAGE,
+    b"\xff\xd8\xff": _IMAGE,
+    b"GIF8": _IMAGE,
+    b"\x1f\x8b": "a gzip file without the suffix .gz",
+    b"\xfd7zXZ": "an xz file without the suffix .xz",
+    b"\x28\xb5\x2f\xfd": "a zstd file",
+    b"BZh91AY&SY": "a bzip2 file",
+    b"PAR1": "a Parquet file without the suffix .parquet",
+    b"SQLite format 3\0": "an SQLite database",
+    b"GGUF": "a GGUF file of model weights",
 }
 """Descriptions of binary formats by their first bytes."""
 
@@ -204,7 +204,7 @@ def word_problem(text: str) -> str | None:
     """Return an error text if a word has more than a million characters, as Base64 may have; None otherwise."""
     if len(text) <= MAX_WORD_CHARACTERS or max(map(len, text.split()), default=0) <= MAX_WORD_CHARACTERS:
         return None
-    return f"more than {MAX_WORD_CHARACTERS:,} characters without white space, which is no text"
+    return f"more than {MAX_WORD_CHARACTERS:,} characters without white space, so it is not text"
 
 
 def describe_binary(content: bytes) -> str | None:
@@ -302,7 +302,7 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
     left_out = [name for name in names if name not in set(rows) and Path(name).name.lower() != _DATA_CARD]
     if not rows:
         there = f"{len(names)} other files, first: {names[0]}" if names else "nothing"
-        raise DataError(f"{folder}: no file of rows in it ({', '.join(ROW_SUFFIXES)}); found: {there}")
+        raise DataError(f"{folder}: no files of rows; found: {there}; allowed: {', '.join(ROW_SUFFIXES)}")
     worded = [_split_by_word(name) for name in rows]
     splits = worded if "train" in worded and None not in worded else [_split_by_name(name) for name in rows]
     files = [
@@ -341,7 +341,7 @@ _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 _BLOCK_CHARACTERS = 2000
 _CHUNK_BYTES = 16 << 20
 _NOTEBOOKS = (".ipynb",)
-_ACCEPTED = "accepted: UTF-8 text (also .gz or .xz), a folder of such files, rows (.jsonl, .json, .csv, .tsv, .parquet)"
+_ALLOWED = "allowed: UTF-8 text (also .gz or .xz), a folder of such files, rows (.jsonl, .json, .csv, .tsv, .parquet)"
 
 
 class _NotText(Exception):
@@ -416,9 +416,9 @@ def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]
             documents.append(text)
         except (OSError, _NotText):
             skipped.append(name)
-    left_out = [f"{len(skipped)} files skipped that are not UTF-8 text, first: {skipped[0]}"] if skipped else []
+    left_out = [f"skipped {len(skipped)} files that are not UTF-8 text, first: {skipped[0]}"] if skipped else []
     if rows:
-        left_out.append(f"{len(rows)} files skipped that hold rows or notebooks, not prose, first: {rows[0]}")
+        left_out.append(f"skipped {len(rows)} files of rows or notebooks, first: {rows[0]}")
     if left_out:
         _LOG.warning("%s: %s", folder, "; ".join(left_out))
     return documents
@@ -426,7 +426,7 @@ def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]
 
 def warn_longer(source: str | Path, max_bytes: int) -> None:
     """Warn that a source was not read to its end."""
-    _LOG.warning("%s: longer than what is kept of it; its first %s bytes are read", source, f"{max_bytes:,}")
+    _LOG.warning("%s: reading only the first %s bytes, which suffice for the token limits", source, f"{max_bytes:,}")
 
 
 def split_paragraphs(text: str) -> Iterator[str]:
@@ -464,7 +464,7 @@ def _read_up_to(file: io.BufferedIOBase, max_bytes: int) -> bytes:
 def _decode(content: bytes, *, final: bool = True) -> str:
     """Decode UTF-8 and normalise line ends; drop a byte order mark and, unless ``final``, a cut-off last character."""
     if kind := describe_binary(content):
-        raise _NotText(f"is {kind}, not text; {_ACCEPTED}")
+        raise _NotText(f"is {kind}, not text; {_ALLOWED}")
     try:
         text, _ = codecs.utf_8_decode(content.removeprefix(codecs.BOM_UTF8), "strict", final)
     except UnicodeDecodeError as error:

@@ -180,7 +180,7 @@ class PopulationWriter:
         form = FORMS.get(type(user))
         if form is None or (self.count and type(user) is not self._form):
             allowed = self._form.__name__ if self.count else ", ".join(kind.__name__ for kind in FORMS)
-            raise DataError(f"user {user.name!r}: is {type(user).__name__}; allowed: {allowed}")
+            raise DataError(f"user {user.name!r}: got {type(user).__name__}; allowed: {allowed}")
         self._form, self.count = type(user), self.count + 1
         self._names.add(user.name)
         content = _serialise(form, user)
@@ -244,7 +244,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: no population of users ({error}); write it again") from None
+        raise DataError(f"{folder}: not a readable population ({error}); write it again") from None
 
 
 def read_population(folder: Path) -> LazyPopulation[Any]:
@@ -259,22 +259,24 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
     try:
         sums = about["sums"] if form else {}
         if changed := [name for name, known in sums.items() if _checksum(folder / name) != known]:
-            raise ValueError(f"{', '.join(changed)}: not as it was written")
+            raise ValueError(f"{', '.join(changed)}: changed since it was written")
         names = StoredNames(folder)
         ends = np.memmap(folder / ENDS, dtype=_END_DTYPE, mode="r")
         sizes = np.memmap(folder / SIZES, dtype="<i8", mode="r").reshape(-1, len(SPLITS))
         with open(folder / USERS, "rb") as file:  # copy-on-write: tensors on it are writable, the file is not changed
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: no population of users ({error}); write it again") from None
+        raise DataError(f"{folder}: not a readable population ({error}); write it again") from None
     if form is None or not len(names) == len(ends) == len(sizes) or ends["end"][-1] != len(content):
         lengths = f"{len(names)} names, {len(ends)} users, {len(content)} bytes"
-        raise DataError(f"{folder}: files that do not fit each other ({lengths}); write it again")
+        raise DataError(f"{folder}: inconsistent files ({lengths}); write it again")
 
     def make(number: int) -> Any:
         start, end = int(ends["end"][number - 1]) if number else 0, int(ends["end"][number])
         if zlib.crc32(memoryview(content)[start:end]) != ends["sum"][number]:
-            raise DataError(f"{folder}: data of user {names[number]!r} is not as it was written; delete this folder")
+            raise DataError(
+                f"{folder}: the data of user {names[number]!r} is damaged (wrong checksum); delete this folder"
+            )
         return form.user(names[number], _arrays(content, start))
 
     valid = int((sizes[:, 1] > 0).sum())
@@ -329,7 +331,7 @@ class _WarningRecorder(logging.Handler):
     def repeated(self) -> list[str]:
         """Recorded lines, followed by a line with the number of further warnings."""
         more = self.count - MAX_RECORDED_WARNINGS
-        return [*self.lines, *([f"{more} more such lines were said when the users were read"] if more > 0 else [])]
+        return [*self.lines, *([f"{more} more such warnings"] if more > 0 else [])]
 
 
 def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
@@ -451,7 +453,7 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
             os.utime(target / ABOUT)
         _delete_unused(cache)
     except OSError as error:
-        message = f"{cache}: cannot be written to: {error.strerror}; COMINGLE_CACHE names another place for it"
+        message = f"{cache}: cannot be written to: {error.strerror}; set COMINGLE_CACHE to another folder"
         raise DataError(message) from None
     return target, cached
 

@@ -147,7 +147,7 @@ class StoredNamesWriter:
         ranked = hashes[order]
         for at in np.flatnonzero(ranked[1:] == ranked[:-1]).tolist():
             if (name := names[int(order[at])]) == names[int(order[at + 1])]:
-                raise DataError(f"user {name!r} twice; names must differ")
+                raise DataError(f"user {name!r} occurs twice; names must be unique")
         return names
 
 
@@ -170,7 +170,7 @@ class StoredNames(IndexedNames):
         self._sum = (folder / _SUM).read_text(encoding="utf-8")
         end = int(self._ends[-1]) if len(self._ends) else 0
         if end != len(self._text) or not len(self._ends) == len(self._index) == len(self._hashes):
-            raise DataError(f"{folder}: names of users, in files that do not fit each other")
+            raise DataError(f"{folder}: the files of user names are inconsistent")
 
     def __len__(self) -> int:
         return len(self.span)

@@ -38,7 +38,7 @@ MAX_REFUSED_ROWS = 1000
 
 _LISTED, _LISTED_REMARKS = 20, 8
 """Numbers of bad rows and of remarks that a message lists."""
-BAD_ROWS_ADVICE = "repair them, or leave them out with data.on_bad_row: skip"
+BAD_ROWS_ADVICE = "correct them, or skip them with data.on_bad_row: skip"
 """Advice at the end of errors about bad rows."""
 
 logger = logging.getLogger("comingle")
@@ -117,7 +117,7 @@ class BadRows:
         listed = "; ".join(_merge_equal(found[:_LISTED])) + (f"; and {count - _LISTED} more" if count > _LISTED else "")
         if self.policy == "skip":
             self.skipped += count
-            logger.warning("data.on_bad_row: %d rows that cannot be used are left out: %s", count, listed)
+            logger.warning("data.on_bad_row: skipped %d rows that cannot be used: %s", count, listed)
         elif count == 1:
             raise BadRowsError(f"{listed}; {BAD_ROWS_ADVICE.replace('them', 'it')}", problems)
         else:
@@ -142,7 +142,7 @@ PlacedRows = Iterator[tuple[str, Row]]
 MAX_ROW_CHARACTERS = 64 << 20
 """Largest number of characters of a row; a longer one is an error before it fills memory."""
 
-_TOO_LONG = f"longer than {MAX_ROW_CHARACTERS >> 20} MiB; allowed: a row for each document or conversation"
+_TOO_LONG = f"longer than {MAX_ROW_CHARACTERS >> 20} MiB; put each document or conversation in a row of its own"
 _CHUNK_CHARACTERS = 1 << 20
 _LISTED_CHARACTERS = 300
 """Largest number of characters of another library's error message that is quoted."""
@@ -212,7 +212,7 @@ def read_name(value: object, column: str) -> str:
         return str(value)
     if isinstance(value, TypedNumber) and math.isfinite(value):
         return value.spelling
-    raise ValueError(f"column {column!r} holds {_described(value)}; a name is text or a whole number")
+    raise ValueError(f"column {column!r} holds {_described(value)}; allowed: text or a whole number")
 
 
 def describe_cause(error: BaseException) -> str:
@@ -291,12 +291,14 @@ def _object(line: str) -> Row:
 
 def _checked(row: object) -> Row:
     if not isinstance(row, dict):
-        raise ValueError(f"a JSON {_JSON_TYPES.get(type(row), 'number')}; allowed: an object with columns and values")
+        raise ValueError(
+            f"got a JSON {_JSON_TYPES.get(type(row), 'number')}; allowed: an object with columns and values"
+        )
     return row
 
 
 _TOO_DEEP = "JSON nested too deeply"
-_JSON_TYPES = {list: "list", str: "string", bool: "truth value", type(None): "null"}
+_JSON_TYPES = {list: "list", str: "string", bool: "boolean", type(None): "null"}
 
 
 def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: Path, bad: BadRows) -> PlacedRows:
@@ -351,7 +353,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
         if listed and sign == "]":
             at += 1
             if next_character():
-                raise refused("more text behind the end of the list", at)
+                raise refused("text after the end of the list", at)
             return
         if listed and number:
             if sign != ",":
@@ -368,7 +370,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
             yield f"row {number + 1}", row
         number += 1
     if listed:
-        raise refused("the list does not end", at)
+        raise refused("the list is not closed", at)
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -396,7 +398,7 @@ def read_csv(path: Path, sep: str, bad: BadRows) -> PlacedRows:
     with _open_csv(path, sep) as (columns, rows):
         for line, row in rows:
             if len(row) > len(columns):
-                what = f"{len(row)} fields, {len(columns)} columns; quote a text with {sep!r} in it"
+                what = f"got {len(row)} fields for {len(columns)} columns; quote texts that contain {sep!r}"
                 bad.add(f"{path}: line {line}", what)
                 continue
             fields = [""] * (len(columns) - len(row)) + row[::-1]
@@ -461,7 +463,7 @@ def _parquet_rows(path: Path, opened: Callable[[], Any], wanted: Sequence[str] |
             except StopIteration:
                 return
             except Exception as error:
-                raise DataError(f"{path}: reading stopped: {describe_cause(error)}") from None
+                raise DataError(f"{path}: reading failed: {describe_cause(error)}") from None
             for row in rows:
                 yield {name: _labelled(value, labels.get(name)) for name, value in row.items()}
 

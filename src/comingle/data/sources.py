@@ -63,7 +63,7 @@ def read_documents(
     if bad is None:
         collected.report()
     if not documents:
-        raise NoTextError(f"{path}: no text in it, a user needs at least one document")
+        raise NoTextError(f"{path}: no text; at least one document is needed")
     return documents
 
 
@@ -131,7 +131,7 @@ def no_texts_error(source: str | Path | Sequence[str | Path], text: str, user: s
         return DataError(
             f"{source_label(source)}: no row has both text in column {text!r} and a user in column {user!r}"
         )
-    return DataError(f"{source_label(source)}: no rows in it")
+    return DataError(f"{source_label(source)}: no rows")
 
 
 def source_label(source: str | Path | Sequence[str | Path]) -> str:
@@ -174,7 +174,7 @@ def iterate_documents(
     """
     where = source_label(source)
     if where.startswith(HUB_PREFIX) and parse_hub_name(where).documents:
-        raise DataError(f"{where}: documents is for a single user's source; here, max_documents says how many")
+        raise DataError(f"{where}: documents applies only to the source of a single user; use max_documents instead")
     columns = [text, user] if split is None else [text, user, split]
     counts: dict[str, Counter[str]] = {}
     collected = bad or BadRows()

@@ -34,7 +34,7 @@ class UserText:
     test: tuple[str, ...] = ()
 
 
-REPEATED = f"in the training text, whole or by more than half of their runs of {SHINGLE_WORDS} words"
+REPEATED = f"in the training text, entirely or by more than half of their {SHINGLE_WORDS}-word sequences"
 """Phrase for messages about an :class:`Overlap`, after "documents are"."""
 
 
@@ -80,7 +80,7 @@ def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, s
             f"user {name!r}: split fractions valid={valid}, test={test}: each must be >= 0 and their sum below 1"
         )
     if not any(documents):
-        raise DataError(f"user {name!r}: no documents to split, needs at least one")
+        raise DataError(f"user {name!r}: no documents to split; at least one is needed")
     shuffled = _shuffle(documents, "split", seed, name)
     total = sum(map(len, shuffled))
     seen, test_part = _cut(shuffled, round(total * (1 - test)))
@@ -145,7 +145,7 @@ def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
     """
     twice = [name for name, count in Counter(user.name for user in users).items() if count > 1]
     if twice:
-        raise DataError(f"users to mix: two are named {twice[0]!r}, names must differ")
+        raise DataError(f"data.held_out: mixture: two users are named {twice[0]!r}; names must be unique")
     mixture = Mixture(lambda name: ListedDocuments(), seed)
     for user in users:
         mixture.add(user)
@@ -256,7 +256,7 @@ def mixture_quota(sizes: Mapping[str, int], split: str) -> int:
     quota = min(sizes.values(), default=0)
     if quota == 0 and any(sizes.values()):
         empty = list_names(name for name, size in sizes.items() if size == 0)
-        raise DataError(f"users to mix: no {split} documents from: {empty}; every user must give some")
+        raise DataError(f"data.held_out: mixture: no {split} documents of {empty}; every user needs some")
     return quota
 
 

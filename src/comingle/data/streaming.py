@@ -347,7 +347,7 @@ class SmallUserFilter(Generic[User]):
         count, users, listed = self.left_out.count, self.users, self.left_out.listed
         if count == users:
             raise DataError(f"all {users} users have {self.too_little}: {listed}")
-        self._left_out_line = f"{count} of {users} users are left out, as they have {self.too_little}: {listed}"
+        self._left_out_line = f"skipped {count} of {users} users, which have {self.too_little}: {listed}"
 
     @property
     def left_out_lines(self) -> list[str]:

@@ -85,9 +85,9 @@ def _require(missing: Sequence[str], names: Sequence[str], where: str) -> None:
 
 def _document(value: object, column: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"column {column!r} holds {type(value).__name__}, a document must be text")
+        raise ValueError(f"column {column!r} holds {type(value).__name__}; allowed: text")
     if not is_unicode(value):
-        raise ValueError(f"column {column!r} holds half a pair of surrogates, which is no text")
+        raise ValueError(f"column {column!r} holds an unpaired surrogate; allowed: valid Unicode text")
     if problem := word_problem(value):
         raise ValueError(f"column {column!r} holds {problem}")
     return value
@@ -158,7 +158,7 @@ def iterate_batches(rows: Rows, where: str) -> Iterator[dict[str, Any]]:
     except DataError:
         raise
     except Exception as error:  # datasets, pyarrow and the hub have separate exception hierarchies
-        raise DataError(f"{where}: reading stopped: {describe_cause(error)}") from error
+        raise DataError(f"{where}: reading failed: {describe_cause(error)}") from error
 
 
 def choose_users(groups: Mapping[str, T], users: Sequence[str] | int | None, where: str) -> Mapping[str, T]:
@@ -174,7 +174,7 @@ def choose_users(groups: Mapping[str, T], users: Sequence[str] | int | None, whe
     """
     if isinstance(users, int):
         if len(groups) < users:
-            raise DataError(f"{where}: {users} users wanted, found {len(groups)}: {list_names(groups)}")
+            raise DataError(f"{where}: {users} users requested, but only {len(groups)} found: {list_names(groups)}")
         return dict(islice(groups.items(), users))
     for wanted in users or ():
         if wanted not in groups:
@@ -218,7 +218,7 @@ def _tables(source: str, name: str | None, data_files: object, stream: bool) -> 
         check_regular(path)
         if path.is_file():
             if not has_rows(path):
-                allowed = f"{', '.join(ROW_SUFFIXES)}, each also with {' or '.join(COMPRESSIONS)}"
+                allowed = f"{', '.join(ROW_SUFFIXES)}, each optionally followed by {' or '.join(COMPRESSIONS)}"
                 raise DataError(f"{path}: not a file of rows; allowed: {allowed}")
             yield open_table(path)
             return
@@ -233,7 +233,7 @@ def _tables(source: str, name: str | None, data_files: object, stream: bool) -> 
 def _folder(folder: Path) -> Iterator[Table]:
     files, left_out = list_row_files(folder)
     if left_out:
-        logger.warning("%s: %d files left out that hold no rows, first: %s", folder, len(left_out), left_out[0])
+        logger.warning("%s: skipped %d files without rows, first: %s", folder, len(left_out), left_out[0])
     for file in files:
         yield open_table(file.path, split=file.split, extra_columns=file.extra_columns)
 

@@ -48,8 +48,8 @@ def test_who_is_left_out_is_counted_and_stands_in_a_file(tmp_path: Path, caplog:
     for out in ("first", "second"):  # the second time they are not read anew
         caplog.clear()
         api.run(recipe_of(data), out=tmp_path / out)
-        (line,) = [text for text in caplog.messages if "left out" in text]
-        assert line.startswith("150 of 152 users are left out, as they have too little text: ")
+        (line,) = [text for text in caplog.messages if "too little text" in text]
+        assert "150 of 152 users" in line
         assert line.endswith("and 140 more")
         skipped = json.loads((tmp_path / out / "skipped.json").read_text())
         assert skipped.keys() == has.keys() - {"ann", "bob"}
@@ -112,7 +112,7 @@ def test_a_limit_for_nobody_is_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", {name: said(name, 8) for name in ("ann", "bob")}, "text")
     data = {"dataset": {"path": str(path), "user": "who"}, "max_train_tokens": {"ann": 90}}
     told = require_refused_alike(data | {"max_test_tokens": {"bobb": 9, "abe": 9}})
-    assert "data.max_test_tokens: no user 'bobb'; there are: " in told
+    assert "data.max_test_tokens: no user 'bobb'" in told
 
 
 def test_who_has_one_class_has_no_gradient_and_trains_as_in_memory(tmp_path: Path) -> None:

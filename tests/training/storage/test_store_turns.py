@@ -61,7 +61,7 @@ def test_a_mixture_of_everybodys_held_out_text(files: dict[str, str], caplog: py
     caplog.clear()
     skipping = require_same(with_eve | {"on_small_user": "skip"})
     assert list(names_of(skipping.users)) == ["ann", "bob", "cem", "dag"]
-    assert len({line for line in caplog.messages if "left out" in line}) == 1  # by both stores, in the same words
+    assert len({line for line in caplog.messages if "skipped " in line}) == 1  # by both stores, in the same words
     told = []
     for store in ("memory", "disk"):
         with pytest.raises(ComingleError) as caught:
@@ -140,7 +140,7 @@ def test_names_are_found_in_files(tmp_path: Path) -> None:
     twice = StoredNamesWriter(tmp_path)
     for name in ("ann", "bob", "ann"):
         twice.add(name)
-    with pytest.raises(ComingleError, match="user 'ann' twice"):
+    with pytest.raises(ComingleError, match=r"user 'ann' .*twice"):
         twice.finish()
 
 

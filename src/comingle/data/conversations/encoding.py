@@ -131,7 +131,7 @@ def encode(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) ->
     end: Any = tokenizer.eos_token_id
     if end is None:
         raise DataError(
-            "the base's tokenizer has no end-of-text token, so answers would have no end; give another base"
+            "base: the tokenizer has no end-of-text token, so answers would not end; choose another base model"
         )
     begin = begin_of(tokenizer)
     prompts = _tokens([question.prompt for question in questions], tokenizer)
@@ -201,7 +201,7 @@ def check_answers(user: UserAnswers, *, needs_validation: bool) -> None:
     """
     if needs_validation and not len(user.valid):
         raise DataError(
-            f"user {user.name!r}: valid holds 0 questions, needs at least 1; give data.questions.valid, or choose a "
+            f"user {user.name!r}: valid has 0 questions but needs at least 1; give data.questions.valid, or choose a "
             "method without validation data"
         )
 
@@ -281,8 +281,8 @@ class Encoder:
                 len(encoded) > 1 or any(conversation.masked is None for conversation in encoded)
             ):
                 raise DataError(
-                    "data.loss_on: got all, and the base's chat template writes earlier turns anew as a conversation "
-                    "goes on; allowed: responses"
+                    "data.loss_on: got all, but the base model's chat template rewrites earlier turns as a "
+                    "conversation grows; allowed: responses"
                 )
             self.counts["calls"] += sum(conversation.unwritten_calls for conversation in encoded)
             return encoded
@@ -299,7 +299,9 @@ class Encoder:
     def notes(self) -> list[str]:
         """Warnings over all users: conversations that are too long, and tool calls that the template does not write."""
         calls = self.counts["calls"]
-        lost = f"{calls} responses call tools, which the base's chat template does not write; they carry no loss"
+        lost = (
+            f"{calls} responses have tool calls that the base model's chat template does not write; they have no loss"
+        )
         return [*filter(None, [self.too_long_line, lost if calls else ""])]
 
 
@@ -345,9 +347,11 @@ def too_few_error(description: str, small: int, users: int) -> DataError:
         small: Number of these users.
         users: Number of all users.
     """
-    skip = ", or leave such users out with data.on_small_user: skip" if small < users else ""
+    skip = "; or skip such users with data.on_small_user: skip" if small < users else ""
     count = f"{small} of {users} users have too few conversations: " if small > 1 else "user "
-    return DataError(f"{count}{description}; give more of them, other fractions, or a longer training.context{skip}")
+    return DataError(
+        f"{count}{description}; give more conversations, change the fractions or raise training.context{skip}"
+    )
 
 
 class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):

@@ -90,7 +90,7 @@ class Columns:
     def description(self) -> str:
         """Description of the columns for messages."""
         two = f"{', '.join(map(repr, self.prompt))} and {self.response!r}"
-        return two if self.named else f"{self.messages!r}, or {two}, or {SHAREGPT!r} as ShareGPT has them"
+        return two if self.named else f"{self.messages!r}, or {two}, or {SHAREGPT!r} (ShareGPT)"
 
     def has(self, names: Sequence[str]) -> bool:
         """Return whether rows with these columns hold a conversation."""
@@ -127,9 +127,9 @@ def messages_of(
     if tools := _tools(others.pop("tools", None)):
         messages[0]["tools"] = tools
     if tools or any("tool_calls" in message for message in messages):
-        remark("tools or tool calls, for the base's chat template to write; chat and serve ask without tools")
+        remark("tools or tool calls, which the base model's chat template writes; chat and serve offer no tools")
     if others:
-        remark(f"columns that are not used: {', '.join(others)}")
+        remark(f"unused columns: {', '.join(others)}")
     _check(messages, remark)
     return tuple(messages)
 
@@ -218,7 +218,7 @@ def _messages(value: object, column: str, remark: Remark) -> list[MessageRecord]
     ):
         others["name"] = None
     if others:
-        remark(f"keys of messages that are not used: {', '.join(others)}")
+        remark(f"unused keys of messages: {', '.join(others)}")
     return messages
 
 
@@ -244,7 +244,7 @@ def _message(record: Mapping[str, object], where: str, remark: Remark) -> Messag
             thought = _text(thought, f"{where}.{key}").strip("\n")
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
     if nameless:
-        remark("tool calls that name no function; the responses that make them carry no loss")
+        remark("tool calls without a function name; these responses have no loss")
     if not _has_loss(record, role, where) or nameless:
         message["learn"] = False
     return message
@@ -258,8 +258,8 @@ def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
             raise ValueError(f"{where}.{key} is {reprlib.repr(value)}; allowed: 0 or 1, or true or false")
         if value and role != ASSISTANT:
             raise ValueError(
-                f"{where}.{key} is {value!r} on a message of the {role}; allowed: on responses (data.loss_on: all "
-                "trains on whole conversations)"
+                f"{where}.{key} is {value!r} on a message of the {role}; allowed: only on responses (to train on "
+                "whole conversations, set data.loss_on: all)"
             )
     return role != ASSISTANT or all(given.values())
 
@@ -293,7 +293,7 @@ def _text(value: object, what: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{what} holds half a pair of surrogates; allowed: text") from None
+        raise ValueError(f"{what} holds an unpaired surrogate; allowed: valid Unicode text") from None
     return value
 
 
@@ -308,21 +308,21 @@ def _check(messages: Sequence[MessageRecord], remark: Remark) -> None:
     """Check that there is a response to train on after the first message, and that no such response is empty."""
     responses = [message for message in messages if message["role"] == ASSISTANT]
     if not responses:
-        raise ValueError("no response in it; allowed: at least one message of the assistant")
+        raise ValueError("no response; at least one message of the assistant is needed")
     opens = messages[0]["role"] == ASSISTANT
     if opens and len(responses) == 1:
-        raise ValueError("it begins with its one response; allowed: a message of user or system first")
+        raise ValueError("the first message is the only response; begin with a message of the user or system")
     learnt = [message for message in responses if message.get("learn", True)]
     if not all(message["content"].strip() or message.get("tool_calls") for message in learnt):
         raise ValueError("an empty response; allowed: text or tool calls in every message of the assistant")
     if not any(message.get("learn", True) for message in responses[int(opens) :]):
         raise ValueError(
-            "every response is left out of the loss, by a key or for tool calls that name no function; allowed: at "
-            "least one that is learnt"
+            "every response is excluded from the loss, by a key or because a tool call has no function name; at least "
+            "one response with loss is needed"
         )
     if opens:
-        remark("begins with a message of the assistant, which is context and carries no loss")
+        remark("begins with a message of the assistant, which has no loss")
     if empty := [m["role"] for m in messages if m["role"] != ASSISTANT and not m["content"].strip()]:
         remark(f"an empty message of the {empty[0]}")
     if twice := [a["role"] for a, b in pairwise(messages) if a["role"] == b["role"] != "tool"]:
-        remark(f"two messages of the {twice[0]} one after the other")
+        remark(f"two consecutive messages of the {twice[0]}")

@@ -110,7 +110,7 @@ def iterate_users(
     if given is not None:
         readers: Iterable[tuple[str, Reader]] = given_readers(data, given, bad, repeated).items()
     elif data.given:
-        raise DataError("data.given: users come from a program, as comingle.run(recipe, users=...)")
+        raise DataError("data.given: a program must pass the users; call comingle.run(recipe, users=...)")
     elif data.dataset is not None:
         readers = _dataset_readers(data, rows, bad, repeated)
     else:
@@ -173,7 +173,7 @@ def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
         return
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            bad.add(f"row {number}", f"is {reprlib.repr(row)}; allowed: a mapping with messages")
+            bad.add(f"row {number}", f"got {reprlib.repr(row)}; allowed: a mapping with messages")
         else:
             yield split, f"row {number}", row
 
@@ -257,7 +257,7 @@ def split_records(
     found = {key: _conversations(data, bad, name, records[:max_conversations]) for key, records in parts.items()}
     read = repeated.drop(name, found, _words, held_out=held_out)
     if not any(read.values()):
-        raise NoTextError(f"user {name!r}: no conversations; a user needs at least one")
+        raise NoTextError(f"user {name!r}: no conversations; at least one is needed")
     if not split.given:
         conversations = [placed for placed_of_split in read.values() for placed in placed_of_split]
         train, valid, test = split_by_count(conversations, split.valid, split.test, seed, name)
@@ -301,7 +301,7 @@ def _check_labels(messages: Messages, labels: Sequence[str]) -> None:
     for message in messages if labels else ():
         response = message["content"]
         if message["role"] == "assistant" and not any(same_words(response, label) for label in labels):
-            raise ValueError(f"the response {response!r:.60} is no label; allowed: {list_names(labels)}")
+            raise ValueError(f"the response {response!r:.60} is not a label; allowed: {list_names(labels)}")
 
 
 def split_by_count(

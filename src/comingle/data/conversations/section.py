@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
@@ -57,27 +58,27 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
         **steps_of("conversations"),
         **ON_LANGUAGE,
         **keys_of_text(
-            add_bos_token="conversations begin with it where texts of the base do",
-            held_out="everybody is tested on conversations of their own",
-            limits="give fewer rows, or data.max_conversations",
+            add_bos_token="conversations begin with it if the base model uses it",
+            held_out="each user is tested on its own conversations",
+            limits="give fewer rows, or set data.max_conversations",
         ),
     }
     accepted: ClassVar[Mapping[str, str]] = {
-        "users": "a mapping of names to files, as {alice: path/to/chats.jsonl}",
-        "users.*": "a path, or a mapping with path, or with train and test (and valid)",
+        "users": "a mapping from names to files, for example {alice: path/to/chats.jsonl}",
+        "users.*": "a path, or a mapping with path, or with train, test and optionally valid",
         "dataset.path": "a path or a hub name, or a list of them",
-        "dataset.users": "a list of names, or how many to take",
-        "prompt": "the name of a column, or a list of names",
-        "max_conversations": "a whole number from 1, or a mapping of names to such numbers",
+        "dataset.users": "a list of names, or the number of users",
+        "prompt": "a column, or a list of columns",
+        "max_conversations": "a positive whole number, or a mapping from users to such numbers",
     }
 
     @model_validator(mode="after")
     def _labels_are_scored(self) -> ConversationsSection:
         if ("accuracy" in self.scores) != bool(self.labels):
-            raise ValueError("scores: [accuracy] and labels need each other: labels are the responses that there are")
+            raise ValueError("scores: [accuracy] and labels require each other; labels lists all possible responses")
         for key, listed in (("scores", self.scores), ("labels", self.labels), ("prompt", self.columns.prompt)):
-            if len(set(listed)) < len(listed):
-                raise ValueError(f"{key} has something twice; name each once")
+            if twice := [item for item, count in Counter(listed).items() if count > 1]:
+                raise ValueError(f"{key}: {twice[0]!r} is listed twice; list each item once")
         return self
 
     @model_validator(mode="after")
@@ -85,7 +86,7 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
         limits = self.max_conversations if isinstance(self.max_conversations, dict) else {}
         if self.users is not None and (strangers := [name for name in limits if name not in self.users]):
             hint = did_you_mean(strangers[0], self.users)
-            raise ValueError(f"max_conversations: no user {strangers[0]!r}; there are: {list_names(self.users)}.{hint}")
+            raise ValueError(f"max_conversations: no user {strangers[0]!r}; allowed: {list_names(self.users)}.{hint}")
         return self
 
     def max_conversations_of(self, name: str) -> int | None:

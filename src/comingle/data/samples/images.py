@@ -143,7 +143,7 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; it should hold a subfolder of images for each class")
     if not (classes := class_folders(folder)):
-        raise DataError(f"{folder}: no folders in it; allowed: a subfolder of images for each class")
+        raise DataError(f"{folder}: no subfolders; allowed: a subfolder of images for each class")
     within = {path: sorted(_files_below(path)) for path in classes}
     images = {path: [file for file in of_class if _is_image(file)] for path, of_class in within.items()}
     files = [path for of_class in images.values() for path in of_class]
@@ -175,7 +175,7 @@ def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None
     else:
         advice = "put each class's images into one folder"
     holds = f"{_listed(names)} {'holds' if len(names) == 1 else 'hold'} {_listed(inner)}"
-    raise DataError(f"{folder}: {holds}, and no images of their own; {advice}")
+    raise DataError(f"{folder}: {holds}, but no images; {advice}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -193,7 +193,7 @@ def _read_all(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tensor,
         if image.shape != first.shape:
             sizes = [f"{picture.shape[1]} x {picture.shape[0]}" for picture in (image, first)]
             raise DataError(
-                f"{path}: an image of {sizes[0]}, but {files[0]} has {sizes[1]}; give data.image_size to scale all"
+                f"{path}: got an image of {sizes[0]}, but {files[0]} has {sizes[1]}; set data.image_size to scale all"
             )
         pixels[number] = torch.from_numpy(image)
     return pixels
@@ -237,10 +237,10 @@ def _in_8_bits(image: Any, file: Any) -> Any:
     from PIL import Image
 
     if image.mode in ("I", "F") and not (image.mode == "I" and file.format in ("PNG", "PPM")):
-        kind = "integers of 32 bits" if image.mode == "I" else "real numbers"
+        kind = "32-bit integers" if image.mode == "I" else "real numbers"
         raise DataError(
-            f"{file.filename}: an image of {kind} ({image.mode}), whose range is not known; convert it to 8 or 16 "
-            "bits, or give an .npz file of real numbers"
+            f"{file.filename}: got an image of {kind} ({image.mode}) with unknown range; convert it to 8 or 16 bits, "
+            "or give an .npz file of real numbers"
         )
     if image.mode.startswith("I"):
         tags = getattr(file, "tag_v2", {})

@@ -101,7 +101,7 @@ def split_samples(name: str, splits: Mapping[str, Samples], *, valid: float, tes
     """
     train = splits["train"]
     if not len(train):
-        raise DataError(f"user {name!r}: train holds no samples, needs at least 1")
+        raise DataError(f"user {name!r}: train has no samples; at least 1 is needed")
     if "test" in splits and "valid" in splits:
         return UserSamples(name=name, train=train, valid=splits["valid"], test=splits["test"])
     train = select_samples(train, torch.randperm(len(train), generator=generator("samples", name, seed)))
@@ -118,7 +118,7 @@ def _held_out(name: str, samples: Samples, split: str, share: float) -> tuple[Sa
     kept, held = hold_out(_labels(samples), share)
     if not len(held):
         got = f"{len(samples)} samples, one of each class" if len(samples) > 1 else "1 sample"
-        raise DataError(f"user {name!r}: {got}, of which none can be spared for data.split.{split}; give more")
+        raise DataError(f"user {name!r}: {got}: too few to hold out any for data.split.{split}; give more")
     return select_samples(samples, kept), select_samples(samples, held)
 
 
@@ -165,7 +165,9 @@ def read_given(name: str, data: object, *, valid: float, test: float, seed: int)
         return data
     splits = data if isinstance(data, Mapping) else {"train": data}
     if isinstance(data, Mapping) and not {"train", "test"} <= set(data):
-        raise DataError(f"{where}: splits {', '.join(map(repr, data))}; allowed: 'train' and 'test', maybe 'valid'")
+        raise DataError(
+            f"{where}: got splits {', '.join(map(repr, data))}; allowed: 'train', 'test' and optionally 'valid'"
+        )
     is_single = not isinstance(data, Mapping)
     read = {split: read_samples(item, where if is_single else f"{where}: {split}") for split, item in splits.items()}
     return split_samples(name, read, valid=valid, test=test, seed=seed)
@@ -216,12 +218,14 @@ class Remarks:
         lines = []
         if self.renamed:
             folder = next(iter(self.renamed.values()))
-            lines.append(f"no test split, so {folder} is the held-out test split of {list_names(self.renamed)}")
+            lines.append(f"no test split; using {folder} as the test split of {list_names(self.renamed)}")
         if self.unread:
             counts = sum(self.unread.values(), Counter[str]())
             found = list_names(f"{count} {suffix}" for suffix, count in counts.most_common())
             users = list_names(self.unread)
-            lines.append(f"not read as images of a class: {found}, of {users}; read: {' '.join(SUFFIXES)}")
+            lines.append(
+                f"skipped files that are not images of a class: {found}, of {users}; allowed: {' '.join(SUFFIXES)}"
+            )
         return lines
 
 
@@ -314,7 +318,7 @@ def collect_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str
     bits, masks = {label: 1 << place for place, label in enumerate(named)}, dict[str, int]()
     for name, has in own:
         if named and (more := sorted(set(has) - set(named))):
-            raise DataError(f"user {name!r}: class {more[0]!r}; allowed: data.classes, {list_names(named)}")
+            raise DataError(f"user {name!r}: got class {more[0]!r}; allowed: {list_names(named)} (data.classes)")
         masks[name] = sum(bits.setdefault(label, 1 << len(bits)) for label in set(has))
     if not any(masks.values()):
         return (), ""
@@ -323,8 +327,8 @@ def collect_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str
     if not lacking:
         return classes, ""
     missing = list_names(label for label in classes if not masks[lacking[0]] & bits[label])
-    some = f"{len(lacking)} of {len(masks)} users lack some, as {lacking[0]!r} lacks {missing}"
-    return classes, f"{len(classes)} classes are those of all users together: {list_names(classes)}; {some}"
+    some = f"{len(lacking)} of {len(masks)} users lack some, for example {lacking[0]!r} lacks {missing}"
+    return classes, f"{len(classes)} classes over all users: {list_names(classes)}; {some}"
 
 
 def number_classes(
@@ -342,7 +346,9 @@ def number_classes(
         DataError: Some users have images and others arrays, or image settings are given without images.
     """
     if labels and any(isinstance(item, Samples) for item in splits.values()):
-        raise DataError(f"user {name!r}: an .npz file, but others have folders of images; give all the same")
+        raise DataError(
+            f"user {name!r}: got an .npz file, but other users have folders of images; use one format for all"
+        )
     if not labels and (section.image_size is not None or section.grayscale):
         raise DataError("data.image_size and grayscale are for folders of images; the users have .npz files")
     return {split: _samples(item, labels) for split, item in splits.items()}
@@ -379,7 +385,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         super().__init__(data, seed)
         self.section = data
         if given is not None and (data.image_size is not None or data.grayscale):
-            raise RecipeError("data.image_size and grayscale are for folders of images; scale what is handed over")
+            raise RecipeError("data.image_size and grayscale are for folders of images; scale the images that you pass")
         self.given, self.net = given, net
         self._loss, self._losses = loss or data.loss, dict[bool, Loss]()
         self._shares = {"valid": data.split.valid, "test": data.split.test, "seed": seed}
@@ -522,11 +528,11 @@ def check_classes(seen: Collection[int], outputs: int, given: int | None, labels
     name = f" ({labels[min(seen)]})" if labels else ""
     if outputs == 1 and not any(seen):
         raise DataError(
-            f"samples: one class alone{name}, so there is nothing to learn; give samples of two or more, or "
-            "data.classes where others have them"
+            f"samples: only one class{name}, so there is nothing to learn; give samples of two or more classes, or set "
+            "data.classes if other users have more"
         )
     if len(seen) == 1 and outputs > 1 and given is None:
-        return [f"all train samples are of class {min(seen)}{name}, so any net learns to predict only it"]
+        return [f"all train samples have class {min(seen)}{name}, so any net learns to predict only this class"]
     return []
 
 

@@ -98,8 +98,8 @@ class SampleBank:
 
     inputs: Float[Tensor, " total *shape"]
     targets: Int[Tensor, " total"] | Float[Tensor, "total d"]
-    starts: Int64[Tensor, " everybody"]
-    counts: Int64[Tensor, " everybody"]
+    starts: Int64[Tensor, " population"]
+    counts: Int64[Tensor, " population"]
 
     def take(
         self, users: Sequence[int], indices: Int[Tensor, "users batch"]
@@ -190,7 +190,7 @@ def check(users: Sequence[UserSamples], *, classes: int | None = None) -> None:
     names: set[str] = set()
     for user in users:
         if user.name in names:
-            raise DataError(f"user {user.name!r}: two users of this name; names must differ")
+            raise DataError(f"user {user.name!r}: two users have this name; names must be unique")
         names.add(user.name)
         for split in SPLITS:
             _check_split(user, split, users[0], classes)
@@ -200,14 +200,14 @@ def _check_split(user: UserSamples, split: Split, first: UserSamples, classes: i
     samples, where = user.split(split), f"user {user.name!r}: {split}"
     if not len(samples):
         if split != "valid":
-            raise DataError(f"{where} holds no samples, needs at least 1")
+            raise DataError(f"{where} has no samples; at least 1 is needed")
         return
     for part, like in ((samples.inputs, first.train.inputs), (samples.targets, first.train.targets)):
         part_name = "inputs" if part is samples.inputs else "targets"
         got, needed = tuple(part.shape[1:]), tuple(like.shape[1:])
         if got != needed:
             expected = f"those of user {first.name!r} {needed}"
-            raise DataError(f"{where} {part_name} have shape {got} but {expected}; all users and splits need one shape")
+            raise DataError(f"{where} {part_name} have shape {got} but {expected}; all need the same shape")
         if part.is_floating_point() and not bool(part.isfinite().all()):
             raise DataError(f"{where} {part_name} hold NaN or infinite values; allowed: finite numbers")
     _check_targets(samples.targets, classes, where)
@@ -267,20 +267,22 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
         if x.dtype not in _LARGEST:
             got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
             raise DataError(
-                f"{where}: inputs are {got}, whole numbers without a range to scale by; allowed: uint8 or uint16 for "
-                "images, or real numbers"
+                f"{where}: inputs are {got}, integers of unknown range; allowed: uint8 or uint16 for images, or real "
+                "numbers"
             )
         x = as_images(x)
     x = x if x.is_floating_point() else x.float()
     if len(x) != (len(y) if y.dim() else 0):
-        raise DataError(f"{where}: inputs have shape {tuple(x.shape)} but targets {tuple(y.shape)}; needs one for each")
+        raise DataError(
+            f"{where}: inputs have shape {tuple(x.shape)} but targets {tuple(y.shape)}; every input needs one target"
+        )
     y = y.flatten() if not y.is_floating_point() and y.dim() == 2 and y.shape[1] == 1 else y
     if y.is_floating_point():
         y = y.reshape(len(y), -1) if len(y) else y.reshape(0, 1)
     elif y.dim() == 1:
         y = y.long()
     else:
-        raise DataError(f"{where}: targets have shape {tuple(y.shape)}; allowed: a class number or real numbers each")
+        raise DataError(f"{where}: targets have shape {tuple(y.shape)}; allowed: a class number or a vector per input")
     return Samples(inputs=x if x.dim() > 1 else x.unsqueeze(1), targets=y)
 
 
@@ -322,7 +324,9 @@ def read_samples(data: Any, where: str) -> Samples:
         return data
     if isinstance(data, TensorDataset):
         if len(data.tensors) != 2:
-            raise DataError(f"{where}: a TensorDataset of {len(data.tensors)}; allowed: two, inputs and targets")
+            raise DataError(
+                f"{where}: got a TensorDataset of {len(data.tensors)} tensors; allowed: two, inputs and targets"
+            )
         return as_samples(*data.tensors, where)
     if isinstance(data, Dataset):
         return _items(data, where)
@@ -344,7 +348,7 @@ ALLOWED_SAMPLES = "a torch Dataset of (input, target), a pair of arrays or tenso
 def _items(data: Any, where: str) -> Samples:
     """Return the items of a map-style data set, in order."""
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
-        raise DataError(f"{where}: a data set without a length; allowed: map-style ones, with __len__ and __getitem__")
+        raise DataError(f"{where}: got a data set without a length; allowed: one with __len__ and __getitem__")
     inputs, targets = [], []
     for number in range(len(data)):
         item = data[number]
@@ -354,29 +358,29 @@ def _items(data: Any, where: str) -> Samples:
         inputs.append(_array(item[0], f"{where}: the input of item {number}"))
         targets.append(_array(item[1], f"{where}: the target of item {number}"))
     if not inputs:
-        raise DataError(f"{where}: holds no samples, needs at least 1")
+        raise DataError(f"{where}: no samples; at least 1 is needed")
     return as_samples(_stack(inputs, f"{where}: inputs"), _stack(targets, f"{where}: targets"), where)
 
 
 def _array(value: object, where: str) -> Tensor:
-    """Return a number, array, tensor or picture as a tensor."""
+    """Return a number, array, tensor or image as a tensor."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
-        raise DataError(f"{where} is {type(value).__name__}; allowed: numbers, an array, a tensor or a picture")
+        raise DataError(f"{where} is {type(value).__name__}; allowed: numbers, an array, a tensor or an image")
     return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else np.array(array))
 
 
 def _stack(values: list[Tensor], where: str) -> Tensor:
     shapes = dict.fromkeys(tuple(value.shape) for value in values)
     if len(shapes) > 1:
-        one, other, *_ = shapes
-        raise DataError(f"{where} have shapes {one} and {other}; all need one shape")
+        first, other, *_ = shapes
+        raise DataError(f"{where} have shapes {first} and {other}; all need the same shape")
     try:
         return torch.stack(values)
     except (RuntimeError, TypeError) as error:
-        raise DataError(f"{where} cannot be put together: {describe_cause(error)}") from error
+        raise DataError(f"{where} cannot be stacked: {describe_cause(error)}") from error
 
 
 logger = logging.getLogger("comingle")

@@ -24,15 +24,15 @@ UNREAD: Mapping[str, str] = {
     **steps_of("samples"),
     "training.context": "samples have no windows",
     "training.balance_weight": "nets have no token routers",
-    "adapters": "the section floral is for adaptors in nets",
-    "quantise": "nets are trained whole",
-    "runtime.attention": "nets are computed as they are",
-    "runtime.gradient_checkpointing": "nets have no layers of a base to compute once more",
-    "runtime.gpu": "kernels and graphs are for LoRAs on a language model",
+    "adapters": "use the section floral for adapters in nets",
+    "quantise": "all parameters of a net are trained",
+    "runtime.attention": "nets have no attention to choose",
+    "runtime.gradient_checkpointing": "nets have no base model layers to recompute",
+    "runtime.gpu": "kernels and CUDA graphs are for LoRA on language models",
 }
 """Settings that runs with nets do not read, with the reason."""
 
-NO_WINDOWS = "samples have no windows to be too short for"
+NO_WINDOWS = "samples have no windows, so none can be too short"
 """Reason why ``on_small_user`` is not read."""
 
 
@@ -61,27 +61,27 @@ class SamplesSection(OwnUsersSection[SampleSource]):
     implementation: ClassVar[str] = "comingle.training.kinds.samples:KIND"
     has_base: ClassVar[bool] = True
     accepted: ClassVar[Mapping[str, str]] = {
-        "users": "a mapping of names to folders or .npz files, as {ada: path/to/ada}",
-        "users.*": "a path, or a mapping with path, or with train and test (and valid)",
+        "users": "a mapping from names to folders or .npz files, for example {ada: path/to/ada}",
+        "users.*": "a path, or a mapping with path, or with train, test and optionally valid",
         "image_size": "a number of pixels, or [height, width]",
-        "classes": "how many there are, or the names of folders in their order, as [cat, dog]",
+        "classes": "the number of classes, or the names of folders in order, for example [cat, dog]",
     }
     unread: ClassVar[Mapping[str, str]] = {
         **UNREAD,
         **keys_of_text(
             add_bos_token="samples have no tokens",
-            held_out="each user is tested on samples of its own",
+            held_out="each user is tested on its own samples",
             on_small_user=NO_WINDOWS,
             limits="samples have no tokens",
         ),
     }
 
     @model_validator(mode="after")
-    def _somebody(self) -> SamplesSection:
+    def _has_users(self) -> SamplesSection:
         if (self.users is None) == (self.given is None):
-            raise ValueError("give users, as {ada: path/to/ada}; or given, where a program hands them over")
+            raise ValueError("give users, for example {ada: path/to/ada}; or given: true if a program passes the users")
         if self.users is not None and not self.users:
-            raise ValueError("zero users; name at least one, as `users: {ada: path/to/ada}`")
+            raise ValueError("no users; name at least one, for example `users: {ada: path/to/ada}`")
         if self.split.valid + self.split.test >= 1:
             raise ValueError(f"split: valid {self.split.valid} and test {self.split.test} leave nothing to train on")
         return self

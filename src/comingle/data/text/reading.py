@@ -84,7 +84,7 @@ def check_limits(data: TextSection, names: Collection[str]) -> None:
         for stranger in given if isinstance(given, Mapping) else ():
             if stranger not in names:
                 hint = did_you_mean(stranger, names)
-                raise RecipeError(f"data.{key}: no user {stranger!r}; there are: {list_names(names)}.{hint}")
+                raise RecipeError(f"data.{key}: no user {stranger!r}; allowed: {list_names(names)}.{hint}")
 
 
 LIMITS = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
@@ -364,7 +364,7 @@ def _documents(bad: BadRows, name: str, source: object, max_bytes: int | None) -
         left = None if left is None else left - len(document.encode())
         documents.append(document)
     if not documents:
-        raise NoTextError(f"{where}: no text in it, a user needs at least one document")
+        raise NoTextError(f"{where}: no text; at least one document is needed")
     return documents
 
 
@@ -374,7 +374,7 @@ def _from_path(bad: BadRows, name: str, path: str, max_bytes: int | None) -> lis
     except (NoTextError, BadRowsError):
         raise
     except DataError as error:
-        raise DataError(f"user {name!r}: {error!s:.300}; text itself is given as a list of documents") from None
+        raise DataError(f"user {name!r}: {error!s:.300}; to pass the text itself, give a list of documents") from None
 
 
 def _iterate_documents(bad: BadRows, source: Any, where: str) -> Iterator[str]:
@@ -383,7 +383,7 @@ def _iterate_documents(bad: BadRows, source: Any, where: str) -> Iterator[str]:
         return
     for number, document in enumerate(source, start=1):
         if not isinstance(document, str):
-            bad.add(f"{where}: document {number}", f"is {reprlib.repr(document)}; allowed: text")
+            bad.add(f"{where}: document {number}", f"got {reprlib.repr(document)}; allowed: text")
         elif document.strip():
             yield document
 
@@ -561,7 +561,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
         """Check that a user has validation text if ``data.train_on_valid`` is set."""
         if self.data.train_on_valid and not len(user.valid):
             raise DataError(
-                f"data.train_on_valid: {user.name!r} has no validation text; give a valid split or fraction"
+                f"data.train_on_valid: user {user.name!r} has no validation text; give a valid split or fraction"
             )
 
     def text(self, read: UserText) -> UserText:
@@ -571,7 +571,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
 
 # -------------------------------------------------------------------- checks without a run
 
-ABSENT_NOTE = "Some of the users' text is not here, so nobody's text is checked: a run may refuse it."
+ABSENT_NOTE = "Some of the users' text is not on this machine, so no text is checked; a run may refuse it."
 """Note of a check that could not read any text."""
 
 

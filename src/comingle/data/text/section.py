@@ -44,7 +44,9 @@ class UsersRows(Section):
     @field_validator("users")
     @classmethod
     def _names(cls, users: list[str] | int | None) -> list[str] | int | None:
-        if isinstance(users, list) and (problem := name_problem(users) or ("" if users else "zero users; name one")):
+        if isinstance(users, list) and (
+            problem := name_problem(users) or ("" if users else "no users; name at least one")
+        ):
             raise ValueError(problem)
         return users
 
@@ -56,7 +58,7 @@ class DatasetSource(UsersRows):
     max_documents: Count | None = None
 
 
-_LIMIT = "a whole number from 1, or a mapping of names to such numbers"
+_LIMIT = "a positive whole number, or a mapping from users to such numbers"
 
 
 Rows = TypeVar("Rows", bound=UsersRows)
@@ -86,7 +88,7 @@ class DocumentsSection(OwnUsersSection[Files], Generic[Files, Rows]):
         if self.users is not None and self.split.given:
             raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")
         if self.users is not None and not self.users:
-            raise ValueError(f"zero users; name at least one, as `users: {{alice: {self.example}}}`")
+            raise ValueError(f"no users; name at least one, for example `users: {{alice: {self.example}}}`")
         return self
 
 
@@ -108,14 +110,14 @@ class TextSection(DocumentsSection[UserSource, DatasetSource]):
     implementation: ClassVar[str] = "comingle.training.kinds.text:KIND"
     weightings: ClassVar[tuple[str, ...]] = ("uniform", "tokens")
     unread: ClassVar[Mapping[str, str]] = {
-        "training.local_epochs": "local iterations on text are counted by training.local_steps",
+        "training.local_epochs": "on text, training.local_steps sets the length of a round",
         **ON_LANGUAGE,
     }
     accepted: ClassVar[Mapping[str, str]] = {
-        "users": "a mapping of names to texts, as {alice: path/to/text}",
-        "users.*": "a path, or a mapping with path, or with train and test (and valid)",
+        "users": "a mapping from names to texts, for example {alice: path/to/text}",
+        "users.*": "a path, or a mapping with path, or with train, test and optionally valid",
         "dataset.path": "a path or a hub name, or a list of them",
-        "dataset.users": "a list of names, or how many to take",
+        "dataset.users": "a list of names, or the number of users",
         "max_train_tokens": _LIMIT,
         "max_valid_tokens": _LIMIT,
         "max_test_tokens": _LIMIT,

@@ -154,7 +154,7 @@ def too_short_error(shortages: Mapping[str, Shortage], count: int, users: int) -
         count: Number of users with too little text.
         users: Number of all users.
     """
-    skip = "; or leave such users out with data.on_small_user: skip" if count < users else ""
+    skip = "; or skip such users with data.on_small_user: skip" if count < users else ""
     if count == 1:
         ((name, shortage),) = shortages.items()
         return DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip}")
@@ -177,7 +177,7 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool, begin
         begins: Every window begins with a token that is not in the stream.
     """
     if not (len(user.train) or len(user.valid) or len(user.test)):
-        return Shortage(what="no text in train, valid or test", advice="; give it text or remove the user")
+        return Shortage(what="no text in train, valid or test", advice="; add text or remove the user")
     window = context + (not begins)
     purpose = f" for one window of context {context};"
     wanted = [("train", user.train, window, f"{purpose} give more text or shorten training.context")]
@@ -187,7 +187,7 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool, begin
     wanted.append(("test", user.test, 2 - begins, " to measure perplexity; give a test split or fraction"))
     for split, stream, needed, advice in wanted:
         if len(stream) < needed:
-            return Shortage(what=f"{split} holds {len(stream)} tokens, needs at least {needed}", advice=advice)
+            return Shortage(what=f"{split} has {len(stream)} tokens but needs at least {needed}", advice=advice)
     return None
 
 
