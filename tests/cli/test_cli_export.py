@@ -63,9 +63,7 @@ def test_a_run_of_a_comparison_is_named(comingle: Any, run: Path, tmp_path: Path
     assert (said.code, said.err.count("\n")) == (2, 1)
     assert "is a comparison; say which run with --method: " in said.err
     options = ("--user", "bob", "--method", "fedit", "--to", tmp_path / "x", "--format", "peft")
-    assert comingle("export", tmp_path / "runs", *options, "--seed", 7).err.startswith(
-        "comingle: --seed: got 7; of fedit"
-    )
+    assert comingle("export", tmp_path / "runs", *options, "--seed", 7).err.startswith("comingle: --seed: got 7; ")
     assert comingle("export", tmp_path / "runs", *options, "--seed", 1).code == 0
     own = api.load(tmp_path / "runs" / "fedit-seed1").user("bob").export(tmp_path / "y", format="peft").folder
     weights = [(folder / "adapter_model.safetensors").read_bytes() for folder in (own, tmp_path / "x")]
@@ -77,7 +75,7 @@ def test_a_run_of_a_comparison_is_named(comingle: Any, run: Path, tmp_path: Path
     [
         (("--user", "bib"), "--user: no user 'bib'; there are: ann, bob, cem. Did you mean 'bob'?"),
         (("--user", "bob", "--format", "peft"), "2 experts are chosen token by token; --format transformers is exact"),
-        (("--user", "bob", "--method", "fedit"), "it is not the folder of a comparison, so leave out --method"),
+        (("--user", "bob", "--method", "fedit"), "with --method comigs-1g1s; omit --method"),
     ],
 )
 def test_mistakes_are_one_line(comingle: Any, run: Path, tmp_path: Path, options: Any, said: str) -> None:

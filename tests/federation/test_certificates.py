@@ -119,7 +119,10 @@ def aged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fil
 
 @pytest.mark.parametrize(
     ("days", "server", "client"),
-    [(826, r"server.pem expired on \d{4}-", r"has expired \(this machine"), (-2, "not valid before", "not valid yet")],
+    [
+        (826, r"server.pem expired on \d{4}-", r"expired .*UTC"),
+        (-2, r"server.pem is not valid before \d{4}-", r"valid yet .*UTC"),
+    ],
     ids=["expired", "not yet valid"],
 )
 def test_a_certificate_outside_its_time_is_said_to_be_that(
@@ -128,7 +131,7 @@ def test_a_certificate_outside_its_time_is_said_to_be_that(
     files = aged(days)
     with pytest.raises(RecipeError, match=server) as refused:
         read_certificates(files.authority.parent)
-    assert "this machine's clock says" in str(refused.value)
+    assert str(refused.value).count(" UTC") == 2  # the limit, and this machine's clock
     with listening(files) as address:
         assert re.search(client, certificate_problem(address, files.authority))
 
@@ -137,12 +140,14 @@ def test_a_certificate_that_is_trusted_is_no_problem_and_others_say_why(tmp_path
     files, other = (make_certificates(tmp_path / name, ["localhost"]) for name in ("one", "two"))
     with listening(files) as address:
         assert certificate_problem(address, files.authority) == ""
-        assert certificate_problem(address, other.authority).endswith(f"{other.authority} has signed for this address")
-        with pytest.raises(RecipeError, match=r"server.key holds no certificate; allowed: the server's ca.pem"):
+        told = certificate_problem(address, other.authority)
+        assert address in told
+        assert str(other.authority) in told
+        with pytest.raises(RecipeError, match=r"certificates: .*server.key .*ca.pem"):
             certificate_problem(address, files.key)
     assert certificate_problem(address, files.authority) == ""  # nobody is there, which is another matter
     files.certificate.write_text("nothing")
-    with pytest.raises(RecipeError, match=r"server.pem holds no certificate"):
+    with pytest.raises(RecipeError, match=r"certificates: .*server.pem "):
         read_certificates(tmp_path / "one")
 
 
@@ -171,11 +176,11 @@ def listening(files: Files) -> Iterator[str]:
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^certificates: no --host; give the name or address"):
+    with pytest.raises(RecipeError, match=r"^certificates: .*--host"):
         make_certificates(tmp_path, [])
     make_certificates(tmp_path, ["localhost"])
-    with pytest.raises(RecipeError, match=r"has a server's certificate; leave --host out"):
+    with pytest.raises(RecipeError, match=r"^certificates: .*--host"):
         make_certificates(tmp_path, ["localhost"])
     (tmp_path / "ca.pem").unlink()
-    with pytest.raises(RecipeError, match=r"ca.pem does not exist; --make-certificates writes it"):
+    with pytest.raises(RecipeError, match=r"^certificates: .*ca.pem .*--make-certificates"):
         read_certificates(tmp_path)

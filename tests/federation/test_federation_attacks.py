@@ -83,7 +83,7 @@ class TestUsers:
         assert metrics["mean_test_perplexity"] < 500
         rejected = [event for event in read_events(tmp_path / "server") if event["event"] == "rejected"]
         assert [(event["round"], event["user"]) for event in rejected] == [(1, "bob")]  # no exchange is behind the last
-        assert f"has a number of size {size:.3g}; allowed: up to 1e+06" in rejected[0]["reason"]
+        assert f"{size:.3g}; allowed: up to 1e+06" in rejected[0]["reason"]
 
     def test_what_the_server_makes_of_allowed_numbers_is_downloaded(self, tmp_path: Path) -> None:
         """FlexLoRA has the singular values of products, here of 5e4 by 5e4, in one factor."""
@@ -99,12 +99,19 @@ class TestUsers:
         with monkeypatch.context() as patched:
             patched.setattr(backend, "check_upload", lambda *_, **__: None)
             liar: Any = Liar(nodes["bob"], 3e38)
-            told = r"round 1: what the server makes of uploads cannot be used: .*largest number, 3e\+38, is of 'bob'"
-            with pytest.raises(RunError, match=told):
+            with pytest.raises(RunError, match=r"^round 1: .* 3e\+38, .*'bob'"):
                 run_federation(plan, Direct(nodes | {"bob": liar}), tmp_path / "server")
         assert not list_checkpoints(tmp_path / "server")
         metrics = run_federation(plan, Direct(nodes), tmp_path / "server", resume=True)
         assert metrics["mean_test_perplexity"] < 500
+
+
+def refused_path(folder: Path) -> str:
+    """The refusal of a path that does not exist, without the path."""
+    folder.mkdir()
+    content = tiny(folder)
+    told = refusal(Client(folder / "ann", own_of(content, "ann")), joining(content, base="/no/such/folder"))
+    return told.replace(repr("/no/such/folder"), "")
 
 
 class TestFiles:
@@ -122,7 +129,9 @@ class TestFiles:
         monkeypatch.setenv("HOME", str(tmp_path))
         content, named = tiny(tmp_path), name.format(tmp_path)
         told = refusal(Client(tmp_path / "ann", own_of(content, "ann")), joining(content, base=named))
-        assert told == f"base: the server names a file or folder, {named!r}; `base` in your own file says where it is"
+        assert told.startswith("base: ")
+        assert repr(named) in told
+        assert told.replace(repr(named), "") == refused_path(tmp_path / "other")
 
     @pytest.mark.parametrize("there", [True, False])
     def test_nor_one_that_may_be_of_the_hub(self, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +141,8 @@ class TestFiles:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         content = tiny(tmp_path)
         told = refusal(Client(tmp_path / "ann", own_of(content, "ann")), joining(content, base="owner/secret"))
-        assert told == "user 'ann': its base cannot be used; it says on its own machine what is wrong"
+        assert told.startswith("user 'ann': ")
+        assert "secret" not in told
 
     def test_the_users_own_base_comes_before(self, tmp_path: Path) -> None:
         content = tiny(tmp_path)
@@ -161,7 +171,7 @@ class TestFiles:
     def test_a_method_that_pools_everybodys_data(self, tmp_path: Path) -> None:
         content = tiny(tmp_path)
         node = Client(tmp_path / "ann", own_of(content, "ann"))
-        assert "pools everybody's data" in refusal(node, joining(content, method="centralized"))
+        assert refusal(node, joining(content, method="centralized")).startswith("method centralized: ")
 
 
 class TestRefusals:
@@ -174,7 +184,8 @@ class TestRefusals:
         heard: list[str] = []
         own = Own(name="ann", data={"path": str(tmp_path / data)})
         told = refusal(Client(tmp_path / "ann", own, say=heard.append), joining(tiny(tmp_path)))
-        assert told == "user 'ann': its data cannot be used; it says on its own machine what is wrong"
+        assert told.startswith("user 'ann': ")
+        assert not [secret for secret in (str(tmp_path), data, "diary") if secret in told]
         assert data in heard[-1]
 
     def test_nor_from_settings_that_do_not_fit_the_data(self, tmp_path: Path) -> None:
@@ -190,7 +201,8 @@ class TestRefusals:
         monkeypatch.setattr("comingle.federation.client.open_store", fails)
         content = tiny(tmp_path)
         told = refusal(Client(tmp_path / "ann", own_of(content, "ann")), joining(content))
-        assert told == "user 'ann': something went wrong; it says on its own machine what is wrong"
+        assert told.startswith("user 'ann': ")
+        assert not [secret for secret in (str(tmp_path), "diary", "KeyError") if secret in told]
 
 
 HUGE = {

@@ -12,6 +12,7 @@ import hashlib
 import http.client
 import io
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -460,9 +461,9 @@ def test_a_client_runs_no_app_but_its_own(tmp_path: Path) -> None:
         replies: list[Message] = []
         assert wait_until(lambda: bool(replies.extend(grid.pull_messages(names)) or replies), 60)
         assert replies[0].has_error()
-        line = f"run {number}: its app {digest[:12]} is not the one installed here, {DIGEST[:12]}"
+        line = rf"comingle: refused: run {number}: .*{digest[:12]}.*{DIGEST[:12]}"
         assert replies[0].error.reason == line
-        assert f"comingle: refused: {line}; nothing of it was run" in node.service.log.read_text()
+        assert re.search(line, node.service.log.read_text())
         assert not (tmp_path / "trace").exists()
     finally:
         node.stop()

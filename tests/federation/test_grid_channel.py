@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -191,7 +192,7 @@ def test_a_reply_to_an_older_request_is_never_yielded(grid: LocalGrid, tmp_path:
 
 def test_who_never_comes_is_given_up(grid: LocalGrid, tmp_path: Path) -> None:
     began = time.monotonic()
-    assert talk(grid, {"ada": b""}, timeout=60, grace=1.0) == {"ada": "cannot be reached for 1 s"}
+    assert talk(grid, {"ada": b""}, timeout=60, grace=1.0) == {"ada": "unreachable for 1 s"}
     assert time.monotonic() - began < 3
 
 
@@ -206,9 +207,8 @@ class TestNames:
         join(grid, tmp_path / "two", "ada")
         names, refused = self.look(grid)
         assert names == ["ada"]
-        assert refused == [
-            "refused: ada: two users have this name; the first keeps it, so give the other one a name of its own"
-        ]
+        (line,) = refused
+        assert line.startswith("refused: ada: ")
         time.sleep(0.5)
         assert sum((tmp_path / folder / "ada" / "refused").exists() for folder in ("one", "two")) == 1
 
@@ -227,21 +227,23 @@ class TestNames:
     def test_a_key_is_registered_for_another_name(self, grid: LocalGrid, tmp_path: Path) -> None:
         join(grid, tmp_path, "ada", registered="bob")
         names, refused = self.look(grid)
-        assert (names, refused) == (
-            [],
-            ["refused: ada: the key of this node is registered for 'bob'; allowed: that name alone"],
-        )
+        assert names == []
+        (line,) = refused
+        assert re.match("refused: ada: .*'bob'", line)
 
     def test_a_name_that_is_not_of_the_federation(self, grid: LocalGrid, tmp_path: Path) -> None:
         join(grid, tmp_path, "eve")
         names, refused = self.look(grid, allowed=["bob", "ada"])
-        assert (names, refused) == ([], ["refused: eve: is not of this federation; allowed: ada, bob"])
+        assert names == []
+        (line,) = refused
+        assert re.match("refused: eve: .*allowed: ada, bob$", line)
 
     def test_a_node_without_a_name(self, grid: LocalGrid) -> None:
         grid.join(make_client_app(shout))
         names, refused = self.look(grid)
         assert names == []
-        assert refused == ['refused: node-config: no name; give name="NAME", or config="FILE" that has \'name\'']
+        (line,) = refused
+        assert re.match('refused: node-config: .*name="NAME"', line)
 
     def test_name_and_state_may_stand_in_the_participants_file(self, grid: LocalGrid, tmp_path: Path) -> None:
         (tmp_path / "ada.yaml").write_text("name: ada\nstate: private\n")
@@ -334,4 +336,4 @@ def test_an_error_of_flowers_own_is_said_in_plain_words(grid: LocalGrid, tmp_pat
     lost.query("hello")(lambda message, context: made(message, context))
     lost.train()(lambda message, context: Message(Error(ErrorCode.NODE_UNAVAILABLE, "Error: Node"), reply_to=message))
     grid.join(lost, name="ada", state=str(tmp_path / "ada"))
-    assert talk(grid, {"ada": b""}) == {"ada": "its connection was lost"}
+    assert talk(grid, {"ada": b""}) == {"ada": "connection lost"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def test_rounds_with_the_same_workers_throughout(federation: Federation) -> None
     assert federation.replies() == [BOTH] * 3
     assert len({one["replies"]["ada"] for one in federation.rounds}) == 1
     assert "round 3 is done" in federation.said
-    assert not [line for line in federation.said if "starting it again" in line]
+    assert not [line for line in federation.said if "restarting" in line]
 
 
 @pytest.mark.slow
@@ -211,19 +212,16 @@ class TestKeys:
         guarded.link.run_config = {"users": "ada", "timeout": 60, "rounds": 3, "request": "sleep 2"}
         supervise(guarded.link, beside)
         assert guarded.replies() == [{"ada": "ada"}] * 3
-        line = "refused: mallory: the key of this node is registered for 'bob'; allowed: that name alone"
-        assert refused == [line]
+        (line,) = refused
+        assert re.match("refused: mallory: .*'bob'", line)
         assert line in guarded.said
 
     @pytest.mark.parametrize(
         ("name", "why"),
         [
-            ("stranger", "the key .*eve.key is not registered with the server$"),
-            ("keyless", "the server accepts only registered keys; give --key FILE$"),
-            (
-                "deceived",
-                "the certificate of 127.0.0.1:.* is not one that .*other.*ca.pem has signed for this address$",
-            ),
+            ("stranger", ".*eve.key"),
+            ("keyless", ".*--key FILE$"),
+            ("deceived", "the certificate of 127.0.0.1:.*other.*ca.pem"),
         ],
     )
     def test_who_is_refused_hears_why_in_one_line(self, guarded: Federation, name: str, why: str) -> None:
@@ -265,7 +263,8 @@ class TestServices:
             service.tend()
             time.sleep(0.05)
         assert 3.0 < time.monotonic() - began < 6.0  # after 1 s, then after 2
-        assert said == ["it: no such thing; starting it again"] * 2
+        assert len(said) == 2
+        assert all(line.startswith("it: no such thing") for line in said)
         service.stop()
 
     def test_but_not_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,15 +276,15 @@ class TestServices:
                 service.tend()
                 time.sleep(0.01)
 
-        with pytest.raises(RunError, match=r"^it: ended 10 times, and is not started again \(nothing to be done\)"):
+        with pytest.raises(RunError, match=r"^it: ended 10 times.*\(nothing to be done\); see .*it.log"):
             tend()
 
 
 class TestOtherMachines:
     def test_a_superlink_listens_to_them_with_certificates_only(self, tmp_path: Path) -> None:
-        with pytest.raises(RecipeError, match=r"^server: listening on 0.0.0.0 without certificates"):
+        with pytest.raises(RecipeError, match=r"^server: .*certificates .*0.0.0.0"):
             SuperLink(folder=tmp_path, say=print, host="0.0.0.0")
 
     def test_a_supernode_goes_to_them_with_certificates_only(self, tmp_path: Path) -> None:
-        with pytest.raises(RecipeError, match=r"^ada: the server example.org:9000 without certificates"):
+        with pytest.raises(RecipeError, match=r"^ada: .*example.org:9000.*--certificates"):
             SuperNode(user=User(name="ada", state=tmp_path), server="example.org:9000", say=print)

@@ -104,7 +104,7 @@ class TestFederation:
             node.say = lines.append
         channel = Direct(nodes)
         run_federation(plan, channel, tmp_path / "server")
-        assert any("its data cannot be used" in told.get("refused", "") for told in channel.told)
+        assert any(told.get("kind") == "BadRowsError" for told in channel.told)
         assert any("not JSON" in line for line in lines)
 
 

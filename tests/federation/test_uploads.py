@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -131,7 +132,8 @@ def test_replies_that_are_never_finished_are_limited(
     assert [bool(client.begin(reply).objects_to_push) for reply in asked] == [True] * 3 + [False] * 2
     assert client.held == (3, 3)
     lines = [line for line in capsys.readouterr().err.splitlines() if "refused" in line]
-    assert lines == ["comingle: refused a reply of client ada: 4 replies that are not taken yet; allowed: 3"] * 2
+    assert len(lines) == 2
+    assert all(re.search("client ada: 4 .*allowed: 3$", line) for line in lines)
 
 
 def test_replies_that_are_never_finished_expire(make_client: Callable[..., Client]) -> None:

@@ -67,7 +67,7 @@ def test_settings_that_are_wrong_are_said_and_may_be_mended(state: Path) -> None
 
 def test_a_worker_that_dies_in_the_middle_is_said_and_the_next_message_starts_another(state: Path) -> None:
     before = ask(state, b"who")
-    with pytest.raises(WorkerError, match=r"the worker ended in the middle"):
+    with pytest.raises(WorkerError, match=r"ada: the worker ended "):
         ask(state, b"die-once")
     after = ask(state, b"die-once")
     assert after.startswith(b"ada ")
@@ -77,7 +77,7 @@ def test_a_worker_that_dies_in_the_middle_is_said_and_the_next_message_starts_an
 def test_a_worker_that_is_too_slow_is_waited_for_no_longer(state: Path) -> None:
     ask(state, b"who")
     began = time.monotonic()
-    with pytest.raises(WorkerError, match=r"has not answered within 0.5 s"):
+    with pytest.raises(WorkerError, match=r" 0.5 s$"):
         ask(state, b"sleep 3", timeout=0.5)
     assert time.monotonic() - began < 1.5
 
@@ -90,7 +90,7 @@ def test_a_worker_that_takes_long_says_that_it_is_alive_and_one_that_hangs_is_ki
     first = ask(state, b"sleep 12")
     worker = read_worker(state)
     os.kill(worker.pid, signal.SIGSTOP)
-    with pytest.raises(WorkerError, match=r"the worker did not respond for 8 s; it was killed"):
+    with pytest.raises(WorkerError, match=r" 8 s; it was killed"):
         ask(state, b"who", timeout=60)
     assert not worker.is_alive()
     assert ask(state, b"who") != first
@@ -102,7 +102,7 @@ def test_a_worker_that_is_stopped_in_its_work_is_killed(state: Path, monkeypatch
     worker = read_worker(state)
     stop = threading.Timer(2.0, os.kill, (worker.pid, signal.SIGSTOP))
     stop.start()
-    with pytest.raises(WorkerError, match=r"the worker did not respond for 8 s"):
+    with pytest.raises(WorkerError, match=r" 8 s; it was killed"):
         ask(state, b"sleep 50", timeout=60)
     assert not worker.is_alive()
 
@@ -203,8 +203,8 @@ def test_a_worker_without_a_private_channel_says_so_and_opens_no_port(
     monkeypatch.setattr(worker, "_SHORT", str(tmp_path / "missing"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(current_process(), "_config", {})
-    with pytest.raises(RunError, match=r"^worker: cannot open a socket in .*missing .*; set TMPDIR to a short path$"):
+    with pytest.raises(RunError, match=r"^worker: .*missing .*TMPDIR"):
         worker._listen()
     monkeypatch.setattr(worker, "FAMILY", None)
-    with pytest.raises(RunError, match=r"^worker: this system has neither"):
+    with pytest.raises(RunError, match=r"^worker: .*named pipes"):
         worker._listen()

@@ -244,11 +244,11 @@ def test_a_diverged_model_harms_nobody_else(people: Any) -> None:
 
 def test_what_cannot_be_answered_is_refused(people: Any) -> None:
     asked = Asked(Engine(people(), rows=1))
-    with pytest.raises(DataError, match=r"no user 'eve'; there are: ann, bob, cem"):
+    with pytest.raises(DataError, match=r"'eve'.*ann, bob, cem"):
         asked.ask("eve", "a")
     with pytest.raises(DataError, match="the prompt has no tokens"):
         asked.engine.submit(Request(name="ann", prompt=[], sampling=read_sampling(), on_piece=print))
-    with pytest.raises(DataError, match=r"the prompt has 1 tokens, with 9,999 new ones more than the [\d,]+"):
+    with pytest.raises(DataError, match=r"the prompt has 1 tokens.*9,999.*allowed.*: [\d,]+$"):
         asked.ask("ann", "a", max_new_tokens=9999)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from comingle.serving.keys import check_host, is_loopback, make_keys, read_keys
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({"eve": "k" * 16}, "no user 'eve'; there are: ann, bob."),
-        ({"ann": "sk-äöüäöüäöüäöüäöü"}, "the key of 'ann' has characters that no header carries as they are"),
-        ({"ann": " " * 20}, "the key of 'ann' has characters that no header carries as they are"),
-        ({"ann": "short"}, "the key of 'ann' is no text of at least 16 characters"),
-        ({"ann": 1234567890123456789}, "the key of 'ann' is no text of at least 16 characters"),
-        ({"ann": "k" * 16, "bob": "k" * 16}, "'bob' has the key of another user; each needs its own"),
-        (["ann"], "expected lines of USER: KEY"),
-        ({}, "expected lines of USER: KEY"),
+        ({"eve": "k" * 16}, "'eve'.*ann, bob"),
+        ({"ann": "sk-äöüäöüäöüäöüäöü"}, "'ann' has characters"),
+        ({"ann": " " * 20}, "'ann' has characters"),
+        ({"ann": "short"}, "'ann' .*16 characters"),
+        ({"ann": 1234567890123456789}, "'ann' .*16 characters"),
+        ({"ann": "k" * 16, "bob": "k" * 16}, "'bob'"),
+        (["ann"], "USER: KEY"),
+        ({}, "USER: KEY"),
     ],
 )
 def test_keys_that_cannot_be_used(tmp_path: Path, content: Any, told: str) -> None:
@@ -31,7 +32,7 @@ def test_keys_that_cannot_be_used(tmp_path: Path, content: Any, told: str) -> No
     path.chmod(0o600)
     with pytest.raises(library.ComingleError) as error:
         read_keys(path, ["ann", "bob"])
-    assert str(error.value) == f"--keys {path}: {told}"
+    assert re.match(rf"--keys {re.escape(str(path))}: .*{told}", str(error.value))
 
 
 def test_without_keys_only_loopback(tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_without_keys_only_loopback(tmp_path: Path) -> None:
     assert [is_loopback(h) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org", "", "localhost.example.org")] == [
         False
     ] * 6
-    with pytest.raises(library.ComingleError, match=r"--host 0.0.0.0: without --keys only this machine may ask"):
+    with pytest.raises(library.ComingleError, match=r"--host 0.0.0.0: .*--keys"):
         check_host("0.0.0.0", None)
     check_host("0.0.0.0", {"ann": "k" * 16})
     make_keys(tmp_path / "keys", ["ann"])

@@ -55,7 +55,7 @@ def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], num
     found = {name: _upload(session, name, answer, number) for name, answer in answers.items()}
     uploads = {name: upload for name in session.public.users if (upload := found.get(name)) is not None}
     if answers and not uploads:
-        raise RunError(f"round {number}: nobody's upload can be used")
+        raise RunError(f"round {number}: none of {len(answers)} uploads is valid")
     if why := keep_model_if_few(session, list(uploads), answers, number):
         return [], why
     _aggregate(session, join_uploads(list(uploads.values())) if uploads else no_uploads(number))
@@ -79,8 +79,8 @@ def keep_model_if_few(session: ServerSession, users: Sequence[str], answers: Map
     needed, server = min(session.network.min_participants, len(answers)), session.server
     if len(users) >= needed:
         return ""
-    why = f"round {number}: {len(users)} uploads can be used; needed: {needed} (network.min_participants)"
-    why = f"{why}; the model stays as it was"
+    why = f"round {number}: valid uploads: {len(users)}; needed: {needed} (network.min_participants)"
+    why = f"{why}; the model is unchanged"
     logger.warning("%s", why, extra=AN_EVENT)
     server.skip_round(number, server.numbers(users))
     return why
@@ -105,10 +105,8 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
             for i in range(len(upload.users))
         ]
         size, user = max(zip(sizes, upload.users, strict=True))
-        problem = (
-            f"what the server makes of uploads cannot be used: {why}; the largest number, {size:.3g}, is of {user!r}"
-        )
-        raise RunError(f"round {upload.round}: {problem}; the same command goes on from the round before")
+        problem = f"aggregation failed: {why}; the largest value, {size:.3g}, is from user {user!r}"
+        raise RunError(f"round {upload.round}: {problem}; run the same command again to resume from the round before")
 
 
 def _upload(session: ServerSession, name: str, answer: Answer, number: int) -> Upload | None:
@@ -117,7 +115,7 @@ def _upload(session: ServerSession, name: str, answer: Answer, number: int) -> U
             raise MessageError(str(answer.reported.get("left_out", "no upload in the answer")))
         message = unpack(answer.messages[0])
         if not isinstance(message, Upload):
-            raise MessageError("a download where an upload belongs")
+            raise MessageError("upload: got a download")
         check_upload(
             replace(message, tensors=expand(message.tensors, session.server.uploads)),
             session.model.layout,
@@ -258,7 +256,9 @@ class _SecureSum:
             answer = answers[name]
             try:
                 if "left_out" in answer.reported or not answer.messages:
-                    raise MessageError(str(answer.reported.get("left_out", "nothing for a sum in the answer")))
+                    raise MessageError(
+                        str(answer.reported.get("left_out", "no message for the secure sum in the answer"))
+                    )
                 take(name, unpack(answer.messages[0]))
             except MessageError as error:
                 log_rejection(self.session.observe, self.collection.terms.round, name, str(error))

@@ -157,7 +157,7 @@ def _current_session(store: ClientStore, task: Task) -> Session:
 def _terms(store: ClientStore, task: Task) -> Terms:
     clients = store.clients
     if clients.plan.sums is None:
-        raise MessageError("task: a sum behind masks; this federation has none")
+        raise MessageError("task: got a step of secure aggregation, which this federation does not use")
     return terms_of(clients.plan, task.run, task.round + 1, clients.model.layout.count(clients.method.shared))
 
 
@@ -212,14 +212,14 @@ def _check_inputs(folder: Path, own: Own, now: Inputs, *, begun: bool) -> None:
     try:
         was = read_inputs(folder)
     except RunError:
-        raise RunError(f"{folder / INPUTS}: damaged; delete {folder} to begin this run anew") from None
+        raise RunError(f"{folder / INPUTS}: damaged; delete {folder} to restart this run") from None
     if list(was.users) != [own.name]:
-        raise RunError(f"{folder}: of user {list_names(was.users)}, not of {own.name!r}; use another --state")
+        raise RunError(f"{folder}: belongs to user {list_names(was.users)}, not to {own.name!r}; use another --state")
     before, after = was.users[own.name].digests, now.users[own.name].digests
     if changed := [split for split in SPLITS if before[split] != after[split]]:
         raise DataError(
             f"{folder}: user {own.name!r}: the {' and '.join(changed)} data changed since the run began; "
-            "restore it, or take part anew with another --state"
+            "restore it, or join again with another --state"
         )
     return None
 
@@ -232,12 +232,12 @@ def known_public(folder: Path) -> Public | None:
     try:
         return read_public(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: damaged ({error}); delete {folder} to begin this run anew") from None
+        raise RunError(f"{path}: damaged ({error}); delete {folder} to restart this run") from None
 
 
 def _own_recipe(own: Own, public: Public) -> Recipe:
     if own.name not in public.users:
-        raise MessageError(f"user {own.name!r}: not among the participants: {', '.join(public.users)}")
+        raise MessageError(f"user {own.name!r}: not a user of this federation; allowed: {', '.join(public.users)}")
     content: dict[str, Any] = dict(complete_older(public.recipe))
     content["data"] = own.data_section(content["data"])
     if own.base is not None:
@@ -254,11 +254,11 @@ def _check_base_name(name: str) -> None:
         return
     if not is_public(name):
         raise MessageError(
-            f"base: the server names a file or folder, {name!r}; `base` in your own file says where it is"
+            f"base: the server names a local path, {name!r}; set `base` in the client's file to its path here"
         )
     if expand_home(name).exists():
         raise BaseModelError(
-            f"base: {name} of the server is a folder here; `base` in your own file says which is meant"
+            f"base: {name!r} is a name on the hub and a folder here; set `base` in the client's file to the one to use"
         )
 
 
@@ -274,7 +274,7 @@ def _check_base(public: Public, read: RunData) -> None:
         theirs = getattr(public, what)
         if own_value not in (theirs, tokens_of(theirs)) and theirs != tokens_of(own_value):
             raise MessageError(
-                f"{what}: the server's is {theirs or 'none'}, this user's {own_value or 'none'}; use the same"
+                f"{what}: the server has {theirs or 'none'}, this client {own_value or 'none'}; use the same"
             )
 
 
@@ -285,14 +285,12 @@ def _check_settings(own: Own, public: Public, read: RunData) -> None:
         if key == "classes" and isinstance(value, int) and own_value.get(key, value) <= value:
             continue  # The user's data may lack some classes.
         if json.dumps(own_value.get(key, value)) != json.dumps(value):
-            raise MessageError(f"user {own.name!r}: {key} of the data is {own_value[key]}; the federation's is {value}")
+            raise MessageError(f"user {own.name!r}: {key}: got {own_value[key]} from the data; allowed: {value}")
 
 
 logger = logging.getLogger("comingle")
 
-REVERTED_NOTICE = (
-    "the server has gone on without what was sent last, which came too late or was lost; it is undone here"
-)
+REVERTED_NOTICE = "the last answer was late or lost; the server continued without it, so this client undoes the task"
 """Shown to the user; the server shows the same of its side."""
 
 Say = Callable[[str], None]
@@ -343,8 +341,8 @@ class Client:
         known = known_public(self._folder(task.run))
         if known is not None and known.digest != public.digest:
             raise MessageError(
-                f"run {task.run}: its recipe was {known.digest} when user {self.own.name!r} joined, and is "
-                f"{public.digest} now"
+                f"run {task.run}: the recipe has changed from {known.digest} to {public.digest} since user "
+                f"{self.own.name!r} joined"
             )
         check_run_limit(self.folder, task.run, self.own.max_runs)
         store = self._enter(task.run, public)
@@ -372,7 +370,7 @@ class Client:
             self.say(REVERTED_NOTICE)
             store.revert_to(task.serial - 1)
         if task.serial != store.serial + 1:
-            raise MessageError(f"task {task.serial}: user {self.own.name!r} has done {store.serial}, so the next is")
+            raise MessageError(f"task: got task {task.serial} for user {self.own.name!r}; allowed: {store.serial + 1}")
         try:
             with own_errors(store.clients.method):
                 answer = TaskRunner(store, self.own, task).run().pack()
@@ -432,7 +430,7 @@ class TaskRunner:
     def _next(self) -> Download:
         message = unpack(self.received.pop(0))
         if not isinstance(message, Download):
-            raise MessageError("task: an upload where a download belongs")
+            raise MessageError("task: got an upload; allowed: a download")
         return message
 
     def _receive(self) -> None:
@@ -467,7 +465,9 @@ class TaskRunner:
 
     def _upload(self) -> None:
         if self.clients.plan.sums is not None:
-            raise MessageError("task: an upload without masks; this federation's are summed behind them")
+            raise MessageError(
+                "task: got step 'upload'; this federation uses secure aggregation, so uploads are masked"
+            )
         if "left_out" in self.reported:
             return
         report = {} if (loss := self.reported.get("train_loss")) is None else {LOSS: torch.tensor([loss])}
@@ -525,9 +525,9 @@ def upload_notice(store: ClientStore) -> str:
     local = sorted(clients.model.layout.roles & method.client.trained - method.shared)
     stays = f"; {', '.join(local)}, text and optimiser state stay" if local else "; text and optimiser state stay"
     if not clients.shares:
-        return f"user {clients.users[0].name!r}: method {method.name} sends nothing but what you let it tell{stays}"
+        return f"user {clients.users[0].name!r}: method {method.name} sends only the metrics that `tells` allows{stays}"
     shared = ", ".join(sorted(method.shared & clients.model.layout.roles) or sorted(method.shared))
-    size, how = f"{clients.upload_bytes()[0]:,} bytes", "" if clients.plan.sums is None else " behind masks"
+    size, how = f"{clients.upload_bytes()[0]:,} bytes", "" if clients.plan.sums is None else ", masked,"
     name = clients.users[0].name
     return f"user {name!r}: {shared} ({size}) leave this machine{how} each round you take part in{stays}"
 
@@ -541,18 +541,18 @@ def _account(store: ClientStore, task: Task, answer: bytes) -> str:
 
 
 _PRIVATE = {
-    "RecipeError": "its own settings do not fit",
-    "DataError": "its data cannot be used",
-    "BadRowsError": "its data cannot be used",
-    "NoTextError": "its data cannot be used",
-    "BaseModelError": "its base cannot be used",
-    "RunError": "its own folder cannot be used",
+    "RecipeError": "invalid settings",
+    "DataError": "invalid data",
+    "BadRowsError": "invalid data",
+    "NoTextError": "invalid data",
+    "BaseModelError": "unusable base model",
+    "RunError": "unusable state folder",
 }
 
 
 def _refusal(task: Task, error: Exception) -> Answer:
     """Return the answer to a task that failed; it does not quote the user's own data or settings."""
     kind = type(error).__name__
-    own = f"user {task.user!r}: {_PRIVATE.get(kind, 'something went wrong')}; it says on its own machine what is wrong"
+    own = f"user {task.user!r}: {_PRIVATE.get(kind, 'internal error')}; the client's log has the details"
     reported = {"refused": str(error) if isinstance(error, MessageError) else own, "kind": kind}
     return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)

@@ -63,7 +63,7 @@ class Sessions:
         """
         if terms.round <= (known := self._read()["unmasked"]):
             raise MessageError(
-                f"secure aggregation: round {terms.round} again; user {name!r} has helped to unmask round {known}"
+                f"secure aggregation: got round {terms.round}; user {name!r} has already helped to unmask round {known}"
             )
         return Session(terms=terms, name=name, seed=secrets.token_bytes(KEY), save=self._save)
 
@@ -75,7 +75,7 @@ class Sessions:
         """
         record = self._read()["session"]
         if record is None or (session := Session.of(record, self._save)).terms != terms:
-            raise MessageError(f"secure aggregation: no sum of round {terms.round} has begun here")
+            raise MessageError(f"secure aggregation: no sum of round {terms.round} has been started on this client")
         return session
 
     def end(self) -> None:
@@ -94,7 +94,9 @@ class Sessions:
             content = json.loads(self._path.read_text(encoding="utf-8"))
             return {"unmasked": int(content["unmasked"]), "session": content["session"]}
         except (ValueError, KeyError, TypeError):
-            raise RunError(f"{self._path}: damaged; nobody can say what was masked, so the run cannot go on") from None
+            raise RunError(
+                f"{self._path}: damaged; the record of masked uploads is lost, so the run cannot continue"
+            ) from None
 
     def _save(self, record: Record) -> None:
         """Write the record; called before any of it is sent."""
@@ -170,8 +172,8 @@ class ClientStore:
         """
         if serial not in (back := self.revertible_tasks()):
             raise MessageError(
-                f"task {serial + 1}: another than was done; user {self.clients.users[0].name!r} can go back to what it "
-                f"had after task {', '.join(map(str, back))}"
+                f"task {serial + 1}: got another task with this number; user {self.clients.users[0].name!r} can revert "
+                f"only to the state after task {', '.join(map(str, back))}"
             )
         known = {_number(folder): folder for folder in list_checkpoints(self.folder)}
         for path in (self.folder / "answers").glob("*.bin"):
@@ -398,8 +400,8 @@ def check_run_limit(state: Path, run: str, most: int) -> None:
     if run_folder(state, run) in known or len(known) < most:
         return
     ended = [folder for folder in known if (folder / MODEL).exists()]
-    oldest, why = (ended[0], "which has ended") if ended else (known[0], "the oldest, which has not ended")
+    oldest, why = (ended[0], "has ended") if ended else (known[0], "the oldest, has not ended")
     raise RunError(
-        f"{state}: has {len(known)} runs, and max_runs in the participant's file allows no more than {most}; make "
-        f"room, as by `rm -r {oldest}`, {why}"
+        f"{state}: has {len(known)} runs; allowed: up to {most} (max_runs in the client's file); delete one, for "
+        f"example `rm -r {oldest}` ({why})"
     )

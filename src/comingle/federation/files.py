@@ -56,20 +56,21 @@ def load_plan(path: Path) -> Plan:
     content = _mapping(path)
     names = content.pop("participants", None)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise RecipeError(f"{path}: participants: got {names!r}; allowed: a list of names, as [ada, ben]")
+        raise RecipeError(f"{path}: participants: got {names!r}; allowed: a list of names, such as [ada, ben]")
     if problem := name_problem(names):
         raise RecipeError(f"{path}: participants: {problem}")
     network = _section(NetworkSection, content.pop("network", {}), f"{path}: network")
     if network.min_participants > len(names):
         raise RecipeError(
-            f"{path}: network.min_participants: got {network.min_participants}; allowed: up to {len(names)}, the users"
+            f"{path}: network.min_participants: got {network.min_participants}; allowed: up to the number of "
+            f"users, {len(names)}"
         )
     shapes = content.pop("shapes", {})
     data = content.get("data", {"kind": "text"})
     if isinstance(data, Mapping):
         if where := next((key for key in ("users", "dataset") if data.get(key) is not None), None):
             raise RecipeError(
-                f"{path}: data.{where}: a coordinator has nobody's data; each participant says where its own is"
+                f"{path}: data.{where}: not allowed in the server's file; set `data` in each client's file"
             )
         content["data"] = {"kind": "text", **data, "given": True}
     recipe = parse_recipe(content, where=str(path))
@@ -167,5 +168,5 @@ def _data(recipe: Recipe, name: str) -> Any:
     if content.get("dataset") is not None:
         return {"dataset": content["dataset"]}
     if (content.get("users") or {}).get(name) is None:
-        raise RecipeError(f"data: nothing says where user {name!r} has its own; allowed: users, dataset")
+        raise RecipeError(f"data: no source for user {name!r}; allowed: users, dataset")
     return content["users"][name]

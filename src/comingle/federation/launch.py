@@ -60,7 +60,7 @@ def serve(
         ComingleError: The file, the folder or the certificates cannot be used, or too few clients take part.
     """
     if has_ended(folder):
-        raise RunError(f"{folder}: this federation has ended; --out names another folder")
+        raise RunError(f"{folder}: this federation has ended; use another --out")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     secure, keys = None, {}
     if certificates is not None:
@@ -68,8 +68,8 @@ def serve(
         secure = Certificates(authority=files.authority, certificate=files.certificate, key=files.key)
         if strange := [name for name in plan.users if name not in files.users]:
             raise RecipeError(
-                f"{certificates}: no key of {', '.join(strange)}; `comingle server {file} --make-certificates "
-                f"{certificates}` makes the missing ones"
+                f"{certificates}: no key for {', '.join(strange)}; create the missing ones with "
+                f"`comingle server {file} --make-certificates {certificates}`"
             )
         keys = {name: files.users[name] for name in plan.users}
     (folder / FOLDER).mkdir(exist_ok=True)
@@ -86,9 +86,9 @@ def serve(
         if port:
             _require_port(link.host, link.port)
         listening = join_address(link.host, link.port)
-        say(f"listening on {listening} for {len(plan.users)} participants: {', '.join(plan.users)}")
+        say(f"listening on {listening} for {len(plan.users)} users: {', '.join(plan.users)}")
         if not keys:
-            say("without keys any program on this machine can take part under a free name; see --certificates")
+            say("no keys: any program on this machine can join under an unused name; see --certificates")
         supervise(link)
     return read_metrics(folder)
 
@@ -143,7 +143,7 @@ def take_part(
     if not participant.server:
         raise RecipeError(f"user {participant.name!r}: no server; give --server HOST:PORT")
     if not _is_address(participant.server):
-        raise RecipeError(f"--server: got {participant.server!r}; allowed: HOST:PORT, as 192.0.2.1:9092")
+        raise RecipeError(f"--server: got {participant.server!r}; allowed: HOST:PORT, such as 192.0.2.1:9092")
     _require_files(participant)
     found = probe_server(participant.server)
     if problem := tls_problem(participant.server, found, secure=bool(participant.certificates)):
@@ -152,7 +152,7 @@ def take_part(
     if authority and (problem := certificate_problem(participant.server, Path(authority))):
         raise RecipeError(f"user {participant.name!r}: {problem}")
     if found is ProbeResult.OTHER:
-        say(f"{participant.name}: {found.value} answers at {participant.server}; is that the right --server?")
+        say(f"{participant.name}: {participant.server} is {found.value}; check --server")
     if proxy := _proxy_of(participant.server, secure=bool(participant.certificates)):
         host = split_address(participant.server)[0]
         say(f"{participant.name}: uses the proxy {proxy} for {participant.server}; bypass it with no_proxy={host}")
@@ -253,7 +253,7 @@ def _participant(file: Path | None, given: Mapping[str, Any], default: Path) -> 
     content: dict[str, Any] = {"state": str(default.parent.absolute())}
     content |= {key: value for key, value in given.items() if value is not None}
     if "data" not in content:
-        raise RecipeError(f"user {content['name']!r}: nothing says where its data is; give --data PATH, or a file")
+        raise RecipeError(f"user {content['name']!r}: no data; give --data PATH, or a client's file")
     return Participant(**content)
 
 

@@ -144,24 +144,24 @@ def _pack(kind: str, run: str, serial: int, user: str, header: Mapping[str, Any]
 
 def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
     if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
-        raise MessageError(f"{kind}: {len(data)} bytes that do not begin as one of comingle does")
+        raise MessageError(f"{kind}: got {len(data)} bytes that are not a message of comingle")
     _, version, length, check = _PREFIX.unpack_from(data)
     if version != FORMAT:
-        raise MessageError(f"{kind}: of format {version}; allowed: {FORMAT}")
+        raise MessageError(f"{kind}: got format {version}; allowed: {FORMAT}")
     if length > MAX_HEADER_BYTES or len(data) > MAX_BYTES:
         raise MessageError(
-            f"{kind}: {len(data)} bytes, of which {length} are words; at most {MAX_BYTES}, {MAX_HEADER_BYTES}"
+            f"{kind}: got {len(data)} bytes, header {length} bytes; allowed: {MAX_BYTES}, header {MAX_HEADER_BYTES}"
         )
     start = _PREFIX.size + length
     if zlib.crc32(data[_PREFIX.size : start]) != check:
-        raise MessageError(f"{kind}: its checksum is wrong, so something has changed on the way")
+        raise MessageError(f"{kind}: wrong checksum; the message was damaged in transit")
     with _refused(kind):
         header = json.loads(data[_PREFIX.size : start], parse_constant=_refuse)
         lengths = [int(one) for one in header["lengths"]]
         if header["kind"] != kind:
-            raise MessageError(f"{kind}: got one of kind {header['kind']!r}")
+            raise MessageError(f"{kind}: got a message of kind {header['kind']!r}")
     if min(lengths, default=0) < 0 or start + sum(lengths) != len(data):
-        raise MessageError(f"{kind}: has {len(data)} bytes and says that it has {start + sum(lengths)}")
+        raise MessageError(f"{kind}: got {len(data)} bytes; its header declares {start + sum(lengths)}")
     ends = [start + sum(lengths[: i + 1]) for i in range(len(lengths))]
     return header, tuple(data[end - size : end] for end, size in zip(ends, lengths, strict=True))
 
@@ -174,11 +174,11 @@ def _refused(kind: str) -> Iterator[None]:
     except MessageError:
         raise
     except _WRONG as error:
-        raise MessageError(f"{kind}: not one of comingle's ({type(error).__name__}: {error})") from None
+        raise MessageError(f"{kind}: malformed ({type(error).__name__}: {error})") from None
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a finite number")
 
 
 _RUN = re.compile(r"[A-Za-z0-9]{1,64}")
@@ -194,9 +194,9 @@ def check_address(task: Task, user: str) -> None:
         MessageError: A check fails.
     """
     if task.user != user:
-        raise MessageError(f"task: for user {task.user!r}, and this is {user!r}")
+        raise MessageError(f"task: got one for user {task.user!r}; this client is of user {user!r}")
     if not _RUN.fullmatch(task.run):
-        raise MessageError(f"task: of run {task.run[:70]!r}; a run is called by up to 64 letters and digits")
+        raise MessageError(f"task: got run {task.run[:70]!r}; allowed: up to 64 letters and digits")
 
 
 def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bool) -> None:
@@ -217,18 +217,16 @@ def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bo
         if step not in steps:
             raise MessageError(f"task: no step {step[:70]!r}; allowed: join, {', '.join(steps)}")
         if step in task.todo[:at]:
-            raise MessageError(f"task: step {step!r} twice")
+            raise MessageError(f"task: got step {step!r} twice")
     needed = sum(step in _NEEDS_MESSAGE for step in task.todo)
-    if len(task.messages) < needed:
-        raise MessageError("task: a step needs a message that is not there")
-    if len(task.messages) > needed:
-        raise MessageError("task: a message that no step needs")
+    if len(task.messages) != needed:
+        raise MessageError(f"task: got {len(task.messages)} messages; its steps need {needed}")
     _check_number("round", task.round, plan.training.rounds)
     _check_number("done", task.about.get("done", 0), plan.training.rounds)
     steps_sent, own = task.about.get("local_steps", 0), plan.training.local_steps
     _check_number("local_steps", steps_sent, _MOST_STEPS)
     if not counted and steps_sent not in (0, own):
-        raise MessageError(f"task: local_steps is {steps_sent}; the recipe's are {own}")
+        raise MessageError(f"task: local_steps is {steps_sent}; allowed: {own}, as in the recipe")
 
 
 def _check_number(what: str, got: Any, most: int) -> None:
@@ -363,9 +361,9 @@ def check_upload(
         MessageError: A check fails.
     """
     if upload.users != (user,):
-        raise MessageError(f"upload: from user {user!r}, in the name of {upload.users[0]!r}")
+        raise MessageError(f"upload: user {user!r} sent one of user {upload.users[0]!r}")
     if upload.round != number:
-        raise MessageError(f"upload: of round {upload.round}; now it is round {number}")
+        raise MessageError(f"upload: got round {upload.round}; allowed: {number}")
     _check_rank("upload", int(upload.ranks[0]), rank)
     _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=int(upload.ranks[0]))
     _check_sizes(upload.tensors)
@@ -390,9 +388,9 @@ def check_download(
         MessageError: A check fails.
     """
     if download.users != (user,):
-        raise MessageError(f"download: for {download.users[0]!r}, and this is user {user!r}")
+        raise MessageError(f"download: got one for user {download.users[0]!r}; this client is of user {user!r}")
     if not 0 <= download.version <= rounds:
-        raise MessageError(f"download: of version {download.version}; allowed: 0 to {rounds}")
+        raise MessageError(f"download: got version {download.version}; allowed: 0 to {rounds}")
     _check_rank("download", int(download.ranks[0]), rank)
     bounds, tensors = without_bound(download.tensors)
     if bounds is not None and not (len(bounds) == 1 and 0 < float(bounds) <= _LARGEST):
@@ -416,9 +414,9 @@ def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> No
     """
     t = verdict.tensors.get(name)
     if t is None or len(verdict.tensors) != 1 or t.numel() != 1 or verdict.users != (user,):
-        raise MessageError("task: a verdict on validation losses is something else")
+        raise MessageError(f"verdict: not a single number {name!r} for user {user!r}")
     if not 0 <= verdict.version <= rounds:
-        raise MessageError(f"verdict: after round {verdict.version}; allowed: 0 to {rounds}")
+        raise MessageError(f"verdict: got round {verdict.version}; allowed: 0 to {rounds}")
 
 
 def validation_loss(message: Download | Upload, *, user: str, done: int) -> float | None:
@@ -435,14 +433,15 @@ def validation_loss(message: Download | Upload, *, user: str, done: int) -> floa
     if not isinstance(message, Upload) or message.tensors:
         return None
     if message.users != (user,) or message.round != done:
-        raise MessageError(f"validation loss: of {message.users[0]!r} after round {message.round}; now it is {done}")
+        got = f"user {message.users[0]!r}, round {message.round}"
+        raise MessageError(f"validation loss: got {got}; allowed: user {user!r}, round {done}")
     _check_reports(message.reports, {VALIDATION: _LOSS})
     return float(message.reports[VALIDATION])
 
 
 def _check_rank(what: str, got: int, most: int) -> None:
     if not min(1, most) <= got <= most:
-        raise MessageError(f"{what}: of rank {got}; allowed: {min(1, most)} to {most}")
+        raise MessageError(f"{what}: got rank {got}; allowed: {min(1, most)} to {most}")
 
 
 def _check_models(download: Download, peers: tuple[str, ...], user: str) -> None:
@@ -450,10 +449,10 @@ def _check_models(download: Download, peers: tuple[str, ...], user: str) -> None
     counts = {t.shape[1] for t in download.tensors.values()}
     senders = download.senders
     if len(set(senders)) != len(senders) or not set(senders) <= set(peers):
-        raise MessageError(f"download: its senders are {list(senders)[:9]}; allowed: {list(peers)[:9]}, each once")
+        raise MessageError(f"download: got senders {list(senders)[:9]}; allowed: {list(peers)[:9]}, each once")
     wanted = len(set(senders) - {user}) if peers else None
     if len(counts) != 1 or 0 in counts or (wanted is not None and counts != {wanted}):
-        raise MessageError(f"download: has {sorted(counts)} models; allowed: {wanted or 'the same number of each'}")
+        raise MessageError(f"download: got {sorted(counts)} models per tensor; allowed: {wanted or 'the same number'}")
 
 
 def _check_tensors(
@@ -464,7 +463,7 @@ def _check_tensors(
     for name in sorted(wanted.keys() | tensors.keys()):
         got = tuple(tensors[name].shape[1 + leading :]) if name in tensors else None
         if name not in wanted or got not in wanted[name]:
-            allowed = wanted[name][0] if name in wanted else "none of this name"
+            allowed = wanted[name][0] if name in wanted else "no tensor of this name"
             raise MessageError(f"{what}: tensor {name!r} has shape {got}; allowed: {allowed}")
         if tensors[name].dtype not in _DTYPES:
             raise MessageError(f"{what}: tensor {name!r} is {_called(tensors[name])}; allowed: float32, float64")
@@ -480,7 +479,9 @@ def _check_sizes(tensors: Tree) -> None:
     for name, t in tensors.items():
         most = _LARGEST_FACTOR if name.endswith(_FACTORS) else _LARGEST_NUMBER
         if t.numel() and (largest := float(t.abs().max())) > most:
-            raise MessageError(f"upload: tensor {name!r} has a number of size {largest:.3g}; allowed: up to {most:g}")
+            raise MessageError(
+                f"upload: tensor {name!r} has a value of magnitude {largest:.3g}; allowed: up to {most:g}"
+            )
 
 
 def _shapes(layout: Layout, shared: frozenset[str], rank: int) -> dict[str, list[tuple[int, ...]]]:
@@ -515,7 +516,7 @@ def _check_reports(reports: Tree, wanted: dict[str, Reported]) -> None:
     """Check that reports are exactly the required ones."""
     for name in sorted((wanted.keys() | reports.keys()) - ({LOSS} - wanted.keys())):
         if name not in wanted or name not in reports:
-            raise MessageError(f"upload: report {name!r} {'is missing' if name in wanted else 'belongs to nothing'}")
+            raise MessageError(f"upload: report {name!r} {'is missing' if name in wanted else 'is not allowed'}")
     for name, t in reports.items():
         _check_numbers(name, t, wanted.get(name, _LOSS))
 
@@ -528,7 +529,8 @@ def _check_numbers(name: str, t: Tensor, wanted: Reported) -> None:
             f"upload: report {name!r} is {_called(t)}; allowed: {'int64' if wanted.whole else 'float32'}"
         )
     if not bool(((t >= wanted.least) & (t <= wanted.most)).all()):
-        raise MessageError(f"upload: report {name!r} is not finite, or not from {wanted.least:g} to {wanted.most:g}")
+        allowed = f"{wanted.least:g} to {wanted.most:g}"
+        raise MessageError(f"upload: report {name!r} is out of range or not finite; allowed: {allowed}")
 
 
 def _called(t: Tensor) -> str:

@@ -124,18 +124,16 @@ class Public:
         Raises:
             MessageError: A check fails; names both sides' values.
         """
-        for what, mine in (("format", FORMAT), ("version", __version__)):
-            if (theirs := getattr(self, what)) != mine:
-                raise MessageError(
-                    f"the federation: the server has {what} {theirs}; this user's is {mine}; use the same"
-                )
+        for what, own in (("format", FORMAT), ("version", __version__)):
+            if (theirs := getattr(self, what)) != own:
+                raise MessageError(f"the federation: the server has {what} {theirs}, this client {own}; use the same")
         try:
             recipe = self.whole_recipe()
             check_possible(recipe)
         except RecipeError as error:  # The recipe is the server's, so the message reveals nothing about the user.
             raise MessageError(str(error)) from None
         if recipe.data.given is None:
-            raise MessageError("the federation's recipe: data: says where it is; that is for each user to say")
+            raise MessageError("the federation's recipe: data: has a source; allowed: sources in clients' files only")
 
     def whole_recipe(self) -> Recipe:
         """Return the recipe, without data."""
@@ -152,14 +150,14 @@ def read_public(content: Any) -> Public:
         MessageError: The content has another form.
     """
     if not isinstance(content, Mapping) or not {"recipe", "users"} <= content.keys():
-        raise MessageError("the federation: does not say of itself what it is: no recipe, or no users")
+        raise MessageError("the federation: no recipe or no users")
     for key, value in content.items():
         if type(value) is not _TYPES.get(key):
             allowed = _TYPES[key].__name__ if key in _TYPES else f"only {', '.join(_TYPES)}"
             raise MessageError(f"the federation: {str(key)[:70]!r} is a {type(value).__name__}; allowed: {allowed}")
     names = content["users"]
     if not names or not all(isinstance(name, str) for name in names) or name_problem(names):
-        raise MessageError("the federation: its users are not names, each once")
+        raise MessageError("the federation: users are not unique names")
     return Public(**{**content, "users": tuple(names)})
 
 
@@ -200,15 +198,15 @@ def check_possible(recipe: Recipe) -> None:
     method = check_recipe(recipe)
     kind, mixture = kind_of(recipe).name, method.placement.mixture
     if kind not in KINDS:
-        raise RecipeError(f"data: {kind} is made or read for all users at once; allowed elsewhere: {', '.join(KINDS)}")
+        raise RecipeError(f"data: got {kind}, which needs all users in one place; allowed: {', '.join(KINDS)}")
     if method.placement.pooled:
-        raise RecipeError(f"method {method.name}: pools everybody's data, which stays with its users here")
+        raise RecipeError(f"method {method.name}: pools all users' data, but a federation leaves it with the users")
     if mixture is not None and mixture.optimal:
-        raise RecipeError(f"method {method.name}: needs users' true clusters, which users elsewhere do not tell")
+        raise RecipeError(f"method {method.name}: needs users' true clusters, which clients do not report")
     if getattr(recipe.data, "held_out", "own") == "mixture":
-        raise RecipeError("data.held_out: mixture deals users' text out to others; allowed: own")
+        raise RecipeError("data.held_out: got mixture, which gives users' text to others; allowed: own")
     if getattr(recipe.data, "on_small_user", "refuse") == "skip":
-        raise RecipeError("data.on_small_user: skip needs to see everybody's data; allowed: refuse")
+        raise RecipeError("data.on_small_user: got skip, which needs all users' data; allowed: refuse")
 
 
 # ---------------------------------------------------------------- derived from the public part
@@ -290,10 +288,10 @@ class ServerContext:
         """
         most = self.most_steps(max_samples)
         if not counts_samples(self.recipe) and steps != most:
-            raise MessageError(f"answer: says that it takes {steps:,} local steps; the recipe's are {most:,}")
+            raise MessageError(f"answer: got {steps:,} local steps; allowed: {most:,}, as in the recipe")
         if not steps <= most:
             why = f"allowed: up to {most:,} (network.max_samples is {max_samples:,})"
-            raise MessageError(f"answer: says that it takes {steps:,} local steps; {why}")
+            raise MessageError(f"answer: got {steps:,} local steps; {why}")
 
     def works(self, examples: Mapping[str, int]) -> dict[str, Work]:
         """Return, by user, the work to account for if single examples are protected.

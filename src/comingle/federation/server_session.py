@@ -254,7 +254,7 @@ class ServerSession:
             return str(error)
         if (answer.run, answer.serial, answer.user) != (task.run, task.serial, name):
             of, user = answer.run[:70], answer.user[:70]
-            return f"answers task {answer.serial} of run {of!r} as {user!r}; asked was task {task.serial}"
+            return f"answer: got task {answer.serial} of run {of!r} and user {user!r}; allowed: task {task.serial}"
         return answer
 
     def record_join(self, name: str, reported: Mapping[str, Any]) -> None:
@@ -266,14 +266,12 @@ class ServerSession:
         if not any(one.serial for one in self.clients.values()):
             self.local_steps = max(self.local_steps, steps)
         elif steps > self.local_steps:
-            schedule = f"the schedule is of {self.local_steps}: its rates stay at their end"
-            self._note(name, f"takes {steps} steps a round, {schedule}")
+            schedule = f"the schedule has {self.local_steps}, so further steps use the final learning rate"
+            self._note(name, f"takes {steps} local steps per round; {schedule}")
         done, was = int(reported.get("done", client.serial)), client.serial
         if done < was or was < int(reported.get("back", 0)):
-            why = (
-                f"has lost what it did after task {done}" if done < was else f"has done {done} tasks and not just {was}"
-            )
-            self._note(name, f"{why}, and goes on from there")
+            why = f"has lost its state after task {done}" if done < was else f"has completed {done} tasks, not {was}"
+            self._note(name, f"{why}; continuing from task {done}")
             client.serial, client.version = done, self.first_version
 
     def _note(self, name: str, what: str) -> None:
@@ -291,7 +289,9 @@ class ServerSession:
             gone: Whether the round continues without this client, which is always logged as a warning.
         """
         if gone or why != known:
-            logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why, extra=AN_EVENT)
+            logger.warning(
+                "user %r: %s", name, f"{why}; the round continues without it" if gone else why, extra=AN_EVENT
+            )
         if why != known:
             self.observe({"event": "failed", "user": name, "reason": why})
 
@@ -361,7 +361,7 @@ class TaskQueue:
             loading -= self._failed.keys() | {name for name in loading if session.clients[name].refusal}
             enough = len(session.joined) + len(loading) >= session.network.min_participants
             if loading and enough and now < self._began + self._loading_seconds:
-                logger.warning("still waiting for %s, who have come and are loading", ", ".join(sorted(loading)))
+                logger.warning("still waiting for connected clients that are loading: %s", ", ".join(sorted(loading)))
                 self._deadline = now + self.seconds
         return now + RETRY_SECONDS <= self._deadline
 

@@ -22,9 +22,7 @@ def load(user: User) -> Callable[[bytes], bytes]:
     """
     try:
         if user.config is None:
-            raise RecipeError(
-                f'user {user.name!r}: no file that says where its data is; give config="FILE" to the node'
-            )
+            raise RecipeError(f'user {user.name!r}: no data; give a file that has it as config="FILE" to the node')
         load_files_of_command()
         participant = load_participant(user.config, name=user.name, state=str(user.state))
     except (RecipeError, PluginError) as error:

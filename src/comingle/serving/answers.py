@@ -54,10 +54,10 @@ class Prompts:
         """
         items = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
         if not items:
-            raise DataError("prompt: an empty list; give a text, tokens, or a list of either")
+            raise DataError("prompt: got an empty list; allowed: a text, tokens, or a list of either")
         for number in (number for item in items if not isinstance(item, str) for number in item):
             if not 0 <= number < self.base.rows:
-                raise DataError(f"prompt: got token {number}; allowed are those from 0 below {self.base.rows:,}")
+                raise DataError(f"prompt: got token {number}; allowed: 0 to {self.base.rows - 1:,}")
         prompts = [encode_prompt(self.tokenizer, item, self.begin) for item in items]
         for tokens in prompts:
             self.base.require_rows(tokens, "the prompt")

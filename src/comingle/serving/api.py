@@ -69,7 +69,9 @@ def make_app(engine: Engine, keys: Keys, limits: Limits, *, answers: bool = True
     app = FastAPI(title="comingle", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_exception_handler(ApiError, lambda _, error: error.response())  # type: ignore[attr-defined,arg-type]
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
-    app.add_exception_handler(Exception, lambda *_: ApiError(500, "the server failed; its log says why").response())
+    app.add_exception_handler(
+        Exception, lambda *_: ApiError(500, "internal error; the server's log has the details").response()
+    )
     app.middleware("http")(service.refuse_cross_site)
     app.get("/")(service.page)
     app.get("/v1/models")(service.models)
@@ -101,9 +103,9 @@ class Service:
         """Without keys, refuse requests that another site's page sends through a browser on this machine."""
         host = hostname(request.headers.get("host", ""))
         if not self.keys.required and not is_loopback(host):
-            return ApiError(400, f"got the host {host!r}; without keys only this machine is answered").response()
+            return ApiError(400, f"got host {host!r}; without keys the server answers only this machine").response()
         if not self.keys.required and (page := cross_site_page(request.headers)):
-            message = f"got a request from {page}; without keys only the server's own page and programs are answered"
+            message = f"got a request from {page}; allowed without keys: the server's own page, and programs"
             return ApiError(403, message).response()
         return await call_next(request)
 
@@ -112,14 +114,14 @@ class Service:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         names = self.keys.users_of(key.strip() if kind.lower() == "bearer" else "")
         if self.keys.required and not names:
-            raise ApiError(401, "no such key; give one as Authorization: Bearer KEY", code="invalid_api_key")
+            raise ApiError(401, "invalid or missing key; send it as Authorization: Bearer KEY", code="invalid_api_key")
         return names
 
     def _admit(self, request: Request, name: str) -> None:
         if name not in self._accessible_users(request):
             raise model_not_found(name)
         if wait := self.rates.wait(name):
-            message = f"{name!r} has asked {self.limits.rate} times within a minute"
+            message = f"user {name!r} has sent {self.limits.rate} requests within a minute"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
@@ -128,9 +130,9 @@ class Service:
             async for part in request.stream():
                 body += part
                 if len(body) > self.limits.body_bytes:
-                    raise ApiError(400, f"a request has at most {self.limits.body_bytes:,} bytes")
+                    raise ApiError(400, f"request body too large; allowed: {self.limits.body_bytes:,} bytes")
         except ClientDisconnect:
-            raise ApiError(499, "the client went away before its request was read") from None
+            raise ApiError(499, "the client disconnected before its request was read") from None
         try:
             return kind.model_validate_json(bytes(body))
         except ValidationError as error:
@@ -190,7 +192,7 @@ class Service:
         parsed = await self._read(request, RouteRequest)
         self._admit(request, parsed.model)
         if parsed.messages is not None and parsed.prompt is not None:
-            raise ApiError(400, "prompt: got messages too; allowed is one of the two", param="prompt")
+            raise ApiError(400, "prompt: got messages too; allowed: one of the two", param="prompt")
         messages = [message.plain() for message in parsed.messages or ()]
         prompt = self._refuse_invalid(
             lambda: self.prompts.of_messages(messages) if messages else self.prompts.of_texts(parsed.prompt or "")[0]
@@ -216,8 +218,8 @@ class Service:
     def _require_room(self, prompt: int, new: int, param: str) -> None:
         most = self.engine.context_length
         if most is not None and prompt + new > most:
-            message = f"this model reads at most {most:,} tokens; the prompt has {prompt:,}"
-            message += f", and {new:,} more are to follow" if new else ""
+            message = f"the context length of this model is {most:,} tokens; the prompt has {prompt:,}"
+            message += f", and {new:,} new ones are requested" if new else ""
             raise ApiError(400, message, code="context_length_exceeded", param=param)
 
     def _new_tokens(self, prompt: int, max_new_tokens: int | None, param: str) -> int:
@@ -239,7 +241,7 @@ class Service:
     ) -> Response:
         count = parsed.n or 1
         if count * len(prompts) > self.limits.choices:
-            message = f"{count * len(prompts)} answers in one request; allowed: up to {self.limits.choices}"
+            message = f"got {count * len(prompts)} answers in one request; allowed: up to {self.limits.choices}"
             raise ApiError(400, message, param="n")
         seed = secrets.randbits(48) if parsed.seed is None else parsed.seed % 2**63
         piece_queue, requests = PieceQueue(), list[engines.Request]()

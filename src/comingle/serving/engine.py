@@ -228,8 +228,8 @@ class Engine:
         if self.context_length is not None and longest > self.context_length:
             new = request.sampling.max_new_tokens
             raise DataError(
-                f"the prompt has {len(request.prompt):,} tokens, with {new:,} new ones more than the "
-                f"{self.context_length:,} that the base reads at once"
+                f"the prompt has {len(request.prompt):,} tokens, and {new:,} new ones are requested; allowed together: "
+                f"{self.context_length:,}"
             )
 
     def submit(self, request: Request) -> None:
@@ -364,7 +364,7 @@ class Engine:
             try:
                 piece = self._piece(row, row.sampler(logits[number - first], row.tokens))
             except Exception as error:  # Other rows are not affected.
-                logger.exception("a token of %r could not be chosen", row.request.name)
+                logger.exception("failed to sample a token for %r", row.request.name)
                 row.request.on_piece(Piece(text="", error=error))
                 self._leave(number)
                 continue

@@ -67,19 +67,19 @@ def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--keys {path}: cannot be read as UTF-8 text ({type(error).__name__})") from None
     if not isinstance(content, Mapping) or not content:
-        raise DataError(f"--keys {path}: expected lines of USER: KEY")
+        raise DataError(f"--keys {path}: allowed: lines of USER: KEY")
     known, keys = list(names), dict[str, str]()
     for name, key in content.items():
         require_user(str(name), known, f"--keys {path}: ")
         if not isinstance(key, str) or len(key) < MIN_KEY_LENGTH:
-            raise DataError(f"--keys {path}: the key of {name!r} is no text of at least {MIN_KEY_LENGTH} characters")
+            raise DataError(f"--keys {path}: the key of {name!r} is not a text of at least {MIN_KEY_LENGTH} characters")
         if not (key.isascii() and key.isprintable()) or " " in key:
-            raise DataError(f"--keys {path}: the key of {name!r} has characters that no header carries as they are")
+            raise DataError(f"--keys {path}: the key of {name!r} has characters that HTTP headers do not allow")
         if key in keys.values():
-            raise DataError(f"--keys {path}: {name!r} has the key of another user; each needs its own")
+            raise DataError(f"--keys {path}: {name!r} has the key of another user; keys must be unique")
         keys[name] = key
     if open_to_others:
-        logger.warning("--keys %s: others on this machine can read it; chmod 600 keeps it private", path)
+        logger.warning("--keys %s: other users of this machine can read it; restrict it with chmod 600", path)
     return keys
 
 
@@ -92,7 +92,7 @@ def make_keys(path: Path, names: Iterable[str]) -> None:
     import yaml
 
     if path.exists():
-        raise RunError(f"--make-keys {path}: exists; another name, or delete it first")
+        raise RunError(f"--make-keys {path}: exists; choose another name, or delete it first")
     keys = {name: f"sk-{secrets.token_urlsafe(24)}" for name in names}
     try:
         write_text(path, yaml.safe_dump(keys, sort_keys=False, allow_unicode=True), private=True)
@@ -135,8 +135,8 @@ def check_host(host: str, keys: Mapping[str, str] | None) -> None:
     """
     if keys is None and not is_loopback(host):
         raise ComingleError(
-            f"--host {host}: without --keys only this machine may ask (127.0.0.1); --make-keys FILE writes a key for "
-            "each user, --keys FILE uses them"
+            f"--host {host}: without --keys the server answers only this machine (127.0.0.1); write a key for each "
+            "user with --make-keys FILE and use them with --keys FILE"
         )
 
 

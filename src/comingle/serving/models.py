@@ -43,7 +43,7 @@ def find_run(folder: Path, method: str | None = None, seed: int | None = None) -
         raise RunError(f"{folder}: no run of {name!r}; there are: {', '.join(known)}.{did_you_mean(name, known)}")
     by_seed = {number: path for label, number, path in runs if label == name}
     if seed is not None and seed not in by_seed:
-        raise RunError(f"--seed: got {seed}; of {name} there are: {', '.join(map(str, sorted(by_seed)))}")
+        raise RunError(f"--seed: got {seed}; allowed for {name}: {', '.join(map(str, sorted(by_seed)))}")
     return by_seed[min(by_seed) if seed is None else seed]
 
 
@@ -60,7 +60,7 @@ def _single_run(folder: Path, method: str | None, seed: int | None) -> Path:
     recipe = load_recipe(folder)
     for option, wanted, got in (("--method", method, recipe.method.name), ("--seed", seed, recipe.seed)):
         if wanted not in (None, got):
-            message = f"is a run with {option} {got}; it is not the folder of a comparison, so leave out {option}"
+            message = f"is a single run, with {option} {got}; omit {option}"
             raise RunError(f"{folder}: {message}")
     return folder
 
@@ -96,7 +96,7 @@ def open_models(run: Path, method: str | None = None) -> UserModels:
     folder = find_run(run, method)
     opened = load(folder)
     if not kind_of(opened.recipe).needs_base:
-        raise DataError(f"{folder}: {opened.federation.clients.model.name} predicts and generates no text")
+        raise DataError(f"{folder}: {opened.federation.clients.model.name} does not generate text")
     models = {name: cast(PersonalModel, opened.user(name)) for name in opened.users}
     base = next(iter(models.values())).model.base
     wanted = opened.recipe.runtime.compile is not False and base.model.num_parameters() >= MIN_COMPILED_PARAMETERS

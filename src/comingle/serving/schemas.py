@@ -329,7 +329,7 @@ class PieceQueue:
             while left:
                 number, piece = await self.queue.get()
                 if piece.error is not None:
-                    raise ApiError(500, "the model failed on this; the server's log says why")
+                    raise ApiError(500, "the model failed on this request; the server's log has the details")
                 left -= piece.finish is not None
                 yield number, piece
         finally:
@@ -419,7 +419,7 @@ class Worker:
         with self._changed:
             waiting = sum(not request.cancelled for request in tuple(self.engine.waiting))
             if self._closed or waiting + len(requests) > self.queue + self.engine.free:
-                raise Overloaded(f"{waiting} requests wait already; try again later")
+                raise Overloaded(f"{waiting} requests are already waiting; try again later")
             self.engine.waiting.extend(requests)
             self._changed.notify()
 
@@ -428,7 +428,7 @@ class Worker:
         future: Future[Result] = Future()
         with self._changed:
             if len(self._jobs) >= self.queue:
-                raise Overloaded(f"{len(self._jobs)} requests wait already; try again later")
+                raise Overloaded(f"{len(self._jobs)} requests are already waiting; try again later")
             self._jobs.append((job, future))
             self._changed.notify()
         return future
@@ -452,7 +452,7 @@ class Worker:
                 if self.engine.busy:
                     self.engine.step()
             except Exception as error:  # Fail the current requests, and keep answering later ones.
-                logger.exception("a step failed")
+                logger.exception("a generation step failed")
                 self.engine.fail_all(error)
 
     def _compute(self, job: Callable[[], Result], future: Future[Result]) -> None:

@@ -47,7 +47,7 @@ WEIGHED = ("feddpa", "fedamole")
 def round_trip(person: PersonalModel, family: str, folder: Path, *, weighed: bool = False) -> None:
     """Through every format that the model has; refused where there is none."""
     if mixed(person) and (weighed or family not in SPARSE):
-        why = "its experts are weighed by" if weighed else f"no sparse mixture of {family} "
+        why = "its experts are weighed by" if weighed else f"no sparse mixture .*{family}; allowed: "
         with pytest.raises(DataError, match=f"{why}.*--format merged-approximately"):
             person.export(folder / "t")
     else:
@@ -107,7 +107,7 @@ def test_experts_that_are_averaged_in_the_weights_are_one_lora(federate: Any, tm
 
 def test_gates_inside_linears_are_refused(federate: Any, tmp_path: Path) -> None:
     person = trained(federate, "comigs-1g1s", {"adapters.mix": "linear"}).user("bob")
-    with pytest.raises(DataError, match=r"mixed inside every linear.*--format merged-approximately"):
+    with pytest.raises(DataError, match=r"'bob': .*linear.*--format merged-approximately"):
         person.export(tmp_path / "t")
     assert person.export(tmp_path / "m", format="merged-approximately").lost
 
@@ -157,7 +157,7 @@ def test_settings_of_the_base_are_kept(federate: Any, tmp_path: Path, family: st
         ("llama", {"mlp_bias": True}, "its MLPs have biases"),
         ("llama", {"attention_bias": True}, "its attention has biases"),
         ("qwen3", {**SLIDES, "layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
-        ("gemma2", {}, "no sparse mixture of gemma2 blocks"),
+        ("gemma2", {}, "gemma2; allowed: llama, mistral, qwen3"),
     ],
 )
 @pytest.mark.sampled(1)
@@ -177,7 +177,7 @@ def test_a_network_that_says_something_else_is_not_written(
     person = trained(federate, "fedit").user("bob")
     own = own_logits(person)
     monkeypatch.setattr(PersonalModel, "logits", lambda self, ids: own_logits(self, ids) * 1.01)
-    with pytest.raises(ValueError, match=r"differ from ours by 1\.0%, so nothing is written"):
+    with pytest.raises(ValueError, match=r"^user .*logits.* 1\.0%"):
         person.export(tmp_path / "t")
     assert not list(tmp_path.iterdir())
     assert torch.equal(own, own_logits(person))
@@ -271,7 +271,7 @@ def test_the_loss_of_fixed_gates_is_measured(federate: Any, tmp_path: Path) -> N
         ]
     assert after == pytest.approx(float((sum(nats) / (len(valid) - 1)).exp()), rel=1e-5)
     assert after != pytest.approx(before, rel=1e-4)
-    with pytest.raises(DataError, match="nothing says where its validation data is"):
+    with pytest.raises(DataError, match=r"^user 'bob': .*validation data"):
         plain.export(tmp_path / "n", format="merged-approximately")
     assert greedy(network)
 

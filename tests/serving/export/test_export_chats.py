@@ -233,7 +233,7 @@ def test_the_card_shows_how_to_ask(
     assert f"```text\n{ChatTemplate(ada.model.base.tokenizer).render(asked, asks=True)}".rstrip() in card
     assert "An answer ends with `<|eos|>`" in card
     assert (f"`{end}`" in card) is (end is not None)
-    assert "a-base fine-tuned by the method fedit" in card
+    assert "a-base fine-tuned with the method fedit" in card
     assert str(tmp_path) not in card
     assert printed(code_of(card), tmp_path, monkeypatch) == ada.generate(asked, max_new_tokens=100)
 

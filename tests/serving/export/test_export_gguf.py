@@ -125,7 +125,7 @@ def test_weights_are_rounded_as_asked(federate: Any, tmp_path: Path, dtype: str,
     assert (tmp_path / dtype / "model.gguf").stat().st_size < (tmp_path / "float32" / "model.gguf").stat().st_size
 
 
-@pytest.mark.parametrize(("family", "why"), [("opt", "no GGUF is written of opt"), ("gemma3", "of gemma3_text")])
+@pytest.mark.parametrize(("family", "why"), [("opt", "type opt; allowed: "), ("gemma3", "type gemma3_text; allowed: ")])
 def test_what_llama_cpp_does_not_compute_is_refused(federate: Any, tmp_path: Path, family: str, why: str) -> None:
     person = trained(federate, "fedit", base=f"random:{family}").user("bob")
     with pytest.raises(DataError, match=rf"{why}.*--format transformers"):
@@ -134,20 +134,20 @@ def test_what_llama_cpp_does_not_compute_is_refused(federate: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("family", "setting", "value", "why"),
+    ("family", "setting", "value"),
     [
-        ("gpt2", "scale_attn_weights", False, "'s scores are not divided by the root of a head's width"),
-        ("gpt2", "scale_attn_by_inverse_layer_idx", True, "'s scores are divided by a layer's number"),
-        ("qwen3", "attention_bias", True, " has biases"),
+        ("gpt2", "scale_attn_weights", False),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("qwen3", "attention_bias", True),
     ],
 )
 @pytest.mark.sampled(1)
 def test_an_attention_that_llama_cpp_does_not_compute_is_refused(
-    federate: Any, tmp_path: Path, family: str, setting: str, value: bool, why: str
+    federate: Any, tmp_path: Path, family: str, setting: str, value: bool
 ) -> None:
     """llama.cpp reads no such setting of GPT-2's, and its Qwen 3 no bias behind the attention."""
     base = unusual(tmp_path / "base", family, setting, value)
-    told = rf"user 'bob': its attention{why} \({setting}: {str(value).lower()}\).* llama.cpp's .*--format transformers"
+    told = rf"user 'bob': .*\({setting}: {str(value).lower()}\).*--format transformers"
     for method in ("fedit", "comigs-1g1s") if family == "qwen3" else ("fedit",):
         person = trained(federate, method, base=base).user("bob")
         with pytest.raises(DataError, match=told):
@@ -227,7 +227,7 @@ def test_a_tokenizer_that_splits_in_an_unknown_way_is_refused() -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    with pytest.raises(DataError, match=r"splits text in a way.*--format transformers"):
+    with pytest.raises(DataError, match=r"'bob': .*pre-tokenizer.*--format transformers"):
         vocabulary("bob", tokenizer, 259)
 
 

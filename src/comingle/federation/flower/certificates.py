@@ -55,7 +55,7 @@ def read_certificates(folder: Path) -> Files:
     """
     for name in (AUTHORITY, CERTIFICATE, KEY):
         if not (folder / name).is_file():
-            raise RecipeError(f"certificates: {folder / name} does not exist; --make-certificates writes it")
+            raise RecipeError(f"certificates: {folder / name} does not exist; create it with --make-certificates")
     for name in (CERTIFICATE, AUTHORITY):
         require_valid(folder / name)
     users = {unquote(path.stem): path for path in sorted((folder / USERS).glob("*.pub"))}
@@ -71,15 +71,16 @@ def require_valid(path: Path) -> None:
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
     except (ValueError, OSError) as error:
-        raise RecipeError(f"certificates: {path} holds no certificate ({' '.join(str(error).split())})") from None
+        raise RecipeError(f"certificates: {path} is not a certificate ({' '.join(str(error).split())})") from None
     now, form = datetime.datetime.now(datetime.UTC), "%F %H:%M UTC"
     clock = f"this machine's clock says {now:{form}}"
     if now > (until := certificate.not_valid_after_utc):
         raise RecipeError(
-            f"certificates: {path} expired on {until:{form}} ({clock}); --make-certificates NEW_FOLDER makes new ones"
+            f"certificates: {path} expired on {until:{form}} ({clock}); create new ones with "
+            "--make-certificates NEW_FOLDER"
         )
     if now < (since := certificate.not_valid_before_utc):
-        raise RecipeError(f"certificates: {path} is not valid before {since:{form}} ({clock}); set the clock right")
+        raise RecipeError(f"certificates: {path} is not valid before {since:{form}} ({clock}); correct the clock")
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] = ()) -> Files:
@@ -96,9 +97,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] =
     (folder / USERS).mkdir(parents=True, exist_ok=True)
     if (folder / CERTIFICATE).exists():
         if hosts:
-            raise RecipeError(
-                f"certificates: {folder} has a server's certificate; leave --host out, or use a new folder"
-            )
+            raise RecipeError(f"certificates: {folder} has a server's certificate; omit --host, or use a new folder")
     else:
         _make_server(folder, hosts)
     for user in users:
@@ -109,7 +108,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] =
 def _make_server(folder: Path, hosts: Sequence[str]) -> None:
     """Create an authority and one certificate signed by it, for these hosts and for loopback."""
     if not hosts:
-        raise RecipeError("certificates: no --host; give the name or address under which users find the server")
+        raise RecipeError("certificates: no --host; give the name or address at which clients reach the server")
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     issuer = _name("comingle's authority")
     root = (

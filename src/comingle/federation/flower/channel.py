@@ -112,7 +112,7 @@ class MessageSender:
         with self._pushing:
             names = list(self._grid.push_messages([message]))
         if not names or not names[0]:
-            return NoReply(line="the server does not take the message")
+            return NoReply(line="the server did not accept the message")
         began = time.monotonic()
         while (waited := time.monotonic() - began) < seconds and wanted():
             for reply in self._grid.pull_messages(names):
@@ -215,23 +215,21 @@ class ConnectedNodes:
                 nodes[hello.name] = node
                 self._refused.pop(node, None)
         for name in nodes.keys() - self.nodes.keys():
-            self._say(f"{name} has come")
+            self._say(f"{name} connected")
         for name in self.nodes.keys() - nodes.keys():
-            self._say(f"{name} has gone")
+            self._say(f"{name} disconnected")
         self.nodes = nodes
 
     def _objection(self, node: Node, hello: Hello) -> str:
         """Return why a node may not use the name that it claims; an empty string if it may."""
         if hello.format != FORMAT:
-            return f"{hello.name}: its messages are of format {hello.format}; allowed: {FORMAT}"
+            return f"{hello.name}: got message format {hello.format}; allowed: {FORMAT}"
         if node.registered and node.registered != hello.name:
-            return f"{hello.name}: the key of this node is registered for {node.registered!r}; allowed: that name alone"
+            return f"{hello.name}: the key of this client is registered for {node.registered!r}; use that name"
         if self._allowed and hello.name not in self._allowed:
-            return f"{hello.name}: is not of this federation; allowed: {', '.join(sorted(self._allowed))}"
+            return f"{hello.name}: not a user of this federation; allowed: {', '.join(sorted(self._allowed))}"
         if self._holders.get(hello.name, hello.instance) != hello.instance:
-            return (
-                f"{hello.name}: two users have this name; the first keeps it, so give the other one a name of its own"
-            )
+            return f"{hello.name}: another connected client has this name; use a different name"
         return ""
 
     def _refuse(self, node: Node, line: str) -> None:
@@ -267,7 +265,7 @@ class _Request:
     node: Node | None = None
     disconnected_since: float | None = None
     accidents: int = 0
-    line: str = "has not come"
+    line: str = "not connected"
     done: bool = False
 
 
@@ -371,7 +369,7 @@ class GridChannel:
         if sent.accidents >= _MAX_TRIES:
             return sent.line
         if sent.disconnected_since is not None and time.monotonic() - sent.disconnected_since > self._grace:
-            return f"cannot be reached for {self._grace:g} s"
+            return f"unreachable for {self._grace:g} s"
         return None
 
 

@@ -49,7 +49,7 @@ class SuperNode:
     def __post_init__(self) -> None:
         if not self.authority and split_address(self.server)[0] not in LOCAL_HOSTS:
             raise RecipeError(
-                f"{self.user.name}: the server {self.server} without certificates; give the server's with "
+                f"{self.user.name}: no certificates for the server {self.server}; give its ca.pem with "
                 "--certificates FILE"
             )
         self.user.state.mkdir(parents=True, exist_ok=True, mode=0o700)

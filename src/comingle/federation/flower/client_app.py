@@ -129,8 +129,8 @@ def wrap_hello(hello: Hello) -> RecordDict:
 
 
 _LOST = {
-    ErrorCode.NODE_UNAVAILABLE: "its connection was lost",
-    ErrorCode.MESSAGE_UNAVAILABLE: "its reply was lost on the way",
+    ErrorCode.NODE_UNAVAILABLE: "connection lost",
+    ErrorCode.MESSAGE_UNAVAILABLE: "reply lost in transit",
 }
 """Errors that Flower's server sends in place of a client's reply."""
 
@@ -146,7 +146,7 @@ def unwrap(message: Message) -> bytes | Failure:
     try:
         return content.array_records[_BYTES][_KEY].data
     except KeyError:
-        return Failure(line=_one_line(f"a message without {_BYTES!r}; it has {sorted(content)}"), accident=False)
+        return Failure(line=_one_line(f"message: got {sorted(content)}; needed: {_BYTES!r}"), accident=False)
 
 
 def unwrap_hello(message: Message) -> Hello | Failure:
@@ -159,14 +159,12 @@ def unwrap_hello(message: Message) -> Hello | Failure:
         record = message.content.config_records[_HELLO]
         name, instance, version = record["name"], record["instance"], record["format"]
     except KeyError:
-        return Failure(line="its app is not comingle's", accident=False)
+        return Failure(line="not a client of comingle", accident=False)
     if not (isinstance(name, str) and isinstance(instance, str) and isinstance(version, int)):
-        return Failure(line="its app is not comingle's", accident=False)
+        return Failure(line="not a client of comingle", accident=False)
     hello = Hello(name=name, instance=instance, format=version)
     if name_problem([hello.name]) or max(len(hello.name), len(hello.instance)) > _LONGEST:
-        line = (
-            f"a node says that it is {hello.name[:70]!r}; allowed: a name in one line, of up to {_LONGEST} characters"
-        )
+        line = f"node name: got {hello.name[:70]!r}; allowed: one line of up to {_LONGEST} characters"
         return Failure(line=_one_line(line), accident=False)
     return hello
 
@@ -174,7 +172,7 @@ def unwrap_hello(message: Message) -> Hello | Failure:
 def _one_line(text: object) -> str:
     """Return text from another machine as a short line that is safe to print in a terminal."""
     line = " ".join(text[: 2 * _LONGEST].split()) if isinstance(text, str) else ""
-    return printable(line)[:_LONGEST] or "says nothing that can be read"
+    return printable(line)[:_LONGEST] or "no readable text"
 
 
 def request_of(message: Message) -> bytes:

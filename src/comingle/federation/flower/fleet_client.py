@@ -202,9 +202,9 @@ class FleetConnection:
         try:
             whole = inflate_object_from_contents(message_id, contents)
         except (KeyError, ValueError, TypeError) as error:
-            raise ObjectPullError(message_id, f"it cannot be read ({type(error).__name__})") from None
+            raise ObjectPullError(message_id, f"malformed ({type(error).__name__})") from None
         if not isinstance(whole, Message):
-            raise ObjectPullError(message_id, "it is not a message")
+            raise ObjectPullError(message_id, "not a message")
         whole.metadata.__dict__["_message_id"] = message_id
         self.confirm(message)
         return whole
@@ -315,7 +315,7 @@ class FleetConnection:
                 if once and not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
                     raise MissedMessageError from None
             if not said and wait >= _LAST_RETRY_SECONDS:
-                self._say(f"{self._server.address} cannot be reached; trying again until it can")
+                self._say(f"{self._server.address} cannot be reached; retrying")
                 said = True
             self._ended.wait(wait)
             wait = min(2 * wait, _LAST_RETRY_SECONDS)
@@ -359,7 +359,9 @@ def _read_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurveP
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: cannot be read as a private key ({error})") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise RunError(f"{path}: is a key of another kind; allowed: an elliptic-curve key, as the server makes them")
+        raise RunError(
+            f"{path}: got another kind of key; allowed: an elliptic-curve key, as --make-certificates writes"
+        )
     return key, key.public_key()
 
 
@@ -439,10 +441,10 @@ class MessageLoop:
         digest = self._connection.digest_of(run_id)
         if digest == DIGEST:
             return None
-        line = f"run {run_id}: its app {digest[:12] or '(none)'} is not the one installed here, {DIGEST[:12]}"
+        line = f"run {run_id}: got app {digest[:12] or '(none)'}; allowed: {DIGEST[:12]}, the one installed here"
         if run_id not in self._refused:
             self._refused.add(run_id)
-            self._say(f"refused: {line}; nothing of it was run")
+            self._say(f"refused: {line}; the app was not run")
         self._connection.confirm(message)
         return Message(Error(ErrorCode.INVALID_FAB, line), reply_to=message)
 

@@ -185,7 +185,7 @@ class LimitedLinkState(InMemoryLinkState):
             limit = self._limits.total_bytes
             if self._bytes_of(upload.node_id) + len(object_content) > limit:
                 self._drop(found)
-                self._refuse(upload.node_id, f"more than {limit} bytes; allowed: {limit} that are not taken yet")
+                self._refuse(upload.node_id, f"more than {limit} bytes pending; allowed: {limit}")
                 return False
             if not super().store_object(run_id, session_id, object_id, object_content):
                 return False
@@ -214,20 +214,20 @@ class LimitedLinkState(InMemoryLinkState):
         """Return why a reply is refused; an empty string if it is not."""
         node_id, limits = message.metadata.src_node_id, self._limits
         if tree.object_id != message.metadata.message_id:
-            return "objects of another message"
+            return "got objects of another message"
         others = [one for name, one in self._uploads.items() if name != tree.object_id and one.node_id == node_id]
         if len(others) >= limits.replies:
-            return f"{limits.replies + 1} replies that are not taken yet; allowed: {limits.replies}"
+            return f"{limits.replies + 1} pending replies; allowed: {limits.replies}"
         children: dict[str, list[str]] = {}
         for count, part in enumerate(iterate_object_tree(tree), start=1):
             if count > limits.objects:
                 return f"more than {limits.objects} objects; allowed: {limits.objects}"
             if not is_valid_sha256_hash(part.object_id):
-                return "the ID of an object is no SHA-256"
+                return "an object ID is not a SHA-256 hash"
             # An object registered with other children could expand to a tree of any size when read.
             named = [child.object_id for child in part.children]
             if children.setdefault(part.object_id, self._registered(part.object_id, named)) != named:
-                return f"object {part.object_id[:12]} with two different lists of children"
+                return f"object {part.object_id[:12]} has two different lists of children"
         return ""
 
     def _registered(self, object_id: str, named: list[str]) -> list[str]:
@@ -345,7 +345,7 @@ class Gate:
             return f"signed {age:.0f} s ago by this server's clock; set the clocks of client and server"
         # An earlier process of this server may have accepted it. The client retries with a new signature.
         if signed_at < self._started:
-            return "signed before this server started; sign anew"
+            return "signed before this server started; sign again"
         return "" if self._is_new((key, r)) else "the signature was used before"
 
     def _is_new(self, signature: tuple[bytes, int]) -> bool:
@@ -387,11 +387,11 @@ class _OwnMessagesOnly(BaseHTTPMiddleware):
         if isinstance(pushed, PushMessagesRequest) and not (
             len(pushed.messages_list) == len(pushed.message_object_trees) == 1
         ):
-            return JSONResponse({"detail": "not one reply with one tree of objects"}, status_code=400)
+            return JSONResponse({"detail": "expected one reply with one tree of objects"}, status_code=400)
         if isinstance(pushed, PushMessagesRequest) and any(
             message.metadata.src_node_id != pushed.node.node_id for message in pushed.messages_list
         ):
-            return JSONResponse({"detail": "a reply of another node"}, status_code=401)
+            return JSONResponse({"detail": "got a reply of another node"}, status_code=401)
         return await call_next(request)
 
 
@@ -500,7 +500,7 @@ def register_keys(state: LinkState, keys: Mapping[str, Path]) -> None:
     for name, path in keys.items():
         key = load_ssh_public_key(path.read_bytes())
         if not isinstance(key, ec.EllipticCurvePublicKey):
-            raise RecipeError(f"{path}: is a key of another kind; allowed: an elliptic-curve key")
+            raise RecipeError(f"{path}: got another kind of key; allowed: an elliptic-curve key")
         public = public_key_to_bytes(key)
         state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public, HEARTBEAT_DEFAULT_INTERVAL, name=name)
 

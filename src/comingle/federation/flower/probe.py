@@ -27,9 +27,9 @@ class ProbeResult(Enum):
     """Results of a probe."""
 
     SECURE = "TLS"
-    PLAIN = "a federation's server without TLS"
-    OTHER = "something that is no server of a federation"
-    NO_RESPONSE = "nobody, or nobody who says anything"
+    PLAIN = "a server of comingle without TLS"
+    OTHER = "not a server of comingle"
+    NO_RESPONSE = "no response"
 
 
 def probe_server(server: str, seconds: float = _SECONDS) -> ProbeResult:
@@ -59,11 +59,9 @@ def tls_problem(server: str, found: ProbeResult, *, secure: bool) -> str:
     """
     match found:
         case ProbeResult.SECURE if not secure:
-            return f"{server} speaks TLS; give its certificate, or who has signed it, with --certificates FILE"
+            return f"{server} uses TLS; give the certificate of the server or its authority with --certificates FILE"
         case ProbeResult.PLAIN if secure:
-            return (
-                f"{server} speaks no TLS; leave --certificates and --key out, or start the server with --certificates"
-            )
+            return f"{server} does not use TLS; omit --certificates and --key, or start the server with --certificates"
         case _:
             return ""
 
@@ -82,7 +80,7 @@ def certificate_problem(server: str, authority: Path, seconds: float = _SECONDS)
     try:
         context = ssl.create_default_context(cafile=authority)
     except (ssl.SSLError, ValueError):
-        raise RecipeError(f"certificates: {authority} holds no certificate; allowed: the server's ca.pem") from None
+        raise RecipeError(f"certificates: {authority} is not a certificate; allowed: the server's ca.pem") from None
     except OSError as error:
         raise RecipeError(f"certificates: {authority} cannot be read ({error.strerror})") from None
     try:
@@ -104,10 +102,10 @@ _EXPIRED, _NOT_YET_VALID = 10, 9
 def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError) -> str:
     now = f"this machine's clock says {datetime.datetime.now(datetime.UTC):%F %H:%M} UTC"
     if error.verify_code == _EXPIRED:
-        return f"the certificate of {server} has expired ({now}); whoever runs the server has to make new ones"
+        return f"the certificate of {server} has expired ({now}); ask the operator of the server for a new one"
     if error.verify_code == _NOT_YET_VALID:
-        return f"the certificate of {server} is not valid yet ({now}); set the clock right, here or at the server"
-    return f"the certificate of {server} is not one that {authority} has signed for this address"
+        return f"the certificate of {server} is not valid yet ({now}); correct the clock here or on the server"
+    return f"the certificate of {server} is not signed by {authority} for this address"
 
 
 def _first_bytes(server: str, seconds: float) -> bytes:

@@ -226,12 +226,12 @@ class Service:
     def _record_exit(self, now: float) -> None:
         assert self._process is not None
         code, self._process, self._died = self._process.returncode, None, now
-        why = f"was killed by signal {-code}" if code < 0 else last_line(self.log) or f"ended with code {code}"
+        why = f"killed by signal {-code}" if code < 0 else last_line(self.log) or f"exited with code {code}"
         if code == REFUSED:
             raise RunError(f"{self.name}: {why.removeprefix(SAYS)}")
         if self.starts >= _STARTS:
-            raise RunError(f"{self.name}: ended {self.starts} times, and is not started again ({why}); see {self.log}")
-        self.say(f"{self.name}: {why}; starting it again")
+            raise RunError(f"{self.name}: ended {self.starts} times, giving up ({why}); see {self.log}")
+        self.say(f"{self.name}: {why}; restarting")
 
 
 def last_line(log: Path) -> str:

@@ -76,8 +76,8 @@ class SuperLink:
     def __post_init__(self) -> None:
         self.host = bare_host(self.host)
         if self.host not in LOCAL_HOSTS and not (self.certificates and self.keys):
-            what = f"listening on {self.host} without {'keys of users' if self.certificates else 'certificates'}"
-            raise RecipeError(f"server: {what}; make some with --make-certificates, or use {LOOPBACK}")
+            what = f"no {'user keys' if self.certificates else 'certificates'} for listening on {self.host}"
+            raise RecipeError(f"server: {what}; create them with --make-certificates, or use {LOOPBACK}")
         self.folder = self.folder.absolute()
         if not self.port:
             self._socket, self.port = bind_free_port(self.host)

@@ -85,9 +85,7 @@ def read_user(node_config: Mapping[str, object]) -> User:
     if not state and config and from_file.get("state"):
         state = config.parent / str(from_file["state"])  # Paths in a file are relative to it.
     if not state:
-        raise RecipeError(
-            f"node-config: {name} has no folder for its state; give state=\"FOLDER\", or 'state' in its file"
-        )
+        raise RecipeError(f"node-config: no state folder for {name}; give state=\"FOLDER\", or 'state' in its file")
     return User(name=str(name), state=expand_home(str(state)).absolute(), config=config and config.absolute())
 
 
@@ -113,7 +111,7 @@ def _read(config: Path) -> dict[str, object]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RecipeError(f"{config}: cannot be read ({' '.join(str(error).split())})") from None
     if not isinstance(read, dict):
-        raise RecipeError(f"{config}: is {type(read).__name__}; allowed: a mapping with 'name' and 'state'")
+        raise RecipeError(f"{config}: got {type(read).__name__}; allowed: a mapping with 'name' and 'state'")
     return read
 
 
@@ -194,7 +192,7 @@ def call(
                 kind = connection.recv_bytes()
             answer = connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise WorkerError(f"{state}: the worker ended in the middle ({_last_line(state) or error!r})") from None
+            raise WorkerError(f"{state}: the worker ended during a request ({_last_line(state) or error!r})") from None
     if kind != DONE:
         raise MessageError(answer.decode(errors="replace"))
     return answer
@@ -206,7 +204,7 @@ def _await(connection: Connection, state: Path, deadline: float, timeout: float)
     if not connection.poll(min(left, _SILENT_SECONDS)):
         if left > _SILENT_SECONDS:
             raise _kill_hung(state)
-        raise WorkerError(f"{state}: the worker has not answered within {round(timeout, 1):g} s")
+        raise WorkerError(f"{state}: the worker did not answer within {round(timeout, 1):g} s")
 
 
 def _kill_hung(state: Path) -> WorkerError:
@@ -218,7 +216,7 @@ def _kill_hung(state: Path) -> WorkerError:
             os.kill(worker.pid, signal.SIGKILL)
             time.sleep(_CALL_SECONDS)
     return WorkerError(
-        f"{state}: the worker did not respond for {_SILENT_SECONDS:g} s; it was killed, to be started again"
+        f"{state}: the worker did not respond for {_SILENT_SECONDS:g} s; it was killed and will be restarted"
     )
 
 
@@ -283,9 +281,11 @@ def _start(state: Path, command: Sequence[str], deadline: float) -> Connection:
         if connection := connect(state):
             return connection
         if ended and process.returncode:
-            raise WorkerError(f"{state}: the worker cannot start ({_last_line(state) or f'code {process.returncode}'})")
+            raise WorkerError(
+                f"{state}: the worker failed to start ({_last_line(state) or f'code {process.returncode}'})"
+            )
         time.sleep(_CALL_SECONDS)
-    raise WorkerError(f"{state}: the worker does not listen yet; see {folder / LOG}")
+    raise WorkerError(f"{state}: the worker is not listening yet; see {folder / LOG}")
 
 
 def _last_line(state: Path) -> str:
@@ -331,7 +331,7 @@ class _OwnerWatch:
             if self.owner.is_alive():
                 since = time.monotonic()
             time.sleep(_LOOK_SECONDS)
-        print("worker: the client that it worked for has ended", file=sys.stderr, flush=True)
+        print("worker: the client has ended; exiting", file=sys.stderr, flush=True)
         os._exit(0)  # Even during a request: its state is on disk.
 
 
@@ -381,7 +381,7 @@ def _listen() -> tuple[Listener, bytes]:
     """
     key = secrets.token_bytes(32)
     if FAMILY is None:
-        raise RunError("worker: this system has neither sockets in the file system nor named pipes")
+        raise RunError("worker: this system has neither Unix sockets nor named pipes")
     try:
         return Listener(family=FAMILY, backlog=_BACKLOG, authkey=key), key
     except OSError:  # Usually the path of the temporary folder is too long for a socket.
@@ -436,7 +436,7 @@ def main(load: Callable[[User], Handle], arguments: Sequence[str] | None = None)
     Raises:
         SystemExit: With code 2 after an error that a user has to fix, which is printed in one line.
     """
-    parser = argparse.ArgumentParser(description="Answers the requests of a federation for one user.")
+    parser = argparse.ArgumentParser(description="Answer a federation's requests for one user.")
     parser.add_argument("--name", required=True)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--config", type=Path)

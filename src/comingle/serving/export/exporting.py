@@ -182,18 +182,18 @@ class Card:
         ]
 
     def _head(self) -> list[str]:
-        made = f"by the method {self.about.method}" if self.about else "with adapters"
+        made = f"with the method {self.about.method}" if self.about else "with adapters"
         others = f", in a federation of {self.about.users} users" if self.about and self.about.users > 1 else ""
         first = f"The personal language model of one user, {self.name}: {name_of(self.base)} fine-tuned {made}{others}."
         code = self.usage if self.example is None else f"{self.usage}\n{self.example.code}"
         shown = [] if self.example is None else self.example.text()
-        return [f"# {self.name}", "", first, "", self.form, "", "## How to ask", "", *_block("python", code), *shown]
+        return [f"# {self.name}", "", first, "", self.form, "", "## Usage", "", *_block("python", code), *shown]
 
     def _data(self) -> list[str]:
         if self.about is None or not self.about.counts:
             return []
         message = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in self.about.counts.items())
-        note = "Nothing of it is in this folder but what the weights have learned."
+        note = "This folder contains none of it, only the trained weights."
         return ["## Data", "", f"The user's own {self.about.kind}: {message}. {note}", ""]
 
     def _measured(self) -> list[str]:
@@ -201,14 +201,12 @@ class Card:
         if not scores:
             return []
         rows = [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in scores.items()]
-        return ["## Measured", "", "| on the user's own data | |", "|---|---|", *rows, ""]
+        return ["## Metrics", "", "| on the user's own data | |", "|---|---|", *rows, ""]
 
     def _end(self) -> list[str]:
         licence = licence_of(self.base)
-        message = (
-            f"that of the base, {licence}" if licence else "that of the base, which its files do not name; see there"
-        )
-        return ["## Licence", "", f"Of the weights: {message}."]
+        message = licence or "the base's files do not name it; see the base model"
+        return ["## Licence", "", f"The weights have the licence of the base model: {message}."]
 
 
 def name_of(base: Base) -> str:
@@ -256,7 +254,7 @@ def check_target(folder: Path, *, force: bool) -> None:
     """
     check_name(folder)
     if folder.exists() and not folder.is_dir():
-        raise RunError(f"{folder}: is a file; --to names a folder")
+        raise RunError(f"{folder}: is a file; allowed for --to: a folder")
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not force:
@@ -264,8 +262,8 @@ def check_target(folder: Path, *, force: bool) -> None:
     if not _is_export(folder):
         raise RunError(f"{folder}: is not an exported model, so --force does not touch it; use another --to")
     if (foreign := _foreign_file(folder)) is not None:
-        message = f"is not an exported model alone ({foreign!r} is in it), so --force does not touch it"
-        raise RunError(f"{folder}: {message}; move that away, or use another --to")
+        message = f"has a file that export did not write, {foreign!r}, so --force does not touch it"
+        raise RunError(f"{folder}: {message}; move the file, or use another --to")
 
 
 @contextmanager
@@ -387,7 +385,7 @@ def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype
         DataError: As for :func:`export`.
     """
     if personal.model.base.quantised:
-        message = f"quantise: {personal.model.base.quantised}: an export needs the base's own weights"
+        message = f"quantise: got {personal.model.base.quantised}; an export needs unquantised base weights"
         raise RunError(f"{message}; train with quantise: none to export")
     own = {name: getattr(personal, name) for name in ("name", "model", "tensors", "row", "about", "logits")}
     with torch.no_grad():
@@ -480,14 +478,14 @@ def _write_gguf_folder(source: Source, draft: Path, kind: str) -> _Made:
     if why := "" if family and is_mixture(source) else why_no_gguf(base.model.config):  # Fail before any computation.
         raise DataError(f"user {source.name!r}: {why}; --format transformers has no such limit")
     if base.tokenizer is None:
-        raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file holds")
+        raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file needs")
     network, form = _exact_network(source)
     network.generation_config = generation_of(base, source.about)
     last = turn_end(base, source.about)
     tokenizer = _tokenizer_with_template(source)
     assert tokenizer is not None
     write_gguf(draft / GGUF_FILE, source.name, network, tokenizer, KINDS[kind], turn_end=last)
-    return _made(draft, f"{form} As {GGUF_FILE} for llama.cpp, weights: {kind}."), "gguf", _OPEN_GGUF
+    return _made(draft, f"{form} Saved as {GGUF_FILE} for llama.cpp. Weights: {kind}."), "gguf", _OPEN_GGUF
 
 
 def _write_peft_folder(source: Source, draft: Path, kind: str) -> _Made:
@@ -503,17 +501,16 @@ def _write_peft_folder(source: Source, draft: Path, kind: str) -> _Made:
 def _write_approximate(source: Source, draft: Path, kind: str) -> _Made:
     """Write a plain model whose weights mix the experts' LoRAs with shares that are the same for every token."""
     if source.about is None:
-        raise DataError(f"user {source.name!r}: nothing says where its validation data is; open the run for it")
+        raise DataError(f"user {source.name!r}: the model has no validation data; open the user's run")
     before, shares = validate_with_gates(source)
     changes = [change.reweighted(shares[change.layer]) if change.key else change for change in changes_of(source)]
     network = cast_parameters(plain_network(source.model.base.model, changes), DTYPES[kind])
     after = perplexity(source, losses_of(network))
     _save(source, network, draft)
     lost = {"validation_perplexity_of_the_mixture": before, "validation_perplexity_of_this_model": after}
-    what = "in place of a mixture of experts, whose gates are fixed at their mean"
-    form = (
-        f"A plain model {what if is_mixture(source) else 'that is the same, as there is no mixture'}. Weights: {kind}."
-    )
+    what = "that replaces a mixture of experts, with gates fixed at their mean"
+    plain = "equal to the trained one, which has no mixture"
+    form = f"A plain model {what if is_mixture(source) else plain}. Weights: {kind}."
     return _made(draft, form, lost), "transformers", _OPEN
 
 
@@ -548,7 +545,7 @@ def _exact_network(source: Source) -> tuple[PreTrainedModel, str]:
     else:
         if how := unsupported_mixing(source):
             raise DataError(
-                f"user {source.name!r}: its experts are {how}, as in no architecture of transformers; "
+                f"user {source.name!r}: its experts are {how}, which no architecture of transformers supports; "
                 f"{suggested_format(source)}"
             )
         check_sparse(source.name, base.model.config)

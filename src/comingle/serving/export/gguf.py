@@ -102,7 +102,7 @@ def _spec(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     spec = json.loads(backend.to_str()) if backend is not None else {"model": {}}
     if spec["model"].get("type") != "BPE":
-        raise _unsupported(name, f"a tokenizer of type {spec['model'].get('type')}, not of byte pairs")
+        raise _unsupported(name, f"a tokenizer of type {spec['model'].get('type')}; allowed: BPE")
     return spec
 
 
@@ -121,7 +121,7 @@ def _pre_tokenizer(name: str, spec: Mapping[str, Any]) -> str:
             found = _SPLITS[pattern]
             if bool(spec["model"].get("ignore_merges")) == (found == "llama-bpe"):  # llama.cpp's setting
                 return found
-    raise _unsupported(name, "a tokenizer that splits text in a way that GGUF has no name for here")
+    raise _unsupported(name, "a tokenizer with a pre-tokenizer unknown to GGUF")
 
 
 def _kind(
@@ -157,7 +157,7 @@ def _scores(tokens: tuple[str, ...], merges: list[tuple[str, str]]) -> tuple[flo
 
 
 def _unsupported(name: str, why: str) -> DataError:
-    return DataError(f"user {name!r}: the base has {why}, so there is no GGUF file of it; --format transformers is one")
+    return DataError(f"user {name!r}: GGUF does not support the base: got {why}; use --format transformers")
 
 
 ARCHITECTURES = {
@@ -231,26 +231,26 @@ def write_gguf(
 def why_no_gguf(config: PreTrainedConfig) -> str:
     """Return why llama.cpp cannot compute such a network; an empty string if it can."""
     if config.model_type not in ARCHITECTURES:
-        return f"no GGUF is written of {config.model_type} (only of {', '.join(ARCHITECTURES)})"
+        return f"GGUF export: got a base of type {config.model_type}; allowed: {', '.join(ARCHITECTURES)}"
     architecture = ARCHITECTURES[config.model_type]
     if (act := getattr(config, "hidden_act", None) or config.activation_function) != _ACTIVATIONS[architecture]:
-        return f"its MLPs have the activation {act!r}, and llama.cpp computes {_ACTIVATIONS[architecture]!r} there"
+        return f"its MLPs have the activation {act!r}; llama.cpp supports only {_ACTIVATIONS[architecture]!r}"
     if why := _attention_problem(architecture, config):
         return f"its attention{why}"
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind != "default" and not (architecture == "llama" and kind in ("linear", "llama3")):
-        return f"its rotary positions are of type {kind!r}, which is not written"
+        return f"its rotary embeddings have type {kind!r}, which GGUF export does not support"
     return ""
 
 
 def _attention_problem(architecture: str, config: PreTrainedConfig) -> str:
     """Return why llama.cpp cannot compute this attention: GGUF lacks a setting or a bias for it."""
     if architecture == "gpt2" and not config.scale_attn_weights:
-        return "'s scores are not divided by the root of a head's width (scale_attn_weights: false), as llama.cpp's are"
+        return " does not scale scores by the head width (scale_attn_weights: false), which llama.cpp always does"
     if architecture == "gpt2" and config.scale_attn_by_inverse_layer_idx:
-        return "'s scores are divided by a layer's number (scale_attn_by_inverse_layer_idx: true), llama.cpp's are not"
+        return " divides scores by the layer index (scale_attn_by_inverse_layer_idx: true), which llama.cpp does not"
     if architecture in ("qwen3", "qwen3moe") and config.attention_bias:
-        return f" has biases (attention_bias: true), and that of llama.cpp's {architecture} has none"
+        return f" has biases (attention_bias: true), which llama.cpp does not support for {architecture}"
     return ""
 
 
@@ -377,4 +377,4 @@ def _verify(path: Path, written: dict[str, np.ndarray]) -> None:
         for key, array in written.items()
     )
     if not same:
-        raise RunError(f"{path}: what was read again is not what was written; the disk has changed it")
+        raise RunError(f"{path}: content read back differs from what was written; check the disk")

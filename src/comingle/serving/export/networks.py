@@ -87,13 +87,13 @@ def why_not_sparse(config: PreTrainedConfig) -> str:
     """Return why transformers has no sparse mixture over such a base; an empty string if it has one."""
     kind = config.model_type
     if kind not in SPARSE:
-        return f"transformers has no sparse mixture of {kind} blocks (it has of {', '.join(SPARSE)})"
+        return f"transformers has no sparse mixture of experts for {kind}; allowed: {', '.join(SPARSE)}"
     if getattr(config, "mlp_bias", False):
-        return "its MLPs have biases, which the experts of a sparse mixture have not"
+        return "its MLPs have biases, which the experts of a sparse mixture do not support"
     if kind != "qwen3" and getattr(config, "attention_bias", False):
-        return "its attention has biases, which that of a Mixtral has not"
+        return "its attention has biases, which Mixtral does not support"
     if len(set(getattr(config, "layer_types", None) or ())) > 1:
-        return "some of its layers look at a sliding window and some do not, which all do alike in a sparse mixture"
+        return "only some of its layers have a sliding window; a sparse mixture needs the same in all layers"
     return ""
 
 
@@ -162,8 +162,8 @@ def check_same_logits(
     error = float((theirs - ours).double().norm() / ours.double().norm())
     if not error <= (0.05 if dtype in SHORT else 1e-4):  # Rounding errors are far smaller. Catches NaN too.
         raise BaseModelError(
-            f"user {name!r}: the exported model's logits differ from ours by {error:.1%}, so nothing is written; "
-            "this base has something in it that export does not know"
+            f"user {name!r}: the exported model's logits differ from the trained model's by {error:.1%}, so "
+            "nothing is written; the base has a feature that export does not support"
         )
 
 
@@ -194,7 +194,7 @@ def check_sparse(name: str, config: PreTrainedConfig) -> None:
     if why := why_not_sparse(config):
         raise DataError(
             f"user {name!r}: a mixture of experts on this base cannot be exported exactly: {why}; "
-            "--format merged-approximately makes a plain model of it and measures what is lost"
+            "--format merged-approximately writes a plain model and measures the loss"
         )
 
 
@@ -270,7 +270,7 @@ def unsupported_mixing(source: Source) -> str:
     """Return how the model mixes experts if no architecture supports it; an empty string if one does."""
     mlps = source.model.adapters.experts.values() if isinstance(source.model, AdaptedModel) else ()
     if any(mlp.mix == "linear" for mlp in mlps):
-        return "mixed inside every linear"
+        return "mixed inside each linear layer"
     return next((str(mlp.router.gating) for mlp in mlps if mlp.router.gating is not None), "")
 
 
