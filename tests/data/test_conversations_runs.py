@@ -27,7 +27,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import prepare
 from comingle.serving.answers import Prompts
 from comingle.training.kinds.base import DataRequest, RunData, kind_of
-from comingle.utils.errors import DataError
+from comingle.utils.errors import DataError, RunError
 from comingle.utils.files import list_checkpoints
 
 BASE = "random:llama?layers=1&dim=32"
@@ -239,7 +239,7 @@ def test_a_finished_run_opens_and_notices_changed_conversations(tmp_path: Path) 
     spoken = [one.user("ada").generate(asked, max_new_tokens=5) for one in (run, opened)]
     assert spoken[0] == spoken[1]
     write(tmp_path / "ada.jsonl", rows_of("eve"))
-    with pytest.raises(Exception, match="ada"):
+    with pytest.raises(RunError, match=r"/out: user 'ada': .*data"):
         len(api.load(tmp_path / "out").federation.clients.users[0].test)
 
 

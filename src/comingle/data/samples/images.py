@@ -191,7 +191,7 @@ def _read_all(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tensor,
     for number, path in enumerate(files):
         image = _read_one(path, image_format)
         if image.shape != first.shape:
-            sizes = [f"{picture.shape[1]} x {picture.shape[0]}" for picture in (image, first)]
+            sizes = [f"{array.shape[1]} x {array.shape[0]}" for array in (image, first)]
             raise DataError(
                 f"{path}: got an image of {sizes[0]}, but {files[0]} has {sizes[1]}; set data.image_size to scale all"
             )

@@ -262,7 +262,7 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
     """
     x, y = _tensor(inputs, f"{where}: inputs"), _tensor(targets, f"{where}: targets")
     if not x.dim():
-        raise DataError(f"{where}: inputs are one number; allowed: arrays whose first axis counts samples")
+        raise DataError(f"{where}: inputs are a single number; allowed: arrays with samples along the first axis")
     if not x.is_floating_point() and x.dim() in (3, 4):
         if x.dtype not in _LARGEST:
             got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
