@@ -16,7 +16,9 @@ from comingle.runs.distributed import share_out
 from comingle.runs.session import prepare
 
 SUMS = {"mechanism": "none", "secure_aggregation": {"threshold": 0.51}}
-NOISE = {"mechanism": "central", "epsilon": 8.0, "delta": 1e-2, "sampling": "fixed", "clip_norm": 1.0}
+NOISE = {"mechanism": "central", "epsilon": 8.0, "delta": 1e-2, "sampling": "fixed", "clip_norm": 1.0} | {
+    "accountant": "rdp"
+}
 OF_ALL = {
     "ranks": {"adapters.rank": [2, 4, 3]},
     "specialists": {"method": {"name": "comigs-1gxs", "specialists": [1, 3, 2]}},

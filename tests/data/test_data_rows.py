@@ -398,7 +398,7 @@ ROW = b'{"user": "ada", "text": "' + b"a " * 500 + b'"}\n'
 @pytest.mark.parametrize(
     ("name", "head", "body", "times", "message"),
     [
-        ("rows.jsonl.gz", b"", ROW, 600_000, EXPANDS),
+        ("rows.jsonl.gz", b"", ROW, 300_000, EXPANDS),
         (
             "rows.csv.gz",
             b"user,text\n",

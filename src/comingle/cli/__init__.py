@@ -38,7 +38,7 @@ from comingle.cli.run import join, run
 from comingle.cli.serve import chat, serve
 from comingle.cli.show import plot, report, show
 from comingle.training.backends.launched import speaks
-from comingle.utils.errors import ComingleError, UnknownMethodError, lacks_memory
+from comingle.utils.errors import ComingleError, UnknownMethodError, lacks_memory, require_docstrings
 from comingle.utils.terminal import printable
 
 GROUP = "comingle.verbs"
@@ -230,6 +230,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when tokenizers is imported
     _replace_unknown_characters()
     try:
+        require_docstrings()  # before torch is imported, which takes seconds without its cached bytecode
         app()
     except BrokenPipeError:  # the reader has closed the pipe, as in `comingle methods | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would fail too

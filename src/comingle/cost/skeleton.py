@@ -25,7 +25,7 @@ from comingle.models.hardware import resolve_attention, resolve_device, resolve_
 from comingle.models.loading import ALIASES, backbone, is_hub_reachable, lm_head, locate
 from comingle.models.lora import init_zero, lora_scale
 from comingle.models.model import share_weights
-from comingle.models.pretrained import PreTrainedModel, require_docstrings
+from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import BLOCKS, Bits, QuantisedLinear, replace_linears
 from comingle.models.random_bases import PREFIX, random_base
 from comingle.models.stacked import MixedLanguageModel
@@ -34,7 +34,7 @@ from comingle.training.client import Clients
 from comingle.training.kinds.base import check_on_language
 from comingle.training.kinds.nets import SampleBatchSource, build_nets
 from comingle.training.plan import make_plan
-from comingle.utils.errors import BaseModelError
+from comingle.utils.errors import BaseModelError, require_docstrings
 from comingle.utils.records import expand_home
 from comingle.utils.trees import ADAPTOR, ROUTER, Layout, Slot
 

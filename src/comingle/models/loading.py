@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from comingle.models.base import Base, freeze, logger
 from comingle.models.folders import check_config, is_complete, one_line, read_folder, require_finite
 from comingle.models.hardware import DTYPES, fast_bf16, resolve_attention, resolve_device, resolve_dtype
-from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase, require_docstrings
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.quantised import convert_gguf
 from comingle.models.quantised import quantise as pack
 from comingle.models.random_bases import (
@@ -41,7 +41,7 @@ from comingle.models.random_bases import (
     parse_random,
     random_base,
 )
-from comingle.utils.errors import BaseModelError, did_you_mean
+from comingle.utils.errors import BaseModelError, did_you_mean, require_docstrings
 from comingle.utils.files import cache_folder
 from comingle.utils.records import expand_home
 

@@ -20,6 +20,7 @@ invariants are ``assert``s, never one of these.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
@@ -145,3 +146,13 @@ LARGEST = 1e38
 def is_number(value: object) -> bool:
     """Whether a setting is a real number that float32 has, which a truth value is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def require_docstrings() -> None:
+    """Check that Python keeps docstrings, which transformers parses when it imports a model class.
+
+    Raises:
+        BaseModelError: Python runs with ``-OO``.
+    """
+    if sys.flags.optimize > 1:
+        raise BaseModelError("python: got -OO, which removes docstrings that transformers reads; allowed: -O")
