@@ -1,10 +1,10 @@
-"""What it saves that users' models answer together when they are scored, on a random GPT-2 in the same run.
+"""Joint against separate generation when users' models are scored by their answers, on a random GPT-2 in one run.
 
     python benchmarks/answering.py [--users 4] [--questions 16] [--prompt 60] [--new 32] [--threads 1 --cpu-time]
 
-Prints one JSON line: answers of `comigs-1g1s` to each user's questions with as many at once as a training pass takes
-(2,048 tokens of one user after another), and with those of all users in one pass; ``ratio`` is the median over turns of
-the one's time over the other's. The texts must be the same.
+Prints one JSON line: tokens per second of `comigs-1g1s` when users answer one after another in passes as large as a
+training pass (2,048 tokens), and when all users share a pass. ``ratio`` is the median over turns of the time alone over
+the time together. Both must give the same texts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from comingle.training.settings import Portions, RunPlan
 from throughput import clients_of
 
 TRAINED_AT_ONCE = 2048
-"""Tokens."""
+"""Tokens of a training pass."""
 
 
 def users_of(args: argparse.Namespace) -> list[UserAnswers]:
-    """Users with questions of random letters."""
+    """Return users with questions of random letters."""
     draw, users = torch.Generator().manual_seed(0), []
     for number in range(args.users):
         texts = (97 + torch.randint(26, (args.questions, args.prompt), generator=draw)).tolist()
@@ -49,7 +49,7 @@ def users_of(args: argparse.Namespace) -> list[UserAnswers]:
 
 
 def stirred(clients: Clients) -> Clients:
-    """Everybody with a model of its own."""
+    """Perturb the tensors so that each user has a different model."""
     rows = clients.state.rows
     rows += 0.05 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
     return clients
@@ -85,7 +85,7 @@ def main() -> None:
     portions = Portions(users=1, sequences=max(1, TRAINED_AT_ONCE // (args.prompt + args.new)))
     generate, sets = partial(clients.scorer.generate, clients.models), [user.test for user in users]
 
-    together = feeding._slots_to_speak  # the one private name: what is compared is what it decides
+    together = feeding._slots_to_speak  # the only private name: its decision is what this benchmark compares
     ways: dict[str, Any] = {"alone": lambda sets, portions: portions.slots(512), "together": together}
     times: dict[str, list[float]] = {way: [] for way in ways}
     said: dict[str, list[list[str]]] = {}

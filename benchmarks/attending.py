@@ -1,10 +1,10 @@
-"""Steps with native attention against steps with eager attention, in turns within one run, by context.
+"""Native against eager attention: seconds of a training step by context, timed in turns within one run.
 
     python benchmarks/attending.py [--shape small] [--contexts 128,512,1024] [--dtype bfloat16] [--iters 8]
     python benchmarks/attending.py --only eager --contexts 512
 
-Prints one JSON line. As many tokens a step for each context (``roofline.py`` has the shapes). With ``--only`` one of
-the two runs alone, and the line has the peak memory of the process instead: give it one context.
+Prints one JSON line. Every context has the same number of tokens per step; ``roofline.py`` defines the shapes. With
+``--only`` one of the two runs alone, and the line has the peak memory of the process instead: give it one context.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ WAYS = {"native": "auto", "eager": "eager"}
 
 
 def measure(args: argparse.Namespace, context: int, clock: Callable[[], float]) -> dict[str, Any]:
-    """Seconds of a step each way, or the peak memory of one."""
+    """Return the seconds of a step with each attention, or the peak memory of one.
+
+    Args:
+        args: The command line.
+        context: Tokens per sequence.
+        clock: Function that returns the time in seconds.
+    """
     shape = dict(SHAPES[args.shape])
     shape["batch"] = max(1, shape["batch"] * CONTEXT // context)
     name = f"random:gpt2?ctx={max(1024, context)}&" + "&".join(

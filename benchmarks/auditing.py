@@ -1,4 +1,4 @@
-"""What leaks of real text: AG News' categories as four users of a model of 260,000 parameters, audited by noise.
+"""Privacy audits on real text by noise: the four categories of AG News as users of a model of 260,000 parameters.
 
 Prints a Markdown table, and one JSON line with all audits.
 """
@@ -24,11 +24,11 @@ from comingle.reports.comparisons import interval
 
 DOCUMENTS = 120
 CASES = {"none": None, "local 4": ("local", 4.0), "central 2": ("central", 2.0), "example 1": ("example", 1.0)}
-"""Mechanisms with their noise multipliers."""
+"""Mechanisms and their noise multipliers."""
 
 
 def users_of(data: Path) -> dict[str, list[str]]:
-    """The first documents of every category."""
+    """Return the first documents of every category."""
     texts: dict[str, list[str]] = {}
     with lzma.open(data / "ag_news/ag_news.jsonl.xz", "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
@@ -37,7 +37,13 @@ def users_of(data: Path) -> dict[str, list[str]]:
 
 
 def settings(data: Path, args: argparse.Namespace, case: str) -> dict[str, Any]:
-    """The recipe of one case."""
+    """Return the recipe of one case.
+
+    Args:
+        data: Folder of the real data sets.
+        args: The command line.
+        case: Key of ``CASES``.
+    """
     training = {"rounds": args.rounds, "local_steps": 20, "batch_size": 4, "context": 32}
     content: dict[str, Any] = {
         "base": str(data / "models/stories260K"),
@@ -54,7 +60,13 @@ def settings(data: Path, args: argparse.Namespace, case: str) -> dict[str, Any]:
 
 
 def row(method: str, case: str, found: Audit) -> str:
-    """One line of the table."""
+    """Return one row of the table.
+
+    Args:
+        method: Name of the method.
+        case: Key of ``CASES``.
+        found: The audit.
+    """
     proofs = [
         f"{p.correct}/{p.guesses}, {p.epsilon:.2f} ({'nothing' if p.upper is None else f'{p.upper:.1f}'})"
         for p in found.proofs
@@ -68,7 +80,7 @@ def row(method: str, case: str, found: Audit) -> str:
 
 
 def main() -> None:
-    """Measure."""
+    """Run the audits and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the real data sets")
     parser.add_argument("--methods", default="fedavg,comigs-1g1s")

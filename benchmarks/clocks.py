@@ -1,4 +1,4 @@
-"""What benchmarks time by: the clock, or on a machine with other work the processor time of one thread."""
+"""Clocks for benchmarks: wall time, or on a busy machine the processor time of one thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Seconds by one of the two, with so many threads."""
+    """A clock and the number of threads that it is read with."""
 
     name: str
     threads: int
@@ -24,18 +24,18 @@ class Clock:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What a benchmark's line says of it."""
+        """Fields that describe the clock in a line of results."""
         return {"threads": self.threads, "clock": self.name}
 
 
 def add_clock(parser: argparse.ArgumentParser) -> None:
-    """The options ``--threads`` and ``--cpu-time``."""
+    """Add the options ``--threads`` and ``--cpu-time``."""
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="time the processor, not the clock; with --threads 1")
 
 
 def clock_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Clock:
-    """The clock that was asked for; sets the process's number of threads."""
+    """Return the clock that the options select, and set the number of threads of the process."""
     if args.cpu_time and (args.threads != 1 or torch.cuda.is_available()):
         parser.error("--cpu-time needs --threads 1 and no GPU: waiting threads would count as work")
     torch.set_num_threads(args.threads)

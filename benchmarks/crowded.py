@@ -1,11 +1,11 @@
-"""A run beside another on the same processors: what threads cost that wait for each other by looking again and again.
+"""Busy-waiting threads: seconds of a round alone and beside another run on the same processors.
 
     python benchmarks/crowded.py [--rounds 3] [--patience 120] [--spins 1000,4000]
 
-Two threads train on a random GPT-2, alone and beside a process that trains another one in a single thread; once as
-GNU's OpenMP has it by default (``GOMP_SPINCOUNT`` unset) and once as the command line sets it, or by ``--spins``.
-Prints one JSON line: seconds of a round after the first, the median; null where a run took more than ``--patience``
-seconds.
+Two threads train a random GPT-2, alone and beside a process that trains another one in a single thread. This is run
+with the default of GNU's OpenMP (``GOMP_SPINCOUNT`` unset) and with each value of ``--spins``, by default that of the
+command line. Prints one JSON line: the median seconds of a round after the first, or null if a run took more than
+``--patience`` seconds.
 """
 
 from __future__ import annotations
@@ -34,11 +34,17 @@ training: {rounds: ROUNDS, local_steps: 4, batch_size: 1, context: 128}
 evaluation: {every: ROUNDS, first: false}
 checkpoints: {every: ROUNDS}
 """
-RUN = "from comingle.cli import app; app()"  # not by main, which is what sets it
+RUN = "from comingle.cli import app; app()"  # not main, which sets GOMP_SPINCOUNT
 
 
 def command(folder: Path, name: str, rounds: int) -> list[str]:
-    """A run of so many rounds."""
+    """Write a recipe and return the command that runs it.
+
+    Args:
+        folder: Folder of the recipe and of the run folder.
+        name: Name of both.
+        rounds: Number of rounds.
+    """
     recipe = folder / f"{name}.yaml"
     recipe.write_text(RECIPE.replace("ROUNDS", str(rounds)), encoding="utf-8")
     return [sys.executable, "-c", RUN, "run", str(recipe), "--out", str(folder / name), "--force", "--quiet"]
@@ -46,7 +52,7 @@ def command(folder: Path, name: str, rounds: int) -> list[str]:
 
 @contextmanager
 def another(folder: Path) -> Iterator[None]:
-    """While this lasts, a single thread trains."""
+    """Train in another process with a single thread until the block ends."""
     endless = command(folder, "other", 100_000)
     process = subprocess.Popen(
         endless, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, start_new_session=True
@@ -63,7 +69,17 @@ def another(folder: Path) -> Iterator[None]:
 
 
 def seconds(folder: Path, rounds: int, patience: float, spins: str | None) -> float | None:
-    """Of a round."""
+    """Return the median seconds of a round after the first.
+
+    Args:
+        folder: Folder of the run.
+        rounds: Number of rounds.
+        patience: Time limit of the run, in seconds.
+        spins: Value of ``GOMP_SPINCOUNT``; None leaves it unset.
+
+    Returns:
+        The seconds, or None if the run timed out.
+    """
     env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")}
     env |= {"OMP_NUM_THREADS": "2"} | ({} if spins is None else {"GOMP_SPINCOUNT": spins})
     try:

@@ -1,10 +1,13 @@
-"""How often 95% intervals of a mean change over users and seeds hold the truth; one JSON line a case.
+"""Coverage of 95% intervals for a mean change over users and seeds; one JSON line per case.
 
     python benchmarks/intervals.py --populations 1000
 
-Differences of users and seeds are drawn as ``user + seed + rest`` with mean 0 and the deviations of each case: normal,
-or users exponential. Candidates: ours (two-way), Student's t over users' means, scipy's bootstrap of users' means (BCa
-and percentile), the studentised bootstrap of users' means, and the hierarchical one, of users and seeds.
+Differences of users and seeds are drawn as ``user + seed + rest`` with mean 0 and the standard deviations of each
+case: all normal, or users exponential.
+
+Candidates: ours (two-way), Student's t over users' means, scipy's bootstrap of users' means (BCa
+and percentile), the studentised bootstrap of users' means,
+and the hierarchical bootstrap of users and seeds.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ CANDIDATES: dict[str, Callable[[np.ndarray, np.random.Generator], Reach]] = {
 
 
 def coverage(case: tuple[int, int, float, float, float, bool], populations: int) -> dict[str, float]:
-    """In per cent."""
+    """Return the coverage of each candidate in per cent."""
     users, seeds, of_user, of_seed, rest, skewed = case
     draws, hits = np.random.default_rng(0), dict.fromkeys(CANDIDATES, 0)
     for _ in range(populations):
@@ -90,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--populations", type=int, default=1000)
     populations = parser.parse_args().populations
-    warnings.simplefilter("ignore")  # scipy says where resamples are all alike
+    warnings.simplefilter("ignore")  # scipy warns if all resamples are equal
     keys = ("users", "seeds", "of_user", "of_seed", "rest", "exponential")
     for case in CASES:
         print(json.dumps({**dict(zip(keys, case, strict=True)), **coverage(case, populations)}), flush=True)

@@ -1,10 +1,10 @@
-"""What one further user costs, on a random GPT2-124M, each measurement in a process of its own.
+"""Memory per additional user on a random GPT2-124M; each measurement runs in its own process.
 
     python benchmarks/memory.py
 
 Prints one JSON line: peak memory of 4 users with batch 4 and of 16 users with batch 1 (the same 16 sequences), their
-ratio, the cost of each further user (its adapters, both moments, and its share of activations), and the peak with a
-batch of 64 in the portions that are chosen by default (micro-batches bound it).
+ratio, the cost of each additional user (its adapters, both moments, and its share of activations), and the peak with a
+batch of 64 in the default micro-batches, which bound it.
 """
 
 from __future__ import annotations

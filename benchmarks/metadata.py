@@ -1,9 +1,9 @@
-"""Where comingle is not installed: make its plug-ins known, or say which packages are missing.
+"""Entry points and a check of dependencies for a checkout that is not installed.
 
     python benchmarks/metadata.py FOLDER      then FOLDER first on PYTHONPATH
     python benchmarks/metadata.py             exits with 1 if something is missing
 
-The first writes what an installation would have written of this checkout's ``pyproject.toml``.
+The first form writes the metadata that an installation would generate from this checkout's ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def write(project: dict[str, Any], place: Path) -> None:
 
 
 def missing(project: dict[str, Any]) -> list[str]:
-    """What comingle and its tests ask for by name and is not here."""
+    """Return the names of required packages, pytest included, that are not installed."""
     wanted = [re.split(r"[<>=\[ ]", dependency)[0] for dependency in project["dependencies"]]
     found = []
     for name in [*wanted, "pytest"]:

@@ -1,4 +1,4 @@
-"""The way it is usually done, for comparison: float32, one user after another, each expert a whole MLP of its own.
+"""Baseline: the usual implementation in float32, with users trained one after another and a full MLP per expert.
 
 Plain PyTorch on transformers' GPT-2: a LoRA beside every linear, ``sum_j p_j MLP_j(x)`` with the base products computed
 once per expert, all logits, ``torch.optim.AdamW``. Users share the base weights, so memory is not compared here.
@@ -67,7 +67,18 @@ def one_by_one(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Callable[[], None]:
-    """One local iteration of every user, in turn; adapters have the base's ``dtype``."""
+    """Return a function that takes one local step of every user, one user after another.
+
+    Args:
+        name: The base model.
+        users: Number of users.
+        batch: Sequences per user and step.
+        context: Tokens per sequence.
+        vocab: Upper bound of the random token ids.
+        experts: Experts per mixture.
+        dtype: Type of the base and of the adapters.
+        device: Device to train on.
+    """
     loaded = load_base(name, dtype=dtype, device=device, attention="sdpa")
     base = loaded.model
     networks, optimizers = [], []

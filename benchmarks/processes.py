@@ -1,15 +1,15 @@
-"""What a second process gains: rounds of one run with one process and with several, in turns.
+"""Speed-up by more processes: rounds of the same run with one process and with several, in turns.
 
 ``python benchmarks/processes.py [--processes 1,2] [--users 16] [--rounds 4] [--turns 3] [--method fedavg]`` trains a
 random language model's users on made-up text, one thread for each process, and prints one JSON line:
 
-- ``round_s``: seconds of a round for each number of processes, the median over turns;
-- ``steps_s``: what of it the slowest process's local steps take; the rest is messages, waiting and a checkpoint;
-- ``speed_up``: how many times faster a round is than with one process, the median of the ratios of each turn;
-- ``steps_share``: how much of a round are local steps.
+- ``round_s``: seconds of a round by number of processes, the median over turns;
+- ``steps_s``: seconds of it in local steps of the slowest process; the rest is messages, waiting and a checkpoint;
+- ``speed_up``: seconds of a round with one process over those with this number, the median of the turns' ratios;
+- ``steps_share``: share of local steps in a round.
 
-Start-up is left out: every process takes some seconds to import what it needs, whatever the run. What is measured lies
-between two checkpoints, by the clock that they hold.
+Start-up is left out, since imports take some seconds in every process whatever the run. Times are differences between
+the clocks of two checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 CHECKPOINTS = 3
-"""Warmed up before the first, evaluated before the last; measured in between."""
+"""Number of checkpoints: warm-up before the first, evaluation before the last, measurement in between."""
 
 
 def write_recipe(folder: Path, users: int, rounds: int, method: str) -> Path:
@@ -55,7 +55,14 @@ def write_recipe(folder: Path, users: int, rounds: int, method: str) -> Path:
 
 
 def measure(recipe: Path, out: Path, processes: int, rounds: int) -> tuple[float, float]:
-    """Seconds of a round, and of its local steps."""
+    """Return the seconds of a round and of its local steps.
+
+    Args:
+        recipe: Path of the recipe.
+        out: The run folder.
+        processes: Number of processes.
+        rounds: Rounds between two checkpoints.
+    """
     command = [sys.executable, "-m", "comingle", "run", str(recipe), "--out", str(out), "--quiet"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, "--processes", str(processes)], check=True, env=environment, capture_output=True)

@@ -1,9 +1,9 @@
-"""What a sum behind masks costs: seconds at a user and at the server, and bytes beside those of a plain upload.
+"""Cost of secure aggregation: seconds per user and on the server, and bytes compared with a plain upload.
 
     python benchmarks/secure_sums.py --users 10 --entries 1180000 --lost 1
 
-Prints one JSON line. Users' seconds are the mean of all four steps; the server's are those of taking the masks off,
-with ``lost`` users who shared and then masked nothing.
+Prints one JSON line. User seconds cover all four steps, averaged over users. Server seconds cover unmasking when
+``lost`` users drop out after they have shared their keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from comingle.privacy.secure_sum import received_bytes, sent_bytes
 
 
 def measure(users: int, entries: int, lost: int) -> dict[str, float]:
-    """One sum."""
+    """Time one secure sum.
+
+    Args:
+        users: Number of users.
+        entries: Number of entries of an upload.
+        lost: Number of users who drop out between sharing keys and uploading.
+
+    Returns:
+        The line of results.
+    """
     names, secure = tuple(f"user {at}" for at in range(users)), SecureSection()
     terms = Terms(
         run="", round=1, users=names, expected=users, threshold=secure.least(users), word=secure.word(users),
@@ -55,7 +64,7 @@ def measure(users: int, entries: int, lost: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Read the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--users", type=int, default=10)
     parser.add_argument("--entries", type=int, default=1_180_000)

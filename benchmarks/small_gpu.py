@@ -1,10 +1,11 @@
-"""What makes a base small: its weights in 8 or 4 bits, and gradient checkpointing. Memory, perplexity and time.
+"""Memory, perplexity and time with 8-bit or 4-bit base weights and with gradient checkpointing.
 
     python benchmarks/small_gpu.py --base smollm2-135m --text FILE [--tokens 2048] [--batch 4] [--dtype float32]
 
-One JSON line for each: bytes of all weights, perplexity of the first tokens of the file in windows of 128 (the base
-alone, nothing is trained), and of one step of one user of ``comigs-1g1s`` on the CPU: bytes that live at most beside
-weights and adapters, and seconds of processor time (the median of three after one), with and without checkpointing.
+Prints one JSON line per number of bits: megabytes of all weights; perplexity of the untrained base on the first tokens
+of the file, in windows of 128; and for one step of one user of ``comigs-1g1s`` on the CPU, with and without
+checkpointing, the peak megabytes beside weights and adapters and the seconds of processor time (median of three steps
+after one to warm up).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ WINDOW = 128
 
 
 def perplexity(base: Base, tokens: torch.Tensor) -> float:
-    """Of windows by themselves, all but each one's first token."""
+    """Return the perplexity over separate windows, without the first token of each."""
     windows, losses = tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW), []
     with torch.no_grad():
         for some in windows.split(4):

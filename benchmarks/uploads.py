@@ -1,8 +1,8 @@
-"""Compressed uploads on a real data set: bytes a user and round, and perplexity, against float32; one JSON line each.
+"""Compressed uploads against float32 on a real data set: bytes per user and round, and perplexity, as JSON lines.
 
     python benchmarks/uploads.py --base BASE --data ag_news.jsonl.xz --user category --split split
 
-Everything but ``training.uploads`` is equal; ``perplexity`` is the geometric mean over users and seeds.
+Runs differ only in ``training.uploads``. ``perplexity`` is the geometric mean over users and seeds.
 """
 
 from __future__ import annotations
