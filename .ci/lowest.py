@@ -14,7 +14,7 @@ _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[\w,-]+\])?(?:[>=]=(?P<version
 
 
 def lowest(pyproject: Path) -> dict[str, str]:
-    """Name of a package -> the lowest version that ``pyproject`` allows.
+    """Return the lowest version of each package that ``pyproject`` allows.
 
     Raises:
         SystemExit: a requirement has no lower bound.

@@ -73,7 +73,7 @@ def packages() -> str:
 
 
 def message() -> str:
-    """One round: the server's half on the right, the users' on the left, the wire between them."""
+    """Draw one round: clients on the left, the server on the right, messages between them."""
     left, right, wide, middle = 10, 284, 186, WIDTH / 2
     parts = [
         f'<rect x="{middle - 36}" y="10" width="72" height="584" rx="8" fill="{WIRE}"/>',

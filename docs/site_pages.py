@@ -53,7 +53,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links between files of the repository as links between pages, and append generated text."""
+    """Rewrite links between files of the repository as links between pages, and append generated text.
+
+    Args:
+        markdown: Text of the page.
+        page: The page.
+        config: Configuration of the site.
+        files: Files of the site.
+    """
     here = page.file.src_uri
     if here == "index.md":
         page.meta["hide"] = ["navigation"]  # the home page has no neighbours

@@ -17,7 +17,7 @@ class StayNear(ClientHook):
     looks_back = True  # request the tensors that a user had at the start of the round
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Return the gradient for all users of the cohort, whose tensors are stacked."""
+        """Change the gradients of all users of the cohort in place; tensors are stacked by user."""
         for name, gradient in gradients.items():
             gradients[name] = gradient + self.weight * (cohort.tensors[name] - cohort.began[name])
 
@@ -29,7 +29,13 @@ class LongSteps(Mean):
     rate: float
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Return the next model from the server's state and the uploads' weighted mean."""
+        """Move the model towards the weighted mean of the uploads, in place.
+
+        Args:
+            kept: State of the server.
+            sums: Weighted mean of the uploads, by name.
+            received: The uploads.
+        """
         for name, mean in sums.items():
             kept[KEPT + name].lerp_(mean, self.rate)
 

@@ -14,7 +14,13 @@ CLASSES, SIDE = 10, 28
 
 
 def images(count: int, seed: int, *, turned: bool) -> TensorDataset:
-    """Return noisy pictures of ten patterns, with their classes."""
+    """Return noisy pictures of ten patterns, with their classes.
+
+    Args:
+        count: Number of pictures.
+        seed: Seed of the classes and the noise.
+        turned: Whether the pictures are upside down.
+    """
     patterns = torch.rand(CLASSES, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(1 + seed)
     labels = torch.randint(CLASSES, (count,), generator=draw)
@@ -23,7 +29,7 @@ def images(count: int, seed: int, *, turned: bool) -> TensorDataset:
 
 
 def make_net() -> nn.Module:
-    """A small convolutional net."""
+    """Return a small convolutional net."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=2),
         nn.ReLU(),

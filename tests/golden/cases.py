@@ -1,4 +1,4 @@
-"""What the golden runs are: every method on text, nets and questions where it applies, under settings that pull apart.
+"""Cases of the golden runs: every method on text, nets and questions where it applies, under settings that pull apart.
 
 A case is a recipe. Text is made from names, questions from numbers and samples from seeds, so that a case needs nothing
 but this file.
@@ -21,7 +21,7 @@ ON_NETS = [n for n, made in METHODS.items() if "nets" in made.applies_to and mad
 
 
 def takes_ranks(name: str) -> bool:
-    """Whether users may have different LoRA ranks."""
+    """Return whether users may have different LoRA ranks."""
     made, mixture = METHODS[name], METHODS[name].placement.mixture
     one = (
         made.server.one_rank or made.server.first_download or (mixture is not None and not mixture.trains_independently)
@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def method(name: str, **settings: Any) -> dict[str, Any]:
-    """A method with short periods."""
+    """Return the recipe section of a method with short periods."""
     period = {"router_every": 2, "router_steps": 1}
     own = {key: value for key, value in period.items() if key in settings_of(name)}
     return {"name": name, **own, **SMALL.get(name, {}), **settings}
@@ -145,7 +145,7 @@ def question_recipe(folder: Path, own: dict[str, Any], **changes: Any) -> dict[s
 
 
 def cases(folder: Path) -> dict[str, dict[str, Any]]:
-    """All recipes by name; what they read is written into ``folder``."""
+    """Return all recipes by name, and write the files that they read to ``folder``."""
     found: dict[str, dict[str, Any]] = {}
     for name in ON_TEXT:
         own = method(name)

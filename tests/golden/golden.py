@@ -55,7 +55,7 @@ BYTES = ("upload_bytes", "download_bytes")
 
 
 class StoppedError(Exception):
-    """Stands for whatever ends a run in the middle."""
+    """Interruption of a run."""
 
 
 def digest_of(run: Any, folder: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def run_case(content: dict[str, Any], folder: Path, *, interrupted: bool = False
 
 
 def _serialise() -> None:
-    """Have every message packed and unpacked."""
+    """Pack and unpack every message."""
     build = session.build
 
     def built(*given: Any) -> Any:
@@ -120,7 +120,14 @@ def _serialise() -> None:
 
 
 def compare(found: dict[str, Any], kept: dict[str, Any], but: str, *, rounded: bool = False) -> list[str]:
-    """What differs, in words; but for keys that match. ``rounded``: numbers alone, and not their last bits."""
+    """Describe the differences between two digests.
+
+    Args:
+        found: Digest of this run.
+        kept: Digest to compare with.
+        but: Regular expression of keys to skip.
+        rounded: Compare numbers alone, within the tolerance.
+    """
     keys = [key for key in kept | found if not re.search(but, key)]
     return [f"{key}: {kept.get(key)} -> {found.get(key)}" for key in keys if not _same(found, kept, key, rounded)]
 
@@ -133,7 +140,7 @@ def _same(found: dict[str, Any], kept: dict[str, Any], key: str, rounded: bool) 
 
 
 def machine() -> dict[str, str]:
-    """What digests hold for."""
+    """Return the versions and hardware for which digests hold bit for bit."""
     return {
         "torch": torch.__version__,
         "machine": platform.machine(),
