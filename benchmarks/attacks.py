@@ -1,4 +1,4 @@
-"""What hostile users do to honest ones' test scores, with each way to put uploads together, on real data.
+"""Effect of hostile users on honest users' test scores under each aggregation rule, on real data.
 
 MNIST with 100 users (accuracy), and AG News with 20 users, five for each category (perplexity). Hostile users change
 their uploads or their data; scores are means over the honest users, with the model as it is after the last exchange.
@@ -62,7 +62,13 @@ class Attacked(InProcess):
     hostile: Sequence[int]
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """What these users send, but for the hostile."""
+        """Upload, with the uploads of hostile users replaced.
+
+        Args:
+            members: Numbers of the users.
+            done: The round, counted from 1.
+            losses: Mean training loss of each user.
+        """
         super().upload(members, done, losses)
         sent, hostile = self._sent, [at for at, member in enumerate(members) if member in self.hostile]
         if sent is None or not hostile or self.attack not in ON_UPLOADS:
@@ -79,7 +85,7 @@ class Attacked(InProcess):
 
 
 def finite(sent: Upload) -> Upload:
-    """Without uploads that are not finite, which a server over the network refuses whatever its rule."""
+    """Drop uploads that are not finite, which a server over the network refuses whatever its rule."""
     parts = [part for part in sent.split() if all(bool(t.isfinite().all()) for t in part.tensors.values())]
     return sent if len(parts) == len(sent.users) else join_uploads(parts)
 
@@ -88,14 +94,20 @@ def finite(sent: Upload) -> Upload:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """A file of the IDX format."""
+    """Return the array in a file of the IDX format."""
     raw = lzma.decompress(path.read_bytes())
     shape = struct.unpack(">" + "I" * raw[3], raw[4 : 4 + 4 * raw[3]])
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
 
 def mnist(data: Path, users: int, seed: int) -> dict[str, Any]:
-    """Images at half their size; who has which digits is drawn from a Dirichlet distribution with parameter 1."""
+    """Return users of MNIST; their digits are drawn from a Dirichlet distribution with parameter 1.
+
+    Args:
+        data: Folder of the real data sets; images are halved in size.
+        users: Number of users.
+        seed: Seed of the split.
+    """
     images = torch.from_numpy(read_idx(data / "images/mnist-train-images-ubyte.xz").copy()).float().div(255)
     labels = torch.from_numpy(read_idx(data / "images/mnist-train-labels-ubyte.xz").copy()).long()
     images = torch.nn.functional.avg_pool2d(images.unsqueeze(1), 2) - 0.13
@@ -111,7 +123,13 @@ def mnist(data: Path, users: int, seed: int) -> dict[str, Any]:
 
 
 def ag_news(data: Path, users: int, seed: int) -> dict[str, Any]:
-    """As many users of each category, with documents of their own."""
+    """Return users of AG News, equally many for each category, with disjoint documents.
+
+    Args:
+        data: Folder of the real data sets.
+        users: Number of users.
+        seed: Seed of the split.
+    """
     texts: dict[str, list[str]] = {}
     with lzma.open(data / "ag_news/ag_news.jsonl.xz", "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
@@ -125,7 +143,7 @@ def ag_news(data: Path, users: int, seed: int) -> dict[str, Any]:
 
 
 def with_false_data(users: Mapping[str, Any], hostile: Sequence[str]) -> dict[str, Any]:
-    """The same, where the hostile have flipped labels or the phrase."""
+    """Return the users' data with flipped labels or the backdoor phrase for hostile users."""
 
     def false(data: Any) -> Any:
         if isinstance(data, list):
@@ -146,7 +164,7 @@ def small_net(shape: Sequence[int], outputs: int) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is trained on whose data, and which number counts."""
+    """Users, base model, measure and recipe changes of a data set."""
 
     users: dict[str, Any]
     base: str | Callable[..., nn.Module]
@@ -158,7 +176,7 @@ QUIET = {"evaluation.model": "exchanged", "evaluation.first": False, "runtime.de
 
 
 def setting_of(name: str, args: argparse.Namespace) -> Setting:
-    """MNIST or AG News."""
+    """Return the setting of MNIST or AG News."""
     if name == "mnist":
         sgd = {"name": "sgd", "learning_rate": 0.1, "schedule": "constant", "weight_decay": 0}
         changes = {"training.rounds": args.rounds, "training.batch_size": 20, "training.local_epochs": 2}
@@ -184,12 +202,26 @@ def setting_of(name: str, args: argparse.Namespace) -> Setting:
 
 
 def hostile_in(users: Sequence[str], share: float, seed: int) -> list[int]:
-    """Who they are: of a larger share the same and more."""
+    """Return the hostile users; a larger share contains those of a smaller one.
+
+    Args:
+        users: Names of all users.
+        share: Share of hostile users.
+        seed: Seed of the draw.
+    """
     return sorted(np.random.default_rng(seed + 1).permutation(len(users))[: round(share * len(users))].tolist())
 
 
 def trained(setting: Setting, method: str, attack: str, hostile: Sequence[int], changes: Mapping[str, Any]) -> Run:
-    """A run with these hostile users."""
+    """Run a federation with hostile users.
+
+    Args:
+        setting: The data set.
+        method: Name of the method.
+        attack: Name of the attack.
+        hostile: Numbers of the hostile users.
+        changes: Changes of the recipe.
+    """
     names = list(setting.users)
     false = attack == "false data"
     users = with_false_data(setting.users, [names[at] for at in hostile]) if false else setting.users
@@ -202,10 +234,19 @@ def trained(setting: Setting, method: str, attack: str, hostile: Sequence[int], 
 
 
 def measure(setting: Setting, data: str, rule: str, attack: str, share: float, args: argparse.Namespace) -> dict:
-    """One run; the honest users' mean score, NaN where it has diverged; and how well a backdoor works."""
+    """Return the honest users' mean score (NaN if the run diverged) and the perplexity of the backdoor phrase.
+
+    Args:
+        setting: The data set.
+        data: Its name.
+        rule: Aggregation rule.
+        attack: Name of the attack.
+        share: Share of hostile users.
+        args: The command line.
+    """
     names = list(setting.users)
     hostile = hostile_in(names, share, args.seed)
-    # Where nothing is assumed of how many are hostile, a defence costs what it costs at 30%; Bulyan cannot do so many.
+    # Without hostile users, defences assume a share of 30%; Bulyan tolerates at most 20%.
     assumed = min(share or 0.3, 0.2) if rule == "bulyan" else share or 0.3
     changes = {"aggregation": {"rule": rule, "hostile": assumed}, "seed": args.seed}
     found = {"data": data, "rule": rule, "attack": attack, "share": share, "seed": args.seed, "score": math.nan}
@@ -224,7 +265,15 @@ def measure(setting: Setting, data: str, rule: str, attack: str, share: float, a
 
 
 def gates(setting: Setting, rule: str, attack: str, share: float, args: argparse.Namespace) -> dict:
-    """CoMiGS: the honest users' mean gate on the generalist and their mean perplexity, by round."""
+    """Return the honest users' mean gate on the generalist in CoMiGS and their mean perplexity, by round.
+
+    Args:
+        setting: The data set.
+        rule: Aggregation rule.
+        attack: Name of the attack.
+        share: Share of hostile users.
+        args: The command line.
+    """
     names = list(setting.users)
     hostile = hostile_in(names, share, args.seed)
     changes = {"aggregation": {"rule": rule, "hostile": share}, "evaluation.every": 1, "seed": args.seed}
@@ -254,7 +303,7 @@ def gates(setting: Setting, rule: str, attack: str, share: float, args: argparse
 
 
 def plan(args: argparse.Namespace) -> list[tuple[str, str, float, str]]:
-    """What is measured, most important first."""
+    """Return the runs to measure, most important first."""
     chosen = args.rules.split(",")
     kinds = args.datasets.split(",")
     clean = [(data, NONE, 0.0, rule) for data in kinds for rule in chosen]
@@ -270,17 +319,17 @@ def plan(args: argparse.Namespace) -> list[tuple[str, str, float, str]]:
 
 
 def known(out: Path | None) -> list[dict]:
-    """What has been measured already."""
+    """Return the results that are in the file already."""
     return [json.loads(line) for line in out.read_text().splitlines()] if out is not None and out.exists() else []
 
 
 def key(result: Mapping[str, Any]) -> tuple:
-    """Which run it is."""
+    """Return the key that identifies a run."""
     return tuple(result[name] for name in ("data", "attack", "share", "rule", "seed"))
 
 
 def tell(result: dict, out: Path | None) -> None:
-    """One line more."""
+    """Append a line of results."""
     line = json.dumps(result)
     print(line, file=sys.stderr, flush=True)
     if out is not None:

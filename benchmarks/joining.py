@@ -1,4 +1,4 @@
-"""What joining a finished federation is worth: one user is left out of real data and joins afterwards, seed by seed.
+"""Gain from joining a finished federation: one user of real data is left out and joins afterwards, for each seed.
 
 The newcomer is the last by name of AG News' categories, of wiki_ner's languages, and of the authors with most text in
 stackexchange_users. Prints a Markdown table, and one JSON line with all that was measured.
@@ -34,7 +34,7 @@ ROWS = ("pretrained", "local", "shared", "joined")
 
 
 def users_of(data: Path, source: str) -> dict[str, list[str]]:
-    """The documents of those who have most, by name."""
+    """Return the documents of the users with most text, by name."""
     file, column = SOURCES[source]
     texts: dict[str, list[str]] = {}
     with lzma.open(data / file, "rt", encoding="utf-8") as lines:
@@ -45,7 +45,7 @@ def users_of(data: Path, source: str) -> dict[str, list[str]]:
 
 
 def settings(data: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """A recipe for a model of 260,000 parameters."""
+    """Return a recipe for a model of 260,000 parameters."""
     return {
         "base": str(data / "models/stories260K"),
         "adapters": {"rank": 4},
@@ -64,7 +64,15 @@ def settings(data: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(data: Path, args: argparse.Namespace, source: str, method: str, seed: int) -> dict[str, Any]:
-    """One federation without the newcomer, and the newcomer's results."""
+    """Run a federation without the newcomer and return the newcomer's results.
+
+    Args:
+        data: Folder of the real data sets.
+        args: The command line.
+        source: Key of ``SOURCES``.
+        method: Name of the method.
+        seed: Seed of the run.
+    """
     users = users_of(data, source)
     newcomer = list(users)[-1]
     text = users.pop(newcomer)

@@ -1,4 +1,4 @@
-"""What a federation over processes costs beyond its local steps, on this machine; one JSON line.
+"""Overhead of a federation over processes beyond its local steps, on this machine; one JSON line.
 
     python benchmarks/network.py --base BASE --users 2
     python benchmarks/network.py --base BASE --users 8 --rounds 2 --steps 2
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 class Memory:
-    """Watches what this process and all below it have in memory."""
+    """Peak memory of this process and of the federation's processes."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._peak, self._ended = folder, 0, threading.Event()
@@ -77,7 +77,7 @@ class Memory:
         self._thread.start()
 
     def end(self) -> int:
-        """The most bytes that there were at once."""
+        """Stop and return the peak memory in bytes."""
         self._ended.set()
         self._thread.join()
         return self._peak
@@ -88,7 +88,7 @@ class Memory:
 
 
 def _everybody(folder: str) -> list[psutil.Process]:
-    """This process, and all that were started for a federation in a folder, wherever they are now."""
+    """Return this process and all processes of the federation in a folder."""
     found = [psutil.Process()]
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""What ``comingle cost`` plans and what a run really takes at its worst moment, each in a process of its own.
+"""Planned memory of ``comingle cost`` against the peak of a run, each in a process of its own.
 
     python benchmarks/planned_memory.py [CASE ...]
 
@@ -79,7 +79,7 @@ CASES["convolutions, vmap"] = {**CASES["convolutions"], "runtime": {"device": "c
 
 
 def write_case(case: str, folder: Path) -> Path:
-    """The recipe of a case, with made-up text or images beside it."""
+    """Write the recipe of a case, with made-up text or images beside it."""
     draw = random.Random(case)
     for name, path in CASES[case]["data"].get("users", {}).items():
         if path.endswith(".npz"):
@@ -94,7 +94,7 @@ def write_case(case: str, folder: Path) -> Path:
 
 
 def planned_and_measured(case: str) -> tuple[int, int]:
-    """Bytes."""
+    """Return the planned and the measured bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_case(case, Path(folder))
         comingle = [sys.executable, "-c", "from comingle.cli import main; main()"]

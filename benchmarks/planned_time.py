@@ -1,4 +1,4 @@
-"""What ``comingle cost --machines`` plans for a round, and what a round of ``comingle run --processes`` really takes.
+"""Planned round time of ``comingle cost --machines`` against rounds of ``comingle run --processes``.
 
 ``python benchmarks/planned_time.py [CASE ...] [--processes 1,2,3,4] [--turns 3] [--clock wall|processor]`` prints one
 JSON line for each case and number of processes on this machine:
@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def write_case(case: str, folder: Path) -> Path:
-    """The recipe of a case, with made-up text beside it."""
+    """Write the recipe of a case, with made-up text beside it."""
     content = CASES[case]
     for name in content["data"].get("users", {}):
         draw = random.Random(name)
@@ -79,7 +79,7 @@ def write_case(case: str, folder: Path) -> Path:
 
 
 PROCESSOR = "import time\ntime.perf_counter = time.process_time\n"
-"""What every process of Python does first where processor time is the clock, as ``sitecustomize.py``."""
+"""First lines of every Python process if processor time is the clock, as ``sitecustomize.py``."""
 
 
 def use_processor_time(folder: Path) -> None:
@@ -89,7 +89,13 @@ def use_processor_time(folder: Path) -> None:
 
 
 def run_round(recipe: Path, out: Path, processes: int) -> float:
-    """Seconds of a round of a real run."""
+    """Return the seconds of a round of a real run.
+
+    Args:
+        recipe: Path of the recipe.
+        out: The run folder.
+        processes: Number of processes.
+    """
     command = [sys.executable, "-m", "comingle", "run", str(recipe), "--out", str(out), "--quiet"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, "--processes", str(processes)], check=True, env=environment, capture_output=True)
@@ -100,7 +106,13 @@ def run_round(recipe: Path, out: Path, processes: int) -> float:
 
 
 def this_machine(processes: int, disk: float = 1.0, *, own_core: bool) -> Cluster:
-    """With a core for each process, or with those that there are."""
+    """Describe this machine as a cluster.
+
+    Args:
+        processes: Number of processes.
+        disk: Speed of the disk.
+        own_core: Whether each process has its own core.
+    """
     count = processes if own_core else cores()
     return Cluster(machines=1, processes=processes, cores=count, threads=1, link=1.25e9, latency=1e-4, disk=disk)
 

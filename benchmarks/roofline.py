@@ -60,7 +60,7 @@ class Products:
 
 
 def product_flops(clients: Clients) -> int:
-    """Of a token, in the base's linears and its head: forward, and backward to the inputs."""
+    """Return FLOPs per token in the base's linears and head: forward, and backward to the inputs."""
     model: Any = clients.model
     inner = [*model.adapters.attention.values(), *model.adapters.experts.values()]
     kinds = ("Linear", "Conv1D")
@@ -69,7 +69,14 @@ def product_flops(clients: Clients) -> int:
 
 
 def measure(shape: dict[str, int], method: str, iters: int, clock: Callable[[], float]) -> dict[str, Any]:
-    """One shape."""
+    """Measure one shape.
+
+    Args:
+        shape: Sizes of the model and the batch.
+        method: Name of the method.
+        iters: Number of timed turns.
+        clock: Function that returns the time in seconds.
+    """
     name = "random:gpt2?" + "&".join(f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab"))
     rest = {"method": method, "experts": 2, "ctx": CONTEXT, "dtype": "bfloat16", "device": "cpu"}
     switches = {"users_per_step": None, "micro_batch": None, "no_compile": False, "no_native": False}
