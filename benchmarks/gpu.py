@@ -95,7 +95,13 @@ def name_of(shape: dict[str, Any], toy: bool) -> str:
 
 
 def best_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """FLOPs a second of the best of some square products."""
+    """Return FLOPs per second of the fastest of ten square products.
+
+    Args:
+        device: Device of the products.
+        dtype: Type of the operands.
+        size: Width of the operands.
+    """
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = lambda: one @ other  # noqa: E731
     for _ in range(3):
@@ -121,7 +127,13 @@ def chip_of(name: str) -> float | None:
 
 
 def medians(steps: dict[str, Callable[[], object]], deadline: float, warm: int = WARM) -> dict[str, list[float]]:
-    """Seconds of each step, in turns; fewer turns where time runs out."""
+    """Return the seconds of each step, timed in turns; fewer turns if time runs out.
+
+    Args:
+        steps: Steps by name.
+        deadline: Time at which to stop.
+        warm: Turns to warm up.
+    """
     times: dict[str, list[float]] = {key: [] for key in steps}
     for turn in range(warm + TURNS):
         began = time.perf_counter()
@@ -135,7 +147,14 @@ def medians(steps: dict[str, Callable[[], object]], deadline: float, warm: int =
 
 
 def settings(args: Namespace, shape: dict[str, Any], users: int, at_once: int | None) -> Namespace:
-    """What the functions of throughput.py are asked with."""
+    """Return arguments for the functions of throughput.py.
+
+    Args:
+        args: The command line.
+        shape: Sizes of the model.
+        users: Number of users.
+        at_once: Users per pass; None takes the default.
+    """
     return Namespace(
         users=users,
         batch=args.batch,
@@ -151,14 +170,17 @@ def settings(args: Namespace, shape: dict[str, Any], users: int, at_once: int | 
 
 
 def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[str, Any]:
-    """How many times as fast a step is in each of the other ways, or why it is not known.
+    """Return the speed-up of each GPU option, or the reason why it is missing.
 
-    One way after another: each has the memory of a pass for itself.
+    Args:
+        clients: Users and their model.
+        step: Function that takes a local step.
+        deadline: Time at which to stop.
     """
     plain = clients.steps.model
 
     def as_in(model: Model, part: Any) -> None:
-        # What is in use holds for the whole process, so each turn says it anew.
+        # The backend is global to the process, so each turn sets it again.
         clients.steps.model = model
         expert_mlp.set_backend(part)
         step()
@@ -186,7 +208,7 @@ def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[
 
 
 def tried(measured: Callable[..., float], *args: Any) -> float | str:
-    """A number, or why there is none: whatever a compiler, a driver or a full device has to say."""
+    """Return a measurement, or the error that prevented it."""
     try:
         return measured(*args)
     except Exception as error:
@@ -194,12 +216,12 @@ def tried(measured: Callable[..., float], *args: Any) -> float | str:
 
 
 def why(error: Exception) -> str:
-    """In one line."""
+    """Return an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 def flops_of_token(clients: Clients) -> float:
-    """Of matrix products, in the phases that every step has: 25 at most are timed here, with none of the router's."""
+    """Return FLOPs of matrix products per token in the phases that every step has."""
     layout = clients.model.layout
     names = (slot.name for slot in layout.slots)
     shape = Shape(clients, 0, dict(zip(names, own_entries(clients)[0].tolist(), strict=True)))
@@ -209,7 +231,17 @@ def flops_of_token(clients: Clients) -> float:
 def measure(
     args: Namespace, shape: dict[str, Any], base: Base, users: int, at_once: int | None, peak: float, deadline: float
 ) -> Any:
-    """One line of the table."""
+    """Return one line of the table.
+
+    Args:
+        args: The command line.
+        shape: Sizes of the model.
+        base: The base model.
+        users: Number of users.
+        at_once: Users per pass; None takes the default.
+        peak: FLOPs per second of the best product.
+        deadline: Time at which to stop.
+    """
     given = settings(args, shape, users, at_once)
     with measured_memory(base.device) as held:
         clients = clients_of(given, base)
@@ -240,7 +272,15 @@ def measure(
 
 
 def measure_what_fits(args: Namespace, shape: dict[str, Any], base: Base, users: int, *rest: float) -> Any:
-    """:meth:`measure` with half as many users at once as long as the memory does not suffice."""
+    """Call :func:`measure`, and halve the users per pass until memory suffices.
+
+    Args:
+        args: The command line.
+        shape: Sizes of the model.
+        base: The base model.
+        users: Number of users.
+        *rest: Peak and deadline.
+    """
     at_once = None
     while True:
         try:
@@ -253,7 +293,16 @@ def measure_what_fits(args: Namespace, shape: dict[str, Any], base: Base, users:
 
 
 def usual(args: Namespace, shape: dict[str, Any], users: int, seconds: float, dtype: str, device: str) -> float:
-    """How many times longer the usual way takes for the same."""
+    """Return the speed-up over the usual implementation.
+
+    Args:
+        args: The command line.
+        shape: Sizes of the model.
+        users: Number of users.
+        seconds: Seconds of a step here.
+        dtype: Type of the base.
+        device: Device to train on.
+    """
     gc.collect()
     name = name_of(shape, args.toy)
     vocab = TOY["vocab"] if args.toy else shape["vocab"]
@@ -265,7 +314,7 @@ def usual(args: Namespace, shape: dict[str, Any], users: int, seconds: float, dt
 
 
 def lines(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Everything that is measured, or why it was not."""
+    """Yield all results, or the reasons why they are missing."""
     device = resolve_device(args.device)
     ends = time.perf_counter() + args.seconds
     loaded = load_base(name_of(SHAPES["gpt2-124m"], True), dtype=args.dtype, device=args.device)
@@ -280,7 +329,14 @@ def lines(args: Namespace) -> Iterator[dict[str, Any]]:
 
 
 def lines_of(args: Namespace, label: str, deadline: float, peak: float) -> Iterator[dict[str, Any]]:
-    """Of one shape."""
+    """Yield the results of one shape.
+
+    Args:
+        args: The command line.
+        label: Name of the shape.
+        deadline: Time at which to stop.
+        peak: FLOPs per second of the best product.
+    """
     shape, needed = SHAPES[label], 0.0
     base = load_base(name_of(shape, args.toy), dtype=args.dtype, device=args.device)
     for users in args.counts:
@@ -300,7 +356,7 @@ def lines_of(args: Namespace, label: str, deadline: float, peak: float) -> Itera
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """As README.md has it."""
+    """Return the table for README.md."""
     keys = ("shape", "users", "tokens_per_s", "of_base", "of_peak", "of_chip", "mb_per_user", "peak_gb", *WAYS, "usual")
     whole = [{"tokens_per_s": line.get("left_out", ""), **line} for line in found]
     rows = [[str(line.get(key, "")) for key in keys] for line in whole]

@@ -65,7 +65,17 @@ def federation(
     compiled: bool = True,
     data: str | None = None,
 ) -> InProcess:
-    """Users of a made task, or of a net on random images."""
+    """Return a federation of a synthetic task or of a net on random images.
+
+    Args:
+        task: Name of the task or net.
+        users: Number of users.
+        method: Name of the method.
+        users_per_step: Users per pass; None takes the default.
+        dtype: Type of the computation.
+        compiled: Whether to use native code.
+        data: Folder with MNIST's files.
+    """
     sgd = {"name": "sgd", "learning_rate": RATE, "schedule": "constant", "weight_decay": 0}
     recipe: dict[str, Any] = {
         "method": method,
@@ -87,7 +97,7 @@ def federation(
 
 
 def images(shape: Sequence[int], user: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """A user's images and their classes, and some that nobody asks for."""
+    """Return a user's random images and classes; the validation and test splits are not used."""
     draw = torch.Generator().manual_seed(user)
     inputs, targets = torch.randn(OF_A_USER, *shape, generator=draw), torch.arange(OF_A_USER) % 10
     return {"train": (inputs, targets), "valid": (inputs[:1], targets[:1]), "test": (inputs[:10], targets[:10])}
@@ -101,7 +111,13 @@ def start(clients: Clients, task: str, method: str) -> nn.Module:
 
 
 def train_alone(model: nn.Module, data: Samples, batch_size: int) -> nn.Module:
-    """One epoch of a user with torch's SGD, with preconditioned gradients where there are adaptors."""
+    """Train one epoch of a user with torch's SGD; adaptors have preconditioned gradients.
+
+    Args:
+        model: The net, trained in place.
+        data: Samples of the user.
+        batch_size: Samples per step.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for at in torch.randperm(len(data)).split(batch_size):
         optimizer.zero_grad()
@@ -118,7 +134,7 @@ def train_alone(model: nn.Module, data: Samples, batch_size: int) -> nn.Module:
 
 @torch.no_grad()
 def average(shared: nn.Module, models: list[nn.Module]) -> None:
-    """The mean over users; adaptors weighted by how much their users make of them."""
+    """Set the shared model to the mean over users; adaptors are weighted by their users' routers."""
     shares = torch.full((len(models), 1), 1 / len(models))
     clustered: set[str] = set()
     if isinstance(shared, FloralModel):
@@ -130,7 +146,13 @@ def average(shared: nn.Module, models: list[nn.Module]) -> None:
 
 
 def one_after_another(clients: Clients, task: str, method: str) -> Callable[[int], None]:
-    """The same method as most scripts have it: each user trains a copy of the global model."""
+    """Return a round of the usual implementation: each user trains a copy of the global model.
+
+    Args:
+        clients: Users and their data.
+        task: Name of the task or net.
+        method: Name of the method.
+    """
     shared, users = start(clients, task, method), cast(list[UserSamples], clients.users)
 
     def a_round(number: int) -> None:
@@ -153,7 +175,13 @@ def stacked(federation: InProcess) -> Callable[[int], None]:
 
 
 def seconds(rounds: Sequence[Callable[[int], None]], count: int, clock: Callable[[], float]) -> list[list[float]]:
-    """Of each, the times of some rounds in turns, after one that warms up."""
+    """Return the seconds of rounds, timed in turns after one to warm up.
+
+    Args:
+        rounds: Functions that run a round.
+        count: Number of timed rounds.
+        clock: Function that returns the time in seconds.
+    """
     times: list[list[float]] = [[] for _ in rounds]
     for number in range(count + 1):
         for a_round, found in zip(rounds, times, strict=True):

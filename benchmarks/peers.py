@@ -1,4 +1,4 @@
-"""What a user would pick instead, in the same run: PEFT's LoRA one adapter after another, and pfl-research's FedAvg.
+"""Comparison with alternatives in the same run: PEFT's LoRA one adapter after another, and pfl-research's FedAvg.
 
     pip install peft pfl                # in an environment of its own: pfl 0.6 wants an older dp-accounting than we do
     python benchmarks/peers.py [--rows gpt2,small,sixteen,nets] [--iters 3] [--threads 1 --cpu-time] [--data FOLDER]
@@ -56,7 +56,13 @@ def ours(name: str, shape: dict[str, int]) -> Turn:
 
 
 def with_peft(name: str, shape: dict[str, int], dtype: str) -> Turn:
-    """Adapters of all users on one base, trained one after another."""
+    """Return a turn that trains an adapter per user on one base, one after another.
+
+    Args:
+        name: The base model.
+        shape: Sizes of the model and the batch.
+        dtype: Type of the base.
+    """
     from peft import LoraConfig, get_peft_model
 
     base = load_base(name, dtype=dtype, device="cpu", attention="sdpa").model
@@ -85,23 +91,23 @@ def with_peft(name: str, shape: dict[str, int], dtype: str) -> Turn:
 
 
 class Classifier(nn.Module):
-    """A net as pfl-research wants it: with its loss, and metrics that nobody asks for."""
+    """A net as pfl-research wants it: with its loss, and no metrics."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
         self.net = net
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy."""
+        """Return the mean cross-entropy."""
         return nn.functional.cross_entropy(self.net(inputs), targets)
 
     def metrics(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-        """None."""
+        """Return no metrics."""
         return {}
 
 
 def with_pfl(net: nn.Module, users: list[UserSamples]) -> Turn:
-    """A central iteration of FedAvg over all users."""
+    """Return a function that runs a central iteration of FedAvg over all users."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -137,7 +143,7 @@ def with_pfl(net: nn.Module, users: list[UserSamples]) -> Turn:
 
 
 def turns_of(row: str, data: str | None) -> dict[str, Turn]:
-    """Everybody of one row, ours first."""
+    """Return the implementations of one row, comingle first."""
     if row == "nets":
         made = federation("mnist", USERS, "fedavg", None, data=data)
         users = cast(list[UserSamples], made.clients.users)
@@ -156,7 +162,14 @@ def turns_of(row: str, data: str | None) -> dict[str, Turn]:
 
 
 def compared(row: str, iters: int, clock: Callable[[], float], data: str | None = None) -> dict[str, Any]:
-    """Seconds of a turn of each, and how many times faster ours are."""
+    """Return the seconds of a turn of each implementation and the speed-ups of comingle.
+
+    Args:
+        row: Name of the row.
+        iters: Number of timed turns.
+        clock: Function that returns the time in seconds.
+        data: Folder with MNIST's files.
+    """
     turns = turns_of(row, data)
     times: dict[str, list[float]] = {key: [] for key in turns}
     for number in range(iters + 2):  # the first two rounds compile and warm up

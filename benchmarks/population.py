@@ -1,4 +1,4 @@
-"""What a population costs beside its cohort: memory and time of few and of many users with an equal cohort.
+"""Cost of population size: memory and time of few and of many users with an equal cohort.
 
 ``python benchmarks/population.py net`` (1,000 and 1,000,000 synthetic users of a small net, 1,000 of them a round),
 ``python benchmarks/population.py text --model FOLDER`` (1,000 and 100,000 users of a language model, 100 a round) and
@@ -57,13 +57,13 @@ ROUNDS, EVALUATED, NETS_AT_ONCE = 4, 50, 100
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file stands behind."""
+    """Return the anonymous memory of this process in bytes."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 class Peak(threading.Thread):
-    """Looks at memory again and again."""
+    """Thread that polls the peak of anonymous memory."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -76,7 +76,7 @@ class Peak(threading.Thread):
 
 
 def net_user(number: int) -> UserSamples:
-    """A user whose classes follow from a linear map of its own, near that of all."""
+    """Return a user whose classes follow from a perturbed copy of a common linear map."""
     common = torch.randn(INPUTS, CLASSES, generator=generator("population"))
     draw = generator("population", number)
     inputs = torch.randn(2 * SAMPLES_EACH, INPUTS, generator=draw)
@@ -139,7 +139,7 @@ def recipe_of(kind: str, users: int, cohort: int, model: str, rows: Path) -> Any
 
 
 def child(arguments: argparse.Namespace) -> None:
-    """One run, which may kill itself in its third round."""
+    """Run once; with ``--kill``, end by SIGKILL in the third round."""
     began, peak = time.process_time(), Peak()
     peak.start()
     recipe = recipe_of(arguments.kind, arguments.users, arguments.cohort, arguments.model, arguments.data)
@@ -194,7 +194,14 @@ def data_of(kind: str, users: int, place: Path) -> Path:
 
 
 def read_first(arguments: argparse.Namespace, sizes: list[int], cohort: int, place: Path) -> dict[str, Any]:
-    """Runs that read the users' text, which later ones find."""
+    """Run with an empty cache, so that users' text is read; later runs find it in the cache.
+
+    Args:
+        arguments: The command line.
+        sizes: Numbers of users, the smaller one first.
+        cohort: Participants of a round.
+        place: Folder of data, cache and runs.
+    """
     for users in sizes:
         write_rows(data_of("rows", users, place), users)
     found = [start("rows", users, cohort, arguments.model, place, name="-first") for users in sizes]

@@ -61,7 +61,14 @@ FURTHER = 32
 
 
 def people_of(base: str, method: str, users: int, dtype: str) -> dict[str, PersonalModel]:
-    """As after a training: every user's adapters moved a little from where they start."""
+    """Return the models of users whose adapters are perturbed, as if trained.
+
+    Args:
+        base: The base model.
+        method: Name of the method.
+        users: Number of users.
+        dtype: Type of the base.
+    """
     names = [f"user {i}" for i in range(users)]
     recipe = parse_recipe(
         {
@@ -99,7 +106,7 @@ def at_once(engine: Engine, prompts: Mapping[str, list[int]], new: int) -> dict[
 
 
 def exported(people: Mapping[str, Any]) -> dict[str, Any]:
-    """Everybody's model as a checkpoint of transformers' own classes, loaded again."""
+    """Export each user's model for transformers and load it."""
     from transformers import AutoModelForCausalLM
 
     networks = {}
@@ -129,7 +136,7 @@ def timed(call: Any, clock: Any) -> tuple[float, dict[str, list[int]]]:
 
 
 def growth(people: Mapping[str, PersonalModel]) -> float:
-    """Bytes that the process grows by for each further user."""
+    """Return the growth of the process in bytes per additional user."""
     first = next(iter(people.values()))
     gc.collect()
     before = psutil.Process().memory_info().rss

@@ -1,4 +1,4 @@
-"""RunPlan speed of stacked users on a random GPT-2, against its own frozen base in the same run.
+"""Training speed of stacked users on a random GPT-2, against its own frozen base in the same run.
 
     python benchmarks/throughput.py --layers 4 --dim 256 --heads 4 --vocab 8192 --users 4 --batch 16 --ctx 128 --iters 4
 
@@ -100,7 +100,13 @@ def clients_of(args: argparse.Namespace, base: Base) -> Clients:
 
 
 def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[[], None]:
-    """One pass of all users' batches through the base alone, in the same portions."""
+    """Return a function that passes all users' batches through the base alone.
+
+    Args:
+        args: The command line.
+        base: The base model.
+        sequences: Sequences per pass.
+    """
     head, body = lm_head(base), backbone(base.model)
     if not args.no_native and expert_mlp.is_enabled():
         use_native_code(base.model, attention=True)
