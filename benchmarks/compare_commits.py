@@ -84,6 +84,12 @@ def run_benchmark(
     A small parent process runs it, so that CPU seconds and peak memory are those of this benchmark alone. Numbers that
     the benchmark prints are preferred to these.
 
+    Args:
+        tree: Folder of the checkout.
+        variables: Environment variables.
+        arguments: Arguments of Python.
+        keys: Names of the numbers to return.
+
     Raises:
         SystemExit: it failed.
     """

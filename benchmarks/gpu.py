@@ -15,7 +15,7 @@ For each shape and number of users one line of JSON as soon as it is measured, a
 - ``usual``: how many times faster than `one_by_one.py` (users in turn, each expert a whole MLP), in float32 and bf16.
 
 As many users go through the base at once (``users_per_step``) as the memory has room for: the default, or half of it,
-and so on. What does not fit even so, or not into the time, is named with the reason. ``--toy`` is for machines without
+and so on. Lines that exceed memory or time are named with the reason. ``--toy`` is for machines without
 a GPU: the same code on shapes of two layers.
 """
 
@@ -65,7 +65,7 @@ TOY = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "mlp": 128, "vocab": 3
 USUAL_AT = 16
 TURNS, WARM = 3, 1
 LEAST_TIME = 4.0
-"""What a line takes at least, in steps: two turns of the step and of the base."""
+"""Least duration of a line, in steps: two turns of the step and of the base."""
 CHIPS = {"H100 PCIe": 756.5, "H100 NVL": 835.5, "H200 NVL": 835.5, "H100": 989.4, "H200": 989.4, "A100": 312.0}
 """TFLOP/s of dense bf16 products in NVIDIA's data sheets (half of those with sparsity), by a part of the name."""
 FASTER: dict[str, Callable[[Any], Any]] = {"triton": with_triton, "graphs": recorded}
@@ -221,7 +221,10 @@ def why(error: Exception) -> str:
 
 
 def flops_of_token(clients: Clients) -> float:
-    """Return FLOPs of matrix products per token in the phases that every step has."""
+    """Return FLOPs of matrix products per token in the phases of every step.
+
+    At most 25 steps are timed here, and none of them trains the router.
+    """
     layout = clients.model.layout
     names = (slot.name for slot in layout.slots)
     shape = Shape(clients, 0, dict(zip(names, own_entries(clients)[0].tolist(), strict=True)))

@@ -110,7 +110,7 @@ def this_machine(processes: int, disk: float = 1.0, *, own_core: bool) -> Cluste
 
     Args:
         processes: Number of processes.
-        disk: Speed of the disk.
+        disk: Rate of the disk, in bytes per second.
         own_core: Whether each process has its own core.
     """
     count = processes if own_core else cores()

@@ -82,7 +82,14 @@ def example_source(found: re.Match[str]) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Remove Sphinx roles and double colons, which docstrings have and Markdown does not know."""
+    """Remove Sphinx roles and double colons, which docstrings have and Markdown does not know.
+
+    Args:
+        html: Content of the page.
+        page: The page.
+        config: Configuration of the site.
+        files: Files of the site.
+    """
     return re.sub(r":\w+:(?=<code>)", "", html).replace("::</p>", ":</p>")
 
 
