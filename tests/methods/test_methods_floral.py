@@ -212,7 +212,7 @@ def test_how_much_all_make_of_a_component_is_weighted_by_their_data() -> None:
 
 
 def test_a_frozen_base_takes_no_mean(federate: Any) -> None:
-    with pytest.raises(RecipeError, match="method floral: centre moves a mean into the base, which is frozen"):
+    with pytest.raises(RecipeError, match=r"method floral: centre .*frozen"):
         federate({"name": "floral", "centre": True})
 
 
@@ -278,15 +278,12 @@ def test_faults_are_one_line() -> None:
         ({"clusters": 0}, "clusters is 0"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
-        ({"centre": True, "adaptor_server_rate": 0.5}, "centre with server rates"),
-        ({"server_adam_rate": 0.1, "centre": True}, "server_adam_rate: 0.1 with centre true"),
-        ({"server_adam_rate": 0.1, "base_server_rate": 0.5}, "server_adam_rate: 0.1 with centre false and server"),
+        ({"centre": True, "adaptor_server_rate": 0.5}, "centre: got true with server rates"),
+        ({"server_adam_rate": 0.1, "centre": True}, "server_adam_rate: got 0.1 with centre true"),
+        ({"server_adam_rate": 0.1, "base_server_rate": 0.5}, "server_adam_rate: got 0.1 with centre false and server"),
         ({"server_adam_rate": -1.0}, "server_adam_rate is -1.0"),
-        ({"report_mixture": False, "centre": True}, "report_mixture: false with centre true and server rates"),
-        (
-            {"report_mixture": False, "base_server_rate": 0.5},
-            "report_mixture: false with centre false and server rates",
-        ),
+        ({"report_mixture": False, "centre": True}, "report_mixture: got false with centre true"),
+        ({"report_mixture": False, "base_server_rate": 0.5}, "report_mixture: got false with centre false"),
     ):
         with pytest.raises(RecipeError, match=said) as error:
             make("floral", **settings)

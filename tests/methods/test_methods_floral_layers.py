@@ -107,7 +107,7 @@ def test_equal_routers_of_all_layers_compute_what_one_router_does() -> None:
         models[1].router.theta[1] = -theta
     assert not torch.allclose(models[0](x), models[1](x))
     torch.testing.assert_close(models[1].merge()(x), models[1](x), rtol=1e-6, atol=1e-9)
-    with pytest.raises(RecipeError, match=r"mixture: got shape \(3, 3\), needs \(2, 3\)"):
+    with pytest.raises(RecipeError, match=r"mixture: got shape \(3, 3\).*\(2, 3\)"):
         models[1](x, mixture=torch.zeros(3, 3))
 
 
@@ -138,12 +138,12 @@ def test_a_report_for_other_layers_is_refused(federate_nets: Any) -> None:
     name, layout = clients.names[0], clients.model.layout
     check_upload(upload, layout, clients.method, user=name, number=1, rank=0, weighted=True)
     upload.reports["mixture"] = upload.reports["mixture"][:, :1]
-    with pytest.raises(MessageError, match=r"report 'mixture' has shape \(1, 2\); allowed: \(2, 2\)"):
+    with pytest.raises(MessageError, match=r"'mixture' .*\(1, 2\).*\(2, 2\)"):
         check_upload(upload, layout, clients.method, user=name, number=1, rank=0, weighted=True)
 
 
 def test_one_p_of_c_is_needed_for_centring() -> None:
-    with pytest.raises(RecipeError, match="centre with per_layer"):
+    with pytest.raises(RecipeError, match=r"method floral: centre: .*per_layer"):
         make("floral", per_layer=True, centre=True)
 
 

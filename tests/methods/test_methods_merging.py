@@ -153,7 +153,7 @@ def test_the_head_is_the_last_layer_without_statistics() -> None:
 
 
 def test_identical_models_are_refused() -> None:
-    with pytest.raises(RecipeError, match="3 models are identical, so merging weights could never move"):
+    with pytest.raises(RecipeError, match=r"method\.models: .* 3 models"):
         start_soup({"w": torch.ones(3, 2)})
     start_soup({"w": torch.ones(1, 2)})
     start_soup({"a": torch.eye(3), "b": torch.zeros(3, 2)})

@@ -116,7 +116,7 @@ def test_a_report_that_is_none_names_the_class() -> None:
         def report(self, cohort: Cohort) -> Any:
             return None
 
-    with pytest.raises(PluginError, match=r"^method mine: \S+:\d+, Silent returned or left what does not fit, at "):
+    with pytest.raises(PluginError, match=r"^method mine: \S+:\d+, Silent .*, used at \S+:\d+"):
         run(mine(parts=[Silent()]))
 
 
@@ -133,9 +133,9 @@ def test_constructors_too() -> None:
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"client": None}, "client is NoneType; allowed: a Client"),
-        ({"server": Mean}, "server is Mean itself, not an object of it; allowed: a Server"),
-        ({"client": Client(parts=(Begins,))}, "client.parts has <class "),  # type: ignore[arg-type]
+        ({"client": None}, "client is NoneType; .* Client "),
+        ({"server": Mean}, "server is .* Mean; .* Server "),
+        ({"client": Client(parts=(Begins,))}, "client.parts .*<class .*ClientHook"),  # type: ignore[arg-type]
     ],
 )
 def test_a_method_of_wrong_parts_says_which(parts: dict[str, Any], said: str) -> None:
@@ -168,12 +168,12 @@ class LongMean(Mean):
 
 
 def test_the_old_name_of_a_client_hook_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"comingle\.methods\.base\.Part is now ClientHook"):
+    with pytest.warns(DeprecationWarning, match=r"base\.Part .*ClientHook"):
         assert base.Part is ClientHook
 
 
 def test_the_old_flag_of_a_client_hook_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="forgets is now only_resets_moments"):
+    with pytest.warns(DeprecationWarning, match="forgets .*only_resets_moments"):
 
         class Old(ClientHook):
             forgets = True
@@ -190,6 +190,6 @@ def test_the_old_name_of_resetting_moments_warns() -> None:
             calls.append(roles)
 
     Recorded.__abstractmethods__ = frozenset()
-    with pytest.warns(DeprecationWarning, match="forget is now Cohort.reset_moments"):
+    with pytest.warns(DeprecationWarning, match="forget .*reset_moments"):
         Recorded().forget(frozenset({"router"}))  # type: ignore[abstract]
     assert calls == [frozenset({"router"})]

@@ -114,6 +114,6 @@ def test_the_two_extractors_start_differently(federate_nets: Any) -> None:
 
 
 def test_a_net_of_one_layer_has_no_features_to_share(federate_nets: Any) -> None:
-    with pytest.raises(RecipeError, match="net 'linear' is one layer, without features to share") as error:
+    with pytest.raises(RecipeError, match="method pfedmoe: net 'linear'") as error:
         federate_nets(METHOD, changes={"data.task.name": "linear", "training.batch_size": 3})
     assert "\n" not in str(error.value)

@@ -50,7 +50,7 @@ def test_scales_are_each_users_own_and_padding_counts_nowhere(federate: Any) -> 
 
 
 def test_as_many_ranks_as_users(federate: Any) -> None:
-    with pytest.raises(RecipeError, match=r"adapters\.rank: 2 numbers for 3 users; give one, or one per user"):
+    with pytest.raises(RecipeError, match=r"adapters\.rank: 2 .* 3 users"):
         federate("fedavg", changes={"adapters.rank": [1, 2]})
 
 

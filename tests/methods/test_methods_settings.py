@@ -26,7 +26,7 @@ def mine(
     many: int = 1,
     loose=7,  # type: ignore[no-untyped-def]
 ) -> Method:
-    """A method of somebody else's."""
+    """A method of another package."""
     return fedavg()
 
 

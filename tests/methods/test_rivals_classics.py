@@ -113,5 +113,5 @@ def test_the_first_steps_of_scaffold_are_those_of_fedavg(federate: Any) -> None:
 
 @pytest.mark.parametrize("base", ["text", "mlp"])
 def test_fedbn_is_refused_where_it_would_be_fedavg(federate: Any, federate_nets: Any, base: str) -> None:
-    with pytest.raises(RecipeError, match=r"method fedbn: is about base\.norm, of which \S+ has nothing"):
+    with pytest.raises(RecipeError, match=r"method fedbn: .*base\.norm"):
         federate("fedbn") if base == "text" else federate_nets("fedbn", changes={"data.task.name": "mlp"})

@@ -126,7 +126,7 @@ def test_an_assignment_is_the_best_of_all(experts: int, users: int, choices: int
 
 @pytest.mark.parametrize(("settings", "total"), [({"experts": 2, "choices": 1}, 2), ({"experts": 9, "most": 5}, 18)])
 def test_more_or_fewer_experts_than_users_may_have_are_refused(federate: Any, settings: Any, total: int) -> None:
-    with pytest.raises(RecipeError, match=rf"method fedamole: .* are {total} in all; allowed: 3 to \d+ \(method"):
+    with pytest.raises(RecipeError, match=rf"method fedamole: .* {total} .*allowed: 3 to \d+ \(method"):
         federate({"name": "fedamole", **settings})
 
 
@@ -137,8 +137,8 @@ def test_scores_that_are_no_numbers_are_a_divergence(value: float, users: int) -
     scores[1, 0] = value
     server = make("fedamole", experts=ALL, choices=CHOICES, most=MOST).server
     assert isinstance(server, AssignmentServer)
-    told = r"^method fedamole: how well experts fit users is not finite \(1 of \d+ scores\); try a smaller "
-    with pytest.raises(DivergenceError, match=told):
+    message = r"^method fedamole: 1 of \d+ scores .*training\.router\.learning_rate"
+    with pytest.raises(DivergenceError, match=message):
         server.assign(scores)
 
 
@@ -146,7 +146,7 @@ def test_a_run_that_diverges_says_so(federate: Any) -> None:
     """While every tensor is still finite: products of two of them are not."""
     large = {"training.experts.learning_rate": 1e6, "training.router.learning_rate": 1e6}
     federation = federate("fedamole", dtype="float32", changes=large)
-    with pytest.raises(DivergenceError, match=r"^method fedamole: how well experts fit users is not finite"):
+    with pytest.raises(DivergenceError, match=r"^method fedamole: \d+ of \d+ scores"):
         played(federation, [USERS] * 3)
 
 
@@ -293,10 +293,10 @@ def ann(federate: Any) -> PersonalModel:
 
 
 def test_no_architecture_weighs_by_pairs(ann: PersonalModel, tmp_path: Any) -> None:
-    with pytest.raises(DataError, match=r"weighed by pairs of projections.*--format merged-approximately"):
+    with pytest.raises(DataError, match=r"pairs of projections.*--format merged-approximately"):
         ann.export(tmp_path / "t")
     assert ann.export(tmp_path / "m", format="merged-approximately").lost
-    with pytest.raises(DataError, match="chosen token by token"):
+    with pytest.raises(DataError, match=r"user 'ann': .*experts .*token"):
         ann.merge()
     gates = ann.route("some text that is read").gates
     assert torch.equal(gates[..., 0], torch.full_like(gates[..., 0], 0.5))

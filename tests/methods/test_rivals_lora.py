@@ -195,7 +195,7 @@ def test_what_a_user_takes_home_has_the_residual_in_its_weights(tiny: Any, name:
 @pytest.mark.parametrize("name", ["fedex-lora", "scaffold", "momentum-clustering"])
 def test_servers_that_count_movements_need_one_rank(tiny: Any, name: str) -> None:
     """Else what a user of a lower rank has not would count as having moved to 0."""
-    with pytest.raises(RecipeError, match=rf"{name}: adapters\.rank differs between users"):
+    with pytest.raises(RecipeError, match=rf"{name}: .*adapters\.rank"):
         tiny(name, **{"adapters.rank": [1, 2, 2]})
 
 

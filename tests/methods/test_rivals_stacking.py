@@ -142,7 +142,7 @@ def test_models_of_one_kind_start_differently_and_only_shared_ones_travel(
 
 
 def test_nets_are_refused_in_one_line(federate_nets: Any) -> None:
-    with pytest.raises(RecipeError, match=r"method stacking: shares nothing of a net; it is for language models"):
+    with pytest.raises(RecipeError, match="method stacking: shares "):
         federate_nets("stacking")
 
 
@@ -186,11 +186,8 @@ def test_no_weights_can_hold_it_and_that_is_one_line(federate: Any, tmp_path: Pa
     person = PersonalModel(
         name="ann", model=clients.model, tensors=clients.model.tensors(clients.state.rows[:1]), row=0
     )
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"^user 'ann': .*generate, score, comingle chat") as caught:
         person.merge() if action == "merge" else person.export(tmp_path / "folder")
-    assert str(caught.value).startswith(
-        "user 'ann': several whole models whose predictions are mixed, which no weights"
-    )
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "folder").exists()
 
@@ -274,5 +271,5 @@ def test_temperatures_train_nothing_and_leave_out_nothing(tempered: Any) -> None
 
 
 def test_a_head_that_caps_what_it_says_has_no_temperature(federate: Any) -> None:
-    with pytest.raises(RecipeError, match=r"^method.temperatures: got true, and the head of base 'random:gemma2'.*"):
+    with pytest.raises(RecipeError, match=r"^method.temperatures: got true, .*'random:gemma2'"):
         federate({"name": "stacking", "temperatures": True}, base="random:gemma2")

@@ -71,9 +71,9 @@ def test_a_text_can_be_routed_and_nothing_cannot(federate: Any, clients: Any) ->
     assert bob.route("grüß").tokens == ("g", "r", "", "ü", "", "ß")
     assert bob.route("a").experts == ("generalist", "specialist 1", "specialist 2")
     assert person(clients, 2).route("abc").gates.unique().tolist() == [1.0]
-    with pytest.raises(DataError, match="user 'bob': a text without tokens"):
+    with pytest.raises(DataError, match=r"user 'bob': .*tokens"):
         bob.route("")
-    with pytest.raises(DataError, match="user 'ann': no routers in this model"):
+    with pytest.raises(DataError, match=r"user 'ann': .*no routers"):
         person(federate("local").clients, 0).route("a")
 
 

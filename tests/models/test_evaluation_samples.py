@@ -155,22 +155,21 @@ def test_an_own_loss_is_asked_for_all_samples_at_once() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (nn.CrossEntropyLoss(), "loss 'CrossEntropyLoss': got () for 6 samples; allowed: one loss for each; use reduc"),
-        (lambda outputs, targets: outputs, "got (6, 4) for 6 samples; allowed: one loss for each"),
+        (nn.CrossEntropyLoss(), r"loss 'CrossEntropyLoss': got \(\) for 6 samples.*reduction='none'"),
+        (lambda outputs, targets: outputs, r"got \(6, 4\) for 6 samples"),
         (lambda outputs, targets: 3, "got int for 6 samples"),
     ],
 )
 def test_a_loss_that_is_not_one_a_sample_is_said(function: Callable[..., Any], message: str) -> None:
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(RecipeError, match=message):
         find_loss(function, classes=True)(torch.randn(2, 3, 4), torch.randint(4, (2, 3)))
-    assert message in str(error.value)
 
 
 def test_losses_are_found_and_registered_by_name() -> None:
     LOSSES.register("doubled", lambda outputs, targets: 2 * (outputs - targets).square().mean(-1))
     outputs, targets = torch.randn(5, 2), torch.randn(5, 2)
     assert torch.equal(find_loss("doubled", classes=False)(outputs, targets), 2 * MSE(outputs, targets))
-    with pytest.raises(RecipeError, match="no loss 'ms'"):
+    with pytest.raises(RecipeError, match=r"loss.*'ms'"):
         find_loss("ms", classes=False)
 
 

@@ -166,37 +166,37 @@ def refused(path: Path, match: str) -> None:
 def test_truncated(file: Path, own_caches: Path, fraction: float) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * fraction)])
-    refused(file, "damaged or unsupported GGUF")
+    refused(file, "GGUF")
     assert list((own_caches / "gguf").iterdir()) == []
 
 
 def test_not_a_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\x03\x04 and so on")
-    refused(path, r"not a GGUF file; it starts with b'PK\\x03\\x04' instead of b'GGUF'")
+    refused(path, r"b'PK\\x03\\x04'.*b'GGUF'")
 
 
 def test_missing_tensors(tmp_path: Path, original: Base) -> None:
     write_gguf(tmp_path / "tiny.gguf", original, leave_out="model.norm.weight")
-    refused(tmp_path / "tiny.gguf", "the weights lack 1 tensors, first 'model.norm.weight'")
+    refused(tmp_path / "tiny.gguf", "1 tensors.*'model.norm.weight'")
 
 
 def test_the_package_gguf_is_needed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(file, r"needs the package gguf; pip install 'comingle\[demo\]'")
+    refused(file, r"pip install 'comingle\[demo\]'")
 
 
 def test_a_cache_that_cannot_be_written(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "occupied").write_text("a file")
     monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "occupied"))
-    refused(file, "cannot write the conversion to .*; free space there or set COMINGLE_CACHE")
+    refused(file, "occupied.*COMINGLE_CACHE")
 
 
 def test_a_file_larger_than_memory_is_refused_before_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors become float32, and stand beside the model that they are copied into."""
     numbers = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(file).tensors)
     monkeypatch.setattr(folders, "free_bytes", lambda device: 8 * numbers - 1)
-    with pytest.raises(BaseModelError, match=r"converted, its weights need 0\.000 GB .* or its folder") as caught:
+    with pytest.raises(BaseModelError, match=r"0\.000 GB .*float32.*safetensors") as caught:
         convert_gguf(file)
     assert str(file) in str(caught.value)
     monkeypatch.setattr(folders, "free_bytes", lambda device: 8 * numbers)
@@ -227,11 +227,11 @@ def test_what_would_be_lost_is_refused(tmp_path: Path, original: Base, more: dic
         for parameter in network.parameters():
             parameter.add_(torch.randn_like(parameter))
     export_gguf(tmp_path / "file.gguf", "tiny", network, original.tokenizer, "F32")
-    with pytest.raises(BaseModelError, match=f"file.gguf: .*{left}.* would be lost.*; give its folder of safetensors"):
+    with pytest.raises(BaseModelError, match=f"file.gguf: .*{left}.*safetensors"):
         convert_gguf(tmp_path / "file.gguf")
 
 
 def test_scaling_that_settings_tell_of_is_refused(tmp_path: Path, original: Base) -> None:
     write_gguf(tmp_path / "file.gguf", original, linear=True)
-    with pytest.raises(BaseModelError, match=r"linear RoPE scaling would be lost, .*its folder of safetensors"):
+    with pytest.raises(BaseModelError, match=r"file.gguf: .*linear RoPE scaling.*safetensors"):
         convert_gguf(tmp_path / "file.gguf")

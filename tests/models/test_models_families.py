@@ -75,16 +75,16 @@ def test_biases_and_norms_are_not_trivial() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("random:gpt3", "unknown family 'gpt3', allowed are gpt2, llama, .* Did you mean 'gpt2'"),
-        ("random:", "unknown family ''"),
-        ("random:gpt2?layer=3", "unknown override 'layer', allowed are layers, dim, .* Did you mean 'layers'"),
-        ("random:gpt2?kv_heads=2", "unknown override 'kv_heads'"),
-        ("random:gpt2?dim", "dim must be a whole number above 0, got ''"),
-        ("random:gpt2?dim=0", "dim must be a whole number above 0, got '0'"),
-        ("random:gpt2?dim=1e3", "got '1e3'"),
-        ("random:gpt2?dim=48", r"dim must be a multiple of 8 \* heads = 32, got 48"),
-        ("random:llama?kv_heads=3", r"kv_heads must divide heads \(4\), got 3"),
-        ("random:gpt2?vocab=258", "vocab must be at least 259 .* got 258"),
+        ("random:gpt3", "family 'gpt3'.* gpt2, llama, .*'gpt2'"),
+        ("random:", "family ''"),
+        ("random:gpt2?layer=3", "override 'layer'.* layers, dim, .*'layers'"),
+        ("random:gpt2?kv_heads=2", "override 'kv_heads'"),
+        ("random:gpt2?dim", "dim: got ''"),
+        ("random:gpt2?dim=0", "dim: got '0'"),
+        ("random:gpt2?dim=1e3", "dim: got '1e3'"),
+        ("random:gpt2?dim=48", "dim: got 48.* 32"),
+        ("random:llama?kv_heads=3", r"kv_heads: got 3.*\(4\)"),
+        ("random:gpt2?vocab=258", "vocab: got 258.* 259"),
     ],
 )
 def test_a_wrong_name_is_one_line_that_helps(name: str, message: str) -> None:

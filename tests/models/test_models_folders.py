@@ -55,7 +55,7 @@ def test_sharded_weights(saved: Path) -> None:
     cut_in_two(saved)
     lm_head(load_base(str(saved), dtype="float32", device="cpu"))
     (saved / "b.safetensors").unlink()
-    refused(saved, "b.safetensors is named in model.safetensors.index.json but missing")
+    refused(saved, "b.safetensors .*model.safetensors.index.json")
 
 
 def test_a_folder_without_a_tokenizer_has_none(saved: Path) -> None:
@@ -66,19 +66,19 @@ def test_a_folder_without_a_tokenizer_has_none(saved: Path) -> None:
 
 def test_no_config(saved: Path) -> None:
     (saved / "config.json").unlink()
-    refused(saved, "no config.json in this folder; it holds generation_config.json, model.safetensors")
+    refused(saved, "config.json .*generation_config.json, model.safetensors")
     empty = saved / "empty"
     empty.mkdir()
-    refused(empty, "it holds nothing")
+    refused(empty, "config.json .*nothing")
 
 
 def test_damaged_config(saved: Path) -> None:
     (saved / "config.json").write_text('{"model_type": "lla')
-    refused(saved, "config.json is not valid JSON")
+    refused(saved, "config.json .*JSON.*line 1")
     (saved / "config.json").write_text("[1]")
-    refused(saved, r"config.json must hold an object, got \[1\]")
+    refused(saved, r"config.json .*got \[1\]")
     (saved / "config.json").write_text("{}")
-    refused(saved, "config.json names no model_type")
+    refused(saved, "config.json .*model_type")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_damaged_config(saved: Path) -> None:
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "got T5ForConditionalGeneration"),
         ({"model_type": "bart", "architectures": None, "is_encoder_decoder": True}, "got an encoder-decoder of type"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "got weights quantised with 'gptq'"),
-        ({"model_type": "nonesuch"}, "transformers cannot load it: .*nonesuch"),
+        ({"model_type": "nonesuch"}, "transformers.*nonesuch"),
     ],
 )
 def test_models_of_another_kind(saved: Path, changes: dict[str, Any], match: str) -> None:
@@ -99,19 +99,19 @@ def test_models_of_another_kind(saved: Path, changes: dict[str, Any], match: str
 def test_code_in_a_folder_is_never_run(saved: Path) -> None:
     (saved / "modeling_own.py").write_text(f"open({str(saved / 'ran')!r}, 'w')")
     edit_config(saved, model_type="own", auto_map={"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "x.Y"})
-    refused(saved, "transformers cannot load it")
+    refused(saved, "transformers")
     assert not (saved / "ran").exists()
 
 
 def test_pickles_are_refused(saved: Path) -> None:
     torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
     (saved / "model.safetensors").unlink()
-    refused(saved, r"pickled \(pytorch_model.bin\); comingle never unpickles, .* Convert them to model.safetensors")
+    refused(saved, r"\(pytorch_model.bin\).*model.safetensors")
 
 
 def test_no_weights(saved: Path) -> None:
     (saved / "model.safetensors").unlink()
-    refused(saved, "no weights; expected model.safetensors or model.safetensors.index.json")
+    refused(saved, "no weights.*model.safetensors or model.safetensors.index.json")
 
 
 @pytest.mark.parametrize("length", [0, 5, 100, 4000, -1])
@@ -119,14 +119,14 @@ def test_truncated_weights(saved: Path, length: int) -> None:
     path = saved / "model.safetensors"
     content = path.read_bytes()[:length]
     path.write_bytes(content)
-    refused(saved, rf"model.safetensors \({len(content)} bytes\) is truncated or damaged")
+    refused(saved, rf"model.safetensors \({len(content)} bytes\)")
 
 
 def test_missing_tensors_are_not_made_up(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
-    refused(saved, "the weights lack 1 tensors, first 'model.layers.1.mlp.up_proj.weight'")
+    refused(saved, "1 tensors.*'model.layers.1.mlp.up_proj.weight'")
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_missing_tensors_are_not_made_up(saved: Path) -> None:
 def test_tensors_without_a_place_are_not_left_out(saved: Path, name: str, shape: tuple[int, ...]) -> None:
     path = saved / "model.safetensors"
     save_file({**load_file(path), name: torch.ones(shape)}, path, metadata={"format": "pt"})
-    refused(saved, re.escape(f"{name} would be lost (1 tensor that its config.json has no place for)"))
+    refused(saved, f"1 tensors .*config.json .*{re.escape(name)}")
 
 
 def test_a_config_with_fewer_layers_is_refused(saved: Path) -> None:
     edit_config(saved, num_hidden_layers=1)
-    refused(saved, r"model\.layers\.1\.input_layernorm\.weight, \.\.\. would be lost \(9 tensors")
+    refused(saved, r"9 tensors .*config.json .*model\.layers\.1\.input_layernorm\.weight\W, \.\.\.")
 
 
 def test_buffers_that_models_compute_are_no_loss(saved: Path, tmp_path: Path) -> None:
@@ -170,21 +170,21 @@ def test_buffers_that_models_compute_are_no_loss(saved: Path, tmp_path: Path) ->
 
 def test_an_adapter_beside_the_weights_is_refused(saved: Path) -> None:
     (saved / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    refused(saved, r"adapter_config\.json says that an adapter lies beside the weights")
+    refused(saved, r"adapter_config\.json .*merge_and_unload")
 
 
 def test_tensors_of_another_shape(saved: Path) -> None:
     edit_config(saved, intermediate_size=48)
-    refused(saved, "transformers cannot load it")
+    refused(saved, "transformers")
 
 
 def test_damaged_tokenizer(saved: Path) -> None:
     (saved / "tokenizer.json").write_text('{"version"')
-    refused(saved, "its tokenizer cannot be loaded")
+    refused(saved, "tokenizer")
 
 
 def test_a_file_that_is_no_gguf_needs_its_folder(saved: Path) -> None:
-    refused(saved / "model.safetensors", "a file must be a .gguf; for other weights give their folder")
+    refused(saved / "model.safetensors", ".gguf")
 
 
 def test_home_is_expanded(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_home_is_expanded(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USERPROFILE", str(saved.parent))
     assert load_base("~/saved", device="cpu").name == "~/saved"
     shutil.rmtree(saved)
-    with pytest.raises(BaseModelError, match="'~/saved': no such file or folder"):
+    with pytest.raises(BaseModelError, match="'~/saved'"):
         load_base("~/saved")
 
 
@@ -218,7 +218,7 @@ def test_weights_that_are_not_finite_are_named(saved: Path, value: float, name: 
     tensors[name].view(-1)[3] = value
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(BaseModelError, match=f"{name} holds numbers that are not finite") as caught:
+        with pytest.raises(BaseModelError, match=f"weight {name} .*finite") as caught:
             load_base(str(saved), dtype=dtype, device="cpu")
         assert "\n" not in str(caught.value)
 
@@ -228,7 +228,7 @@ def test_logits_that_are_not_finite_are_named_as_such(saved: Path) -> None:
     tensors["lm_head.weight"].fill_(3e38)
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
     base = load_base(str(saved), dtype="float32", device="cpu")
-    with pytest.raises(BaseModelError, match="its logits are not finite") as caught:
+    with pytest.raises(BaseModelError, match=r"logits .*finite") as caught:
         lm_head(base)
     assert "nan" not in str(caught.value)
 
@@ -243,7 +243,7 @@ def test_weights_larger_than_memory_are_refused_before_they_are_loaded(
     load_base(str(saved), dtype=dtype, device="cpu")
     monkeypatch.setattr(folders, "free_bytes", lambda device: needed - 1)
     monkeypatch.setattr(folders, "_load_model", lambda *_, **__: pytest.fail("loaded"))
-    message = rf"its weights need 0\.000 GB of memory in {dtype}, and 0\.000 GB are free on cpu; take a smaller base"
+    message = rf"0\.000 GB .*{dtype}.* 0\.000 GB .*cpu"
     with pytest.raises(BaseModelError, match=message) as caught:
         load_base(str(saved), dtype=dtype, device="cpu")
     assert str(saved) in str(caught.value)
@@ -254,4 +254,4 @@ def test_all_shards_count(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sum(t.numel() for t in load_file(saved / "model.safetensors").values()) * 4
     cut_in_two(saved)
     monkeypatch.setattr(folders, "free_bytes", lambda device: whole - 1)
-    refused(saved, "its weights need")
+    refused(saved, "weights .*GB .*cpu")

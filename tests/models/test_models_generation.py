@@ -183,9 +183,9 @@ def test_a_continuation_is_what_the_whole_text_has_behind_the_prompt(stories: An
 
 @pytest.mark.parametrize("prompt", ["a \udcff", [{"role": "user", "content": "\udcff"}]])
 def test_half_of_a_character_is_refused(person: Person, prompt: Any) -> None:
-    with pytest.raises(DataError, match=r"a text is not valid Unicode: '\\udcff' at \d"):
+    with pytest.raises(DataError, match=r"'\\udcff' at \d"):
         person().generate(prompt, max_new_tokens=3)
-    with pytest.raises(DataError, match=r"a text is not valid Unicode: '\\udcff' at \d"):
+    with pytest.raises(DataError, match=r"'\\udcff' at \d"):
         person().perplexity("a \udcff")
 
 
@@ -228,29 +228,29 @@ def test_special_tokens_that_are_spelt_out_are_scored_as_the_text_they_are(perso
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -1}, "temperature: got -1, allowed is a number from 0"),
+        ({"temperature": -1}, "temperature: got -1; .* 0"),
         ({"temperature": math.nan}, "temperature: got nan"),
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0, allowed is a whole number from 1"),
-        ({"top_p": 0.0, "temperature": 1}, "top_p: got 0.0, allowed is a number above 0, up to 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0; .* 1"),
+        ({"top_p": 0.0, "temperature": 1}, "top_p: got 0.0; .* 1"),
         ({"top_k": -2, "do_sample": True}, "top_k: got -2"),
-        ({"top_k": 5}, "top_k: changes nothing in a greedy text; give do_sample=True or a temperature above 0"),
+        ({"top_k": 5}, "top_k: .*do_sample=True"),
         ({"do_sample": True, "temperature": 0}, "temperature: got 0 with do_sample=True"),
         ({"do_sample": False, "temperature": 0.7}, "temperature: got 0.7 with do_sample=False"),
         ({"seed": -1}, "seed: got -1"),
-        ({"stop": ""}, "stop: got '', allowed is a text or a list of texts, none empty"),
+        ({"stop": ""}, "stop: got ''"),
         ({"stop_strings": ["a", 3]}, r"stop_strings: got \('a', 3\)"),
-        ({"eos_token_id": 259}, "eos_token_id: got 259, allowed are tokens below 259"),
+        ({"eos_token_id": 259}, "eos_token_id: got 259; .* 259"),
         ({"eos_token_id": -1}, "eos_token_id: got -1"),
-        ({"num_beams": 4}, r"num_beams: not supported in generate \(got 4\); allowed are do_sample, eos_token_id"),
-        ({"num_return_sequences": 2}, "num_return_sequences: not supported"),
-        ({"max_length": 20}, "max_length: not supported .* Use max_new_tokens"),
-        ({"temprature": 1}, "temprature: not supported .* Did you mean 'temperature'"),
-        ({"min_new_tokens": 9, "max_new_tokens": 4}, r"min_new_tokens: got 9, above max_new_tokens \(4\)"),
+        ({"num_beams": 4}, r"num_beams: .*\(got 4\).*do_sample, eos_token_id"),
+        ({"num_return_sequences": 2}, r"num_return_sequences: .*\(got 2\)"),
+        ({"max_length": 20}, "max_length: .*20.* max_new_tokens\\.$"),
+        ({"temprature": 1}, "temprature: .*'temperature'"),
+        ({"min_new_tokens": 9, "max_new_tokens": 4}, r"min_new_tokens: got 9; .*max_new_tokens \(4\)"),
         ({"repetition_penalty": 0}, "repetition_penalty: got 0"),
-        ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams: not supported"),
+        ({"generation_config": GenerationConfig(num_beams=3)}, r"num_beams: .*\(got 3\)"),
         (
             {"generation_config": GenerationConfig(do_sample=True, temperature=1.0, typical_p=0.4)},
-            "typical_p: not supp",
+            r"typical_p: .*\(got 0.4\)",
         ),
     ],
 )
@@ -263,11 +263,11 @@ def test_a_wrong_setting_is_one_line(person: Person, settings: dict[str, Any], m
 def test_what_the_base_cannot_read_is_refused(person: Person) -> None:
     ann = person(base="random:gpt2?ctx=32")
     assert isinstance(ann.generate("x" * 30, max_new_tokens=2), str)
-    with pytest.raises(DataError, match="the prompt has 30 tokens, with max_new_tokens=3 more than the 32 that"):
+    with pytest.raises(DataError, match=r"the prompt: 30 .*max_new_tokens=3.* 32 "):
         ann.generate("x" * 30, max_new_tokens=3)
-    with pytest.raises(DataError, match="prompt 2 has 40 tokens"):
+    with pytest.raises(DataError, match="prompt 2: 40 "):
         ann.generate(["x", "x" * 40], max_new_tokens=3)
-    with pytest.raises(RecipeError, match="context: got 64, but the base reads at most 32 tokens at once"):
+    with pytest.raises(RecipeError, match=r"context: got 64; .* 32"):
         ann.perplexity("x" * 100, context=64)
 
 
@@ -287,14 +287,14 @@ def unmarked(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_an_empty_prompt_without_a_token_to_begin_with_is_refused(person: Person, unmarked: str, prompt: Any) -> None:
     ann = person(base=unmarked, dtype="float32")
     assert len(ann.generate("a", max_new_tokens=4)) > 0
-    with pytest.raises(DataError, match="an empty prompt: the base's tokenizer has no token between documents"):
+    with pytest.raises(DataError, match=r"prompt.*tokenizer"):
         ann.generate(prompt, max_new_tokens=4)
 
 
 def test_an_empty_text_without_a_token_to_begin_with_has_no_perplexity(person: Person, unmarked: str) -> None:
     ann = person(base=unmarked, dtype="float32")
     assert ann.perplexity("some text") > 1
-    with pytest.raises(DataError, match="perplexity is of a text of at least 2 tokens, got 0"):
+    with pytest.raises(DataError, match=r"user 'ann': perplexity: got 0 .* 2"):
         ann.perplexity("")
 
 
@@ -302,7 +302,7 @@ def test_a_template_that_renders_nothing_is_an_empty_prompt(person: Person, unma
     ann, messages = person(base=unmarked, dtype="float32"), [{"role": "user", "content": ""}]
     assert ann.model.base.tokenizer is not None
     ann.model.base.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(DataError, match="an empty prompt"):
+    with pytest.raises(DataError, match=r"empty prompt|prompt is empty"):
         ann.generate(messages, max_new_tokens=4)
 
 
@@ -327,10 +327,8 @@ def test_windows_are_never_longer_than_the_text(person: Person, monkeypatch: pyt
 
 @pytest.mark.parametrize("text", ["", "x"])
 def test_a_text_of_which_nothing_is_predicted_has_no_perplexity(person: Person, text: str) -> None:
-    said = f"user 'ann': perplexity is of a text of at least 2 tokens, got {len(text)}"
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=f"user 'ann': perplexity: got {len(text)} .* 2"):
         person().perplexity(text)
-    assert str(error.value) == said
 
 
 def test_a_users_model_is_shown_in_one_line(person: Person) -> None:
@@ -340,5 +338,5 @@ def test_a_users_model_is_shown_in_one_line(person: Person) -> None:
 @pytest.mark.parametrize("context", [0, -3, True])
 def test_a_wrong_context_is_refused(person: Person, context: int) -> None:
     for text in ("some text", ""):
-        with pytest.raises(RecipeError, match=f"context: got {context!r}, allowed is a whole number from 1"):
+        with pytest.raises(RecipeError, match=f"context: got {context!r}; .* 1"):
             person().perplexity(text, context=context)

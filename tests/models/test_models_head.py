@@ -65,7 +65,7 @@ def test_formula() -> None:
 def test_a_head_that_does_more_is_refused() -> None:
     base = load_base("random:llama", dtype="float32", device="cpu")
     base.model.config.logit_scale = 2.0  # the model itself does not scale
-    with pytest.raises(BaseModelError, match=r"'random:llama' \(model type 'llama'\): its logits are not .* differ by"):
+    with pytest.raises(BaseModelError, match=r"'random:llama' \(model type 'llama'\): its logits .*hidden states"):
         lm_head(base)
 
 
@@ -77,26 +77,26 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
         return output
 
     base.model.base_model.register_forward_hook(look_ahead)
-    with pytest.raises(BaseModelError, match="not causal; changing token 4 changes the predictions before it"):
+    with pytest.raises(BaseModelError, match=r"'random:llama' .*not causal.* 4"):
         lm_head(base)
 
 
 def test_nan_is_refused() -> None:
     base = load_base("random:llama", dtype="float32", device="cpu")
     base.model.lm_head.weight.fill_(float("nan"))
-    with pytest.raises(BaseModelError, match="its logits are not finite"):
+    with pytest.raises(BaseModelError, match=r"'random:llama' .*logits .*finite"):
         lm_head(base)
 
 
 def test_a_nonlinear_head_is_refused() -> None:
     base = load_base("random:llama", dtype="float32", device="cpu")
     base.model.lm_head = torch.nn.Sequential(base.model.lm_head)
-    with pytest.raises(BaseModelError, match="expected a linear head, got Sequential"):
+    with pytest.raises(BaseModelError, match=r"'llama': .*got Sequential"):
         lm_head(base)
 
 
 def test_a_backbone_is_needed() -> None:
     base = load_base("random:llama", device="cpu")
     base.model.base_model_prefix = "absent"
-    with pytest.raises(BaseModelError, match="'llama': its backbone cannot be told from its head"):
+    with pytest.raises(BaseModelError, match=r"'llama': .*backbone"):
         backbone(base.model)

@@ -88,12 +88,12 @@ def test_a_merged_model_is_saved_and_opened_by_transformers(person: Person, tmp_
 @pytest.mark.parametrize(
     ("method", "why"),
     [
-        ("comigs-1g1s", "2 experts are chosen token by token"),
-        ({"name": "comigs", "specialists": [0, 2, 1]}, "3 experts are chosen token by token"),
-        ("ffa-lora", "2 experts are averaged after the MLP's nonlinearity"),
-        ("fedlora", "2 experts are averaged after the MLP's nonlinearity"),
+        ("comigs-1g1s", "2 experts .*token"),
+        ({"name": "comigs", "specialists": [0, 2, 1]}, "3 experts .*token"),
+        ("ffa-lora", "2 experts .*nonlinearity"),
+        ("fedlora", "2 experts .*nonlinearity"),
     ],
 )
 def test_experts_behind_a_nonlinearity_are_refused_with_the_reason(person: Person, method: Any, why: str) -> None:
-    with pytest.raises(DataError, match=f"user 'bob': experts cannot be merged into weights, because {why}; "):
+    with pytest.raises(DataError, match=f"user 'bob': .*{why}; "):
         person(method).merge()

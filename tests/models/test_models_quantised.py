@@ -85,7 +85,7 @@ def test_a_run_is_told_apart_and_resumed(bits_of: Any, recipe_file: Path, tmp_pa
     done = api.run(recipe, out=tmp_path / "run")
     with pytest.raises(RunError, match="quantise"):
         api.run(recipe.with_changes({"quantise": "none"}), out=tmp_path / "run", resume=True)
-    with pytest.raises(RunError, match="train with quantise: none to export"):
+    with pytest.raises(RunError, match="quantise: none"):
         done.user("ann").export(tmp_path / "out")
     assert done.user("ann").generate("some", max_new_tokens=3)
 
@@ -97,14 +97,14 @@ def test_what_it_is_not_for_is_refused(recipe_file: Path, monkeypatch: pytest.Mo
     recipe = load_recipe(recipe_file)
     wrapped = recipe.with_changes({"method": "floral"})
     materials = prepare(wrapped)
-    with pytest.raises(RecipeError, match="quantise: method floral wraps every linear by itself"):
+    with pytest.raises(RecipeError, match="quantise: method floral"):
         build(wrapped.with_changes({"quantise": "4bit"}), materials)
-    with pytest.raises(RecipeError, match=r"runtime\.gpu: method floral wraps every linear by itself"):
+    with pytest.raises(RecipeError, match=r"runtime\.gpu: method floral"):
         build(wrapped.with_changes({"runtime.gpu": ["graphs"]}), materials)
     with pytest.raises(RecipeError, match="quantise"):
         parse_recipe({"data": {"users": {"a": "b"}}, "quantise": "2bit"})
     base = load_base("random:llama", dtype="float32", device="cpu")
-    with pytest.raises(RecipeError, match="for a base that a program handed over; allowed: none"):
+    with pytest.raises(RecipeError, match=r"quantise: .*allowed: none"):
         api.run({"quantise": "4bit"}, users={"ann": ["x" * 2000]}, base=(base.model, base.tokenizer))
 
 

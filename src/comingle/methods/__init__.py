@@ -68,12 +68,12 @@ def call_constructor(name: str, constructor: Callable[..., object], settings: Ma
         raise PluginError(f"method {name}: its function returned {type(made).__name__}; allowed: a Method")
     for part, kind in (("placement", Placement), ("client", Client), ("server", Server)):
         if not isinstance(got := getattr(made, part), kind):
-            shown = got.__name__ + " itself, not an object of it" if isinstance(got, type) else type(got).__name__
+            shown = f"the class {got.__name__}" if isinstance(got, type) else type(got).__name__
             where = _definition(constructor)
-            raise PluginError(f"method {name}: {where}: {part} is {shown}; allowed: a {kind.__name__}")
+            raise PluginError(f"method {name}: {where}: {part} is {shown}; allowed: a {kind.__name__} object")
     if wrong := next((part for part in made.client.parts if not isinstance(part, ClientHook)), None):
         where = _definition(constructor)
-        raise PluginError(f"method {name}: {where}: client.parts has {wrong!r}; allowed: objects of ClientHook")
+        raise PluginError(f"method {name}: {where}: client.parts has {wrong!r}; allowed: ClientHook objects")
     return made
 
 
@@ -106,7 +106,7 @@ def _place(error: Exception, owners: list[type]) -> str | None:
         return None  # other code of the user's, such as an observer
     frame, line = frames[core[-1]]
     hooks = " or ".join(dict.fromkeys(map(_definition, owners)))
-    return f"{hooks} returned or left what does not fit, at {frame.f_code.co_filename}:{line}"
+    return f"{hooks} returned or stored an invalid value, used at {frame.f_code.co_filename}:{line}"
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
@@ -326,7 +326,9 @@ def _constructor(method: str | Method | Make) -> Make:
     if isinstance(method, Method):
         return lambda: method
     if not callable(method):
-        raise PluginError(f"method: got {type(method).__name__}; allowed: a name, a Method, or what makes one")
+        raise PluginError(
+            f"method: got {type(method).__name__}; allowed: a name, a Method, or a function that returns one"
+        )
     return method
 
 

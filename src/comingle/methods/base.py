@@ -532,9 +532,9 @@ class Method:
         """Reason why the method cannot train adapters of a language model; empty if it can."""
         needs, mixture = self.placement.needs, self.placement.mixture
         if BASE in {role.partition(".")[0] for role in needs}:
-            return f"is about {', '.join(sorted(needs))}, and a language model's base is frozen"
+            return f"requires {', '.join(sorted(needs))}, but a language model's base is frozen"
         if mixture is not None and not mixture.trains_independently and mixture.of != "adaptors":
-            return "mixes whole models, which are small nets"
+            return "mixes whole models, which must be nets"
         return ""
 
     @property
@@ -543,11 +543,11 @@ class Method:
         if self.placement.gated:  # its experts and its router are nets
             return ""
         if self.trains and not self.client.trained & NET_ROLES:
-            return "trains nothing of a net; it is for language models"
+            return "trains no part of a net; it is for language models"
         if self.shared and not {role.partition(".")[0] for role in self.shared} & NET_ROLES:
-            return "shares nothing of a net; it is for language models"
+            return "shares no part of a net; it is for language models"
         if any(part.language_only for part in self.client.parts):
-            return "needs a language model; users with samples have nets that are trained whole"
+            return "requires a language model, but users with samples train whole nets"
         return ""
 
     @property

@@ -157,7 +157,7 @@ GLOBAL = frozenset({ATTENTION, GENERALIST})
 def feddpa(
     *, scaling: Annotated[float, Range(least=0, most=1)] = 0.5, instances: Count = 5, afterwards: bool = False
 ) -> Method:
-    """FedDPA: a global LoRA that is averaged and a local one for each user, weighed by similarity at inference.
+    """FedDPA: a global LoRA that is averaged and a local one for each user, weighted by similarity at inference.
 
     Source: Yang et al. 2024, "Dual-Personalizing Adapter for Federated Foundation Models", NeurIPS 2024,
     arXiv:2403.19211, and its public code (Lydia-yang/FedDPA), whose defaults these are.
@@ -203,7 +203,7 @@ class SimilarityGating:
     """Gating that weighs experts by the similarity of the router's input to stored directions."""
 
     def __str__(self) -> str:
-        return "weighed by similarity"
+        return "weighted by similarity"
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
         """Return the number of router rows, one for each expert but the first, and their initialiser.

@@ -64,8 +64,8 @@ class AssignmentServer(Server):
         chosen = experts * min(self.choices, users)
         if users > 1 and not users <= chosen <= users * self.most:
             raise RecipeError(
-                f"method fedamole: {experts} experts, each of which chooses {min(self.choices, users)} of {users} "
-                f"users, are {chosen} in all; allowed: {users} to {users * self.most} (method.experts, choices, most)"
+                f"method fedamole: got {experts} experts that choose {min(self.choices, users)} of {users} users each, "
+                f"{chosen} choices in all; allowed: {users} to {users * self.most} (method.experts, choices, most)"
             )
         kept: Tree = {}
         for name, t in setup.models.items():
@@ -123,9 +123,10 @@ class AssignmentServer(Server):
         """
         experts, users = found.shape
         if lost := int((~found.isfinite()).sum()):
-            what = f"how well experts fit users is not finite ({lost} of {found.numel()} scores)"
             advice = "try a smaller training.experts.learning_rate and training.router.learning_rate"
-            raise DivergenceError(f"method fedamole: {what}; {advice}")
+            raise DivergenceError(
+                f"method fedamole: {lost} of {found.numel()} scores of experts for users are not finite; {advice}"
+            )
         if users == 1:
             chosen = torch.zeros_like(found, dtype=torch.bool)
             chosen[found[:, 0].argsort(descending=True, stable=True)[: self.most]] = True
@@ -290,7 +291,7 @@ class PairGating:
     """Gating that weighs domain experts by the product of two projections of the input: the expert's A, and T."""
 
     def __str__(self) -> str:
-        return "weighed by pairs of projections"
+        return "weighted by pairs of projections"
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
         """Return the number of router rows and their initialiser.

@@ -39,8 +39,8 @@ def start_soup(models: Tree) -> Tree:
     count = len(next(iter(models.values())))
     if count > 1 and all(bool((t == t[:1]).all()) for t in models.values()):
         raise RecipeError(
-            f"the server's {count} models are identical, so merging weights could never move; give a base whose weights"
-            " are drawn at random, or models: 1"
+            f"method.models: the server's {count} models are identical, so merging weights would never change; give a "
+            "base with random weights, or models: 1"
         )
     return {_SOUP + name: t.clone() for name, t in models.items()}
 

@@ -63,18 +63,18 @@ def floral(
     """
     rates = (base_server_rate, adaptor_server_rate)
     if centre and (per_layer or rates != (1.0, 1.0)):
-        why = "per_layer; it needs one p(c)" if per_layer else f"server rates {rates}; centring needs both to be 1"
-        raise RecipeError(f"method floral: centre with {why}")
+        limit = "per_layer; allowed: per_layer false" if per_layer else f"server rates {rates}; allowed: rates of 1"
+        raise RecipeError(f"method floral: centre: got true with {limit}")
     if server_adam_rate and (centre or rates != (1.0, 1.0)):
         raise RecipeError(
-            f"method floral: server_adam_rate: {server_adam_rate} with centre {str(centre).lower()} and server rates "
-            f"{rates}; allowed with it: centre false and server rates of 1. Adam has one rate for all, and its step is "
-            "not linear in the mean"
+            f"method floral: server_adam_rate: got {server_adam_rate} with centre {str(centre).lower()} and server "
+            f"rates {rates}; allowed: centre false and server rates of 1, as Adam has one rate and its step is not "
+            "linear in the mean"
         )
     if not report_mixture and (centre or rates != (1.0, 1.0)):
         raise RecipeError(
-            f"method floral: report_mixture: false with centre {str(centre).lower()} and server rates {rates}; a plain "
-            "mean has neither centring nor rates other than 1"
+            f"method floral: report_mixture: got false with centre {str(centre).lower()} and server rates {rates}; "
+            "allowed: centre false and server rates of 1, as the server takes a plain mean"
         )
     return client_mixture(
         "floral",
@@ -120,8 +120,8 @@ def floral_optimal(
     mixture = ClientMixture(clusters=clusters, optimal=True, precondition=precondition, centre=centre)
     if server_adam_rate and centre:
         raise RecipeError(
-            f"method floral-optimal: server_adam_rate: {server_adam_rate} with centre true; allowed with it: centre "
-            "false, as Adam's step is not linear in the mean"
+            f"method floral-optimal: server_adam_rate: got {server_adam_rate} with centre true; allowed: centre false, "
+            "as Adam's step is not linear in the mean"
         )
     server = ClusterSteps(centre=centre, adam_rate=server_adam_rate)
     return client_mixture("floral-optimal", mixture, phases=(Phase(roles=TRAINED),), server=server)

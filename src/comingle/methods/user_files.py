@@ -59,7 +59,7 @@ def load_file(path: Path) -> list[str]:
     module = _run(path, where)
     for name, method in _methods(module):
         if name in REGISTRY and not (name not in before and REGISTRY[name] is method):
-            raise PluginError(f"{where}: method {name!r} is there already{_origin_suffix(name)}; give it another name")
+            raise PluginError(f"{where}: method {name!r} exists already{_origin_suffix(name)}; give it another name")
         register(name, method)
     names = [name for name in REGISTRY if name not in before]
     if not names:
@@ -111,9 +111,9 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
         if file and now is not None and begun and _digest(now) != digest:
             _warn_changed(method, now, digest[:_SHOWN], _digest(now)[:_SHOWN], folder)
         return
-    hint = "where it is a method of your own, give --plugin FILE"
+    hint = "if it is your own method, give --plugin FILE"
     if file:
-        gone = "" if Path(file).is_file() else ", which is not there any more"
+        gone = "" if Path(file).is_file() else ", which no longer exists"
         hint = f"it came from {file}{gone}: give --plugin {file}"
     raise RunError(f"{folder}: no method {method!r} here; {hint}, or in Python comingle.load(FOLDER, method=...)")
 

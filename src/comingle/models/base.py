@@ -66,13 +66,13 @@ class Base:
         """The number of rows of the embedding; the tokenizer's vocabulary may be larger."""
         return rows_of(self.model)
 
-    def require_rows(self, tokens: Int[Tensor, "*any"] | Sequence[int], whose: str) -> None:
+    def require_rows(self, tokens: Int[Tensor, "*any"] | Sequence[int], source: str) -> None:
         """Raise an error if a token has no row in the embedding, or a predicted token none in the output head.
 
         Args:
             tokens: A stream or windows, in which hidden tokens are input but not predicted
                 (:mod:`comingle.models.scoring`); the tokens of a sequence are input only.
-            whose: The source of the tokens, for the message.
+            source: Where the tokens come from, for the message.
 
         Raises:
             DataError: There is such a token; the message names the first one.
@@ -84,17 +84,17 @@ class Base:
         head: Any = getattr(self.model.get_output_embeddings(), "weight", None)
         if max(high, PAD - 1 - low) >= self.rows:
             shown = torch.where(tokens < PAD, hide(tokens), tokens)
-            raise self._no_row("embedding", self.rows, int(shown[shown >= self.rows][0]), whose)
+            raise self._no_row("embedding", self.rows, int(shown[shown >= self.rows][0]), source)
         if head is not None and high >= len(head):
-            raise self._no_row("head", len(head), int(tokens[tokens >= len(head)][0]), whose)
+            raise self._no_row("head", len(head), int(tokens[tokens >= len(head)][0]), source)
 
-    def _no_row(self, part: str, rows: int, token: int, whose: str) -> DataError:
-        known, spelt = "", ""
+    def _no_row(self, part: str, rows: int, token: int, source: str) -> DataError:
+        size, spelling = "", ""
         if self.tokenizer is not None:
-            known = f"its tokenizer knows {len(self.tokenizer):,} tokens, "  # type: ignore[arg-type]
-            spelt = f"{self.tokenizer.convert_ids_to_tokens(token)} " if token < len(self.tokenizer) else ""  # type: ignore[arg-type]
-        told = f"{known}its {part} has {rows:,} rows, and {spelt}({token}) is used by {whose}"
-        return DataError(f"base {self.name}: {told}; resize_token_embeddings first")
+            size = f"its tokenizer has {len(self.tokenizer):,} tokens, "  # type: ignore[arg-type]
+            spelling = f" ({self.tokenizer.convert_ids_to_tokens(token)})" if token < len(self.tokenizer) else ""  # type: ignore[arg-type]
+        reason = f"{size}its {part} only {rows:,} rows; call resize_token_embeddings first"
+        return DataError(f"base {self.name}: got token {token}{spelling} in {source}; {reason}")
 
     @cached_property
     def digest(self) -> str:
@@ -158,5 +158,5 @@ def tokenizer_of(base: Base) -> PreTrainedTokenizerBase:
         DataError: The base has no tokenizer.
     """
     if base.tokenizer is None:
-        raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
+        raise DataError(f"base {base.name}: it has no tokenizer, so text cannot be tokenised; give a base with one")
     return base.tokenizer

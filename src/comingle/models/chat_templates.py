@@ -269,7 +269,7 @@ class ChatTemplate:
             if number and message["role"] == ASSISTANT and message.get("learn", True) and number not in unwritten
         ]
         if not learnt:
-            why = "the base's chat template does not write its tool calls" if unwritten else "all are left out"
+            why = "the base's chat template does not write its tool calls" if unwritten else "all are excluded"
             raise DataError(f"no response to learn: {why}; allowed: at least one after a message")
         return safe, hidden_texts, learnt, len(unwritten)
 
@@ -339,8 +339,8 @@ class ChatTemplate:
                 response = "" if place is None else text[place[0] : place[1]]
                 if place is None or _missing_part(messages[number]["content"], response, thoughts=True):
                     raise RewrittenTurnsError(
-                        "the base's chat template writes earlier turns anew as a conversation goes on, so responses "
-                        "have no one place; give conversations of one turn"
+                        "the base's chat template rewrites earlier turns when a conversation continues, so responses "
+                        "have no fixed position; give conversations of one turn"
                     )
                 places.append(place)
             elif place is not None:
@@ -387,8 +387,8 @@ class ChatTemplate:
         before = self.render([*messages[:-1], _response(_PROBE.format(2))]).partition(_PROBE.format(2))[0].rstrip(" ")
         if not opened.startswith(header) or not whole.startswith(before):
             raise RewrittenTurnsError(
-                "the base's chat template writes earlier turns anew as a conversation goes on: it asks for a response "
-                f"with {opened[-40:]!r} and writes it after {header[-40:]!r}; give a base whose template agrees"
+                "the base's chat template rewrites earlier turns when a conversation continues: its prompt ends with "
+                f"{opened[-40:]!r}, but responses follow {header[-40:]!r}; give a base whose template is consistent"
             )
         response = whole[len(before) :]
         if _THINK not in opened.rpartition(_END_THINK)[2]:
@@ -516,7 +516,7 @@ class ChatTemplate:
 
     def _piece(self, text: str, *, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
         if not self.tokenizer.is_fast:
-            raise DataError("the base's tokenizer does not say where its tokens are in a text; give another base")
+            raise DataError("the base's tokenizer has no token offsets; give a base with a fast tokenizer")
         encoded: Any = self.tokenizer(
             text,
             add_special_tokens=False,
@@ -567,7 +567,7 @@ def _omission_error(messages: Sequence[Message], number: int, missing: str) -> D
     role, shown = messages[number]["role"], " ".join(missing.split())
     return DataError(
         f"the base's chat template leaves out the {role} message (messages[{number}]: {shown!r:.60}); give a base "
-        f"whose template writes the role {role} in this place, or leave the message out"
+        f"whose template writes the role {role} at this position, or leave the message out"
     )
 
 

@@ -82,8 +82,8 @@ class FoldedCache(Cache):
 
 
 NO_SINGLE_MODEL = (
-    "several whole models whose predictions are mixed, which no weights and no format can hold; allowed: generate, "
-    "score, comingle chat and comingle serve"
+    "a mixture of the predictions of several models cannot be merged or exported; allowed: generate, score, "
+    "comingle chat and comingle serve"
 )
 
 
@@ -274,8 +274,8 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
         RecipeError: The mixture has temperatures, but the output head has a bias or a soft cap.
     """
     if mixture.tempered and (inner.head.bias is not None or inner.head.softcap is not None):
-        what = f"the head of base {inner.name!r} adds a bias or caps what it says"
-        raise RecipeError(f"method.temperatures: got true, and {what}; allowed: false, or another base")
+        reason = f"the head of base {inner.name!r} has a bias or a soft cap"
+        raise RecipeError(f"method.temperatures: got true, but {reason}; allowed: false, or another base")
     assert generalists + specialists == mixture.clusters
     numbers = [*range(generalists), *range(specialists)]
     roles = (GENERALIST,) * generalists + (SPECIALIST,) * specialists

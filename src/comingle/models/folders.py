@@ -62,7 +62,7 @@ def read_folder(
     check_config(folder, _read_json(folder / "config.json"))
     if (folder / _ADAPTER).is_file():  # transformers would load it if peft is installed, else ignore it
         raise BaseModelError(
-            f"base model {folder}: {_ADAPTER} says that an adapter lies beside the weights; merge it into them "
+            f"base model {folder}: {_ADAPTER} belongs to an adapter; merge it into the weights "
             "(peft: merge_and_unload), or move it out of this folder."
         )
     parameters = sum(_count_weights(path) for path in weight_files(folder))
@@ -91,7 +91,7 @@ def require_memory(what: str, parameters: int, dtype: torch.dtype, device: torch
         advice = advice or ("runtime.dtype: bfloat16" if dtype.itemsize > 2 else "")
         raise BaseModelError(
             f"{what} its weights need {needed / 1e9:,.3f} GB of memory in {str(dtype).removeprefix('torch.')}, and "
-            f"{free / 1e9:,.3f} GB are free on {device.type}; take a smaller base{advice and f', or {advice}'}."
+            f"{free / 1e9:,.3f} GB are free on {device.type}; use a smaller base{advice and f', or {advice}'}."
         )
 
 
@@ -213,10 +213,11 @@ def _require_all_tensors(folder: Path, unexpected: Sequence[str]) -> None:
     shapes = _shapes_of(folder, unexpected)
     lost = [name for name in unexpected if not _is_computed(name, shapes.get(name, []))]
     if lost:
-        count = f"{len(lost)} tensor{'s' * (len(lost) > 1)} that its config.json has no place for"
+        names = f"{lost[0]!r}{', ...' if len(lost) > 1 else ''}"
         raise BaseModelError(
-            f"base model {folder}: {lost[0]}{', ...' if len(lost) > 1 else ''} would be lost ({count}), and with it "
-            "what the model says; give a config.json that fits the weights, or weights without them."
+            f"base model {folder}: the weights have {len(lost)} tensors that the model of config.json does not use "
+            f"({names}), so its predictions would change; give a config.json that fits the weights, or weights "
+            "without these tensors."
         )
 
 
@@ -248,7 +249,7 @@ def require_finite(folder: Path, model: PreTrainedModel) -> None:
     """
     for name, tensor in model.named_parameters():
         if tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
-            raise BaseModelError(f"base model {folder}: its weight {name} holds numbers that are not finite.")
+            raise BaseModelError(f"base model {folder}: its weight {name} has values that are not finite.")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

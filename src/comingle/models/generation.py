@@ -78,11 +78,11 @@ _RULES: Mapping[str, _Rule] = {
     "min_p": (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
     "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "a number from 0.01 to 100"),
     "no_repeat_ngram_size": _integer(0),
-    "stop": (_are_texts, "a text or a list of texts, none empty"),
-    "stop_strings": (_are_texts, "a text or a list of texts, none empty"),
+    "stop": (_are_texts, "a non-empty text or a list of them"),
+    "stop_strings": (_are_texts, "a non-empty text or a list of them"),
     "eos_token_id": (
         lambda v: isinstance(v, tuple) and all(isinstance(i, int) and is_number(i) and i >= 0 for i in v),
-        "a token's number or a list of them",
+        "a token ID or a list of them",
     ),
     "seed": _integer(0, 2**63),
 }
@@ -119,7 +119,7 @@ def read_sampling(config: object | None = None, **given: object) -> Sampling:
     sampling = Sampling(**values)
     if sampling.min_new_tokens > sampling.max_new_tokens:
         raise RecipeError(
-            f"min_new_tokens: got {sampling.min_new_tokens}, above max_new_tokens ({sampling.max_new_tokens})"
+            f"min_new_tokens: got {sampling.min_new_tokens}; allowed: up to max_new_tokens ({sampling.max_new_tokens})"
         )
     return sampling
 
@@ -130,7 +130,7 @@ def _config_values(config: object | None) -> dict[str, Any]:
         return {}
     to_dict = getattr(config, "to_diff_dict", None)
     if to_dict is None:
-        raise RecipeError(f"generation_config: got {config!r:.60}, expected transformers.GenerationConfig(...)")
+        raise RecipeError(f"generation_config: got {config!r:.60}; allowed: transformers.GenerationConfig(...)")
     config_values = {key: value for key, value in to_dict().items() if value is not None and key not in _BOOKKEEPING}
     if not config_values.setdefault("do_sample", False):  # transformers ignores sampling values without do_sample, too
         config_values = {
@@ -144,7 +144,7 @@ def _refuse_unsupported(key: str, value: object) -> None:
         return
     allowed = sorted(["do_sample", *_RULES])
     hint = " Use max_new_tokens." if key in ("max_length", "max_tokens") else did_you_mean(key, allowed)
-    raise RecipeError(f"{key}: not supported in generate (got {value!r:.40}); allowed are {', '.join(allowed)}.{hint}")
+    raise RecipeError(f"{key}: not supported in generate (got {value!r:.40}); allowed: {', '.join(allowed)}.{hint}")
 
 
 def as_tuple(value: object) -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ def _check(key: str, value: object) -> None:
     rule, allowed = _RULES.get(key, (lambda v: isinstance(v, bool), "True or False"))
     if not rule(value):
         got = value[0] if isinstance(value, tuple) and len(value) == 1 else value
-        raise RecipeError(f"{key}: got {got!r:.60}, allowed is {allowed}")
+        raise RecipeError(f"{key}: got {got!r:.60}; allowed: {allowed}")
 
 
 def _require_agreement(do_sample: object, values: Mapping[str, object], arguments: Mapping[str, object]) -> None:
@@ -169,7 +169,7 @@ def _require_agreement(do_sample: object, values: Mapping[str, object], argument
         )
     idle = [key for key in _SAMPLING_ONLY if key in arguments]
     if idle and not do_sample and not temperature:
-        raise RecipeError(f"{idle[0]}: changes nothing in a greedy text; give do_sample=True or a temperature above 0")
+        raise RecipeError(f"{idle[0]}: has no effect in greedy decoding; give do_sample=True or a temperature above 0")
 
 
 def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
@@ -350,7 +350,7 @@ def encode_prompt(
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise DataError(
-            "an empty prompt: the base's tokenizer has no token between documents to begin with; give some text"
+            "an empty prompt: the base's tokenizer has no begin-of-text or end-of-text token to start from; give a text"
         )
     return [cast(int, start)]
 
@@ -364,8 +364,8 @@ def _require_positions(network: PreTrainedModel, encoded: Sequence[Sequence[int]
             else "the prompt"
         )
         raise DataError(
-            f"{where} has {longest:,} tokens, with max_new_tokens={sampling.max_new_tokens:,} more than the {most:,} "
-            "that the base reads at once; shorten one of them"
+            f"{where}: {longest:,} tokens and max_new_tokens={sampling.max_new_tokens:,}; allowed: {most:,} in all, "
+            "the base's maximum number of positions"
         )
 
 
@@ -387,7 +387,7 @@ def check_context_length(where: str, context: int, network: PreTrainedModel) -> 
         RecipeError: The window is too large.
     """
     if (most := max_positions(network)) is not None and context > most:
-        raise RecipeError(f"{where}: got {context:,}, but the base reads at most {most:,} tokens at once")
+        raise RecipeError(f"{where}: got {context:,}; allowed: up to {most:,}, the base's maximum number of positions")
 
 
 def stop_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> tuple[int, ...]:
@@ -407,7 +407,7 @@ def stop_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sa
         return () if stops is None else as_tuple(stops)
     size = rows_of(network)
     if wrong := [i for i in sampling.eos_token_id if i >= size]:
-        raise RecipeError(f"eos_token_id: got {wrong[0]}, allowed are tokens below {size:,}")
+        raise RecipeError(f"eos_token_id: got {wrong[0]}; allowed: tokens below {size:,}")
     return sampling.eos_token_id
 
 

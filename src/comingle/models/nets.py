@@ -48,7 +48,7 @@ def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = 
 def _build(name: str, input_shape: Shape, outputs: int) -> nn.Module:
     build = NETS[name]
     if not callable(build):
-        raise PluginError(f"net {name!r}: got {type(build).__name__}; allowed: a function that makes an nn.Module")
+        raise PluginError(f"net {name!r}: got {type(build).__name__}; allowed: a function that returns an nn.Module")
     net = build(input_shape, outputs)
     if not isinstance(net, nn.Module):
         raise PluginError(f"net {name!r}: its function returned {type(net).__name__}; allowed: an nn.Module")

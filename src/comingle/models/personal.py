@@ -344,10 +344,10 @@ class Personal:
         raise self._unsupported("evaluate")
 
     def _unsupported(self, method: str) -> DataError:
-        here = type(self)
-        has = sorted(name for name, of in vars(Personal).items() if callable(of) and getattr(here, name) is not of)
-        has = ", ".join(name for name in has if not name.startswith("_"))
-        return DataError(f"user {self.name!r}: no {method} of a {here.__name__}; it has model, {has}")
+        cls = type(self)
+        own = sorted(name for name, of in vars(Personal).items() if callable(of) and getattr(cls, name) is not of)
+        allowed = ", ".join(name for name in own if not name.startswith("_"))
+        return DataError(f"user {self.name!r}: a {cls.__name__} has no {method}; allowed: model, {allowed}")
 
 
 _EXPORT = "comingle.serving.export.exporting:export_personal"
@@ -417,7 +417,7 @@ class PersonalModel(Personal):
         if why := why_not_merged(self.model, self.row):
             raise DataError(
                 f"user {self.name!r}: experts cannot be merged into weights, because {why}; "
-                "models of one expert (as of fedit) and client-level mixtures can"
+                "allowed: models with one expert (such as fedit) and client-level mixtures"
             )
         return merge_adapters(self.model, self.tensors, self.row)
 
@@ -513,7 +513,7 @@ class PersonalModel(Personal):
                 [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, list | tuple) else [prompt]
             )
             if wrong := [p for p in prompts if not isinstance(p, str)]:
-                raise DataError(f"user {self.name!r}: a prompt is a text or a list of texts, got {wrong[0]!r:.40}")
+                raise DataError(f"user {self.name!r}: prompt: got {wrong[0]!r:.40}; allowed: a text or a list of texts")
         named = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p}
         sampling = read_sampling(generation_config, **named, top_k=top_k, stop=stop, seed=seed, **options)
         with self.generating() as network:
@@ -525,8 +525,8 @@ class PersonalModel(Personal):
         for message in prompt:
             role, content = (message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content"))
             if not isinstance(message, Mapping) or role not in ROLES or not isinstance(content, str):
-                expected = f"a message has a role ({', '.join(ROLES)}) and content, got {message!r:.60}"
-                raise DataError(f"user {self.name!r}: {expected}")
+                allowed = f"a mapping with role ({', '.join(ROLES)}) and content"
+                raise DataError(f"user {self.name!r}: message: got {message!r:.60}; allowed: {allowed}")
             messages.append(message)
         return messages
 
@@ -539,12 +539,14 @@ class PersonalModel(Personal):
             RecipeError: ``context`` is not an integer of at least 1, or exceeds the base's limit.
         """
         if not isinstance(text, str):
-            raise DataError(f"user {self.name!r}: perplexity is of one text, got {text!r:.40}")
+            raise DataError(f"user {self.name!r}: perplexity: got {text!r:.40}; allowed: one text")
         ids = self._tokens(text).int()
         self._window(context, len(ids))
         least = 2 if self.model.base.begin is None else 1
         if len(ids) < least:
-            raise DataError(f"user {self.name!r}: perplexity is of a text of at least {least} tokens, got {len(ids)}")
+            raise DataError(
+                f"user {self.name!r}: perplexity: got {len(ids)} tokens; allowed: a text of at least {least}"
+            )
         return self.score(ids, context=context).perplexity
 
     def _tokens(self, text: str) -> Int[Tensor, " tokens"]:
@@ -561,7 +563,7 @@ class PersonalModel(Personal):
     def _window(self, context: int, tokens: int) -> int:
         """Return ``context``, or the number of inputs if the text is shorter than one window."""
         if not isinstance(context, int) or isinstance(context, bool) or context < 1:
-            raise RecipeError(f"context: got {context!r}, allowed is a whole number from 1")
+            raise RecipeError(f"context: got {context!r}; allowed: a whole number from 1")
         inputs = tokens - 1 if self.model.base.begin is None else tokens
         window = min(context, max(1, inputs))
         check_context_length("context", window, self.model.base.model)
@@ -598,11 +600,9 @@ class PersonalModel(Personal):
         """
         model = self.model
         if not isinstance(model, AdaptedModel):
-            raise DataError(
-                f"user {self.name!r}: one mixture for all tokens here, so they have no experts to choose from"
-            )
+            raise DataError(f"user {self.name!r}: this model has one mixture for all tokens, so none can be routed")
         if not routing.routed(adapters := model.adapters):
-            raise DataError(f"user {self.name!r}: no routers in this model, so tokens have no experts to choose from")
+            raise DataError(f"user {self.name!r}: this model has no routers, so tokens cannot be routed")
         tokens = self._tokens(text) if isinstance(text, str) else torch.as_tensor(text, dtype=torch.int64)
         if not len(tokens):
             raise DataError(f"user {self.name!r}: a text without tokens cannot be routed")

@@ -220,7 +220,7 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     values = sum(int(tensor.n_elements) for tensor in file.tensors)
     # Twice: the tensors and the model that they are copied into are in memory together.
     advice = "its folder of safetensors"
-    require_memory(f"base model {path}: converted,", 2 * values, torch.float32, torch.device("cpu"), advice)
+    require_memory(f"base model {path}: after conversion", 2 * values, torch.float32, torch.device("cpu"), advice)
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     check_config(path, config.to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -244,8 +244,8 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
         unsupported.append(f"{scaling.contents()} RoPE scaling")
     if unsupported:
         raise BaseModelError(
-            f"base model {path}: {unsupported[0]}{', ...' if len(unsupported) > 1 else ''} would be lost, and with it "
-            "what the model says; give its folder of safetensors."
+            f"base model {path}: transformers does not read {unsupported[0]}{', ...' if len(unsupported) > 1 else ''}, "
+            "so its predictions would change; give its folder of safetensors."
         )
 
 

@@ -147,7 +147,7 @@ def parse_random(name: str) -> tuple[Family, Shape]:
     if key not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise BaseModelError(
-            f"base model {name!r}: unknown family {key!r}, allowed are {known}.{did_you_mean(key, FAMILIES)}"
+            f"base model {name!r}: unknown family {key!r}; allowed: {known}.{did_you_mean(key, FAMILIES)}"
         )
     overrides = dict(_parse_override(name, FAMILIES[key], text) for text in query.split("&") if text)
     shape = replace(Shape(), **overrides)
@@ -160,9 +160,9 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
     allowed = [field.name for field in fields(Shape) if family.grouped or field.name != "kv_heads"]
     if key not in allowed:
         hint = did_you_mean(key, allowed)
-        raise BaseModelError(f"base model {name!r}: unknown override {key!r}, allowed are {', '.join(allowed)}.{hint}")
+        raise BaseModelError(f"base model {name!r}: unknown override {key!r}; allowed: {', '.join(allowed)}.{hint}")
     if not (value.isascii() and value.isdecimal() and int(value) > 0):
-        raise BaseModelError(f"base model {name!r}: {key} must be a whole number above 0, got {value!r}.")
+        raise BaseModelError(f"base model {name!r}: {key}: got {value!r}; allowed: a whole number above 0.")
     return key, int(value)
 
 
@@ -180,16 +180,18 @@ def estimate_parameters(family: Family, shape: Shape) -> int:
 def _check_shape(name: str, shape: Shape) -> None:
     if shape.dim % (_HEAD_DIM_STEP * shape.heads):
         raise BaseModelError(
-            f"base model {name!r}: dim must be a multiple of {_HEAD_DIM_STEP} * heads "
-            f"= {_HEAD_DIM_STEP * shape.heads}, got {shape.dim}."
+            f"base model {name!r}: dim: got {shape.dim}; allowed: a multiple of {_HEAD_DIM_STEP} * heads "
+            f"= {_HEAD_DIM_STEP * shape.heads}."
         )
     if shape.layers > MAX_LAYERS:
-        raise BaseModelError(f"base model {name!r}: layers must be at most {MAX_LAYERS:,}, got {shape.layers}.")
+        raise BaseModelError(f"base model {name!r}: layers: got {shape.layers}; allowed: up to {MAX_LAYERS:,}.")
     if shape.heads % _kv_heads(shape):
-        raise BaseModelError(f"base model {name!r}: kv_heads must divide heads ({shape.heads}), got {shape.kv_heads}.")
+        raise BaseModelError(
+            f"base model {name!r}: kv_heads: got {shape.kv_heads}; allowed: a divisor of heads ({shape.heads})."
+        )
     if shape.vocab < NUM_TOKENS:
         raise BaseModelError(
-            f"base model {name!r}: vocab must be at least {NUM_TOKENS} (256 bytes, end, begin, pad), got {shape.vocab}."
+            f"base model {name!r}: vocab: got {shape.vocab}; allowed: from {NUM_TOKENS} (256 bytes, end, begin, pad)."
         )
 
 

@@ -284,11 +284,11 @@ class ClientRouter(nn.Module):
     ):
         super().__init__()
         if isinstance(num_clusters, bool) or not isinstance(num_clusters, int) or num_clusters < 1:
-            raise RecipeError(f"num_clusters: got {num_clusters!r}, needs a whole number of at least 1")
+            raise RecipeError(f"num_clusters: got {num_clusters!r}; allowed: a whole number of at least 1")
         if not (is_number(temperature) and temperature > 0):
-            raise RecipeError(f"router temperature: got {temperature!r}, needs a finite number above 0")
+            raise RecipeError(f"router temperature: got {temperature!r}; allowed: a finite number above 0")
         if not (is_number(noise) and noise >= 0):
-            raise RecipeError(f"router noise: got {noise!r}, needs a finite standard deviation of at least 0")
+            raise RecipeError(f"router noise: got {noise!r}; allowed: a finite standard deviation of at least 0")
         self.theta = nn.Parameter(torch.zeros(*(() if layers is None else (layers,)), num_clusters, dtype=dtype))
         self.temperature = temperature
         self.noise = noise

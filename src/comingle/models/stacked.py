@@ -99,7 +99,7 @@ def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
     parts = list(net.named_children())
     if parts and not isinstance(net, nn.Sequential):
         kind = type(net).__name__
-        raise RecipeError(f"method pfedmoe: net {kind} does not say which layer is its last; allowed: an nn.Sequential")
+        raise RecipeError(f"method pfedmoe: net {kind} has no defined last layer; allowed: an nn.Sequential")
     if not isinstance(net, nn.Sequential) or len(parts) < 2:
         raise RecipeError("method pfedmoe: net 'linear' is one layer, without features to share; allowed: deeper nets")
     return nn.Sequential(OrderedDict(parts[:-1])), parts[-1][1]

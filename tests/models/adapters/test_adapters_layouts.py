@@ -87,7 +87,7 @@ def test_an_unknown_family_is_refused_with_its_linears_and_the_remedy() -> None:
     message = str(caught.value)
     for name in ("mixer.value", "mixer.out", "mixer.extra", "ffn.wide", "ffn.narrow"):
         assert f"'{name}'" in message
-    assert message.startswith("Handmade: unknown family")
+    assert message.startswith("Handmade: ")
     assert "adapters: {targets: {attention: [...], up: NAME, down: NAME, gate: NAME or null, mlp: NAME" in message
     assert "\n" not in message
 
@@ -96,7 +96,7 @@ def test_a_known_family_with_one_more_linear_is_refused_whole() -> None:
     model = load_base("random:llama", device="cpu").model
     for layer in decoder_layers(model):
         layer.self_attn.extra_proj = nn.Linear(32, 32)
-    with pytest.raises(BaseModelError, match=r"unknown family.*'self_attn\.extra_proj'"):
+    with pytest.raises(BaseModelError, match=r"LlamaForCausalLM: .*'self_attn\.extra_proj'"):
         find_targets(model)
 
 
@@ -121,19 +121,19 @@ def test_given_targets_work_on_an_unknown_family() -> None:
     [
         (
             {"up": "ffn.broad"},
-            r"up: no linear named 'ffn\.broad' in a decoder layer; got \['ffn\.narrow', 'ffn\.wide', 'mixer\.extra'",
+            r"up: .*'ffn\.broad'.*; got \['ffn\.narrow', 'ffn\.wide', 'mixer\.extra'",
         ),
-        ({"attention": ("mixer.value", "mixer.key")}, r"attention: no linear named 'mixer\.key' in a decoder layer"),
-        ({"gate": "ffn.gate"}, r"gate: no linear named 'ffn\.gate' in a decoder layer"),
-        ({"down": "blocks.0.ffn.narrow"}, r"down: .* Names are relative to a decoder layer: 'ffn\.narrow'\."),
-        ({"down": "narrow"}, r"down: .* Names are relative to a decoder layer: 'ffn\.narrow'\."),
-        ({"down": "ffn.narow"}, r"down: .* Did you mean 'ffn\.narrow'\?"),
-        ({"mlp": "fnn"}, r"mlp: 'fnn' holds the linears \[\]; it must .* exactly \['ffn\.narrow', 'ffn\.wide'\]"),
-        ({"mlp": "mixer"}, r"mlp: 'mixer' holds the linears \['mixer\.extra', 'mixer\.out', 'mixer\.value'\]"),
-        ({"mlp": ""}, r"mlp: '' holds the linears \[\]"),
+        ({"attention": ("mixer.value", "mixer.key")}, r"attention: .*'mixer\.key'"),
+        ({"gate": "ffn.gate"}, r"gate: .*'ffn\.gate'"),
+        ({"down": "blocks.0.ffn.narrow"}, r"down: .*'blocks\.0\.ffn\.narrow'.* 'ffn\.narrow'\.$"),
+        ({"down": "narrow"}, r"down: .*'narrow'.* 'ffn\.narrow'\.$"),
+        ({"down": "ffn.narow"}, r"down: .*'ffn\.narow'.* 'ffn\.narrow'\?"),
+        ({"mlp": "fnn"}, r"mlp: 'fnn' .* \[\]; .* \['ffn\.narrow', 'ffn\.wide'\]"),
+        ({"mlp": "mixer"}, r"mlp: 'mixer' .* \['mixer\.extra', 'mixer\.out', 'mixer\.value'\]"),
+        ({"mlp": ""}, r"mlp: '' .* \[\]"),
         (
             {"up": "mixer.extra"},
-            r"mlp: 'ffn' holds the linears \['ffn\.narrow', 'ffn\.wide'\]; it must .*'mixer\.extra'",
+            r"mlp: 'ffn' .* \['ffn\.narrow', 'ffn\.wide'\]; .*'mixer\.extra'",
         ),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_layer_with_the_mlp_in_itself_needs_an_activation_module() -> None:
             return x + self.fc2(F.silu(self.fc1(x + self.mixer(x))))
 
     targets = TargetsSection(attention=("mixer.value",), up="fc1", down="fc2")
-    with pytest.raises(BaseModelError, match=r"needs a layer with an activation module; got \['fc1', 'fc2'\]"):
+    with pytest.raises(BaseModelError, match=r"adapters\.targets\.mlp: ''.* got \['fc1', 'fc2'\]"):
         inject(Handmade(layer=Flat), AdaptersSection(targets=targets), ONE, routed=False)
 
 
@@ -169,9 +169,9 @@ BLOOM = TargetsSection(
 def test_an_mlp_that_is_handed_the_residual_too_is_refused() -> None:
     """Bloom's is; the mixture in its place would be called with it, and lose it."""
     model = BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4)).eval()
-    with pytest.raises(BaseModelError, match=r"BloomForCausalLM: unknown family, .*'mlp\.dense_4h_to_h'"):
+    with pytest.raises(BaseModelError, match=r"BloomForCausalLM: .*'mlp\.dense_4h_to_h'"):
         inject(model, AdaptersSection(), ONE, routed=False)
-    message = r"BloomForCausalLM: its MLP \(BloomMLP\) is called with hidden_states, residual; comingle can only adapt"
+    message = r"BloomForCausalLM: .*\(BloomMLP\) .*hidden_states, residual"
     with pytest.raises(BaseModelError, match=message) as caught:
         inject(model, AdaptersSection(targets=BLOOM), ONE, routed=False)
     assert "\n" not in str(caught.value)
@@ -193,7 +193,7 @@ def test_the_example_of_the_docs_works() -> None:
         num_key_value_heads=2,
     )
     model = Starcoder2ForCausalLM(config).eval()
-    with pytest.raises(BaseModelError, match="unknown family"):
+    with pytest.raises(BaseModelError, match="Starcoder2ForCausalLM"):
         find_targets(model)
     targets = TargetsSection(**fields)
     adapters = inject(model, AdaptersSection(rank=2, targets=targets), ONE, routed=False)
@@ -201,14 +201,14 @@ def test_the_example_of_the_docs_works() -> None:
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(BaseModelError, match=r"Handmade: MLP activation 'relu2'; allowed: \['gelu', .*'silu'"):
+    with pytest.raises(BaseModelError, match=r"Handmade: .*'relu2'; allowed: \['gelu', .*'silu'"):
         inject(Handmade(act="relu2"), AdaptersSection(targets=TARGETS), ONE, routed=False)
 
 
 def test_targets_may_name_the_activation() -> None:
     model = Handmade(act="relu2")
     assert activation_name(model, TARGETS.model_copy(update={"activation": "gelu"})) == "gelu"
-    with pytest.raises(BaseModelError, match="MLP activation 'gelu_10'"):
+    with pytest.raises(BaseModelError, match=r"Handmade: .*'gelu_10'"):
         activation_name(model, TARGETS.model_copy(update={"activation": "gelu_10"}))
 
 
@@ -224,5 +224,5 @@ def test_the_activation_is_that_of_the_family(family: str) -> None:
 
 
 def test_a_model_without_layers_is_refused() -> None:
-    with pytest.raises(BaseModelError, match=r"Linear: no list of decoder layers found; got \[''\]"):
+    with pytest.raises(BaseModelError, match=r"^Linear: .* got \[''\]"):
         decoder_layers(nn.Linear(2, 2))

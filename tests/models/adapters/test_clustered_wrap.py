@@ -211,9 +211,9 @@ def test_a_mixture_does_not_outlive_its_call() -> None:
     assert torch.equal(model(x), before)
     with pytest.raises(RuntimeError, match="inside model"):
         model.model(x)
-    with pytest.raises(RecipeError, match=r"mixture: got shape \(3,\), needs \(2,\)"):
+    with pytest.raises(RecipeError, match=r"mixture: got shape \(3,\).*\(2,\)"):
         model(x, mixture=torch.ones(3))
-    with pytest.raises(RecipeError, match=r"mixture: got shape \(1, 2\), needs \(2,\)"):
+    with pytest.raises(RecipeError, match=r"mixture: got shape \(1, 2\).*\(2,\)"):
         model.merge(torch.ones(1, 2))
 
 
@@ -280,20 +280,20 @@ def one_layer_twice() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (network, {"rank": 0}, "floral rank: got 0, needs a whole number of at least 1"),
-        (network, {"budget": 0.0}, "floral budget: got 0.0, needs a share of the base above 0 and at most 1"),
-        (network, {"budget": 1.5}, "floral budget: got 1.5, needs a share of the base above 0 and at most 1"),
-        (network, {}, "floral: got rank=None and budget=None, needs exactly one of the two"),
-        (network, {"rank": 1, "budget": 0.1}, "floral: got rank=1 and budget=0.1, needs exactly one of the two"),
-        (network, {"rank": 1, "num_clusters": 0}, "num_clusters: got 0, needs a whole number of at least 1"),
-        (network, {"rank": 1, "alpha": float("nan")}, "floral alpha: got nan, needs a finite number"),
-        (nn.ReLU, {"rank": 1}, "nothing to adapt in ReLU under these settings; it has no parameters; adapted are Lin"),
-        (lambda: nn.Embedding(3, 2), {"rank": 1}, "nothing to adapt in Embedding .* it has model \\(Embedding\\);"),
-        (lambda: nn.ConvTranspose2d(3, 2, 1), {"rank": 1}, "it has model \\(ConvTranspose2d\\); adapted are Linear, "),
-        (TiedOnly, {"rank": 1}, "it has embedding \\(Embedding\\), head \\(Linear\\); adapted are"),
-        (shared_weight, {"rank": 1}, "floral: layers '0' and '1' share a parameter; give each its own"),
-        (one_layer_twice, {"rank": 1}, "floral: '0' and '2' are one layer; register it once"),
-        (lambda: floral(nn.Linear(2, 2), rank=1, num_clusters=1), {"rank": 1}, "layer 'model' has adaptors already"),
+        (network, {"rank": 0}, "floral rank: got 0;"),
+        (network, {"budget": 0.0}, "floral budget: got 0.0;"),
+        (network, {"budget": 1.5}, "floral budget: got 1.5;"),
+        (network, {}, "floral: got rank=None and budget=None;"),
+        (network, {"rank": 1, "budget": 0.1}, "floral: got rank=1 and budget=0.1;"),
+        (network, {"rank": 1, "num_clusters": 0}, "num_clusters: got 0;"),
+        (network, {"rank": 1, "alpha": float("nan")}, "floral alpha: got nan;"),
+        (nn.ReLU, {"rank": 1}, "ReLU .*no parameters; allowed: Linear, "),
+        (lambda: nn.Embedding(3, 2), {"rank": 1}, "Embedding .*model \\(Embedding\\);"),
+        (lambda: nn.ConvTranspose2d(3, 2, 1), {"rank": 1}, "model \\(ConvTranspose2d\\); allowed: Linear, "),
+        (TiedOnly, {"rank": 1}, "embedding \\(Embedding\\), head \\(Linear\\); allowed: Linear, "),
+        (shared_weight, {"rank": 1}, "floral: layers '0' and '1'"),
+        (one_layer_twice, {"rank": 1}, "floral: '0' and '2'"),
+        (lambda: floral(nn.Linear(2, 2), rank=1, num_clusters=1), {"rank": 1}, "floral: layer 'model'"),
     ],
 )
 def test_each_fault_is_one_clear_line(make: Callable[[], nn.Module], settings: dict[str, Any], message: str) -> None:
@@ -306,10 +306,10 @@ def test_an_unknown_form_of_convolution_is_named() -> None:
     """Asked of the check itself: in tests the run-time check of ``floral``'s annotations comes first."""
     with pytest.raises(RecipeError) as error:
         check_settings(1.0, "chanel")
-    assert str(error.value) == (
-        "floral conv: got 'chanel', needs one of balanced-2d, channel, in, out, filter, linear, none. "
-        "Did you mean 'channel'?"
-    )
+    message = str(error.value)
+    assert message.startswith("floral conv: got 'chanel';")
+    assert "balanced-2d, channel, in, out, filter, linear, none" in message
+    assert message.endswith("'channel'?")
 
 
 # ---------------------------------------------------------------- budgets
@@ -343,12 +343,12 @@ def test_one_line_says_where_the_least_rank_breaks_the_budget(caplog: pytest.Log
     """The growth of the paper's two synthetic tasks: 97% of Linear(10, 3), 120% of the net 10-20-1."""
     floral(nn.Linear(10, 3), num_clusters=2, budget=0.01)
     floral(nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1)), num_clusters=4, budget=0.01)
-    assert caplog.messages == [
-        "floral: rank 1 is more than budget 0.01 allows in 1 of 1 low-rank layers (model); 2 clusters add +97% "
-        "parameters where the budget allows +2%",
-        "floral: rank 1 is more than budget 0.01 allows in 2 of 2 low-rank layers (0, 2); 4 clusters add +120% "
-        "parameters where the budget allows +4%",
+    facts = [
+        ("budget 0.01", "1 of 1 low-rank layers (model)", "2 clusters", "+97%", "+2%"),
+        ("budget 0.01", "2 of 2 low-rank layers (0, 2)", "4 clusters", "+120%", "+4%"),
     ]
+    for message, expected in zip(caplog.messages, facts, strict=True):
+        assert [fact for fact in expected if fact not in message] == []
     caplog.clear()
     floral(nn.Linear(300, 300), num_clusters=2, budget=0.01)
     floral(nn.Linear(10, 3), num_clusters=2, rank=1)

@@ -63,7 +63,7 @@ def test_what_cannot_be_has_no_weight(library: None) -> None:
 
 @pytest.mark.parametrize("target", [-1, 40])
 def test_a_target_that_is_no_token(target: int, library: None) -> None:
-    with pytest.raises(IndexError, match="none of 40 tokens"):
+    with pytest.raises(IndexError, match=r"target.* 40 tokens"):
         softmax(torch.randn(2, 40), torch.tensor([0, target]), True)
 
 

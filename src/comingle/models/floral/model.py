@@ -130,11 +130,11 @@ def check_size(rank: int | None, budget: float | None) -> None:
         RecipeError: Both or neither are given, the rank is no integer from 1, or the budget is not in (0, 1].
     """
     if (rank is None) == (budget is None):
-        raise RecipeError(f"floral: got rank={rank} and budget={budget}, needs exactly one of the two")
+        raise RecipeError(f"floral: got rank={rank} and budget={budget}; allowed: exactly one of the two")
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-        raise RecipeError(f"floral rank: got {rank!r}, needs a whole number of at least 1")
+        raise RecipeError(f"floral rank: got {rank!r}; allowed: a whole number of at least 1")
     if budget is not None and not (is_number(budget) and 0 < budget <= 1):
-        raise RecipeError(f"floral budget: got {budget!r}, needs a share of the base above 0 and at most 1")
+        raise RecipeError(f"floral budget: got {budget!r}; allowed: a fraction of the base above 0 and at most 1")
 
 
 def affordable_rank(geometry: Geometry, budget: float) -> int:
@@ -155,8 +155,8 @@ def log_excess(budget: float, over: Collection[str], layers: int, *, clusters: i
     """
     if over:
         logger.warning(
-            "floral: rank 1 is more than budget %g allows in %d of %d low-rank layers (%s); "
-            "%d clusters add %+.0f%% parameters where the budget allows %+.0f%%",
+            "floral: rank 1 exceeds budget %g in %d of %d low-rank layers (%s); "
+            "%d clusters add %+.0f%% parameters, the budget allows %+.0f%%",
             budget, len(over), layers, shorten(over), clusters, 100 * growth, 100 * budget * clusters,
         )  # fmt: skip
 
@@ -171,7 +171,7 @@ def log_cut(rank: int, cut: Collection[str], layers: int) -> None:
     """
     if cut:
         logger.warning(
-            "floral: rank %d is more than a weight can have in %d of %d low-rank layers (%s); they get all that it can",
+            "floral: rank %d exceeds the full rank of %d of %d low-rank layers (%s); using the full rank in these",
             rank, len(cut), layers, shorten(cut),
         )  # fmt: skip
 
@@ -252,7 +252,7 @@ class FloralModel(nn.Module):
 
     def _check(self, mixture: Tensor) -> None:
         if mixture.shape not in ((self.num_clusters,), self.router.theta.shape):
-            raise RecipeError(f"mixture: got shape {tuple(mixture.shape)}, needs {tuple(self.router.theta.shape)}")
+            raise RecipeError(f"mixture: got shape {tuple(mixture.shape)}; allowed: {tuple(self.router.theta.shape)}")
 
     def layers(self) -> dict[str, AdaptedLayer]:
         """Return the adapted layers by name, such as "model.fc1"."""

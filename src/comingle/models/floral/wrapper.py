@@ -163,7 +163,7 @@ def floral(
             twice, or the model cannot be copied.
     """
     if not isinstance(model, nn.Module):
-        raise RecipeError(f"floral model: got {type(model).__name__}, needs a torch.nn.Module")
+        raise RecipeError(f"floral model: got {type(model).__name__}; allowed: a torch.nn.Module")
     check_size(rank, budget)
     check_settings(alpha, conv)
     check_flags(lora=lora, bias=bias, norm=norm, batch_nora=batch_nora, copy=copy)
@@ -215,8 +215,8 @@ def _wrap(
     left = unadapted_leaves(model, layers)
     if not layers:
         raise RecipeError(
-            f"floral: nothing to adapt in {type(model).__name__} under these settings; it has "
-            f"{shorten(left) or 'no parameters'}; adapted are {ADAPTABLE}"
+            f"floral: no layer of {type(model).__name__} can be adapted with these settings; got "
+            f"{shorten(left) or 'no parameters'}; allowed: {ADAPTABLE}"
         )
     model = _copied(model) if copy else model
     wrapped = FloralModel(_replace(model, layers, plan), router=router, mixture=plan.mixture, unadapted=left)
@@ -249,10 +249,10 @@ def check_settings(alpha: float, conv: str) -> None:
         RecipeError: The scale is not finite, or the form is unknown.
     """
     if not is_number(alpha):
-        raise RecipeError(f"floral alpha: got {alpha!r}, needs a finite number")
+        raise RecipeError(f"floral alpha: got {alpha!r}; allowed: a finite number")
     if conv not in CONV_FORMS:
         raise RecipeError(
-            f"floral conv: got {conv!r}, needs one of {', '.join(CONV_FORMS)}.{did_you_mean(str(conv), CONV_FORMS)}"
+            f"floral conv: got {conv!r}; allowed: {', '.join(CONV_FORMS)}.{did_you_mean(str(conv), CONV_FORMS)}"
         )
 
 
@@ -264,7 +264,7 @@ def check_flags(**flags: bool) -> None:
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise RecipeError(f"floral {name}: got {value!r}, needs True or False")
+            raise RecipeError(f"floral {name}: got {value!r}; allowed: True or False")
 
 
 def _replace(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -> nn.Module:

@@ -100,7 +100,7 @@ def softmax(
         *(t.data_ptr() for t in (logits, targets, losses, totals)),
     )
     if not library().softmax_forward(ctypes.byref(call)):
-        raise IndexError(f"a target is none of {logits.shape[1]} tokens")
+        raise IndexError(f"a target is outside of the vocabulary of {logits.shape[1]} tokens")
     return losses, logits, totals
 
 

@@ -136,8 +136,8 @@ def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
     kept = open_private(cache)
     if kept is None:
         logger.warning(
-            "%s: belongs to somebody else, is a link, or others can write to it; native code is compiled anew for this "
-            "process; set COMINGLE_CACHE to a folder of your own, or take away the right to write",
+            "%s: owned by another user, a link, or writable by others; compiling native code for this process only; "
+            "set COMINGLE_CACHE to a folder that only you can write to, or remove the others' write permission",
             cache,
         )
     else:
@@ -149,7 +149,7 @@ def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
         made.chmod(0o700)  # independent of the umask
         library = open_private(made)
         if library is None:
-            raise PermissionError(f"{made}: somebody else has replaced it")
+            raise PermissionError(f"{made}: replaced by another user")
         if kept is not None:
             made.replace(cache / f"{name}-{_digest(library)}.so")
     return library
