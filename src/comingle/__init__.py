@@ -1,4 +1,4 @@
-"""comingle: many people fine-tune one small language model together, and each ends up with a model of their own.
+"""comingle: many users fine-tune one small language model together, and each of them gets a personal model.
 
 The Python API is as short as the command line::
 
@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 SPINS = "2000"
-"""How often a waiting thread of GNU's OpenMP looks for work before it sleeps.
+"""Number of times that a waiting thread of GNU OpenMP polls for work before it sleeps.
 
-Its default is 300,000 times, with which a run of two threads beside another on two processors took more than fifteen
-times as long; 2,000 cost a run that is alone 2% to 7% (``benchmarks/crowded.py``).
+With the default of 300,000, a run of two threads beside another one on two processors took more than fifteen times as
+long. 2,000 costs a run that has the machine to itself 2% to 7% (``benchmarks/crowded.py``).
 """
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from comingle.runs.views import report as report
     from comingle.utils.errors import ComingleError as ComingleError
 
-_HOMES = {
+_MODULES = {
     "ComingleError": "comingle.utils.errors",
     "Recipe": "comingle.config",
     "advise": "comingle.runs.comparison",
@@ -80,8 +80,8 @@ def _prepare_threads() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPINS
     elif sys.platform == "linux" and os.environ.get("OMP_NUM_THREADS") != "1":
         logging.getLogger(__name__).warning(
-            "comingle: imported after torch, so threads wait by spinning, and runs beside other work may take many "
-            "times as long; import comingle first, or set GOMP_SPINCOUNT=%s",
+            "comingle: imported after torch, so waiting threads busy-wait, and concurrent runs may take many times as "
+            "long; import comingle first, or set GOMP_SPINCOUNT=%s",
             SPINS,
         )
 
@@ -91,27 +91,27 @@ _prepare_threads()
 
 @cache
 def _moved() -> dict[str, str]:
-    """Return the modules of version 0.1.0 by their names then, with their names now."""
-    from pathlib import Path  # here, since only an import that fails needs it
+    """Return the current name of each module that has moved since version 0.1.0."""
+    from pathlib import Path  # imported here, as only failed imports need it
 
     lines = Path(__file__).with_name("moved.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split() for line in lines)
 
 
 class _MovedModules:
-    """Importer of the modules of ``moved.txt``: each looks names up in the module that has them now, with a warning."""
+    """Importer of the modules of ``moved.txt``, which forwards to their new modules and warns."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for a module, or a package of modules, that has moved."""
+        """Return a spec for a module that has moved, or for a package of such modules."""
         loader: Any = self
         found = fullname.startswith("comingle.") and any(f"{old}.".startswith(f"{fullname}.") for old in _moved())
         return ModuleSpec(fullname, loader, is_package=True) if found else None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Have an empty module created."""
+        """Return None, which creates an empty module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Look up names in the module that has them now."""
+        """Forward attribute access to the new module."""
         if (new := _moved().get(module.__name__)) is None:
             return
         warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
@@ -125,16 +125,16 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _home(name: str) -> str:
-    """Where a name is; in one of several processes that a launcher has started, a run is one of all of them."""
+def _module_of(name: str) -> str:
+    """Return the module of a public name; ``run`` is another one in processes that a launcher has started."""
     from comingle.training.backends.launched import find_place
 
-    return "comingle.runs.distributed" if name == "run" and find_place() is not None else _HOMES[name]
+    return "comingle.runs.distributed" if name == "run" and find_place() is not None else _MODULES[name]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'comingle' has no attribute {name!r}")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, in a notebook without widgets
-        return getattr(importlib.import_module(_home(name)), name)
+        warnings.filterwarnings("ignore", message="IProgress not found")  # from tqdm, in a notebook without widgets
+        return getattr(importlib.import_module(_module_of(name)), name)

@@ -62,7 +62,7 @@ def test_a_plan_for_machines_is_a_table_and_json(known: None, comingle: Any, rec
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--price", 2], "--price: is read with --machines N alone"),
+        (["--price", 2], "--machines N"),
         (["--machines", 2, "--gpus", 2, "--processes", 2], "--gpus and --processes: got both"),
         (["--machines", 2, "--gpus", 8], "give --step SECONDS"),
         *((["--machines", 2, option, "nan"], f"{option}: got nan; give a finite number") for option in FLOATS),

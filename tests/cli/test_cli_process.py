@@ -81,7 +81,8 @@ def test_an_interruption_exits_130_and_leaves_a_run_that_can_be_resumed(
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130, err
-    assert err.strip() == "comingle: stopped; the same command with --resume goes on from the last checkpoint"
+    assert err.strip().startswith("comingle: stopped")
+    assert "--resume" in err
     assert not (run / "metrics.json").exists()
 
     resumed = comingle(*command, "--resume")

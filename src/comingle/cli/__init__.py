@@ -77,7 +77,9 @@ class CommandGroup(TyperGroup):
                 vars(error).update(possibilities=None)
             raise
         if found[0] != MULTI_PROCESS_COMMAND and find_place() is not None:
-            raise RecipeError(f"{found[0]}: runs in one process; several are for `comingle {MULTI_PROCESS_COMMAND}`")
+            raise RecipeError(
+                f"{found[0]}: runs in one process; only `comingle {MULTI_PROCESS_COMMAND}` can run in several"
+            )
         return found
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -122,7 +124,7 @@ def _plugin_option() -> Any:
         for path in paths:
             load_file(path)
 
-    help_text = "Load methods of your own from a Python file; may be repeated."
+    help_text = "Load your own methods from a Python file (repeatable)."
     option = typer.Option(
         None,
         "--plugin",
@@ -171,7 +173,7 @@ class CoreCommands(CommandGroup):
 app = typer.Typer(
     name="comingle",
     cls=CoreCommands,
-    help="Fine-tune one small language model together, each on private text; each ends up with a personal model.",
+    help="Fine-tune one small language model with many users, each on private text; every user gets a personal model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -188,7 +190,7 @@ def _show_version(wanted: bool) -> bool:
 
 @app.callback(invoke_without_command=False)
 def _options(
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say what is loaded and from where."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what is loaded, and from where."),
     version: bool = typer.Option(False, "--version", help="Show the version.", callback=_show_version, is_eager=True),
 ) -> None:
     logging.basicConfig(level=logging.WARNING)
@@ -205,10 +207,10 @@ class _Formatter(logging.Formatter):
 
 
 _RESUME_HINTS = {
-    **dict.fromkeys(("client", "server"), "; the same command goes on from where it was"),
+    **dict.fromkeys(("client", "server"), "; run the same command again to continue"),
     **dict.fromkeys(
         ("compare", "demo", "federate", "reproduce", "run"),
-        "; the same command with --resume goes on from the last checkpoint",
+        "; run the same command with --resume to continue from the last checkpoint",
     ),
 }
 """Hint on how to continue an interrupted command, for commands that can continue."""
@@ -253,12 +255,12 @@ def main() -> None:
 def _line(error: Exception) -> str | None:
     """Return the message of an error that a user can correct; None for a bug."""
     if isinstance(error, UnknownMethodError):
-        return f"{error}; for a method of your own: --plugin FILE"
+        return f"{error}; load your own method with --plugin FILE"
     if isinstance(error, ComingleError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:  # raised by the system, not by a library
         where = " to ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         return f"{where}: {error.strerror}" if where else error.strerror
     if lacks_memory(error):
-        return f"out of memory ({str(error) or 'no more is said'}); `comingle cost` counts what a recipe needs"
+        return f"out of memory ({str(error) or 'no details'}); `comingle cost` estimates what a recipe needs"
     return None

@@ -1,4 +1,4 @@
-"""``comingle audit``: measure by attacks what a run leaks."""
+"""``comingle audit``: measure a run's leakage with attacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from comingle.cli.options import Force, Quiet, console, out_option, status
 from comingle.utils.errors import RecipeError
 
 
-def _few_or_none(context: object, option: object, value: int) -> int:
+def _check_shadows(context: object, option: object, value: int) -> int:
     """Check the number of reference models, as a callback of click.
 
     Raises:
@@ -26,27 +26,26 @@ def _few_or_none(context: object, option: object, value: int) -> int:
 
 
 def audit(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run folder, of users with text, conversations or samples.")
-    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     trials: Annotated[
-        int | None, typer.Option("--trials", min=1, help="Runs with canaries (default: for about 40 coins in all).")
+        int | None,
+        typer.Option("--trials", min=1, help="Start N runs with canaries (default: enough for about 40 canaries)."),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each of them.")] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Train N rounds in each of these runs.")] = 3,
     shadows: Annotated[
         int,
         typer.Option(
             "--shadows",
             min=0,
-            callback=_few_or_none,
-            help="Runs with halves of users' data, for reference, from 3; 0: without.",
+            callback=_check_shadows,
+            help="Start N reference runs on half of each user's data, at least 3; 0 for none.",
         ),
     ] = 8,
-    out: Annotated[Path | None, out_option("Folder to write to (default: the run's).")] = None,
+    out: Annotated[Path | None, out_option("Write to this folder (default: RUN).")] = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Attack a run with what the server and other users see, and report what leaks.
+    """Attack a run with the messages that the server and other users see, and report what leaks.
 
     With text or conversations, short runs with canaries in half of the users' data give a lower bound on epsilon, and
     models are tested for the windows or conversations that they trained on, with short runs as reference. With text,

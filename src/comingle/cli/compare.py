@@ -36,16 +36,19 @@ SEEDS = ",".join(map(str, SEEDS))
 def compare(
     recipe: RecipePath,
     methods: Annotated[
-        str, typer.Option("--methods", help="Methods, separated by commas; NAME:KEY=VALUE gives one a setting.")
+        str,
+        typer.Option("--methods", help="Compare these methods, separated by commas; NAME:KEY=VALUE changes a setting."),
     ],
-    seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas.")] = SEEDS,
+    seeds: Annotated[
+        str, typer.Option("--seeds", help="Run each method with these seeds, separated by commas.")
+    ] = SEEDS,
     against: Annotated[
         str | None,
         typer.Option(
-            "--against", metavar="METHODS", help="Baseline: the best of these (default: local, or the first)."
+            "--against", metavar="METHODS", help="Use the best of these as the baseline (default: local, or the first)."
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time, each in a process of its own.")] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Run N runs in parallel, each in its own process.")] = 1,
     sets: Sets = None,
     out: Out = None,
     resume: Resume = False,
@@ -56,7 +59,7 @@ def compare(
     """Run several methods with several seeds; print and write means, deviations and verdicts.
 
     The recipe's method settings apply to its own method; others have their defaults. --set method.KEY=VALUE applies to
-    every method that has KEY. A method can be given several times with different settings, as
+    every method that has KEY. A method can be given several times with different settings, for example
     fedprox:proximal=0.01,fedprox:proximal=0.1.
     """
     read, names = read_recipe(recipe, sets), split_names(methods)
@@ -91,7 +94,7 @@ def compare_methods(
         force: Replace existing runs.
         all_users: Print a row for each user.
         quiet: Do not print progress.
-        jobs: Number of runs at a time; more than 1 run in processes of their own.
+        jobs: Number of parallel runs; with more than 1, each runs in its own process.
         against: The baseline, as in ``--against``.
         for_all: Settings for every method that has them.
 
@@ -174,7 +177,7 @@ def split_names(text: str) -> list[str]:
     Raises:
         RecipeError: There are no names.
     """
-    parts = re.split(r",(?![^\[]*\])", text)  # not at commas within a list, as specialists=[1,2]
+    parts = re.split(r",(?![^\[]*\])", text)  # not at commas within a list, such as specialists=[1,2]
     names = list(dict.fromkeys(n.strip() for n in parts if n.strip()))
     if not names:
         raise RecipeError("--methods: no method given; `comingle methods` lists them")
@@ -190,4 +193,4 @@ def split_seeds(text: str) -> list[int]:
     try:
         return [int(seed) for seed in split_names(text)]
     except (ValueError, RecipeError):
-        raise RecipeError(f"--seeds {text!r}: give whole numbers separated by commas, as 0,1,2") from None
+        raise RecipeError(f"--seeds {text!r}: give whole numbers separated by commas, for example 0,1,2") from None

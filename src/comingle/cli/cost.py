@@ -20,21 +20,25 @@ LINK, LATENCY = 1.25e9, 1e-4
 """Defaults: 10 Gbit/s in bytes per second, and 0.1 ms in seconds, as usual between machines of one data centre."""
 
 Machines = Annotated[
-    int | None, typer.Option("--machines", min=1, help="Plan seconds and money on so many machines; measures here.")
+    int | None, typer.Option("--machines", min=1, help="Estimate time and price on N machines, from measurements here.")
 ]
-Processes = Annotated[int | None, typer.Option("--processes", min=1, help="Processes on each machine (default: 1).")]
-Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs of each machine, a process for each.")]
-Cores = Annotated[int | None, typer.Option("--cores", min=1, help="Cores of each machine (default: as here).")]
-Price = Annotated[
-    float | None, typer.Option("--price", min=0, callback=finite, help="Money for a machine and an hour.")
+Processes = Annotated[
+    int | None, typer.Option("--processes", min=1, help="Start N processes per machine (default: 1).")
 ]
-Link = Annotated[float, typer.Option("--link", min=1, callback=finite, help="Bytes a second between two machines.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="Use N GPUs per machine, with one process each.")]
+Cores = Annotated[int | None, typer.Option("--cores", min=1, help="Assume N cores per machine (default: as here).")]
+Price = Annotated[float | None, typer.Option("--price", min=0, callback=finite, help="Price per machine and hour.")]
+Link = Annotated[
+    float, typer.Option("--link", min=1, callback=finite, help="Bandwidth between two machines, in bytes/s.")
+]
 Latency = Annotated[
-    float, typer.Option("--latency", min=0, callback=finite, help="Seconds that a message takes between two machines.")
+    float, typer.Option("--latency", min=0, callback=finite, help="Latency between two machines, in seconds.")
 ]
 Disk = Annotated[
     float | None,
-    typer.Option("--disk", min=1, callback=finite, help="Bytes a second to a machine's disk (default: measured here)."),
+    typer.Option(
+        "--disk", min=1, callback=finite, help="Bandwidth of a machine's disk, in bytes/s (default: measured here)."
+    ),
 ]
 Step = Annotated[
     float | None,
@@ -42,7 +46,7 @@ Step = Annotated[
         "--step",
         min=0,
         callback=finite,
-        help="Seconds of a local step of one user in a process (default: measured here).",
+        help="Duration of a local step of one user, in seconds (default: measured here).",
     ),
 ]
 
@@ -82,7 +86,7 @@ def cluster_of(
         needing_machines = {"gpus": gpus, "processes": processes, "step": step, **hardware}
         given = [name for name, value in needing_machines.items() if value not in (None, LINK, LATENCY)]
         if given:
-            raise RecipeError(f"--{given[0]}: is read with --machines N alone")
+            raise RecipeError(f"--{given[0]}: is used only with --machines N")
         return None
     if gpus is not None and processes is not None:
         raise RecipeError("--gpus and --processes: got both; each GPU has a process, so give one of them")
@@ -91,7 +95,7 @@ def cluster_of(
     from comingle.runs.distributed import cores as cores_here
 
     if gpus is not None and step is None and not on_gpu():
-        raise RecipeError("--gpus: no GPU here on which a step could be measured; give --step SECONDS")
+        raise RecipeError("--gpus: no GPU here to measure a local step on; give --step SECONDS")
     return Cluster(
         machines=machines,
         processes=gpus or processes or 1,
@@ -108,10 +112,10 @@ def cluster_of(
 def cost(
     recipe: RecipePath,
     method: Annotated[
-        list[str] | None, typer.Option("--method", help="A method; repeat it, or separate several by commas.")
+        list[str] | None, typer.Option("--method", help="Count this method (repeatable, or separated by commas).")
     ] = None,
     users: Annotated[
-        int | None, typer.Option("--users", help="Number of users, where their text is out of reach.")
+        int | None, typer.Option("--users", help="Assume N users, if their text is not available.")
     ] = None,
     sets: Sets = None,
     machines: Machines = None,
@@ -127,7 +131,7 @@ def cost(
 ) -> None:
     """Count parameters, bytes, FLOPs and memory of a recipe before training, and say whether it fits.
 
-    With --machines, also estimate seconds and money of a round and a run for populations of several sizes.
+    With --machines, also estimate time and price of a round and of a run, for populations of several sizes.
     """
     read = read_recipe(recipe, sets)
     cluster = cluster_of(
@@ -170,20 +174,22 @@ def cost(
 def advise(
     recipe: RecipePath,
     methods: Annotated[
-        str, typer.Option("--methods", help="Methods to hold against local, separated by commas.")
+        str, typer.Option("--methods", help="Compare these methods with local, separated by commas.")
     ] = ",".join(METHODS),
     seeds: Annotated[
         str | None,
-        typer.Option("--seeds", help="Seeds, separated by commas; intervals need two (default: 3 or 5, by the data)."),
+        typer.Option(
+            "--seeds", help="Use these seeds, separated by commas; intervals need two (default: 3 or 5, by data)."
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each run.")] = ROUNDS,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Train N rounds in each run.")] = ROUNDS,
     sets: Sets = None,
     quiet: Quiet = False,
 ) -> None:
     """Estimate from short runs which users gain from training together, and with which method.
 
-    Runs local and the methods with all users, and the first method with smaller groups: every pair of up to five users,
-    all but one of up to twelve. Writes nothing.
+    Runs local and the methods with all users, and the first method with smaller groups: every pair for up to five
+    users, all users but one for up to twelve. Writes nothing.
     """
     read, names = read_recipe(recipe, sets), split_names(methods)
     numbers = None if seeds is None else split_seeds(seeds)

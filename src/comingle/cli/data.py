@@ -15,11 +15,11 @@ from comingle.utils.terminal import words
 def data(
     recipe: RecipePath,
     sets: Sets = None,
-    all_users: Annotated[bool, typer.Option("--all", help="List everybody, also beyond 24 users.")] = False,
+    all_users: Annotated[bool, typer.Option("--all", help="Show all users, even if there are more than 24.")] = False,
 ) -> None:
     """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; or numbers of samples.
 
-    For more than 24 users the table has quantiles, and the users with least and most data.
+    For more than 24 users the table has quantiles, and the users with the least and the most data.
     """
     read = read_recipe(recipe, sets)
     from comingle.cli.training import preview, warn_overlaps
@@ -37,7 +37,9 @@ def data(
     warn_overlaps(materials)
 
 
-def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method, in full.")] = None) -> None:
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe this method in full.")] = None,
+) -> None:
     """List the methods, or print a method's source, placement, client, server and deviations."""
     import inspect
 
@@ -55,7 +57,7 @@ def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="O
         shown = ", ".join(f"{key}: {value}" for key, value in settings.items()) or "none"
         console.print(f"Settings: {shown}", highlight=False, soft_wrap=True)
         return
-    table = Table("method", "what it does", box=None, pad_edge=False)
+    table = Table("method", "description", box=None, pad_edge=False)
     for key in REGISTRY:
         try:
             table.add_row(key, (inspect.getdoc(REGISTRY[key]) or "").partition("\n")[0])

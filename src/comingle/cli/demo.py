@@ -22,7 +22,7 @@ PROMPTS = {
 
 def demo(
     sets: Sets = None,
-    out: Annotated[Path, out_option("Folder to write to.")] = Path("runs/demo"),
+    out: Annotated[Path, out_option("Write to this folder.")] = Path("runs/demo"),
     resume: Resume = False,
     force: Force = False,
     quiet: Quiet = False,
@@ -33,19 +33,19 @@ def demo(
 
     recipe = read_recipe(shipped_recipes() / "demo.yaml", sets)
     console.print(
-        "Four users read different text: the standard library's source, the language reference, NumPy's documentation\n"
-        "and licences. Nobody's text leaves them: with CoMiGS the attention's LoRA and one shared expert\n"
-        "are averaged between rounds, each user's own expert and router stay at home.\n"
+        "Four users have different text: the standard library's source, the language reference, NumPy's documentation\n"
+        "and licences. No text leaves its user: CoMiGS averages the attention's LoRA and one shared expert between\n"
+        "rounds, and keeps each user's specialist and router local.\n"
     )
     last = compare_methods(recipe, METHODS, [recipe.seed], out, resume=resume, force=force, quiet=quiet)
     if last is not None:
         _print_samples(last)
-    console.print("\nWhat next", style="bold")
+    console.print("\nNext steps", style="bold")
     console.print(
-        f"  comingle show {out}/comigs-1g1s-seed{recipe.seed}        one run: every user, every evaluation\n"
+        f"  comingle show {out}/comigs-1g1s-seed{recipe.seed}        one run: all users and evaluations\n"
         "  comingle methods                                the other methods; comingle methods comigs for one\n"
-        "  comingle data recipes/demo.yaml                 what the users read\n"
-        "  your own users: copy recipes/demo.yaml, name folders or files under data.users, then\n"
+        "  comingle data recipes/demo.yaml                 the users' text\n"
+        "  your own users: copy recipes/demo.yaml, set folders or files under data.users, then\n"
         "  comingle compare RECIPE --methods local,fedavg,comigs-1g1s --seeds 0,1,2",
         highlight=False,
     )
@@ -58,12 +58,12 @@ def _print_samples(run: Run) -> None:
     from comingle.runs.views import generating_model
     from comingle.utils.terminal import printable, words
 
-    title = ("\nEach user's own model speaks", "bold"), f" ({run.metrics['method']}, greedy)"
+    title = ("\nText from each user's model", "bold"), f" ({run.metrics['method']}, greedy)"
     console.print(Text.assemble(*title), highlight=False)
     for name in run.users:
         prompt = PROMPTS.get(name, "The")
-        said = generating_model(run, name).generate(prompt, max_new_tokens=40)
+        generated = generating_model(run, name).generate(prompt, max_new_tokens=40)
         # Source code keeps its lines; prose is joined to one line.
-        shown = said.rstrip() if name == "library" else re.sub(r"\s+", " ", said).rstrip()
+        shown = generated.rstrip() if name == "library" else re.sub(r"\s+", " ", generated).rstrip()
         line = Text.assemble("  ", words(name, "cyan"), ": ", words(prompt, "bold"))
         console.print(line + printable(shown, keep="\n\t"), highlight=False)

@@ -15,16 +15,18 @@ from comingle.utils.names import as_folder
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a comparison.")],
-    user: Annotated[str, typer.Option("--user", metavar="NAME", help='Whose model; "all" is everybody\'s.')],
+    user: Annotated[
+        str, typer.Option("--user", metavar="NAME", help='Export this user\'s model; "all" for all users.')
+    ],
     to: Annotated[
-        Path, typer.Option("--to", metavar="<path>", help="Folder to write to; with all, one below it for each user.")
+        Path, typer.Option("--to", metavar="<path>", help="Write to this folder; with all, to a folder in it per user.")
     ],
     format: Annotated[
         str,
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="One of transformers, peft, gguf and merged-approximately.",
+            help="Write this format: transformers, peft, gguf or merged-approximately.",
             show_default=True,
         ),
     ] = "transformers",
@@ -32,12 +34,12 @@ def export(
         str | None,
         typer.Option(
             "--dtype",
-            help="float32, bfloat16, float16 or float64; for gguf float32, bfloat16 or q8_0 (default: the base's).",
+            help="Use float32, bfloat16, float16 or float64; for gguf float32, bfloat16 or q8_0 (default: base's).",
         ),
     ] = None,
-    method: Annotated[str | None, typer.Option("--method", help="Which method's run, of a comparison.")] = None,
+    method: Annotated[str | None, typer.Option("--method", help="Export this method's run of a comparison.")] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Which seed's run, of a comparison (default: the first).")
+        int | None, typer.Option("--seed", help="Export this seed's run of a comparison (default: the first).")
     ] = None,
     force: Force = False,
     quiet: Quiet = False,

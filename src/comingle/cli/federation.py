@@ -37,7 +37,7 @@ def federate(
     all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train the users of a recipe as over a network: a server, and processes and a folder for each user."""
+    """Train the users of a recipe in a federation on this machine: a server, and processes and a folder per user."""
     read = read_recipe(recipe, sets, seed)
 
     require_flower()
@@ -53,27 +53,29 @@ def federate(
 
 
 def server(
-    federation: Annotated[Path | None, typer.Argument(metavar="FEDERATION", help="The coordinator's file.")] = None,
+    federation: Annotated[Path | None, typer.Argument(metavar="FEDERATION", help="The federation file.")] = None,
     out: Out = None,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; any but this machine needs --certificates.")
+        str, typer.Option("--host", help="Listen on this address; --certificates are required unless it is local.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 9092,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Listen on this port; 0 selects a free one.")
+    ] = 9092,
     certificates: Annotated[
-        Path | None, typer.Option("--certificates", metavar="FOLDER", help="Certificates, and participants' keys.")
+        Path | None,
+        typer.Option("--certificates", metavar="FOLDER", help="Use the certificates and users' keys in FOLDER."),
     ] = None,
     make_certificates: Annotated[
         Path | None,
-        typer.Option("--make-certificates", metavar="FOLDER", help="Write certificates and keys for --host, and end."),
+        typer.Option("--make-certificates", metavar="FOLDER", help="Write certificates and keys for --host, and exit."),
     ] = None,
     all_users: AllUsers = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the rounds of a federation: users on other machines take part with `comingle client`."""
-
+    """Run the server of a federation; users on other machines take part with `comingle client`."""
     require_flower()
     if federation is None:
-        raise RecipeError("server: no file; give the coordinator's, as `comingle server federation.yaml`")
+        raise RecipeError("server: no federation file; give one, for example `comingle server federation.yaml`")
     from comingle.federation.files import load_plan
 
     plan = load_plan(federation)
@@ -98,39 +100,40 @@ def _make(folder: Path, host: str, users: tuple[str, ...]) -> None:
 
     fresh = not (folder / "server.pem").exists()
     make_certificates(folder, [host] if fresh else [], users)
-    console.print(words(f"{folder}/  server.pem, server.key (the server's alone) · ca.pem (for everybody)"))
+    console.print(words(f"{folder}/  server.pem, server.key (for the server only) · ca.pem (for all users)"))
     for user in users:
-        console.print(words(f"{folder}/users/{quote_name(user)}.key  for {user}, and for nobody else"))
+        console.print(words(f"{folder}/users/{quote_name(user)}.key  for {user} only"))
 
 
 _FILE = "participant.yaml"
 
 
 def client(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The participant's own file.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Who takes part.")] = None,
-    data: Annotated[str | None, typer.Option("--data", metavar="PATH", help="Where the participant's data is.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The participant's file.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Take part as this user.")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="PATH", help="Read the user's data from PATH.")] = None,
     base: Annotated[
         str | None,
         typer.Option(
             "--base",
             metavar="NAME|FOLDER",
-            help="Where the base is on this machine, if it is not where the federation says.",
+            help="Load the base model from here (default: as in the federation file).",
         ),
     ] = None,
-    server: Annotated[str | None, typer.Option("--server", metavar="HOST:PORT", help="The coordinator.")] = None,
+    server: Annotated[str | None, typer.Option("--server", metavar="HOST:PORT", help="Connect to this server.")] = None,
     state: Annotated[
-        Path | None, typer.Option("--state", metavar="FOLDER", help="Folder for all that is private (default: NAME).")
+        Path | None, typer.Option("--state", metavar="FOLDER", help="Keep all private files in FOLDER (default: NAME).")
     ] = None,
     certificates: Annotated[
-        Path | None, typer.Option("--certificates", metavar="FILE", help="The coordinator's ca.pem.")
+        Path | None, typer.Option("--certificates", metavar="FILE", help="Verify the server with this ca.pem.")
     ] = None,
-    key: Annotated[Path | None, typer.Option("--key", metavar="FILE", help="The participant's own key.")] = None,
-    stay: Annotated[bool, typer.Option("--stay", help="When a federation has ended, wait for the next.")] = False,
+    key: Annotated[
+        Path | None, typer.Option("--key", metavar="FILE", help="Authenticate with this user's key.")
+    ] = None,
+    stay: Annotated[bool, typer.Option("--stay", help="Wait for the next federation when one has ended.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Take part in a federation: data, experts, routers and optimiser state stay on this machine."""
-
     require_flower()
     given: dict[str, Any] = {
         "name": name,
@@ -143,7 +146,7 @@ def client(
     from comingle.utils.names import as_folder
 
     if file is None and name is None:
-        raise RecipeError("client: nobody; give a participant's file, or --name and --data")
+        raise RecipeError("client: no user; give a participant's file, or --name and --data")
     take_part(
         file, given, default=Path(as_folder(name or "participant")) / _FILE, say=line_printer(quiet=quiet), stays=stay
     )

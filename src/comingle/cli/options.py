@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from comingle.config import Recipe
 
 
-warnings.filterwarnings("ignore", ".*will be removed in Click 9", DeprecationWarning)  # typer on the newest click
+warnings.filterwarnings(
+    "ignore", ".*will be removed in Click 9", DeprecationWarning
+)  # from typer with the newest click
 
 
 # Without a terminal lines are not wrapped at 80 columns.
@@ -46,7 +48,7 @@ def require_flower() -> None:
         PluginError: It is not. The message says how to install it.
     """
     if find_spec("flwr") is None:
-        raise PluginError("flwr is not installed; `pip install 'comingle[flower]'` installs what the network needs")
+        raise PluginError("flwr is not installed; install it with `pip install 'comingle[flower]'`")
 
 
 def line_printer(*, quiet: bool) -> Callable[[str], None]:
@@ -87,11 +89,11 @@ _SHOWN = 80
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, or a run folder.")]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key, as training.rounds=3.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example training.rounds=3.")
 ]
-Seed = Annotated[int | None, typer.Option("--seed", help="Random seed (default: the recipe's).")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of progress.")]
-AllUsers = Annotated[bool, typer.Option("--all", help="Show every user, however many there are.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Use this random seed (default: the recipe's).")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
+AllUsers = Annotated[bool, typer.Option("--all", help="Show all users, even if there are more than 24.")]
 
 
 def named(out: str | Path) -> Path:
@@ -100,7 +102,7 @@ def named(out: str | Path) -> Path:
     An empty path, as from an unset shell variable, is an error: it would be the current folder.
     """
     if not str(out).strip():
-        raise typer.BadParameter("is empty; give it a name, or leave --out out")
+        raise typer.BadParameter("is empty; give a path, or omit the option")
     return Path(out)
 
 
@@ -141,7 +143,7 @@ def out_option(help_text: str) -> object:
     return typer.Option("--out", metavar="<path>", help=help_text, parser=named, callback=possible)
 
 
-Out = Annotated[Path | None, out_option("Folder to write to (default: below runs/).")]
+Out = Annotated[Path | None, out_option("Write to this folder (default: a folder in runs/).")]
 
 
 def _check_exclusive(context: Any, given: bool) -> bool:
@@ -150,12 +152,14 @@ def _check_exclusive(context: Any, given: bool) -> bool:
     When the second one is called, the first one is among the parameters.
     """
     if given and (context.params.get("resume") or context.params.get("force")):
-        raise RecipeError("--resume and --force: got both; --resume keeps what is there, --force replaces it")
+        raise RecipeError("--resume and --force: got both; --resume continues a run, --force replaces it")
     return given
 
 
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.", callback=_check_exclusive)]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is in the folder.", callback=_check_exclusive)]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.", callback=_check_exclusive)]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace earlier results in the folder.", callback=_check_exclusive)
+]
 
 
 def changes(sets: list[str] | None) -> dict[str, object]:
@@ -170,9 +174,9 @@ def changes(sets: list[str] | None) -> dict[str, object]:
     for item in sets or []:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            raise RecipeError(f"--set {shorten(item)!r}: give KEY=VALUE, as training.rounds=3")
+            raise RecipeError(f"--set {shorten(item)!r}: give KEY=VALUE, for example training.rounds=3")
         if key.strip() in by_key:
-            raise RecipeError(f"--set {shorten(item)!r}: {shorten(key.strip())!r} a second time; give each key once")
+            raise RecipeError(f"--set {shorten(item)!r}: duplicate key {shorten(key.strip())!r}; give each key once")
         by_key[key.strip()] = read_text(value, f"--set {shorten(item)!r}")
     return by_key
 
@@ -194,7 +198,7 @@ def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str,
         if key not in known:
             allowed = ", ".join(known) or "no settings"
             hint = f".{found}" if (found := setting_hint(key, known)) else ""
-            raise RecipeError(f"--set method.{key}: none of {', '.join(methods)} has it; allowed: {allowed}{hint}")
+            raise RecipeError(f"--set method.{key}: no setting of {', '.join(methods)}; allowed: {allowed}{hint}")
     return given
 
 

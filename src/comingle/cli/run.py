@@ -26,7 +26,9 @@ from comingle.utils.errors import RecipeError
 
 Processes = Annotated[
     int | None,
-    typer.Option("--processes", metavar="<n>", min=1, max=1024, help="Share the users out over processes here."),
+    typer.Option(
+        "--processes", metavar="<n>", min=1, max=1024, help="Split the users among N processes on this machine."
+    ),
 ]
 
 
@@ -44,7 +46,7 @@ def run(
     """Train the users of a recipe together and write a run folder."""
     place = find_place()
     if place is not None and processes not in (None, place.size):
-        raise RecipeError(f"--processes: got {processes}, and a launcher has started {place.size}; leave it out")
+        raise RecipeError(f"--processes: got {processes}, but a launcher has started {place.size}; omit the option")
     if place is None and processes is not None and processes > 1:
         from comingle.cli.training import launch
 
@@ -64,17 +66,19 @@ def run(
 
 def join(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder; it is only read.")],
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The newcomer's name.")],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the new user.")],
     data: Annotated[
         str,
-        typer.Option("--data", metavar="<path>", help="The newcomer's data, of the kind that the run's users have."),
+        typer.Option(
+            "--data", metavar="<path>", help="Read the new user's data from here, of the same kind as in the run."
+        ),
     ],
     out: Out = None,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", min=1, help="Rounds of training alone (default: as many as the run had).")
+        int | None, typer.Option("--rounds", min=1, help="Train alone for N rounds (default: the run's number).")
     ] = None,
     local_step: Annotated[
-        bool, typer.Option("--local-step", help="One round more, in which what was taken is trained too.")
+        bool, typer.Option("--local-step", help="Add a round that trains the copied tensors, too.")
     ] = False,
     force: Force = False,
     quiet: Quiet = False,
@@ -98,4 +102,4 @@ def join(
     with reporting(quiet=quiet) as reporter:
         done = join_run(opened, new_user, folder, reporter, given=NOTHING, force=force)
     console.print(render_joined(name, done.measure, done.rows))
-    console.print(words(f"{folder}/  a run of {name} alone, for export, chat and serve", "dim"))
+    console.print(words(f"{folder}/  a run with {name} only, for export, chat and serve", "dim"))

@@ -22,27 +22,30 @@ if TYPE_CHECKING:
 
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or with --method a comparison's.")]
-Method = Annotated[str | None, typer.Option("--method", help="Which run of a comparison's folder.")]
+Method = Annotated[str | None, typer.Option("--method", help="Use this method's run of a comparison.")]
 
 
 def serve(
     run: RunPath,
     method: Method = None,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; any but this machine's needs --keys.")
+        str, typer.Option("--host", help="Listen on this address; --keys is required unless it is local.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Listen on this port; 0 selects a free one.")
+    ] = 8000,
     keys: Annotated[
-        Path | None, typer.Option("--keys", metavar="FILE", help="Lines of USER: KEY; each key opens one model.")
+        Path | None,
+        typer.Option("--keys", metavar="FILE", help="Require keys, in lines USER: KEY; each opens one model."),
     ] = None,
     make_keys: Annotated[
-        Path | None, typer.Option("--make-keys", metavar="FILE", help="Write a key for every user, and end.")
+        Path | None, typer.Option("--make-keys", metavar="FILE", help="Write a key for each user, and exit.")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Answers that are written at once.")] = Limits.rows,
-    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait for a row.")] = Limits.queue,
-    rate: Annotated[int, typer.Option("--rate", min=1, help="Requests of each user's in a minute.")] = Limits.rate,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Generate up to N answers at once.")] = Limits.rows,
+    queue: Annotated[int, typer.Option("--queue", min=0, help="Queue up to N further requests.")] = Limits.queue,
+    rate: Annotated[int, typer.Option("--rate", min=1, help="Accept N requests per user and minute.")] = Limits.rate,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="New tokens of an answer.")
+        int, typer.Option("--max-tokens", min=1, help="Generate up to N tokens per answer.")
     ] = Limits.max_tokens,
 ) -> None:
     """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
@@ -73,7 +76,7 @@ def load_all_models(run: Path, method: str | None) -> UserModels:
     from comingle.cli.options import status
     from comingle.serving.models import open_models
 
-    with status("loading the base and everybody's adapters"):
+    with status("loading the base model and all adapters"):
         return open_models(run, method)
 
 
@@ -82,7 +85,7 @@ def print_address(url: str) -> None:
     from comingle.cli.options import console
     from comingle.utils.terminal import words
 
-    console.print(words(f"{url}  a page to chat · {url}/v1  OpenAI-compatible; Ctrl-C ends it"))
+    console.print(words(f"{url}  chat page · {url}/v1  OpenAI-compatible API; Ctrl-C stops the server"))
 
 
 def require_serving_packages(verb: str) -> None:
@@ -98,13 +101,13 @@ def require_serving_packages(verb: str) -> None:
         raise ComingleError(f"comingle {verb} needs {error.name}: pip install 'comingle[app]'") from None
 
 
-HELP = '''/user NAME   speak with somebody else's model, about what has been said
+HELP = '''/user NAME   continue the conversation with another user's model
 /route [N]   colour the last answer by expert: the mean of all layers, or layer N
-/compare [TEXT]  what pretrained, local and this model say to a text (or to your last), side by side
-/clear       begin a new conversation
-/help        this list
-/quit        end (also Ctrl-D)
-A line that ends with \\ goes on in the next; """ begins a text of several lines, and """ ends it.'''
+/compare [TEXT]  answers of pretrained, local and this model to a text (default: your last), side by side
+/clear       start a new conversation
+/help        show this list
+/quit        quit (also Ctrl-D)
+A line that ends with \\ continues on the next one; """ starts and ends a text of several lines.'''
 
 PRETRAINED = "\x00pretrained"
 """Name of the pretrained model among the users' models; no user can have it."""
@@ -112,21 +115,26 @@ PRETRAINED = "\x00pretrained"
 
 def chat(
     run: RunPath,
-    user: Annotated[str | None, typer.Option("--user", help="Whose model speaks (default: the first user's).")] = None,
+    user: Annotated[
+        str | None, typer.Option("--user", help="Chat with this user's model (default: the first's).")
+    ] = None,
     method: Method = None,
     against: Annotated[
-        Path | None, typer.Option("--against", metavar="RUN", help="A run of local models, for /compare.")
+        Path | None, typer.Option("--against", metavar="RUN", help="Take local models for /compare from RUN.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens of an answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Generate up to N tokens per answer.")] = 256,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0, max=2, callback=finite, help="0: the likeliest token.")
+        float,
+        typer.Option(
+            "--temperature", min=0, max=2, callback=finite, help="Sample at this temperature; 0: most likely token."
+        ),
     ] = 0.7,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", min=0, help="Of what is drawn, not of a run."),
+        typer.Option("--seed", min=0, help="Use this seed for sampling."),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Continue texts, whatever the base's template is.")] = False,
-    web: Annotated[bool, typer.Option("--web", help="In a browser: the page that `comingle serve` shows.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue texts, even with a chat template.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Open the page of `comingle serve` in a browser.")] = False,
 ) -> None:
     """Chat with a user's model: it answers if it was trained on conversations, and continues texts otherwise."""
     if web:
@@ -159,7 +167,6 @@ class _Session:
     """Interactive chat in the terminal."""
 
     def __init__(self, talk: Chat, names: list[str], local: Path | None) -> None:
-
         self.talk, self.names, self.local, self.console = talk, names, local, console
         self.last_text = ""
         self.others: dict[str, Engine] = {}
@@ -168,7 +175,7 @@ class _Session:
         if isinstance(sys.stdin, TextIOWrapper):  # invalid UTF-8 is reported instead of ending the chat
             sys.stdin.reconfigure(errors="surrogateescape")
         kind = "continues your texts" if self.talk.plain else "answers"
-        self._print(f"{self.talk.user}'s model {kind}; /help lists commands, Ctrl-D ends", "dim")
+        self._print(f"{self.talk.user}'s model {kind}; /help lists commands, Ctrl-D quits", "dim")
         for text in _texts(self._read):
             try:
                 if text.strip() in ("/quit", "/exit"):
@@ -215,15 +222,15 @@ class _Session:
 
     def _switch(self, name: str) -> None:
         if not name:
-            raise RecipeError(f"/user: give a name; there are: {', '.join(self.names)}")
+            raise RecipeError(f"/user: give a name; allowed: {', '.join(self.names)}")
         if name not in self.names:
             require_user(name, self.names)
         self.talk.switch(name)
-        self._print(f"{name}'s model speaks", "dim")
+        self._print(f"switched to {name}'s model", "dim")
 
     def _clear(self, _: str) -> None:
         self.talk.clear()
-        self._print("a new conversation", "dim")
+        self._print("new conversation", "dim")
 
     def _route(self, layer: str) -> None:
         from rich.text import Text
@@ -234,7 +241,7 @@ class _Session:
         routing = self.talk.route()
         layers = len(routing.gates)
         if layer and not (layer.isdecimal() and 1 <= int(layer) <= layers):
-            raise RecipeError(f"/route: got {layer!r}; layers are numbered from 1 to {layers}")
+            raise RecipeError(f"/route: got {layer!r}; allowed: layers 1 to {layers}")
         gates = routing.gates.float()
         top = (gates[int(layer) - 1] if layer else gates.mean(0)).argmax(-1).tolist()
         colours = [f"#ffffff on {expert_colour(name).dark}" for name in routing.experts]
@@ -253,9 +260,9 @@ class _Session:
 
         text = text or self.last_text
         if not text:
-            raise RecipeError("/compare: give a text, as /compare Once upon a time")
+            raise RecipeError("/compare: give a text, for example /compare Once upon a time")
         if not self.talk.plain and text == self.last_text:
-            self._print("compared on your last text, behind what was said since", "dim")
+            self._print("comparing on your last text, appended to the conversation", "dim")
         models: dict[str, Any] = {"pretrained": (self.talk.engine, PRETRAINED)}
         if self.local is not None:
             models["local"] = (self._other(self.local), self.talk.user)
@@ -265,7 +272,7 @@ class _Session:
         table.add_row(*replies.values())
         self.console.print(table)
         if self.local is None:
-            self._print("no local models here; --against RUN adds those of another run", "dim")
+            self._print("no local models here; add those of another run with --against RUN", "dim")
 
     def _other(self, run: Path) -> Engine:
         from comingle.serving.engine import Engine

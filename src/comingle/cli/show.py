@@ -25,36 +25,34 @@ if TYPE_CHECKING:
 
 
 Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders of comparisons: all runs inside.")
+    list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders of comparisons with all their runs.")
 ]
 Texts = Annotated[
     list[str] | None,
-    typer.Option("--text", help="A text file, or a text, to route; repeat it. Default: the users' own test text."),
+    typer.Option("--text", help="Route this text or text file (repeatable; default: the users' test text)."),
 ]
 Users = Annotated[
-    str | None, typer.Option("--users", help="Users in the token view, separated by commas (default: the first 6).")
+    str | None, typer.Option("--users", help="Show these users' tokens, separated by commas (default: the first 6).")
 ]
-Length = Annotated[int, typer.Option("--tokens", min=1, help="How many first tokens of each text are routed.")]
-Replace = Annotated[bool, typer.Option("--force", help="Replace files that are already there.")]
+Length = Annotated[int, typer.Option("--tokens", min=1, help="Route the first N tokens of each text.")]
+Replace = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 
 
 def report(
     runs: Runs,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="<path>", parser=named, help="File to write (default: RUN/report.html)."),
+        typer.Option("--out", metavar="<path>", parser=named, help="Write to this file (default: RUN/report.html)."),
     ] = None,
     text: Texts = None,
     users: Users = None,
     tokens: Length = 120,
     against: Annotated[
         str | None,
-        typer.Option(
-            "--against", metavar="METHODS", help="Baseline of the verdicts: the best of these (default: local)."
-        ),
+        typer.Option("--against", metavar="METHODS", help="Use the best of these as the baseline (default: local)."),
     ] = None,
     no_tokens: Annotated[
-        bool, typer.Option("--no-tokens", help="No token view: no model is loaded, and no text is on the page.")
+        bool, typer.Option("--no-tokens", help="Omit the token view; load no model and show no text.")
     ] = False,
     force: Replace = False,
 ) -> None:
@@ -84,8 +82,8 @@ def report(
         raise RunError(f"{path}: cannot be written: {error.strerror}") from None
     warn_unlike(entries)
     console.print(f"{path}  {len(page.encode()) / 1e6:.2f} MB; open it in a browser", highlight=False)
-    if any(one.owner for view in views for one in view.texts):
-        console.print("it shows the beginning of each user's test text; --no-tokens leaves text out", style="dim")
+    if any(text.owner for view in views for text in view.texts):
+        console.print("the page shows the beginning of each user's test text; --no-tokens omits it", style="dim")
 
 
 def warn_unlike(entries: Sequence[Entry]) -> None:
@@ -102,23 +100,23 @@ def show(
     all_users: AllUsers = False,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="METHODS", help="Another baseline for a comparison: the best of these."),
+        typer.Option("--against", metavar="METHODS", help="Use the best of these as a comparison's baseline."),
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="<path>", parser=named, help="Write a row for each user of each run here."),
+        typer.Option("--csv", metavar="<path>", parser=named, help="Write one row per user and run to a CSV file."),
     ] = None,
     parquet: Annotated[
-        Path | None, typer.Option("--parquet", metavar="<path>", parser=named, help="The same rows as Parquet.")
+        Path | None,
+        typer.Option("--parquet", metavar="<path>", parser=named, help="Write the same rows to a Parquet file."),
     ] = None,
     latex: Annotated[
         Path | None,
-        typer.Option("--latex", metavar="<path>", parser=named, help="Write the table for LaTeX (booktabs) here."),
+        typer.Option("--latex", metavar="<path>", parser=named, help="Write the table to a LaTeX file (booktabs)."),
     ] = None,
     force: Replace = False,
 ) -> None:
     """Print the results of a run or of a comparison, or write each user's results to a file."""
-
     targets = {"--csv": csv, "--parquet": parquet, "--latex": latex}
     for option, path in targets.items():
         if path is not None:
@@ -201,21 +199,21 @@ def plot(
     runs: Runs,
     figure: Annotated[
         list[str] | None,
-        typer.Option("--figure", help=f"Which: {', '.join(KINDS)}; repeat it. Default: all but tokens."),
+        typer.Option("--figure", help=f"Draw {', '.join(KINDS)} (repeatable; default: all but tokens)."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="<path>", parser=named, help="Folder to write to (default: RUN/figures)."),
+        typer.Option("--out", metavar="<path>", parser=named, help="Write to this folder (default: RUN/figures)."),
     ] = None,
     layer: Annotated[
-        list[int] | None, typer.Option("--layer", help="Layers of the token view (default: first, middle, last).")
+        list[int] | None, typer.Option("--layer", help="Show this layer's tokens (default: first, middle, last).")
     ] = None,
     text: Texts = None,
     users: Users = None,
     tokens: Length = 120,
     force: Replace = False,
 ) -> None:
-    """Write single figures of runs as PNG, SVG and CSV. The figure tokens shows the users' test text, or --text."""
+    """Write figures of runs as PNG, SVG and CSV. The figure tokens shows the users' test text, or --text."""
     require_packages("comingle plot")
     from comingle.reports.canvas import save
     from comingle.reports.page import csv_text
@@ -228,10 +226,12 @@ def plot(
             raise RecipeError(f"--figure {kind!r}: allowed: {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
     entries, folder = read_entries(runs), out or runs[0] / "figures"
     if folder.exists() and not folder.is_dir():
-        raise RunError(f"{folder}: is a file; --out names a folder")
+        raise RunError(f"{folder}: is a file; --out must be a folder")
     with status("drawing"):
         drawn = [
-            one for kind in kinds for one in _draw(kind, entries, lambda: _tokens(entries, text, users, tokens, layer))
+            item
+            for kind in kinds
+            for item in _draw(kind, entries, lambda: _tokens(entries, text, users, tokens, layer))
         ]
     if not drawn:
         raise RunError(
@@ -242,8 +242,8 @@ def plot(
         for ending in (".png", ".svg", ".csv"):
             check_target(folder / f"{name}{ending}", force=force)
     warn_unlike(entries)
-    for name, one, sheet in drawn:
-        save(one, folder, name)
+    for name, image, sheet in drawn:
+        save(image, folder, name)
         write_text(folder / f"{name}.csv", csv_text(sheet))
         console.print(f"{folder / name}.png  {folder / name}.svg  {folder / name}.csv", highlight=False)
 

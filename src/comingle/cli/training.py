@@ -78,7 +78,7 @@ def launch(count: int, folder: Path) -> None:
             ended = [child.poll() is not None for child in children]
             _end(children, signal.SIGTERM)
             os.close(writing)  # processes end when their pipe closes
-    _raise_failure([child.returncode if here else LOST for child, here in zip(children, ended, strict=True)], folder)
+    _raise_failure([child.returncode if done else LOST for child, done in zip(children, ended, strict=True)], folder)
 
 
 def _start(rank: int, count: int, meeting: Path, pipe: int) -> subprocess.Popen[bytes]:
@@ -122,17 +122,17 @@ def _raise_failure(codes: Sequence[int], folder: Path) -> None:
     for rank, code in enumerate(codes):
         if code < 0:
             name = signal.Signals(-code).name
-            memory = ", as when memory runs out" if name == "SIGKILL" else ""
+            memory = ", possibly for lack of memory" if name == "SIGKILL" else ""
             newest = list_checkpoints(folder)[-1:]
             where = newest[0].name if newest else "the beginning"
-            hint = f"the same command with --resume goes on from {where}"
-            raise RunError(f"process {rank} of {len(codes)} was ended by {name}{memory}; {hint}")
+            hint = f"run the same command with --resume to continue from {where}"
+            raise RunError(f"process {rank} of {len(codes)} was killed by {name}{memory}; {hint}")
     if _INTERRUPTED in codes:
         raise KeyboardInterrupt
     if failed := [code for code in codes if code not in (0, LOST)]:
         raise SystemExit(_BUG if _BUG in failed else failed[0])
     if any(codes):
-        raise RunError(f"the processes lost each other; the same command with --resume goes on with {folder}")
+        raise RunError(f"{folder}: the processes lost their connection; run the same command with --resume to continue")
 
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ def warn_overlaps(materials: RunData) -> None:
         for overlap in overlaps[:MAX_LISTED_USERS]
     ]
     if more := len(overlaps) - len(lines):
-        lines.append(f"so are {materials.documents} of {more} more users")
+        lines.append(f"the same is true of {materials.documents} of {more} more users")
     for line in lines:
         errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
 
@@ -222,13 +222,13 @@ def _call(work: Callable[[], T]) -> T:
 _SAMPLE_CHARACTERS, _CONVERSATION_CHARACTERS = 160, 1200
 
 
-_SIZES = ("train", "valid", "test", "tokens, mean", "at most", "answer at most")
+_SIZES = ("train", "valid", "test", "mean tokens", "max tokens", "max answer")
 
 
 _ENDS = 3
 
 
-_LEGEND = "first conversations as the model sees them; [[what carries the loss]], \\n is a line's end"
+_LEGEND = "first conversations as the model sees them; [[tokens with a loss]], \\n is a newline"
 
 
 LISTED_USERS = 24
@@ -337,7 +337,7 @@ def _conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
 
 
 def _preview_text(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
-    """Return a table of documents and tokens, users that were left out, and beginnings of listed documents."""
+    """Return a table of documents and tokens, skipped users, and beginnings of listed documents."""
     summaries = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
     title = words(f"{recipe.base}: documents and tokens", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
@@ -357,7 +357,7 @@ def _preview_text(recipe: Recipe, materials: RunData, all_users: bool) -> list[R
 
 
 def _preview_conversations(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
-    """Return a table of numbers and lengths of conversations, users that were left out, and sample conversations."""
+    """Return a table of numbers and lengths of conversations, skipped users, and sample conversations."""
     title = words(f"{recipe.base}: {materials.kind.name}", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
     for name in _SIZES:
@@ -408,7 +408,7 @@ _PREVIEWS: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]
 
 
 def skipped_lines(materials: RunData, why: str, all_users: bool) -> list[RenderableType]:
-    """Return lines about users that were left out.
+    """Return lines about skipped users.
 
     Args:
         materials: The data.
@@ -418,7 +418,7 @@ def skipped_lines(materials: RunData, why: str, all_users: bool) -> list[Rendera
     if not materials.skipped:
         return []
     shown = islice(materials.skipped.items(), None if all_users else LISTED_USERS)
-    heading = f"left out, as they have {why}: {len(materials.skipped):,}"
+    heading = f"skipped users with {why}: {len(materials.skipped):,}"
     return [words(heading), *(words(f"  {name}: {what}") for name, what in shown)]
 
 

@@ -1,7 +1,7 @@
-"""Recipe files: YAML read strictly, and settings that the users' kind of data does not read.
+"""Recipe files: a strict YAML reader, and a check for settings that do not apply to the users' kind of data.
 
-YAML 1.1 turns ``no`` into False and ``2024-01-01`` into a date, and keeps the last of two equal keys without a word;
-each of these would rename or drop a user. So keys stay as typed, each occurs once, and nesting is limited.
+YAML 1.1 converts ``no`` to False and ``2024-01-01`` to a date, and silently keeps the last of two equal keys; each of
+these would rename or drop a user. So keys stay as typed, each occurs once, and nesting is limited.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ from comingle.utils.errors import RecipeError
 from comingle.utils.names import is_named
 
 MAX_BYTES = 4 << 20
-"""Ten thousand users with a file each need one million; reading YAML takes about 200 times its size in memory."""
+"""Largest size in bytes. 10,000 users with a file each need 1 MB; parsing takes about 200 times the size in memory."""
 
 MAX_DEPTH = 50
-"""A recipe needs less than ten."""
+"""Deepest nesting of a recipe; recipes need fewer than ten levels."""
 
 MAX_REPEATED = 100_000
-"""How many values aliases may repeat in all; a chain of aliases repeats exponentially many."""
+"""Largest total number of values that aliases repeat; a chain of aliases repeats exponentially many."""
 
 _MERGE = "tag:yaml.org,2002:merge"
 _KINDS = {yaml.SequenceNode: "a list", yaml.MappingNode: "a mapping"}
 
 
 def read_text(text: str, where: str) -> Any:
-    """The content of a YAML text; ``where`` is what messages call it.
+    """Return the content of a YAML text.
+
+    Args:
+        text: The YAML text.
+        where: Name of the text in messages.
 
     Raises:
-        RecipeError: not YAML, a key that is there twice or no text, or nesting and aliases beyond reason.
+        RecipeError: It is not YAML, a key is a duplicate or not text, or nesting or aliases exceed the limits.
     """
     if len(text) > MAX_BYTES:
         raise too_large(len(text), where)
@@ -42,14 +46,14 @@ def read_text(text: str, where: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
-    except (yaml.YAMLError, ValueError) as error:  # the latter of dates and numbers that are none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid dates and numbers
         raise RecipeError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
 
 
 def too_large(size: int, where: str) -> RecipeError:
     """Return the error for a recipe that would fill memory."""
-    advice = "allowed: at most {:,}; a recipe names data and does not hold it"
-    return RecipeError(f"{where}: {size:,} bytes; {advice.format(MAX_BYTES)}")
+    advice = "keep data in files, and name them in the recipe"
+    return RecipeError(f"{where}: got {size:,} bytes; allowed: at most {MAX_BYTES:,}; {advice}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,9 +67,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int | yaml.Node | None) -> yaml.Node | None:
         event: Any = self.peek_event()
         if self._depth >= MAX_DEPTH:
-            raise _problem(event, f"nested more than {MAX_DEPTH} deep; a recipe needs less than ten")
+            raise _problem(event, f"nested more than {MAX_DEPTH} levels deep; a recipe needs fewer than ten")
         before, self._depth = self._composed, self._depth + 1
-        node: Any = super().compose_node(parent, index)  # type: ignore[arg-type]  (the stub lacks None, for the root)
+        node: Any = super().compose_node(parent, index)  # type: ignore[arg-type]  (the stub lacks None for the root)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             self._repeat(node, event)
@@ -76,7 +80,7 @@ class _Loader(yaml.SafeLoader):
 
     def _repeat(self, node: yaml.Node | None, event: yaml.AliasEvent) -> None:
         if id(node) not in self._sizes:
-            raise _problem(event, f"alias '*{event.anchor}' lies within what it repeats")
+            raise _problem(event, f"alias '*{event.anchor}' refers to a value that contains it")
         self._composed += self._sizes[id(node)]
         self._repeated += self._sizes[id(node)]
         if self._repeated > MAX_REPEATED:
@@ -102,7 +106,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
         if not isinstance(key, yaml.ScalarNode):
             raise _problem(key, f"a key must be text; got {_KINDS[type(key)]}")
         if key.value in lines and key.tag != _MERGE:
-            raise _problem(key, f"key {key.value!r} a second time; it is in line {lines[key.value]} already")
+            raise _problem(key, f"duplicate key {key.value!r}, first given in line {lines[key.value]}")
         if key.tag != _MERGE:
             lines[key.value] = key.start_mark.line + 1
         if key.value == "users" and isinstance(value, yaml.MappingNode):
@@ -110,38 +114,41 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 
 def _check_users(node: yaml.MappingNode) -> None:
-    """A name that is merged in and stands there too would be two people, one of them dropped."""
+    """Refuse merge keys among users, as a merged name could replace another user of that name."""
     if merged := next((key for key, _ in node.value if key.tag == _MERGE), None):
-        raise _problem(merged, "'<<' among users hides who is named twice; write all out (in quotes it is a name)")
+        hint = "list all users (quote '<<' if it is a name)"
+        raise _problem(merged, f"'<<' is not allowed among users, as it can hide duplicate names; {hint}")
 
 
-def _problem(place: Any, what: str) -> RecipeError:
-    return RecipeError(f"line {place.start_mark.line + 1}: {what}")
+def _problem(place: Any, text: str) -> RecipeError:
+    return RecipeError(f"line {place.start_mark.line + 1}: {text}")
 
 
 def load_recipe(path: str | Path, *, change: Callable[[object], object] = lambda content: content) -> Recipe:
     """Read a recipe file, or the recipe of a run folder. Relative paths in it are relative to the file.
 
-    What is checked is what ``change`` makes of the file's content.
+    Args:
+        path: The file or run folder.
+        change: Function of the file's content, applied before it is checked.
 
     Raises:
-        RecipeError: no such file, not YAML, or a wrong recipe.
+        RecipeError: There is no such file, it is not YAML, or the recipe is wrong.
     """
     path = Path(path)
-    written = path.is_dir()  # by a run, and not by a user
-    if written:
+    is_run = path.is_dir()
+    if is_run:
         path = path / "recipe.yaml"
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
-    content = complete_older(read_yaml(path)) if written else read_yaml(path)
+    content = complete_older(read_yaml(path)) if is_run else read_yaml(path)
     return _anchor(parse_recipe(change(content), where=str(path)), path.parent)
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file.
+    """Return the content of a YAML file.
 
     Raises:
-        RecipeError: as :func:`comingle.config.files.read_text`, or it cannot be read.
+        RecipeError: It cannot be read, or as for :func:`comingle.config.files.read_text`.
     """
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
@@ -153,7 +160,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def shipped_recipes() -> Path:
-    """The folder of the recipes that come with comingle."""
+    """Return the folder of the recipes that are part of comingle."""
     installed = Path(__file__).parents[1] / "shipped_recipes"
     return installed if installed.is_dir() else Path(__file__).parents[3] / "recipes"
 
@@ -182,21 +189,21 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def check_used(recipe: Recipe) -> None:
-    """Whether the recipe's users have the kind of data that its settings are for.
+    """Check that all settings apply to the users' kind of data.
 
     Raises:
-        RecipeError: a setting that would not be read, or a word of the other kind.
+        RecipeError: A setting is not used for this kind, or its value is not allowed for it.
     """
     data = recipe.data
     for place, instead in data.unread.items():
         for key, value in changed(recipe, place) if not place.startswith("data.") else ():
-            raise RecipeError(f"{key}: got {value!r}, which is not read for {data.label}; {instead}")
+            raise RecipeError(f"{key}: got {value!r}, which is not used for {data.label}; {instead}")
     if (got := recipe.training.weighting) not in data.weightings:
         raise RecipeError(f"training.weighting: got {got!r} for {data.label}; allowed: {', '.join(data.weightings)}")
 
 
 def changed(recipe: Recipe, place: str) -> list[tuple[str, object]]:
-    """The values at a dotted key, or below it, that are not the defaults."""
+    """Return the keys at or below a dotted key whose values differ from the defaults, with these values."""
     section: Any = recipe
     *path, last = place.split(".")
     for part in path:

@@ -1,4 +1,4 @@
-"""Mistakes in a recipe in one line, with hints for keys of other libraries."""
+"""One-line descriptions of mistakes in a recipe, with hints for keys of other libraries."""
 
 from __future__ import annotations
 
@@ -195,13 +195,13 @@ _KEYS: Mapping[str, str] = {
     "file_path": "path",
     "folder": "path",
 }
-"""Names in other libraries, and the keys that they stand for, each with its path; several where either may be meant."""
+"""Names in other libraries, each with the dotted keys that it may stand for."""
 
 _METHOD = "method."
 
 
 def _plain(name: str) -> str:
-    """Compare names in one spelling: learning-rate, learningRate and LEARNING_RATE are learning_rate."""
+    """Return a name in lower case without separators: learning-rate, learningRate and LEARNING_RATE are equal."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -211,13 +211,13 @@ _BY_SPELLING = {_plain(name): keys for name, keys in _KEYS.items()}
 def other_name_hint(
     place: Sequence[str], known: Sequence[str], recipe: type[BaseModel], data: type[DataSection] | None
 ) -> str:
-    """Return a hint for a key that is right in another library or in another section, or an empty string.
+    """Return a hint for a key of another library or of another section; empty if there is none.
 
     Args:
-        place: the unknown key with the sections it is in.
-        known: the keys of its section, which come first.
-        recipe: the model of a whole recipe.
-        data: the section chosen for the key ``data``.
+        place: The unknown key, after the sections that contain it.
+        known: The keys of its section, which take precedence.
+        recipe: The model of a whole recipe.
+        data: The section chosen for the key ``data``.
     """
     *section, name = place
     meant = _BY_SPELLING.get(_plain(name), "").split()
@@ -257,13 +257,13 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _is_read(path: str, data: type[DataSection] | None) -> bool:
-    """Return whether users with such data read the key."""
+    """Return whether the key is used for such data."""
     unread = data.unread if data is not None else {}
     return not any(path == key or path.startswith(f"{key}.") for key in unread)
 
 
 def _setting(name: str) -> list[str]:
-    """Return the key of a method's setting of this name, if any method has one."""
+    """Return the dotted key of the method setting of this name; empty if no method has it."""
     from comingle.methods import REGISTRY, settings_of  # imports torch, which only a mistake needs
 
     for method in REGISTRY:
@@ -274,10 +274,10 @@ def _setting(name: str) -> list[str]:
 
 
 _BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
-"""How pydantic calls the branches of a union within a place."""
+"""Prefixes of the names that pydantic gives to branches of a union within a location."""
 
 _PLAIN = ("str", "int", "float", "bool")
-"""Likewise, where a branch is a plain type."""
+"""Names of branches that are plain types."""
 
 _NAMED = "a name, or a mapping with name"
 _ACCEPTED = {
@@ -287,7 +287,7 @@ _ACCEPTED = {
     "runtime.compile": "auto, true or false",
     "evaluation.every": "auto, or a whole number from 1",
 }
-"""What is accepted where pydantic would name one of several kinds."""
+"""Accepted values of keys with several types, for which pydantic would name only one."""
 
 _USERS = ["data", "users"]
 _KINDS: Mapping[type, str] = {list: "a list", dict: "a mapping"}
@@ -295,17 +295,23 @@ _WRONG_KINDS = ("_type", "_parsing", "literal_error", "int_from_float")
 
 
 def first_problem(error: ValidationError, model: type[BaseModel], data: type[DataSection] | None = None) -> str:
-    """Return the first of :func:`problems_of`."""
+    """Return the first problem of :func:`problems_of`.
+
+    Args:
+        error: The error of pydantic.
+        model: The model of the whole.
+        data: The section chosen for the key ``data``.
+    """
     return problems_of(error, model, data)[0]
 
 
 def problems_of(
     error: ValidationError, model: type[BaseModel], data: type[DataSection] | None = None
 ) -> tuple[str, ...]:
-    """Return every mistake in one line: its place, what was got, what is allowed; first the one that explains most.
+    """Return a line for each mistake: its place, the value, the allowed values. The most specific one is first.
 
     Args:
-        error: What pydantic found.
+        error: The error of pydantic.
         model: The model of the whole.
         data: The section chosen for the key ``data``.
     """
@@ -318,7 +324,7 @@ def problems_of(
         place = place[:-1] if place[-1:] and place[-1] in _PLAIN else place
         if problem["type"] == "missing" and problem["loc"][:-1] in misspelt:  # a misspelt key explains it
             continue
-        # Of the branches of a union, the one that got furthest was meant.
+        # Keep the branch of a union that was parsed furthest.
         if not any(place == other[: len(place)] or other == place[: len(other)] for other in chosen):
             chosen[place] = problem
     return tuple(_described(problem, accepted, model, data) for problem in chosen.values())
@@ -348,24 +354,24 @@ def _described(
 
 
 def _parts(loc: Sequence[str | int], accepted: Mapping[str, str]) -> list[str]:
-    """A place without pydantic's names of branches."""
+    """Return a location without pydantic's names of branches."""
     parts = [str(part) for part in loc if not str(part).startswith(_BRANCHES)]
     above = ".".join(parts[:-1])
     return parts[:-1] if parts[-1:] and parts[-1] in _PLAIN and above in accepted and above != "data.users" else parts
 
 
 def _shown(problem: ErrorDetails) -> str:
-    """What was got, where that is no list or mapping."""
+    """Return the text ``; got VALUE`` for a scalar; empty for lists and mappings."""
     got = problem.get("input")
     if isinstance(got, dict | list | BaseModel):
         return ""
-    # What YAML makes of no, 1 or 2024-01-01 was meant as a name.
-    quoted = "; in quotes it would be text" if problem["type"] == "string_type" and got is not None else ""
+    # no, 1 and 2024-01-01 were meant as names, but YAML converts them.
+    quoted = "; quote it to make it text" if problem["type"] == "string_type" and got is not None else ""
     return f"; got {got!r}{quoted}"
 
 
 def _known_keys(place: Iterable[str | int], model: Any, data: type[DataSection] | None) -> list[str]:
-    """Keys of the section in which ``place`` lies."""
+    """Return the keys of the section that contains ``place``."""
     for part in list(place)[:-1]:
         if part == "data" and data is not None:
             model = data

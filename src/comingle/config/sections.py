@@ -1,6 +1,6 @@
 """Sections of a recipe, checked key by key.
 
-Unknown keys are refused with the nearest known one. A recipe is data: nothing in it is ever executed.
+The error for an unknown key suggests the nearest known one. A recipe is data: nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from comingle.utils.errors import RecipeError
 
 
 class MethodSection(Section):
-    """Which method, with which settings; in YAML a plain name, or ``{name: NAME, setting: value}``."""
+    """The method and its settings; in YAML a plain name, or ``{name: NAME, setting: value}``."""
 
     name: str = "comigs-1g1s"
     settings: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
@@ -46,7 +46,7 @@ class MethodSection(Section):
 
 
 class FloralSection(Section):
-    """Adaptors of a client-level mixture in a net that is trained whole: see ``comingle.floral``.
+    """Adaptors of a client-level mixture in a net whose weights are all trained: see ``comingle.floral``.
 
     ``rank`` or ``budget`` (parameters of one adaptor relative to the layer); without either the budget is 1%.
     """
@@ -70,15 +70,17 @@ _LATER_DATA_KEYS = {
     "deduplicate": False,
     "max_conversations": None,
 }
-"""Keys of ``data`` that came after runs had been published, with what those runs did: runs that leave them so keep
-their names, and their folders resume."""
+"""Keys of ``data`` that are newer than published runs, with the values that those runs correspond to.
+
+A key with this value does not change the fingerprint, so older run folders can be resumed.
+"""
 
 
 class Recipe(Section):
     """A whole run.
 
     Raises:
-        RecipeError: Something is wrong; it has all problems, each with its place, what was got and what is allowed.
+        RecipeError: The recipe is wrong. The error has all problems, each with place, value and allowed values.
     """
 
     base: str = "smollm2-135m"
@@ -122,7 +124,7 @@ class Recipe(Section):
             return {"name": method}
         if not isinstance(method, Mapping):
             return method
-        # Both spellings at once: ``--set method.router_every=5`` on a recipe that was read before.
+        # Both spellings may occur: ``--set method.router_every=5`` on a recipe that was parsed before.
         named = {key: value for key, value in method.items() if key in ("name", "settings")}
         beside = {key: value for key, value in method.items() if key not in named}
         settings = named.get("settings", {})
@@ -135,15 +137,15 @@ class Recipe(Section):
 
     @property
     def data_seed(self) -> int:
-        """The seed of what is drawn when users' data is read or made: splits, samples, partitions."""
+        """The seed of the draws in reading or generating users' data: splits, samples, partitions."""
         return self.seed if self.data.seed is None else self.data.seed
 
     @property
     def computed(self) -> dict[str, Any]:
-        """What decides on the result: everything but the runtime and what is written when.
+        """The keys that determine the result: all but the runtime, checkpoints and the evaluation interval.
 
-        Where the best of the evaluated rounds is selected, so does when models are evaluated. The order of the users
-        does not: a value for each of them stands under the name.
+        The interval counts if the best of the evaluated rounds is selected. The order of the users does not count:
+        lists with a value per user become mappings by name.
         """
         aside = {"select", "every", "first", "users"} if self.evaluation.select == "last" else set[str]()
         without: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": aside}
@@ -163,22 +165,26 @@ class Recipe(Section):
         return content
 
     def _by_name(self, value: object) -> object:
-        """A list with a value for each of the users named in the recipe as what each of them has."""
+        """Convert a list with a value per named user to a mapping by name; return other values unchanged."""
         names = self.data.names
         return dict(zip(names, value, strict=True)) if isinstance(value, list) and len(value) == len(names) else value
 
     @property
     def fingerprint(self) -> str:
-        """A short name of :attr:`computed`."""
+        """A short hash of :attr:`computed`."""
         return hashlib.sha256(json.dumps(self.computed, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_changes(self, changes: Mapping[str, object], *, where: str = "recipe") -> Recipe:
-        """A copy with dotted keys replaced, as ``{"training.rounds": 3}``; ``where`` is what messages call them.
+        """Return a copy with dotted keys replaced.
 
-        A section is replaced before what is in it, whatever their order: ``{"method.models": 5, "method": "ifca"}``.
+        A section is replaced before its keys, whatever their order: ``{"method.models": 5, "method": "ifca"}``.
+
+        Args:
+            changes: New values by dotted key, for example ``{"training.rounds": 3}``.
+            where: Name of the changes in messages.
 
         Raises:
-            RecipeError: an unknown key or a wrong value.
+            RecipeError: A key is unknown or a value is wrong.
         """
         content = self.model_dump(mode="json", exclude_unset=True)
         nets = _trains_nets(content["data"])
@@ -192,7 +198,7 @@ class Recipe(Section):
         return parse_recipe(content, where=where)
 
     def as_yaml(self) -> str:
-        """The whole recipe, defaults included; a base that was not named stays so where a task has a net of its own."""
+        """Return the recipe as YAML with all defaults, without an unnamed base if the data has a default net."""
         net_of_task = self.data.has_base and "base" not in self.model_fields_set
         content = self.model_dump(mode="json", exclude={"base"} if net_of_task else None)
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
@@ -202,31 +208,31 @@ _RATE_OF_NETS, _RATE_OF_EXPERTS = "training.learning_rate", "training.experts.le
 
 
 def _trains_nets(data: object) -> bool:
-    """Return whether users with such data train whole nets, without adapters."""
+    """Return whether users with such data train all weights of a net, without adapters."""
     section = type(data) if isinstance(data, DataSection) else _section(data)
     return section is not None and "adapters" in section.unread
 
 
 def _rate_below_experts(training: Any) -> object:
-    """Move ``learning_rate`` of a section ``training`` to its section ``experts``.
+    """Move ``learning_rate`` of the section ``training`` to its section ``experts``.
 
     Raises:
-        ValueError: both are given.
+        ValueError: Both are given.
     """
     experts = training.get("experts", {}) if isinstance(training, Mapping) else None
     if not isinstance(experts, Mapping) or "learning_rate" not in training:
         return training
     if "learning_rate" in experts:
-        raise ValueError(f"{_RATE_OF_NETS} and {_RATE_OF_EXPERTS}: got both, which are the same of nets; give one")
+        raise ValueError(f"{_RATE_OF_NETS} and {_RATE_OF_EXPERTS}: got both, which mean the same for nets; give one")
     others = {key: value for key, value in training.items() if key != "learning_rate"}
     return {**others, "experts": {**experts, "learning_rate": training["learning_rate"]}}
 
 
 def complete_older(content: object) -> Any:
-    """Complete what a version of comingle wrote before a key existed: without the key it did as the key's other value.
+    """Add keys that did not exist when an older version wrote a recipe, with the values it corresponds to.
 
-    Whole recipes are written with all of their keys, so a missing one shows their age. A recipe that a user wrote is
-    not completed; its missing keys have their defaults.
+    Runs write recipes with all keys, so a missing key shows their age. A recipe that a user wrote is not completed; its
+    missing keys have their defaults.
     """
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data"), Mapping):
         return content
@@ -239,7 +245,7 @@ def complete_older(content: object) -> Any:
 def _section(data: object) -> type[DataSection] | None:
     try:
         return section_of(data) if isinstance(data, Mapping) else None
-    except ValueError:  # which is what is wrong with the recipe
+    except ValueError:  # validation reports it
         return None
 
 
@@ -247,7 +253,7 @@ def parse_recipe(content: object, *, where: str = "recipe") -> Recipe:
     """Check a recipe.
 
     Raises:
-        RecipeError: Something is wrong; it has all problems, each with its place, what was got and what is allowed.
+        RecipeError: The recipe is wrong. The error has all problems, each with place, value and allowed values.
     """
     if not isinstance(content, Mapping):
         raise RecipeError(f"{where}: a recipe is a mapping of keys to values; got {type(content).__name__}")

@@ -77,7 +77,7 @@ Anchor = Callable[[Any], Any]
 class DataSection(Section):
     """Base class of the section ``data`` of each kind."""
 
-    kind: Any  # a word in each
+    kind: Any  # a literal in each subclass
     given: Literal[True] | None = None
     """True if a program passes the users' data; the section then has no sources."""
     seed: Annotated[int, Field(ge=0, strict=True)] | None = None
@@ -90,7 +90,7 @@ class DataSection(Section):
     implementation: ClassVar[str]
     """Import path ``package.module:NAME`` of the kind, which reads the data, trains on it and scores it."""
     unread: ClassVar[Mapping[str, str]] = {}
-    """Settings that are not read for this kind, each with the alternative."""
+    """Settings that are not used for this kind, each with the alternative."""
     weightings: ClassVar[tuple[str, ...]] = ("uniform", "samples")
     """Allowed values of ``training.weighting``."""
     accepted: ClassVar[Mapping[str, str]] = {}
@@ -104,7 +104,7 @@ class DataSection(Section):
         """Refuse keys of other kinds, and name the alternative."""
         for key in content if isinstance(content, Mapping) else ():
             if key not in cls.model_fields and (instead := cls.unread.get(f"data.{key}")):
-                raise ValueError(f"{key} is not read for {cls.label}; {instead}")
+                raise ValueError(f"{key} is not used for {cls.label}; {instead}")
         return content
 
     @property
@@ -242,23 +242,25 @@ def _loadable() -> Iterator[type[DataSection]]:
             yield KINDS[kind]
 
 
-ON_LANGUAGE: Mapping[str, str] = {"floral": "adaptors on a language model take adapters.rank and adapters.alpha"}
-"""Settings of nets, which language models do not read."""
+ON_LANGUAGE: Mapping[str, str] = {"floral": "adaptors on a language model use adapters.rank and adapters.alpha"}
+"""Settings of nets that language models do not use."""
 
-_PASSES = {"data.train_on_valid": "rounds are passes, which would be longer with more to train on"}
+_PASSES = {"data.train_on_valid": "rounds are passes, which more training data would make longer"}
 
 _LIMITS = ("data.max_train_tokens", "data.max_valid_tokens", "data.max_test_tokens")
 
 
 def steps_of(what: str) -> dict[str, str]:
-    """Why ``local_steps`` is not read if users make passes over their data."""
-    return {"training.local_steps": f"passes over a user's {what} are counted by training.local_epochs"}
+    """Return the reason why ``local_steps`` is not used if users make passes over their data."""
+    return {"training.local_steps": f"training.local_epochs is the number of passes over a user's {what}"}
 
 
 def keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -> dict[str, str]:
-    """Keys of ``data`` that text has, by name; ``limits`` are what there is instead of those on tokens of the splits.
+    """Return the keys of ``data`` that only text has, each with the alternative.
 
-    One text stands for all three of them.
+    Args:
+        limits: Alternatives to the token limits of the three splits: one text for all, or one each.
+        instead: Alternatives to other keys, by key without ``data.``.
     """
     each = (limits,) * len(_LIMITS) if isinstance(limits, str) else limits
     return _PASSES | {f"data.{key}": text for key, text in instead.items()} | dict(zip(_LIMITS, each, strict=True))
@@ -269,10 +271,15 @@ class Gating(Protocol):
     """Weighting of experts that a method defines, the same for all routers of a model; ``str`` describes it."""
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Any]:
-        """Return the number of rows of a router with ``experts`` experts, and the function that draws them.
+        """Return the number of rows of a router, and the function that draws them.
 
         If there are at most as many rows as experts, they belong to the last experts, in order, and a user has the
         rows of its own experts.
+
+        Args:
+            experts: Number of experts.
+            rank: Rank of the experts.
+            width: Width of the input.
         """
         ...
 
@@ -363,7 +370,15 @@ class SecureSection(Section):
 
 
 def no_sum(done: int, there: int, expected: int, what: str, least: int) -> str:
-    """Return the reason, in one line, why a round has no sum."""
+    """Return the reason, in one line, why a round has no sum.
+
+    Args:
+        done: The round.
+        there: Number of users of which ``what`` is true.
+        expected: Number of participants.
+        what: Action of these users, for example "have advertised".
+        least: Number of users that a sum requires.
+    """
     return f"round {done}: {there} of {expected} users {what}; needed: {least}; the round ends without a sum"
 
 
@@ -580,7 +595,7 @@ class OptimizerSection(Section):
 
     @property
     def memoryless(self) -> bool:
-        """Whether a step needs nothing but each entry's own gradient, and so can go tensor by tensor."""
+        """True if a step of an entry depends on its gradient alone, so that tensors can be updated one by one."""
         return not self.moments and self.clip_norm is None
 
 
@@ -618,9 +633,9 @@ class TrainingSection(Section):
     def _check_rounds(cls, participation: float | list[list[str]]) -> float | list[list[str]]:
         if isinstance(participation, list) and (not participation or not all(participation)):
             raise ValueError("a round without users; list at least one user for each round")
-        for number, members in enumerate(participation if isinstance(participation, list) else (), start=1):
-            if twice := next((name for i, name in enumerate(members) if name in members[:i]), None):
-                raise ValueError(f"user {twice!r} twice in round {number}; list each once")
+        for number, names in enumerate(participation if isinstance(participation, list) else (), start=1):
+            if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+                raise ValueError(f"user {twice!r} is listed twice in round {number}; list each user once")
         return participation
 
 
@@ -628,11 +643,10 @@ class EvaluationSection(Section):
     """Evaluation interval, the models that are evaluated, and the selection of the best round.
 
     With ``every: auto`` :func:`comingle.training.evaluation.period` chooses the interval. With ``first`` there is an
-    evaluation before any training.
-    ``users`` are drawn once for all evaluations; None: all are evaluated. ``model`` is the one that counts: "local", as
-    a user has it after its local steps (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange
-    that ends the round. ``select`` says with which round's models a run ends: the "last", or of those that were
-    evaluated the "best", with the lowest validation loss, mean over users.
+    evaluation before any training. ``users`` is the number of users that are evaluated, drawn once for all evaluations;
+    None for all. ``model`` is "local", the user's model after its local steps, which Algorithm 1 of CoMiGS returns, or
+    "exchanged", the model after aggregation. ``select`` is the round whose models a run ends with: the "last", or the
+    "best" of the evaluated ones, with the lowest validation loss, mean over users.
     """
 
     every: Literal["auto"] | Count = AUTO
@@ -650,11 +664,11 @@ class CheckpointSection(Section):
 
 
 class RuntimeSection(Section):
-    """Settings of the machine, which change results by rounding alone.
+    """Settings of the machine, which change results only by rounding.
 
-    One exception: where the load-balancing penalty has a gradient (more than two experts, or top-1), it is the mean
-    over micro-batches, as in the paper's code. ``users_per_step`` and ``micro_batch`` (sequences of one user in one
-    pass) bound memory; None chooses them. ``store`` says where users' tensors are while they do not train.
+    One exception: if the load-balancing penalty has a gradient (more than two experts, or top-1), it is the mean over
+    micro-batches, as in the paper's code. ``users_per_step`` and ``micro_batch`` (sequences of one user per pass) bound
+    memory; None chooses them. ``store`` is the place of users' tensors while they do not train.
     """
 
     device: str = "auto"

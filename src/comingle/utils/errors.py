@@ -1,20 +1,20 @@
-"""Everything that can go wrong for a user, as one tree.
+"""Errors that a user can correct, as one tree.
 
-    ComingleError            a mistake a user can correct; the CLI prints its one line and exits with code 2
+    ComingleError            a mistake that a user can correct; the CLI prints its one line and exits with code 2
     ├── RecipeError          a recipe or a setting: unknown key, wrong type, value out of range
-    │   └── UnknownMethodError  no method of that name is known
-    ├── DataError            a user's text: missing file, empty user, too little text, no validation set
-    │   └── NoTextError      no text at all, or none of a split that was asked for
+    │   └── UnknownMethodError  no method has this name
+    ├── DataError            a user's data: missing file, empty user, too little text, no validation set
+    │   └── NoTextError      no text at all, or none of a required split
     ├── BaseModelError       the pretrained model: not found, unknown family, wrong dtype
-    ├── RunError             a run folder or checkpoint: exists, truncated, foreign, not resumable
+    ├── RunError             a run folder or checkpoint: exists, truncated, of another run, cannot be resumed
     │   └── RankLostError    another process of the same run has ended
     ├── NoSumError           secure aggregation: too few users for a sum, so the round has none
-    ├── PluginError          an installed package that adds to comingle: cannot be imported, or its name is taken
-    ├── MessageError         a message between users and server: truncated, changed on the way, of another version
-    └── DivergenceError      training left the real numbers (which user, which round)
+    ├── PluginError          an installed plug-in: cannot be imported, or its name is taken
+    ├── MessageError         a message between users and server: truncated, modified, of another version
+    └── DivergenceError      a loss became NaN or infinite (which user, which round)
 
-Each message is one line that says where, what was wrong, what was got, and what is allowed. Our own broken
-invariants are ``assert``s, never one of these.
+Each message is one line with the place, the mistake, the value and the allowed values. Broken invariants of our own
+are ``assert``s, never one of these errors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from itertools import islice
 _SHORT, _LONG = 4, 7
 _LISTED = 20
 _COMPARED = 10_000
-"""With so many names a misspelt one is compared; with more it would take minutes."""
+"""Largest number of names with which a misspelt one is compared; more would take minutes."""
 
 
 class ComingleError(ValueError):
-    """A mistake a user can correct."""
+    """A mistake that a user can correct."""
 
 
 class RecipeError(ComingleError):
@@ -63,11 +63,11 @@ def run_checks(*checks: Callable[[], object]) -> None:
 
 
 class UnknownMethodError(RecipeError):
-    """No method of that name is known."""
+    """No method has this name."""
 
 
 class DataError(ComingleError):
-    """A user's text cannot be used."""
+    """A user's data cannot be used."""
 
 
 class NoTextError(DataError):
@@ -103,26 +103,31 @@ class DivergenceError(ComingleError):
 
 
 def require_user(name: str, known: Iterable[str], where: str = "") -> str:
-    """The name of somebody who is there; ``where`` begins what is said otherwise.
+    """Return a name if it is the name of a user.
+
+    Args:
+        name: The name.
+        known: Names of all users.
+        where: Beginning of the message, for example ``"--user: "``.
 
     Raises:
-        DataError: nobody of that name.
+        DataError: No user has this name.
     """
     names = known if isinstance(known, Collection) else list(known)
     if name not in names:
-        raise DataError(f"{where}no user {name!r}; there are: {list_names(names)}.{did_you_mean(name, names)}")
+        raise DataError(f"{where}no user {name!r}; allowed: {list_names(names)}.{did_you_mean(name, names)}")
     return name
 
 
 def list_names(names: Iterable[object]) -> str:
-    """Names in one line, the first twenty in full."""
+    """Return the first 20 names, and the number of others, on one line."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt name, or the beginning of one: `` Did you mean 'x'?``, or nothing when none is near."""
-    # One wrong letter of three, of four, and fewer of longer ones; and names that begin alike are not near.
+    """Return a hint for a misspelt or abbreviated name, `` Did you mean 'x'?``; empty if no name is near."""
+    # One wrong letter in three or four, and a smaller share of longer names. Names with a common prefix are not near.
     cutoff = 0.65 if len(got) < _SHORT else 0.75 if len(got) < _LONG else 0.77
     names = list(islice(known, _COMPARED))
     longer = [name for name in names if len(got) > _SHORT and name.startswith(got)]
@@ -131,20 +136,20 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether it was raised because there is not enough memory, on a CPU or a GPU; asks without importing torch."""
-    of_gpus = type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, MemoryError) or of_gpus or _ALLOCATION in str(error)
+    """Return whether an error was raised for lack of memory, on a CPU or a GPU. This does not import torch."""
+    on_gpu = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, MemoryError) or on_gpu or _ALLOCATION in str(error)
 
 
 _ALLOCATION = "can't allocate memory"  # torch's allocator for CPUs raises a RuntimeError
 
 
 LARGEST = 1e38
-"""No setting is above it: float32 ends at 3.4e38, and PyTorch refuses to scale its tensors by more."""
+"""Largest value of a setting. The largest float32 is 3.4e38, and PyTorch does not scale float32 tensors by more."""
 
 
 def is_number(value: object) -> bool:
-    """Whether a setting is a real number that float32 has, which a truth value is not."""
+    """Return whether a value is a number in the range of float32; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 

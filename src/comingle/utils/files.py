@@ -1,7 +1,7 @@
 """Atomic files, locks, checksums and the user's cache folder.
 
-A *private* file belongs to this user, is not a link, and is writable by neither group nor others. ``SHA256SUMS`` lists
-a checksum of every other file in a checkpoint, in the format of ``sha256sum --check``.
+A *private* file belongs to the current user, is not a link, and is writable by neither group nor others. ``SHA256SUMS``
+contains the checksums of all other files in a checkpoint, in the format of ``sha256sum --check``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from comingle.utils.errors import ComingleError, RunError
 from comingle.utils.records import expand_home, resume_command, to_disk, write_text
 
 LOCK, HOLDER = ".lock", ".holder"
-"""The file that is locked, which stays, and the one that says by whom, which goes."""
+"""Names of the lock file, which is kept, and of the file that describes the holder, which is removed."""
 
-_PATIENCE_SECONDS = 0.5  # somebody else may just be looking whether it is free
+_LOCK_SECONDS = 0.5  # another process may hold the lock briefly, in check_free
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Nobody else writes to a run folder for as long as this is entered.
+    """Lock a run folder against other writers within a ``with`` block.
 
     Raises:
-        RunError: somebody does already; says who.
+        RunError: Another process writes to it. The message names the process.
     """
     with _hold(folder):
         holder = folder / HOLDER
@@ -47,10 +47,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_free(folder: Path) -> None:
-    """Whether nobody writes to a run folder now.
+    """Check that no process writes to a run folder.
 
     Raises:
-        RunError: somebody does; says who.
+        RunError: A process writes to it. The message names the process.
     """
     if (folder / LOCK).exists():
         with _hold(folder):
@@ -61,10 +61,10 @@ def check_free(folder: Path) -> None:
 def _hold(folder: Path) -> Iterator[None]:
     lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=_PATIENCE_SECONDS)
+        lock.acquire(timeout=_LOCK_SECONDS)
     except Timeout:
         raise RunError(
-            f"{folder}: {_read_holder(folder)} writes to it; wait until that has ended, or use another folder"
+            f"{folder}: in use by {_read_holder(folder)}; wait until it has ended, or use another folder"
         ) from None
     try:
         yield
@@ -84,17 +84,17 @@ _ABANDONED_SECONDS = 3600.0
 
 
 def cache_folder() -> Path:
-    """Return the folder of what comingle can make again: $COMINGLE_CACHE, or the platform's cache folder.
+    """Return the cache folder: $COMINGLE_CACHE, or a folder in the platform's cache folder.
 
     Raises:
-        RunError: there is no home directory, or $COMINGLE_CACHE is in that of an unknown user.
+        RunError: There is no home directory, or $COMINGLE_CACHE is in that of an unknown user.
     """
     if chosen := os.environ.get("COMINGLE_CACHE"):
         return expand_home(chosen)
     try:
         return _platform_cache() / "comingle"
     except RuntimeError:
-        raise RunError("no home directory (HOME is not set); COMINGLE_CACHE names a folder for the cache") from None
+        raise RunError("no home directory (HOME is not set); set COMINGLE_CACHE to a folder for the cache") from None
 
 
 def _platform_cache() -> Path:
@@ -106,10 +106,10 @@ def _platform_cache() -> Path:
 
 
 def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
-    """The folder `target`; where it is missing, `fill` writes into another name that becomes `target` when whole.
+    """Return the folder ``target``, after creating it with ``fill`` if it is missing.
 
-    Whatever stops `fill`, kill -9 and a power cut included, no folder called `target` appears. Two processes may both
-    fill; the first to finish is kept.
+    ``fill`` writes to a temporary folder, which is renamed when it is complete. An interruption, even by kill -9 or a
+    power cut, leaves no folder ``target``. If two processes fill it, the first one to finish wins.
     """
     if target.is_dir():
         return target
@@ -127,27 +127,29 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
 def _publish(partial: Path, target: Path) -> None:
     for path in partial.rglob("*"):
         if path.is_file():
-            to_disk(path)  # else a power cut may leave the name, and zeros behind it
+            to_disk(path)  # otherwise a power cut may leave a file of zeros
     try:
         partial.rename(target)
     except OSError:
-        if not target.is_dir():  # otherwise another process was faster, and its folder is as good
+        if not target.is_dir():  # another process was faster, and its folder is equivalent
             raise
 
 
 def _sweep(target: Path) -> None:
     for left in target.parent.glob(f"{target.name}.partial-*"):
-        with suppress(FileNotFoundError):  # another process has been quicker
+        with suppress(FileNotFoundError):  # another process was faster
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
 
 
 def open_private(path: Path | str, *, folder: int | None = None) -> int | None:
-    """A private file or folder, opened; None if it is missing or not private.
+    """Open a private file or folder; return None if it is missing or not private.
 
-    ``folder`` is an opened one that ``path`` is relative to, so that nobody can put another in its place.
+    Args:
+        path: The file or folder.
+        folder: Descriptor of an open folder that ``path`` is relative to, so that it cannot be replaced meanwhile.
     """
-    try:  # not waiting for the writer of a FIFO
+    try:  # O_NONBLOCK: do not wait for the writer of a FIFO
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
         return None
@@ -166,59 +168,60 @@ SUMS = "SHA256SUMS"
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """Checkpoint folders of a run, oldest first."""
+    """Return the checkpoint folders of a run, oldest first."""
     # Longer names are later: round-10000 comes after round-9999.
     return sorted((run / "checkpoints").glob("round-*"), key=lambda folder: (len(folder.name), folder.name))
 
 
 def seal(folder: Path, known: Sequence[bytes] | None = None) -> None:
-    """Write down the sums of all files in a checkpoint; the last thing that is done to it.
+    """Write the checksums of all files in a checkpoint, as the last step of writing it.
 
-    ``known`` are the lines of files that others have written and summed up themselves.
+    Args:
+        folder: The checkpoint.
+        known: Lines of files whose checksums have been computed by other processes.
     """
-    there = {line[66:].strip().decode(): line for line in known or ()}
-    (folder / SUMS).write_bytes(b"".join(there.get(name) or line_of(folder / name) for name in _names(folder)))
+    by_name = {line[66:].strip().decode(): line for line in known or ()}
+    (folder / SUMS).write_bytes(b"".join(by_name.get(name) or line_of(folder / name) for name in _names(folder)))
 
 
 def verify(folder: Path, name: str | None = None) -> None:
-    """Nothing if a checkpoint is whole, or its file ``name`` is.
+    """Check the checksums of a checkpoint, or of its file ``name``.
 
     Raises:
-        RunError: it is not, with an older one that is.
+        RunError: It is damaged. The message names the newest intact checkpoint.
     """
     if damage := _find_damage(folder, name):
-        raise RunError(f"{folder}: damaged, {damage}; {advise(folder)}")
+        raise RunError(f"{folder}: damaged: {damage}; {advise(folder)}")
 
 
 def advise(folder: Path) -> str:
-    """What to do about a checkpoint that cannot be used: which older one is whole, and how to go on from it."""
+    """Return advice on a damaged checkpoint: which older one is intact, and how to continue from it."""
     checkpoints = list_checkpoints(folder.parent.parent)
-    spoilt = checkpoints[checkpoints.index(folder) :] if folder in checkpoints else [folder]
-    while len(spoilt) < len(checkpoints) and _find_damage(older := checkpoints[-len(spoilt) - 1]):
-        spoilt.insert(0, older)
-    remove = (
-        f"`rm -r {' '.join(shlex.quote(str(each)) for each in spoilt)}`, then {resume_command(folder.parent.parent)}"
-    )
-    if len(spoilt) == len(checkpoints):
-        return f"no older one is whole: {remove} begins anew"
-    return f"{checkpoints[-len(spoilt) - 1].name} is whole: {remove} goes on from there"
+    damaged = checkpoints[checkpoints.index(folder) :] if folder in checkpoints else [folder]
+    while len(damaged) < len(checkpoints) and _find_damage(older := checkpoints[-len(damaged) - 1]):
+        damaged.insert(0, older)
+    remove = f"`rm -r {' '.join(shlex.quote(str(path)) for path in damaged)}`"
+    resume = f"{remove}, then {resume_command(folder.parent.parent)}"
+    if len(damaged) == len(checkpoints):
+        return f"no older checkpoint is intact: {resume} starts again"
+    return f"{checkpoints[-len(damaged) - 1].name} is intact: {resume} continues from there"
 
 
 def _find_damage(folder: Path, name: str | None = None) -> str:
-    """What is wrong with a checkpoint, or with one file of it; empty if nothing is."""
+    """Return a description of the damage of a checkpoint or of one of its files; empty if there is none."""
     try:
-        told = (folder / SUMS).read_bytes()
+        sums = (folder / SUMS).read_bytes()
         names = [name] if name else _names(folder)
-        lines = [line_of(folder / each) for each in names]
+        lines = [line_of(folder / file) for file in names]
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
-    for each, line in zip(names, lines, strict=True):
-        if line not in told:
-            return f"{each} and {SUMS} do not agree"
-    if name or told == b"".join(lines):
+    for file, line in zip(names, lines, strict=True):
+        if line not in sums:
+            return f"{file} does not match {SUMS}"
+    if name or sums == b"".join(lines):
         return ""
-    strange = [line for line in told.splitlines(keepends=True) if line not in lines]
-    return f"{strange[0][66:].decode('utf-8', 'replace').strip()!r} is missing" if strange else f"{SUMS} is torn"
+    missing = [line for line in sums.splitlines(keepends=True) if line not in lines]
+    return f"{missing[0][66:].decode('utf-8', 'replace').strip()!r} is missing" if missing else f"{SUMS} is truncated"
 
 
 def _names(folder: Path) -> list[str]:
@@ -226,7 +229,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def line_of(path: Path) -> bytes:
-    """What is written down of a file."""
+    """Return the line of a file in ``SHA256SUMS``."""
     with path.open("rb") as file:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n".encode()
 
@@ -235,7 +238,7 @@ def require_packages(verb: str) -> None:
     """Require the packages that draw figures and pages.
 
     Raises:
-        ComingleError: one is not installed.
+        ComingleError: A package is not installed.
     """
     try:
         import jinja2  # noqa: F401
@@ -248,21 +251,21 @@ def check_target(path: Path, *, force: bool, option: str = "--out", replace: str
     """Require that a file can be written.
 
     Args:
-        path: the file.
-        force: replace an existing file.
-        option: the name of the option or argument that chose the path, for messages.
-        replace: the option or argument that replaces an existing file, for messages.
+        path: The file.
+        force: Replace an existing file.
+        option: Name of the option or argument with the path, for messages.
+        replace: Name of the option or argument that replaces an existing file, for messages.
 
     Raises:
-        RunError: it exists without ``force``, it is a folder, or its folder is missing or read-only.
+        RunError: It exists without ``force``, it is a folder, or its folder is missing or read-only.
     """
     if path.is_dir():
-        raise RunError(f"{path}: is a folder; {option} names a file")
+        raise RunError(f"{path}: is a folder; {option} must be a file")
     if path.exists() and not force:
         raise RunError(f"{path}: exists; {replace} replaces it, {option} names another")
     if not path.parent.is_dir():
-        raise RunError(f"{path.parent}: no such folder to write {path.name} to")
-    try:  # now, not after minutes of drawing; rights alone say little of what a file system allows
+        raise RunError(f"{path.parent}: no such folder; create it to write {path.name}")
+    try:  # fail before minutes of drawing; permissions alone do not show what a file system allows
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror}") from None

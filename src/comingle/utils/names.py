@@ -11,12 +11,12 @@ from comingle.utils.errors import DataError, did_you_mean
 
 # Control characters, line and paragraph separators, halves of surrogate pairs. Joiners (Cf) are part of words.
 _REFUSED = frozenset({"Cc", "Zl", "Zp", "Cs"})
-# What reorders the rest of a line, so that one name looks like another; and the byte order mark, which is not seen.
+# Characters that reorder a line, so that one name looks like another, and the invisible byte order mark.
 _DISGUISES = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufeff")
 
 
 def as_folder(name: str) -> str:
-    """A user's name as that of one folder, whatever a path would make of it; ordinary names stay as they are.
+    """Return a user's name as the name of a single folder, with characters escaped that have a meaning in paths.
 
     >>> as_folder("Ann Lee"), as_folder("../ann"), as_folder("..")
     ('Ann Lee', '..%2Fann', '%2E%2E')
@@ -27,15 +27,15 @@ def as_folder(name: str) -> str:
 
 
 def name_problem(names: Iterable[str]) -> str | None:
-    """What is wrong with the first of these names that is empty, unprintable, or there twice; None where none is."""
+    """Return the problem of the first name that is empty, unprintable or a duplicate; None if there is none."""
     seen: set[str] = set()
     for name in names:
         if not name.strip():
-            return "a user's name is empty; allowed: text in one line"
+            return "a user's name is empty; allowed: text on one line"
         if odd := [sign for sign in name if sign in _DISGUISES or unicodedata.category(sign) in _REFUSED]:
-            return f"user {name!r}: {odd[0]!r} in a name; allowed: text in one line without control characters"
+            return f"user {name!r}: the name contains {odd[0]!r}; allowed: text on one line without control characters"
         if name in seen:
-            return f"user {name!r} twice; names must differ"
+            return f"two users are named {name!r}; names must be unique"
         seen.add(name)
     return None
 
@@ -43,10 +43,10 @@ def name_problem(names: Iterable[str]) -> str | None:
 HUB_PREFIX = "hub:"
 
 DEMO_PREFIX = "demo:"
-"""Names one of the users of ``comingle demo``."""
+"""Prefix of a user of ``comingle demo``."""
 
 FOLDER_VARIABLE = "COMINGLE_DATA"
-"""Names a folder with local data, which is asked before the hub."""
+"""Environment variable for a folder with local data, which is read before the hub."""
 
 _KEYS = ("config", "split", "files", "documents")
 
@@ -59,9 +59,9 @@ def is_named(source: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class HubName:
-    """A data set of the hub (or a folder laid out like one), and which of its rows are wanted.
+    """A data set of the hub, or a folder with the same layout, and a selection of its rows.
 
-    ``split`` and ``files`` (a pattern) choose among the rows, ``documents`` takes the first so many of them.
+    ``split`` and ``files`` (a pattern) select rows; ``documents`` is the number of selected rows to read.
     """
 
     name: str
@@ -72,10 +72,10 @@ class HubName:
 
 
 def parse_hub_name(text: str) -> HubName:
-    """``hub:wikimedia/wikipedia?config=20231101.de&split=train&documents=4000`` in its parts.
+    """Parse a name such as ``hub:wikimedia/wikipedia?config=20231101.de&split=train&documents=4000``.
 
     Raises:
-        DataError: no name, an unknown key, or ``documents`` is not a whole number from 1.
+        DataError: The name is missing, a key is unknown, or ``documents`` is not a whole number from 1.
     """
     name, _, query = text.removeprefix(HUB_PREFIX).partition("?")
     given = dict(parse_qsl(query, keep_blank_values=True))

@@ -1,7 +1,7 @@
-"""What a run writes down: plain records that reports can read without torch.
+"""Files that a run writes: plain records that reports can read without torch.
 
-A run folder holds ``recipe.yaml``, ``inputs.json`` (:mod:`comingle.utils.inputs`), ``events.jsonl`` (one event a line,
-in order), ``metrics.json`` (written at the end) and ``checkpoints/round-NNNN/``.
+A run folder holds ``recipe.yaml``, ``inputs.json`` (:mod:`comingle.utils.inputs`), ``events.jsonl`` (one event per
+line, in order), ``metrics.json`` (written at the end) and ``checkpoints/round-NNNN/``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from comingle.utils.errors import RunError
 logger = logging.getLogger("comingle")
 
 DRAFT = ".draft"
-"""How the temporary name of a file ends that is being written."""
+"""Suffix of the temporary name of a file that is being written."""
 
 _DISK = {
     getattr(errno, name)
@@ -34,15 +34,15 @@ _DISK = {
 }
 
 MEASURES = {"perplexity": "lower", "accuracy": "higher", "exact_match": "higher", "rouge1": "higher", "loss": "lower"}
-"""What models are compared by, and which way is better."""
+"""Measures by which models are compared, and whether lower or higher is better."""
 SHARES = ("accuracy", "exact_match")
-"""Measures from 0 to 1 that are read in per cent."""
+"""Measures from 0 to 1 that are shown in per cent."""
 GEOMETRIC = "geometric_mean_test_perplexity"
-"""Beside ``mean_test_perplexity``: the exponential of the mean loss over users, which one bad user does not rule."""
+"""Key beside ``mean_test_perplexity``: the exponential of the mean loss over users, which is robust to outliers."""
 
 
 PARTICIPANTS = "participants.json"
-"""In the run folder of a federation: how its users fare."""
+"""File in the run folder of a federation with the state of its participants."""
 
 _NAME_MAX, _SHOWN = 255, 200
 
@@ -51,23 +51,23 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
     """Return the path with a leading ``~`` or ``~NAME`` replaced by that user's home directory.
 
     Raises:
-        RunError: there is no such user, or this one has no home directory, as in a container without ``HOME``.
+        RunError: There is no such user, or the current one has no home directory, as in a container without ``HOME``.
     """
     try:
         return Path(path).expanduser()
     except RuntimeError:
         name = Path(path).parts[0].removeprefix("~")
         why = f"no user {name} on this machine" if name else "no home directory (HOME is not set)"
-        raise RunError(f"{os.fspath(path)}: {why}; give the whole path") from None
+        raise RunError(f"{os.fspath(path)}: {why}; give the full path") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunScores:
     """Test results of a run's users.
 
-    ``measure`` is what models are compared by: each user has ``test_<measure>``, and ``mean`` is over users. ``unit``
-    is what data is counted in, tokens or samples: each user has ``train_<unit>`` and so on. ``selected_round`` is the
-    round whose models the run ended with.
+    ``measure`` is the measure by which models are compared: each user has ``test_<measure>``, and ``mean`` is over
+    users. ``unit`` is the unit of the data, tokens or samples: each user has ``train_<unit>`` and so on.
+    ``selected_round`` is the round whose models the run ended with.
     """
 
     method: str
@@ -83,7 +83,7 @@ class RunScores:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics(RunScores):
-    """The result of a run: its scores and what they cost.
+    """The result of a run: its scores and their cost.
 
     ``per_second`` counts tokens or samples over the time of local steps. ``planned_rounds`` is the number of rounds
     of a run that its privacy budget ended earlier, otherwise None.
@@ -113,10 +113,10 @@ class Metrics(RunScores):
 
 
 def check_name(folder: Path) -> None:
-    """See that a folder could have this name; touches nothing.
+    """Check that a folder can have this name, without creating it.
 
     Raises:
-        RunError: it is too long for the file system, holds a NUL, or lies below a file.
+        RunError: The name is too long for the file system, contains a NUL, or is below a file.
     """
     for above in folder.parents:
         if os.path.isfile(above):
@@ -124,7 +124,7 @@ def check_name(folder: Path) -> None:
     try:
         os.lstat(folder)
         why = None
-    except (FileNotFoundError, NotADirectoryError):  # also where a folder above is still to be made
+    except (FileNotFoundError, NotADirectoryError):  # parent folders may be missing, too
         why = os.strerror(errno.ENAMETOOLONG) if any(len(os.fsencode(p)) > _NAME_MAX for p in folder.parts) else None
     except (OSError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -134,47 +134,47 @@ def check_name(folder: Path) -> None:
 
 
 def measure_of(record: Container[str]) -> str:
-    """What a run's metrics, an evaluation or a row of a comparison is measured by: a key of :data:`MEASURES`."""
+    """Return the measure of a run's metrics, of an evaluation or of a comparison's row: a key of :data:`MEASURES`."""
     return next(name for name in MEASURES if f"mean_test_{name}" in record)
 
 
 def number(value: float | None, measure: str = "perplexity") -> str:
-    """A measure as people read it: accuracy in per cent, losses and ROUGE-1 with three digits."""
+    """Format a measure: accuracy in per cent, losses and ROUGE-1 with three digits."""
     if value is None:
         return "not finite"
     if measure in SHARES:
         return f"{100 * value:,.1f}%"
-    told = {"rouge1": f"{value:.3f}", "loss": f"{value:,.3g}"}
-    return told.get(measure, f"{value:,.2f}")
+    formatted = {"rouge1": f"{value:.3f}", "loss": f"{value:,.3g}"}
+    return formatted.get(measure, f"{value:,.2f}")
 
 
 def geometric(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
-    """:data:`GEOMETRIC` and its value, for perplexities; nothing for other measures."""
+    """Return :data:`GEOMETRIC` with its value for perplexities; an empty mapping for other measures."""
     if measure != "perplexity":
         return {}
     return {GEOMETRIC: geometric_mean([user["test_perplexity"] for user in users.values()])}
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:
-    """``exp(mean(log(value)))``; None where a value is not finite or not positive, or there is none."""
+    """Return ``exp(mean(log(value)))``; None if a value is not finite or not positive, or if there are no values."""
     known = [value for value in values if value is not None and 0 < value < math.inf]
     return statistics.geometric_mean(known) if known and len(known) == len(values) else None
 
 
 def sample_told(record: Mapping[str, Any]) -> str:
-    """Of how many users a mean is, where not of all, and how far it may be from theirs; else nothing."""
+    """Return the sample size and the interval of a mean over some of the users; empty for a mean over all."""
     if "sample" not in record:
         return ""
     sample, measure = record["sample"], measure_of(record)
-    told = f"mean of {sample['users']:,} of {sample['of']:,} users"
+    size = f"mean of {sample['users']:,} of {sample['of']:,} users"
     if sample["interval"] is None:
-        return told
+        return size
     low, high = (number(value, measure) for value in sample["interval"])
-    return f"{told}, 95% interval {low} to {high}"
+    return f"{size}, 95% interval {low} to {high}"
 
 
 def privacy_told(privacy: Mapping[str, Any]) -> str:
-    """Return the privacy of a run in half a line: mechanism, epsilon, delta, noise and clip norm."""
+    """Return a run's mechanism, epsilon, delta, noise, clip norm and number of releases as text."""
     if not math.isfinite(privacy["epsilon"] if privacy["epsilon"] is not None else math.inf):
         spent = "no bound on epsilon"
     else:
@@ -184,21 +184,33 @@ def privacy_told(privacy: Mapping[str, Any]) -> str:
 
 
 def describe_metrics(metrics: Mapping[str, Any]) -> str:
-    """A run's metrics in half a line."""
+    """Return a run's method, base, size and mean as text."""
     measure = measure_of(metrics)
     mean = metrics[f"mean_test_{measure}"]
-    told = "not finite" if mean is None else f"{mean:.4g}"
+    value = "not finite" if mean is None else f"{mean:.4g}"
     size = f"{len(metrics['users'])} users, {metrics['rounds']} rounds"
-    return f"{metrics['method']} on {metrics['base']}, {size}, mean test {measure} {told}"
+    return f"{metrics['method']} on {metrics['base']}, {size}, mean test {measure} {value}"
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """As :func:`write_bytes`, in UTF-8 with the system's line ends."""
+    """Write a text file atomically, in UTF-8 with the system's line ends.
+
+    Args:
+        path: The file.
+        text: Its content.
+        private: Make it readable by its owner only.
+    """
     write_bytes(path, text.replace("\n", os.linesep).encode(), private=private)
 
 
 def write_bytes(path: Path, data: bytes, *, private: bool = False) -> None:
-    """Write a file under a temporary name, then rename: a reader or a crash sees the old file or the new one."""
+    """Write a file under a temporary name, then rename it; readers see the old or the new file, also after a crash.
+
+    Args:
+        path: The file.
+        data: Its content.
+        private: Make it readable by its owner only.
+    """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}{DRAFT}")
     try:
         write_new(draft, data, private=private)
@@ -209,12 +221,17 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False) -> None:
 
 
 def write_new(path: Path, data: bytes, *, private: bool = False) -> None:
-    """Write a file that is not there yet, down to the disk; a ``private`` one is its owner's alone from the start.
+    """Write a new file and flush it to the disk.
+
+    Args:
+        path: The file.
+        data: Its content.
+        private: Make it readable by its owner only, from the start.
 
     Raises:
-        FileExistsError: it is there.
+        FileExistsError: The file exists.
     """
-    mode = 0o600 if private else 0o666  # less what the umask takes
+    mode = 0o600 if private else 0o666  # restricted by the umask
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
@@ -223,10 +240,10 @@ def write_new(path: Path, data: bytes, *, private: bool = False) -> None:
 
 @contextmanager
 def told_in_one_line(folder: Path) -> Iterator[None]:
-    """A disk that takes nothing (full, read-only, forbidden, broken) is a user's to mend, wherever it is noticed.
+    """Convert errors of the disk (full, read-only, no permission, broken) to errors that a user can correct.
 
     Raises:
-        RunError: instead of such an OSError.
+        RunError: Instead of such an OSError.
     """
     try:
         yield
@@ -237,8 +254,8 @@ def told_in_one_line(folder: Path) -> Iterator[None]:
 
 
 def to_disk(path: Path) -> None:
-    """Return when a file or folder would outlive a power cut."""
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # some systems sync what may be written alone
+    """Flush a file or folder to the disk, so that it survives a power cut."""
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # some systems sync writable files only
     try:
         os.fsync(handle)
     finally:
@@ -246,7 +263,7 @@ def to_disk(path: Path) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write JSON atomically; NaN and infinity become null, which every JSON reader understands."""
+    """Write JSON atomically; NaN and infinity become null, as JSON has neither."""
     write_text(path, json.dumps(finite(content), indent=2) + "\n")
 
 
@@ -256,7 +273,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def finite(value: object) -> Any:
-    """``value`` with every non-finite number replaced by None."""
+    """Return ``value`` with all non-finite numbers replaced by None."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -265,42 +282,42 @@ def finite(value: object) -> Any:
 
 
 FEDERATION, PUBLIC = "federation.json", "public.json"
-"""What is in a folder of a federation's server, and in a participant's of a run."""
+"""Files that mark the folder of a federation's server, and a user's folder of a federated run."""
 
 
 def is_server(run: Path) -> bool:
-    """Whether it is the folder of a federation's server, in which nobody's model is."""
+    """Return whether a run folder is that of a federation's server, which contains no user's model."""
     return (run / FEDERATION).exists()
 
 
 def resume_command(run: Path) -> str:
-    """What to type to go on with a run; neither a server's nor a participant's is resumed by its folder."""
+    """Return the action that resumes a run, as the subject of a sentence: a command, or restarting the federation."""
     if is_server(run) or (run / PUBLIC).exists():
-        return "the federation, started again,"
+        return "restarting the federation"
     return f"`comingle run --resume {shlex.quote(str(run))}`"
 
 
 def read_metrics(run: Path) -> dict[str, Any]:
-    """The metrics of a finished run.
+    """Return the metrics of a finished run.
 
     Raises:
-        RunError: no such run, one that has not finished, or a damaged file.
+        RunError: There is no such run, it has not finished, or the file is damaged.
     """
     path = run / "metrics.json"
     if not run.is_dir():
         raise RunError(f"{run}: no such run folder")
     if not path.exists():
         unfinished = (run / "events.jsonl").exists()
-        hint = f"{resume_command(run)} goes on with it" if unfinished else "it is not a run folder"
+        hint = f"{resume_command(run)} resumes the run" if unfinished else "not a run folder"
         raise RunError(f"{run}: no metrics.json; {hint}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunError(f"{path}: not JSON ({error}); once it is deleted {resume_command(run)} writes it anew") from None
+        raise RunError(f"{path}: not JSON ({error}); delete it, then {resume_command(run)} writes it again") from None
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run, in order; a last line torn by a crash is skipped, and damage before it is told of."""
+    """Yield the events of a run, in order; skip damaged lines, with a warning unless a crash truncated the last one."""
     path = run / "events.jsonl"
     if not path.exists():
         return
@@ -315,8 +332,8 @@ def read_events(run: Path) -> Iterator[dict[str, Any]]:
     if (event := parse_event(last)) is not None:
         yield event
     if damaged:
-        told = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-        logger.warning("%s: damaged, so %d of %d events are missing: line %s", path, len(damaged), len(lines), told)
+        numbers = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+        logger.warning("%s: %d of %d events are damaged and skipped: line %s", path, len(damaged), len(lines), numbers)
 
 
 def read_evaluations(run: Path) -> Iterator[dict[str, Any]]:
@@ -331,7 +348,7 @@ def read_evaluations(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """A line of an event log; None if it is not one."""
+    """Return the event in a line of an event log; None if it is not an event."""
     try:
         event = json.loads(line)
     except ValueError:

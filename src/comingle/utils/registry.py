@@ -1,4 +1,4 @@
-"""Registries: implementations by name, those of comingle itself, of a program, and of other installed packages.
+"""Registries: implementations by name, from comingle itself, from a program, and from other installed packages.
 
 Another package offers an implementation under a name in its ``pyproject.toml``::
 
@@ -16,8 +16,8 @@ Groups:
 - ``comingle.trackers``: functions that start a tracker of a run.
 - ``comingle.verbs``: functions for typer, which become commands.
 
-Names are read from the metadata of installed packages. Code is imported when its name is used, never because a recipe
-or a message contains a path.
+Names are read from the metadata of installed packages. Code is imported when its name is used; a path in a recipe or
+in a message never causes an import.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """What the installed packages offer under a name: one entry point, or several that nobody can choose among."""
+    """The entry points of installed packages with one name; more than one is an error."""
 
     group: str
     name: str
@@ -48,14 +48,14 @@ class Plugin:
 
     @property
     def distributions(self) -> str:
-        """The packages that offer it, as ``halfway 1.0``."""
+        """The packages that offer it, for example ``halfway 1.0``."""
         return " and ".join(sorted(f"{point.dist.name} {point.dist.version}" for point in self.points if point.dist))
 
     def load(self) -> Any:
-        """What is offered, imported.
+        """Import and return the object.
 
         Raises:
-            PluginError: several packages offer the name, or the package that does cannot be imported.
+            PluginError: Several packages offer the name, or the package cannot be imported.
         """
         point, *others = self.points
         if others:
@@ -64,15 +64,15 @@ class Plugin:
             return point.load()
         except Exception as error:
             _log.info("%s", point.value, exc_info=True)
-            what = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise PluginError(
-                f"{self.group}: {self.name!r} of {self.distributions} cannot be imported: {what}"
+                f"{self.group}: {self.name!r} of {self.distributions} cannot be imported: {reason}"
             ) from error
 
 
 @cache
 def find_plugins(group: str) -> Mapping[str, Plugin]:
-    """Return the plug-ins of a group that installed packages declare, by name in order; imports nothing."""
+    """Return the plug-ins of a group that installed packages declare, sorted by name, without importing them."""
     by_name: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=group):
         by_name.setdefault(point.name, []).append(point)
@@ -89,8 +89,8 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
     """Implementations by name: comingle's own, those that a program registered, and those of other packages.
 
     Args:
-        group: the group of entry points in which other packages offer implementations.
-        own: comingle's own by name; a string ``"package.module:NAME"`` is imported on first use.
+        group: The group of entry points in which other packages offer implementations.
+        own: The built-in ones by name; a string ``"package.module:NAME"`` is imported on first use.
     """
 
     def __init__(self, group: str, own: Mapping[str, Offered | str]) -> None:
@@ -99,22 +99,22 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         self._registered: dict[str, Offered] = {}
 
     def register(self, name: str, offered: Offered) -> None:
-        """Make something known under a name, for this process; a name that was registered before is replaced.
+        """Register an implementation in this process; it replaces one that was registered under the same name.
 
         Raises:
-            PluginError: the core or a plug-in has the name.
+            PluginError: The name is that of a built-in implementation or of a plug-in.
         """
         if name in self._own or name in find_plugins(self._group):
-            whose = "comingle itself" if name in self._own else find_plugins(self._group)[name].distributions
-            raise PluginError(f"{self._group}: {whose} has {name!r}; register it under another name")
+            owner = "comingle itself" if name in self._own else find_plugins(self._group)[name].distributions
+            raise PluginError(f"{self._group}: {name!r} is taken by {owner}; register it under another name")
         self._registered[name] = offered
 
     @contextmanager
     def temporarily_registered(self, name: str, offered: Offered) -> Iterator[None]:
-        """Make something known while this lasts; what was registered under the name before comes back.
+        """Register an implementation within a ``with`` block; afterwards restore the previous one of this name.
 
         Raises:
-            PluginError: as :meth:`register`.
+            PluginError: As for :meth:`register`.
         """
         before = dict(self._registered)
         self.register(name, offered)
@@ -125,11 +125,11 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
             self._registered |= {name: before[name]} if name in before else {}
 
     def __getitem__(self, name: str) -> Offered:
-        """Return what has this name: registered, else comingle's own, else a plug-in's; imports it if need be.
+        """Return the implementation of this name, registered, built-in or a plug-in's; import it if necessary.
 
         Raises:
-            KeyError: nothing has this name.
-            PluginError: a plug-in has a name of comingle's own, several have it, or it cannot be imported.
+            KeyError: There is none.
+            PluginError: A plug-in has a built-in name, several have this name, or it cannot be imported.
         """
         if name in self._registered:
             return self._registered[name]
@@ -158,7 +158,6 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
 
 
 def name_conflict(plugin: Plugin) -> PluginError:
-    """Return the error for a plug-in that has a name of comingle's own."""
-    return PluginError(
-        f"{plugin.group}: {plugin.distributions} offers {plugin.name!r}, which comingle itself has; uninstall it"
-    )
+    """Return the error for a plug-in with a built-in name."""
+    offered = f"{plugin.distributions} offers {plugin.name!r}"
+    return PluginError(f"{plugin.group}: {offered}, a name that comingle itself has; uninstall it")

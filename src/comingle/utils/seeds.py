@@ -13,14 +13,14 @@ import torch
 
 
 def derive(*parts: str | int) -> int:
-    """A seed in ``[0, 2**63)`` out of the parts: the first 63 bits of SHA-256 of their JSON list.
+    """Return a seed in ``[0, 2**63)``: the first 63 bits of SHA-256 of the parts as a JSON list.
 
-    JSON keeps types and borders apart: ``("a", "b")``, ``("ab",)``, ``("1",)`` and ``(1,)`` give four seeds.
+    JSON distinguishes types and boundaries: ``("a", "b")``, ``("ab",)``, ``("1",)`` and ``(1,)`` give four seeds.
     """
     digest = hashlib.sha256(json.dumps(parts).encode("ascii")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def generator(*parts: str | int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A fresh generator seeded with :func:`derive` of the parts."""
+    """Return a new generator, seeded with :func:`derive` of the parts."""
     return torch.Generator(device=device).manual_seed(derive(*parts))

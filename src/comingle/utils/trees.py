@@ -1,9 +1,9 @@
 """Named tensors of many users, kept as the rows of one matrix.
 
-The trainable state of a federation is a matrix ``rows`` of shape ``(users, columns)``: row i is everything that user i
-trains. A :class:`Layout` names the columns: each :class:`Slot` is one tensor, each slot is cut into runs of one *role*
-(attention, generalist, specialist, router). So an optimiser step, a norm, a mean over users and a byte count are one
-operation on a matrix, and a layer still sees ``(users, ...)`` tensors, which are views of it.
+The trainable state of a federation is a matrix ``rows`` of shape ``(users, columns)``: row i contains all trainable
+parameters of user i. A :class:`Layout` names the columns: each :class:`Slot` is one tensor, and each slot consists of
+ranges with one *role* (attention, generalist, specialist, router). So an optimiser step, a norm, a mean over users and
+a byte count are one operation on a matrix, while a layer sees ``(users, ...)`` tensors, which are views of it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from torch import Tensor
 ATTENTION, GENERALIST, SPECIALIST, ROUTER = "attention", "generalist", "specialist", "router"
 EXPERT_ROLES = (ATTENTION, GENERALIST, SPECIALIST)
 BASE, ADAPTOR, STATISTICS = "base", "adaptor", "statistics"
-"""Roles beside those of experts: a trained base, a client-level mixture's components, batch norm's running statistics.
-"""
+"""Other roles: a trained base, components of a client-level mixture, running statistics of batch norm."""
 
 BASE_STATISTICS = f"{STATISTICS}.base"
-"""The running statistics of a base beside adaptors, which may have statistics of their own."""
+"""The running statistics of a base, if its adaptors may have statistics of their own."""
 
 CLIENT_ROUTER = "router.theta"
 """The slot of a client-level router: one logit for each component."""
@@ -36,23 +35,23 @@ Tree = dict[str, Tensor]
 """Named tensors, each with the users on its leading dimension."""
 
 Init = Callable[[tuple[int, ...], torch.Generator], Tensor]
-"""Draws the initial value of a tensor of the given shape (float32)."""
+"""Function that draws the initial value of a tensor of the given shape (float32)."""
 
 if TYPE_CHECKING:
 
     class Context(torch.autograd.function.FunctionCtx):
-        """What ``torch.autograd.Function`` hands from a forward to a backward pass; it takes any attribute."""
+        """Context of a ``torch.autograd.Function`` between forward and backward pass; it accepts any attribute."""
 
         saved_tensors: tuple[Tensor, ...]
         needs_input_grad: tuple[bool, ...]
 
-        def save_for_backward(self, *tensors: Tensor | None) -> None:  # noqa: D102 (of torch)
+        def save_for_backward(self, *tensors: Tensor | None) -> None:  # noqa: D102 (as in torch)
             ...
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: object) -> None: ...
 
 else:
-    Context = object  # torch.func has classes of its own
+    Context = object  # torch.func uses other classes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +60,8 @@ class Slot:
 
     ``roles`` names the role of each entry along the leading axis (the expert axis), or holds a single role for the
     whole tensor. ``shape`` is without the user dimension. ``factor`` is "a" or "b" for the two factors of a LoRA, or
-    says whose running statistics these are; ``part`` says where in the model it is: in its "head", in a "norm", or in
-    its "body". A set of roles may name one factor or one part alone, as in "attention.a" and "base.head".
+    the owner of running statistics; ``part`` is the place in the model: its "head", a "norm", or its "body". A set of
+    roles may name a single factor or part, for example "attention.a" and "base.head".
     """
 
     name: str
@@ -78,13 +77,13 @@ class Slot:
         return math.prod(self.shape)
 
     def chosen(self, roles: Set[str]) -> list[bool]:
-        """For each entry of ``self.roles`` whether ``roles`` names it, whole, by its factor or by its part."""
+        """Return for each entry of ``self.roles`` whether ``roles`` names it, its factor or its part."""
         return [not roles.isdisjoint((role, f"{role}.{self.factor}", f"{role}.{self.part}")) for role in self.roles]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Which columns of ``rows`` hold which tensor, in order."""
+    """The tensors in the columns of ``rows``, in order."""
 
     slots: tuple[Slot, ...]
 
@@ -111,7 +110,7 @@ class Layout:
 
     @cached_property
     def columns(self) -> int:
-        """Number of columns: trainable parameters of a user who has every expert."""
+        """Number of columns: trainable parameters of a user who has all experts."""
         return sum(slot.size for slot in self.slots)
 
     @cached_property
@@ -120,25 +119,25 @@ class Layout:
         return frozenset(role for slot in self.slots for role in slot.roles)
 
     def views(self, rows: Float[Tensor, "users columns"]) -> Tree:
-        """The named tensors ``(users, *shape)`` as views of ``rows``."""
+        """Return the named tensors ``(users, *shape)`` as views of ``rows``."""
         parts = rows.split_with_sizes([slot.size for slot in self.slots], 1)
         return {slot.name: part.view(-1, *slot.shape) for slot, part in zip(self.slots, parts, strict=True)}
 
     def mask(self, roles: Iterable[str]) -> Bool[Tensor, " columns"]:
-        """True on the columns whose role is in ``roles``."""
+        """Return a mask that is True on the columns whose role is in ``roles``."""
         wanted = set(roles)
         marks = [torch.tensor(s.chosen(wanted)).repeat_interleave(s.size // len(s.roles)) for s in self.slots]
         return torch.cat(marks)
 
     def count(self, roles: Iterable[str]) -> int:
-        """How many columns have a role in ``roles``."""
+        """Return the number of columns whose role is in ``roles``."""
         return int(self.mask(roles).sum())
 
     def named_roles(self, roles: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Return what each slot with entries in ``roles`` is, by name: its roles, alone and with its factor and part.
+        """Return the roles of each slot with entries in ``roles``, alone and with its factor and part.
 
-        Of a slot whose entries have several roles, those in ``roles`` count: a tensor of experts, cut to the shared
-        ones, is a generalist. A LoRA's first factor is ``{"attention", "attention.a", "attention.body"}``.
+        If the entries of a slot have several roles, only those in ``roles`` count: a tensor of experts, restricted to
+        the shared ones, is a generalist. A LoRA's first factor is ``{"attention", "attention.a", "attention.body"}``.
         """
         wanted = frozenset(roles)
         named: dict[str, frozenset[str]] = {}
@@ -150,21 +149,21 @@ class Layout:
         return named
 
     def only(self, roles: Iterable[str]) -> Layout:
-        """The slots all of whose roles are in ``roles``, in the same order."""
+        """Return the slots whose roles are all in ``roles``, in the same order."""
         wanted = frozenset(roles)
-        if wanted not in self._parts:  # asked for in every step
+        if wanted not in self._parts:  # called in every step
             self._parts[wanted] = Layout(slots=tuple(s for s in self.slots if all(s.chosen(wanted))))
         return self._parts[wanted]
 
     def touching(self, roles: Iterable[str]) -> Layout:
-        """The slots any of whose roles are in ``roles``, in the same order."""
+        """Return the slots with at least one role in ``roles``, in the same order."""
         wanted = frozenset(roles)
         if wanted not in self._touched:
             self._touched[wanted] = Layout(slots=tuple(s for s in self.slots if any(s.chosen(wanted))))
         return self._touched[wanted]
 
     def beside(self, roles: Iterable[str]) -> Bool[Tensor, " columns"] | None:
-        """True on the columns of other roles that are in one slot with ``roles``; None where there are none."""
+        """Return a mask of the columns of other roles in slots with ``roles``; None if there are no such columns."""
         wanted = frozenset(roles)
         if wanted not in self._beside:
             names = {slot.name for slot in self.touching(wanted).slots}
@@ -174,7 +173,7 @@ class Layout:
         return self._beside[wanted]
 
     def span(self, part: Layout) -> slice | Int64[Tensor, " columns"]:
-        """The columns of ``part`` within this layout: a slice where they lie in one piece, else their numbers."""
+        """Return the columns of ``part`` in this layout: a slice if they are contiguous, otherwise their indices."""
         starts = [self.starts[slot.name] for slot in part.slots] or [0]
         ends = [start + slot.size for start, slot in zip(starts, part.slots, strict=False)]
         if starts[1:] == ends[:-1]:
@@ -183,7 +182,13 @@ class Layout:
 
 
 def restrict(tree: Tree, layout: Layout, roles: Iterable[str]) -> Tree:
-    """The entries of ``tree`` whose role is in ``roles``: a tensor with mixed roles is cut along its expert axis."""
+    """Return the entries of ``tree`` whose role is in ``roles``.
+
+    Args:
+        tree: The named tensors.
+        layout: Their layout.
+        roles: Roles to keep. A tensor with several roles is indexed along its expert axis.
+    """
     wanted = set(roles)
     cut: Tree = {}
     for slot in layout.slots:
@@ -196,7 +201,14 @@ def restrict(tree: Tree, layout: Layout, roles: Iterable[str]) -> Tree:
 
 
 def assign(tree: Tree, layout: Layout, roles: Iterable[str], values: Tree) -> None:
-    """Write ``values``, cut as by :func:`restrict`, back into ``tree`` in place."""
+    """Write ``values``, as returned by :func:`restrict`, back into ``tree`` in place.
+
+    Args:
+        tree: The named tensors, modified in place.
+        layout: Their layout.
+        roles: Roles of the entries to write.
+        values: New entries by name.
+    """
     wanted = set(roles)
     for slot in layout.slots:
         keep = [i for i, chosen in enumerate(slot.chosen(wanted)) if chosen]
@@ -207,7 +219,7 @@ def assign(tree: Tree, layout: Layout, roles: Iterable[str], values: Tree) -> No
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Float[Tensor, "users columns"]:
-    """Tensors ``(users, ...)`` side by side as columns, in order; in the first one's dtype if none is given."""
+    """Concatenate tensors ``(users, ...)`` as columns, in order; by default in the dtype of the first one."""
     users, sizes = len(tensors[0]), [math.prod(t.shape[1:]) for t in tensors]
     columns = tensors[0].new_empty(users, sum(sizes), dtype=dtype)
     for part, t in zip(columns.split(sizes, 1), tensors, strict=True):
@@ -216,7 +228,7 @@ def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Floa
 
 
 def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The two factors of each LoRA in ``tree``: (name, A, B), ranks on the last axis but one."""
+    """Yield each LoRA in ``tree`` as (name, A, B), with the rank on the second last axis."""
     for name, a in tree.items():
         if name.endswith(".a"):
             stem = name.removesuffix(".a")
@@ -224,12 +236,12 @@ def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def digest_split(part: object) -> str:
-    """The digest of a stream of tokens, or of what says what its ``contents`` are."""
+    """Return the digest of a stream of tokens, or of an object's ``contents``."""
     return digest_all(*getattr(part, "contents", (part,)))
 
 
 def digest_all(*parts: Tensor | object) -> str:
-    """SHA-256 over tensors (kind, shape and content) and what JSON can hold, one after the other."""
+    """Return SHA-256 over tensors (dtype, shape and content) and JSON values, in order."""
     digest = hashlib.sha256()
     for part in parts:
         if not isinstance(part, Tensor):

@@ -1,4 +1,4 @@
-"""``comingle reproduce``: a published table or figure, run again."""
+"""``comingle reproduce``: reproduction of a published table or figure."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def print_table(table: PaperTable) -> None:
     from comingle_papers.reproduce.tables import held, remarks, render
 
     console.print(render(table))
-    for one in remarks(table):
-        console.print(f"· {one}", highlight=False)
+    for remark in remarks(table):
+        console.print(f"· {remark}", highlight=False)
     for label, found in held(table):
         console.print()
         console.print(words(label, "bold"))
@@ -95,8 +95,8 @@ def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline:
     from comingle_papers.reproduce.tables import write_tables
 
     records = read_archive(path)
-    planned, outcomes, told = take(plan_of(records, name, wanted), records, path)
-    table: PaperTable = {**table_of(planned, outcomes, baseline), "measured": told}
+    planned, outcomes, source = take(plan_of(records, name, wanted), records, path)
+    table: PaperTable = {**table_of(planned, outcomes, baseline), "measured": source}
     folder = out / f"{name.partition('/')[2]}-measured"
     write_tables(folder, table)
     print_table(table)
@@ -127,12 +127,11 @@ def check_measured(
     planned, records, others = plan(name, wanted), read_archive(path), 0
     cells = choose(planned, records, path, most)
     for outcome in run_all(cells, out, jobs or planned.jobs, force=force, quiet=quiet):
-        told, same = compare(records[outcome.cell.folder], outcome)
+        line, same = compare(records[outcome.cell.folder], outcome)
         others += not same
-        console.print(told, highlight=False)
+        console.print(line, highlight=False)
     if others:
-        told = f"{others} of {len(cells)} runs came out otherwise, by more than {ROUNDING:.1%}"
-        raise RunError(f"--check {path}: {told}")
+        raise RunError(f"--check {path}: {others} of {len(cells)} runs differ by more than {ROUNDING:.1%}")
 
 
 def add_measured(path: Path, name: str, wanted: Wanted, out: Path, *, quiet: bool) -> None:
@@ -149,29 +148,34 @@ def add_measured(path: Path, name: str, wanted: Wanted, out: Path, *, quiet: boo
     from comingle_papers.reproduce.archive import add_runs
 
     with reporting(quiet=quiet) as reporter:
-        told = add_runs(path, name, wanted, out, reporter.waiting)
-    console.print(told, highlight=False)
+        summary = add_runs(path, name, wanted, out, reporter.waiting)
+    console.print(summary, highlight=False)
 
 
 def reproduce(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="As comigs/table1; without it the list.")] = None,
-    scale: Annotated[str, typer.Option("--scale", help="smoke, cpu or paper; comigs: also cpu-smollm2.")] = "paper",
-    methods: Annotated[str | None, typer.Option("--methods", help="Only these rows or methods.")] = None,
-    columns: Annotated[str | None, typer.Option("--columns", help="Only these columns.")] = None,
-    seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds (default: the scale's).")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A table or figure, as comigs/table1 (default: list all).")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", help="Use this scale: smoke, cpu or paper; comigs: also cpu-smollm2.")
+    ] = "paper",
+    methods: Annotated[str | None, typer.Option("--methods", help="Run only these rows or methods.")] = None,
+    columns: Annotated[str | None, typer.Option("--columns", help="Run only these columns.")] = None,
+    seeds: Annotated[str | None, typer.Option("--seeds", help="Use these seeds (default: the scale's).")] = None,
     base: Annotated[
-        str | None, typer.Option("--base", help="Base model (default: the scale's or the paper's).")
+        str | None, typer.Option("--base", help="Use this base model (default: the scale's or the paper's).")
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="Folder with local text and images (default: $COMINGLE_DATA, else the hub)."),
+        typer.Option("--data", help="Read text and images from this folder (default: $COMINGLE_DATA, or the hub)."),
     ] = None,
     sets: Sets = None,
-    out: Annotated[Path | None, out_option("Folder (default: runs/PAPER-SCALE).")] = None,
+    out: Annotated[Path | None, out_option("Write to this folder (default: runs/PAPER-SCALE).")] = None,
     resume: Resume = False,
     force: Force = False,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Runs at a time (default: the scale's; cpu: one for each core).")
+        int | None,
+        typer.Option("--jobs", min=1, help="Run N runs in parallel (default: the scale's; cpu: one per core)."),
     ] = None,
     quiet: Quiet = False,
     against: Annotated[
@@ -179,7 +183,7 @@ def reproduce(
         typer.Option(
             "--against",
             metavar="ROWS",
-            help="Baseline: the best of these rows or methods (default: local, or the first).",
+            help="Use the best of these rows or methods as the baseline (default: local, or the first).",
         ),
     ] = None,
     measured: Annotated[
@@ -187,16 +191,16 @@ def reproduce(
         typer.Option(
             "--measured",
             metavar="FILE",
-            help="Take published runs out of a file (or comigs-cpu), start none.",
+            help="Use published runs of FILE (or comigs-cpu); start none.",
         ),
     ] = None,
     check: Annotated[
-        int | None, typer.Option("--check", min=1, metavar="N", help="Run so many of FILE's runs here, and compare.")
+        int | None, typer.Option("--check", min=1, metavar="N", help="Repeat N of FILE's runs here, and compare.")
     ] = None,
-    add: Annotated[bool, typer.Option("--add", help="Put what is finished in --out into FILE, start none.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, start none.")] = False,
+    add: Annotated[bool, typer.Option("--add", help="Add finished runs in --out to FILE; start none.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs; start none.")] = False,
 ) -> None:
-    """Run a published table or figure and compare our numbers and their order with the paper's."""
+    """Reproduce a published table or figure, and compare the numbers and their order with the paper's."""
     if name is None:
         return _list()
     from comingle_papers.reproduce.plan import Wanted, plan
@@ -214,7 +218,7 @@ def reproduce(
     if measured is None and (add or check is not None):
         raise RecipeError(f"{'--add' if add else '--check'}: give a file with --measured FILE")
     if add and check is not None:
-        raise RecipeError("--add and --check: got both; --add takes the runs that are there, --check makes some")
+        raise RecipeError("--add and --check: got both; --add uses finished runs, --check starts new ones")
     if measured is not None and not dry_run:
         from comingle_papers.reproduce.archive import find_archive
 
@@ -277,9 +281,9 @@ def _run(
         outcomes[outcome.cell.folder] = outcome
         estimate.learn(outcome)
         left = estimate.left(_left(cells, outcomes, out, force))
-        told = _told(outcome, len(outcomes), len(cells), None if left is None else left / jobs)
+        line = _describe(outcome, len(outcomes), len(cells), None if left is None else left / jobs)
         if not quiet:
-            errors.print(told, soft_wrap=True)  # one line per run, also when written to a file
+            errors.print(line, soft_wrap=True)  # one line per run, also when written to a file
         table = table_of(planned, outcomes, baseline)
         write_tables(folder, table)
     drawn = " · figures as .png and .svg" if planned.experiment.plot else ""
@@ -318,7 +322,7 @@ def _left(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force:
     return [cell for cell in rest if force or not is_measured(out / RUNS / cell.folder)]
 
 
-def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
+def _describe(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
     """Return one line about a finished run."""
     from rich.text import Text
 
@@ -330,7 +334,7 @@ def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
     else:
         measure = measure_of(outcome.metrics)
         result = number(outcome.metrics[f"mean_test_{measure}"], measure)
-    took = f"{outcome.seconds:.0f} s" if outcome.ran else "was there"
+    took = f"{outcome.seconds:.0f} s" if outcome.ran else "already done"
     rest = "" if left is None or done == total else f" · about {max(1, round(left / 60))} min left"
-    told = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {took}{rest}"
-    return Text.assemble((f"{done}/{total}", "dim"), told)
+    line = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {took}{rest}"
+    return Text.assemble((f"{done}/{total}", "dim"), line)

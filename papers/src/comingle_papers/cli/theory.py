@@ -22,9 +22,9 @@ def theory(
     ] = None,
     out: Out = None,
     force: Force = False,
-    seed: Annotated[int | None, typer.Option("--seed", help="Random seed (default: the recipe's).")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Use this random seed (default: the recipe's).")] = None,
 ) -> None:
-    """Run CoMiGS's and FLoRAL's schemes on small problems, beside the bounds of their theory."""
+    """Run the schemes of CoMiGS and FLoRAL on small problems, and compare them with the bounds of their theory."""
     path, read = _read(recipe, seed)
     _require_packages()
     from comingle.utils.terminal import words
@@ -42,7 +42,7 @@ def theory(
 
     folder = out or Path("runs") / path.stem
     check_folder(folder, force=force)
-    with status("descending"):
+    with status("running gradient descent"):
         curves = check_all(
             read.seed,
             QuadraticSettings(**read.quadratic.model_dump()),
@@ -79,7 +79,7 @@ def render(rows: list[Row]) -> Table:
     from comingle.reports.formatting import Table
     from comingle.utils.terminal import words
 
-    table = Table("", title="what the tightest instance does, and what is predicted", title_justify="left", box=None)
+    table = Table("", title="tightest instance: measured and predicted", title_justify="left", box=None)
     for name in ("measured", "", "bound", "holds for"):
         table.add_column(name, justify="right")
     scheme = None
@@ -92,8 +92,8 @@ def render(rows: list[Row]) -> Table:
         bound = "none" if row.bound is None else number(row.bound)
         table.add_row(f"  {row.statement}", number(row.measured), relation, bound, _count(row), style=style)
     table.caption = (
-        "CoMiGS: the share of the residual that the worst step leaves. Clusters: where most of a bound is used.\n"
-        "No bound: conditions fail. 'As printed' is the paper's inequality, which need not hold "
+        "CoMiGS: largest share of the residual left by one step. Clusters: the instance closest to its bound.\n"
+        "No bound: the conditions do not hold. 'As printed' is the paper's inequality, which need not hold "
         "(papers/docs/papers.md)."
     )
     table.caption_justify = "left"
