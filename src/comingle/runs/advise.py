@@ -24,23 +24,28 @@ from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.records import logger
 
 _MANY = 5
-"""Seeds where intervals would be wide with three: they hold together over all users."""
+"""Number of seeds where three would give wide intervals, which hold jointly for all users."""
 
 _FEW_TESTED = {"tokens": 2_000, "samples": 100}
-"""With less test data a user's result differs between seeds more than methods do."""
+"""Test data below which a user's result differs more between seeds than between methods."""
 
 _ALIKE, _PAIRS_UP_TO = 0.9, 50
-"""Share of the smaller user's data from which on two users are alike, and for how many users pairs are compared."""
+"""Share of the smaller user's data at which two users count as alike, and the most users whose pairs are compared."""
 
 _LEAST_READ = 0.25
-"""Share of the training data below which short runs say little about whole ones."""
+"""Share of the training data that short runs must read to predict full ones."""
 
 
 def choose_seeds(recipe: Recipe, materials: RunData, unit: str) -> tuple[int, ...]:
     """Return the seeds that advice needs: three for two users with enough test data, else five.
 
-    One where each seed would evaluate other users, or leave others out, which cannot be compared; with ``data.seed``
-    the same are left out.
+    One seed where each would evaluate other users or leave other users out, which cannot be compared. With
+    ``data.seed`` every seed leaves out the same users.
+
+    Args:
+        recipe: The recipe of the short runs.
+        materials: The base model and the users' data.
+        unit: The unit of the users' data, ``tokens`` or ``samples``.
     """
     if recipe.evaluation.users or (materials.skipped and recipe.data.seed is None):
         return SEEDS[:1]
@@ -49,13 +54,13 @@ def choose_seeds(recipe: Recipe, materials: RunData, unit: str) -> tuple[int, ..
 
 
 def foresee(recipe: Recipe, materials: RunData, seeds: Sequence[int], unit: str) -> Iterator[str]:
-    """Yield what will make the advice weak or wrong, one line each.
+    """Yield warnings about what makes the advice weak or wrong, one line each.
 
     Args:
-        recipe: of the short runs.
-        materials: what the users have.
-        seeds: of the runs.
-        unit: what the users' data is counted in.
+        recipe: The recipe of the short runs.
+        materials: The base model and the users' data.
+        seeds: The seeds of the runs.
+        unit: The unit of the users' data, ``tokens`` or ``samples``.
     """
     if len(seeds) == 1:
         yield "one seed gives no intervals, so no user can be shown to gain or be harmed; give --seeds 0,1,2"
@@ -64,19 +69,19 @@ def foresee(recipe: Recipe, materials: RunData, seeds: Sequence[int], unit: str)
     if small:
         least = min(len(user.test) for user in materials.users)
         yield (
-            f"little test data ({least:,} {unit} at least): {list_names(small)}; intervals will be wide, which more "
-            "test data or more --seeds narrow"
+            f"little test data (from {least:,} {unit}): {list_names(small)}; intervals will be wide; give more test "
+            "data or more --seeds to narrow them"
         )
     yield from _barely_read(recipe, materials, unit)
     for overlap in materials.overlaps():
         yield (
             f"user {overlap.user}: {overlap.test} of {overlap.test_documents} test {materials.documents} are "
-            f"{REPEATED}, so training alone will look better than it is"
+            f"{REPEATED}, so local training will look better than it is"
         )
 
 
 def _equal(materials: RunData) -> Iterator[str]:
-    """Look for users with the same data, whose gain from each other is that of more steps on it."""
+    """Yield pairs of users with the same data, who gain only as from more steps on their data."""
     pieces = _pieces(materials)
     if len(pieces) > _PAIRS_UP_TO:
         return
@@ -85,13 +90,13 @@ def _equal(materials: RunData) -> Iterator[str]:
         fewest = min(len(its), len(theirs))
         if fewest and (common := len(its & theirs)) >= _ALIKE * fewest:
             yield (
-                f"users {one} and {other} have {common:,} of {fewest:,} {what} in common: their gain from each other "
-                "is not that of another user; give each data of its own, or leave one out"
+                f"users {one} and {other} have {common:,} of {fewest:,} {what} in common, so their gain is not "
+                "a gain from another user's data; give each user different data, or leave one out"
             )
 
 
 def _pieces(materials: RunData) -> dict[str, frozenset[int]]:
-    """Return hashes of each user's documents or samples, of all splits together: each user's are split differently."""
+    """Return hashes of each user's documents or samples, over all splits because each user is split differently."""
     if materials.texts:
         return {t.name: frozenset(map(hash, (*t.train, *t.valid, *t.test))) for t in materials.texts}
     return {
@@ -106,7 +111,7 @@ def _pieces(materials: RunData) -> dict[str, frozenset[int]]:
 
 
 def _barely_read(recipe: Recipe, materials: RunData, unit: str) -> Iterator[str]:
-    """Compare the tokens of all rounds with the training text; passes read everything in each round."""
+    """Compare the tokens of all rounds with the training text; epochs read all of it in each round."""
     training = recipe.training
     if unit != "tokens" or "training.local_steps" in recipe.data.unread:
         return
@@ -116,14 +121,14 @@ def _barely_read(recipe: Recipe, materials: RunData, unit: str) -> Iterator[str]
         rounds = -(-typical * _LEAST_READ // (read / training.rounds))
         yield (
             f"{training.rounds} rounds read {read:,} tokens of each user, {100 * read / typical:.0f}% of "
-            f"{typical:,.0f}: too few to tell who gains; give --rounds {rounds:.0f} or more"
+            f"{typical:,.0f}: too few to see who gains; give --rounds {rounds:.0f} or more"
         )
 
 
 PAIRS_UP_TO = 5
-"""Of so many users every pair is tried; of more, everybody but one."""
+"""Most users for which every pair is tried; with more users, all but one are."""
 OTHERS_UP_TO = 12
-"""Of so many users each is left out once; of more nobody is."""
+"""Most users for which each is left out once."""
 LOCAL = "local"
 
 ByMethod = dict[str, dict[int, dict[str, Any]]]
@@ -138,13 +143,21 @@ def advise_runs(
     grouped_by: str | None = None,
     given: Given = NOTHING,
 ) -> Advice:
-    """What runs of the recipe say: ``local`` and ``methods`` with everybody, and ``grouped_by`` (the first of them)
-    with smaller groups. Nothing is written. Without ``seeds`` there are as many as the data needs; what can be told
-    before training is logged as warnings.
+    """Run ``local`` and ``methods`` with all users and one method with smaller groups, and return advice.
+
+    Nothing is written. Problems that are visible before training are logged as warnings.
+
+    Args:
+        recipe: The recipe of the short runs.
+        methods: Names of methods to compare with ``local``.
+        seeds: The seeds of the runs. None: as many as the data needs (:func:`choose_seeds`).
+        reporter: The progress reporter.
+        grouped_by: The method that also trains smaller groups. None: the first of ``methods``.
+        given: Objects that a program passes instead of names and paths in the recipe.
 
     Raises:
-        RecipeError: fewer than two users, no method that shares anything, or a wrong setting.
-        ComingleError: as :func:`comingle.runs.session.prepare`.
+        RecipeError: There are fewer than two users, no method shares anything, or a setting is wrong.
+        ComingleError: As :func:`comingle.runs.session.prepare`.
     """
     names = [LOCAL, *(name for name in dict.fromkeys(methods) if name != LOCAL)]
     recipes = recipes_of(recipe, names, seeds or SEEDS[:1])
@@ -158,7 +171,7 @@ def advise_runs(
     with reporter.waiting(LOADING):
         materials = prepare(recipes[LOCAL, first], validates=validates, given=given)
     if len(materials.users) < 2:
-        raise RecipeError(f"data: {len(materials.users)} user; advice is for two or more")
+        raise RecipeError(f"data: got {len(materials.users)} user; allowed: 2 or more")
     unit = "tokens" if materials.kind.needs_base else "samples"
     chosen_seeds = choose_seeds(recipe, materials, unit) if seeds is None else seeds
     recipes = recipes_of(recipe, names, chosen_seeds)
@@ -181,30 +194,30 @@ def advise_runs(
 
 def _check(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None:
     if not chosen:
-        raise RecipeError("--methods: nothing but local; give a method that shares something, as fedavg")
+        raise RecipeError("--methods: got only local; give a method that shares parameters, such as fedavg")
     for name, recipe in recipes.items():
         method = make(recipe.method.name, **recipe.method.settings)
         if not method.shared:
-            raise RecipeError(f"--methods: {name} shares nothing, so nobody could gain from anybody")
+            raise RecipeError(f"--methods: {name} shares nothing, so users cannot gain from each other; leave it out")
         if recipe.training.rounds == 1 and recipe.evaluation.model == "local" and not method.client.ends_exchanged:
             raise RecipeError(
-                "--rounds: got 1, and with evaluation.model: local nothing is exchanged after the last round, so "
-                "nobody would hear from anybody; allowed: whole numbers from 2"
+                "--rounds: got 1; allowed: whole numbers from 2, because with evaluation.model: local nothing is "
+                "exchanged after the last round"
             )
 
 
 def groups_of(users: int) -> list[tuple[int, ...]]:
-    """By their numbers, the smaller groups that are tried: pairs, or all but one."""
-    everybody = range(users)
+    """Return the smaller groups to try, as user numbers: pairs, or all users but one."""
+    numbers = range(users)
     if users < 3 or users > OTHERS_UP_TO:
         return []
     if users <= PAIRS_UP_TO:
-        return list(combinations(everybody, 2))
-    return [tuple(other for other in everybody if other != one) for one in everybody]
+        return list(combinations(numbers, 2))
+    return [tuple(other for other in numbers if other != number) for number in numbers]
 
 
 def of_users(materials: RunData, numbers: Sequence[int]) -> RunData:
-    """The same materials with some of the users."""
+    """Return the materials with some of the users."""
     return materials.with_users(tuple(materials.users[number] for number in numbers))
 
 

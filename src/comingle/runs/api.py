@@ -31,22 +31,22 @@ from comingle.utils.inputs import DATE, POPULATION, Inputs, check_base, check_us
 from comingle.utils.records import is_server, logger, read_metrics, resume_command
 
 PerUser = Callable[[list[Any]], Any]
-"""What of a list with a value for each user of a population counts."""
+"""Selects from a list with one value for each user."""
 
 
 def of_one_user(recipe: Recipe, value: PerUser) -> Recipe:
-    """The recipe of somebody alone: ``value`` takes what counts of lists of ranks and specialists.
+    """Return the recipe of a run with one user; ``value`` selects from its lists of ranks and specialists.
 
-    Nobody else takes part in a round: no mean over others selects one, nobody is there to be summed with, or hostile.
+    Nothing that needs several users stays: selection by mean validation loss, robust aggregation and secure sums.
     """
     alone = {"evaluation.select": "last", "aggregation": "mean"}
     return without_sums(recipe).with_changes({**per_user(recipe, value), **alone})
 
 
 def without_sums(recipe: Recipe) -> Recipe:
-    """The recipe with nothing that a user alone cannot do: of one upload there is no sum that hides it.
+    """Return the recipe without secure aggregation, which cannot hide a single upload in a sum.
 
-    Nor does it hide examples in steps of which nothing is sent.
+    Example-level privacy is dropped too, because nothing of these steps is sent.
     """
     privacy = recipe.privacy
     without = privacy is not None and (privacy.secure_aggregation is not None or protects_examples(privacy.mechanism))
@@ -54,7 +54,7 @@ def without_sums(recipe: Recipe) -> Recipe:
 
 
 def per_user(recipe: Recipe, value: PerUser) -> dict[str, Any]:
-    """Changes of what a recipe lists user by user; who takes part when is everybody, always."""
+    """Return changes of the keys that a recipe lists by user; all users participate in every round."""
     changes: dict[str, Any] = {}
     if isinstance(recipe.adapters.rank, list):
         changes["adapters.rank"] = value(recipe.adapters.rank)
@@ -67,20 +67,20 @@ def per_user(recipe: Recipe, value: PerUser) -> dict[str, Any]:
 
 
 def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: Given = NOTHING) -> RunData:
-    """Return the data of a finished run, which is read when something asks for it.
+    """Return the data of a finished run, which is read on first access.
 
-    Users' data that is not what the run has read is refused then, another base at once.
+    Data that differs from what the run read is refused on first access, another base model at once.
 
     Args:
         folder: The run folder.
         recipe: The recipe.
-        inputs: What the run has read.
+        inputs: The record of what the run read.
         method: The method of the recipe.
-        given: What a program passes instead of names and paths in the recipe.
+        given: Objects that a program passes instead of names and paths in the recipe.
 
     Raises:
-        RunError: nothing says what the run has read, or the base or its tokenizer changed.
-        BaseModelError: the base cannot be used.
+        RunError: There is no record of what the run read, or the base or its tokenizer changed.
+        BaseModelError: The base cannot be used.
     """
     given = replace(given, date=str(inputs.settings.get(DATE, "")))
     kind = kind_of(recipe)
@@ -114,11 +114,11 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
 
 
 def _in_files(folder: Path, recipe: Recipe, kind: Kind, read: Callable[[], Sequence[Any]]) -> LazyPopulation:
-    """Users who are too many to be listed; ``read`` yields them by number, when somebody's data is asked for."""
+    """Return a population that cannot be listed; ``read`` returns its users on first access to data."""
     store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
     names = store.names(folder) if hasattr(store, "names") else None
     if names is None:
-        raise RunError(f"{folder}: a program handed its users over, who are too many to be listed; resume it to go on")
+        raise RunError(f"{folder}: a program passed its users, too many to list; resume the run to continue")
 
     def make(number: int) -> Any:
         return lazy_user(kind.user, names[number], lambda: read()[number])
@@ -142,35 +142,36 @@ def run(
     progress: bool = False,
     **changes: object,
 ) -> Run:
-    """Train everybody's model, by a recipe and by what a program has in hand.
+    """Train all users' models from a recipe and from objects that a program passes.
 
-    With ``out`` everything is written to that folder, from which ``resume=True`` goes on after an interruption; what
-    was handed over is not in it, and is handed over again then. Without ``out`` nothing is written.
+    With ``out`` everything is written to that folder, and ``resume=True`` resumes from it after an interruption. The
+    folder does not contain objects that the program passed; pass them again then. Without ``out`` nothing is written.
 
     Args:
-        recipe: a :class:`comingle.Recipe`, the path of a YAML file or a run folder, or a mapping of a recipe's keys to
-            values; without it all keys have their defaults. With ``users`` it needs no ``data``.
-        users: everybody's data by name, in place of the recipe's own users. One user's is a list of texts, a file or
+        recipe: A :class:`comingle.Recipe`, the path of a YAML file or a run folder, or a mapping of recipe keys to
+            values. Without it all keys have their defaults. With ``users`` it needs no ``data``.
+        users: Each user's data by name, in place of the recipe's users. A user's data is a list of texts, a file or
             folder, or a ``datasets.Dataset`` with a column ``text``; rows with ``messages`` or with a prompt and a
             response, as a list or a ``datasets.Dataset``; samples, as a ``torch.utils.data.Dataset`` or tensors; or a
             mapping of ``train``, ``valid`` and ``test`` to one of these. All users have the same kind. The recipe's
-            ``data`` may still say how it is split and how much of it is kept.
-        base: a name; ``(model, tokenizer)`` of transformers, whose weights are shared and never changed; or, for
-            samples, a function that makes an ``nn.Module``.
-        method: a name; a :class:`comingle.methods.base.Method`; a function that makes one; or a mapping with such a
+            ``data`` may still set how it is split and how much of it is kept.
+        base: A name; ``(model, tokenizer)`` of transformers, whose weights are shared and never changed; or, for
+            samples, a function that returns an ``nn.Module``.
+        method: A name; a :class:`comingle.methods.base.Method`; a function that returns one; or a mapping with such a
             ``name`` and settings.
-        loss: of each sample, as a function of outputs and targets; a loss by name is ``data={"loss": NAME}``.
-        out: the run folder.
-        resume: go on with the run in that folder.
-        force: replace it.
-        observers: called with each event, a mapping with ``event``.
-        materials: the base and the users' data of an earlier :func:`comingle.runs.session.prepare`.
-        progress: tell on stderr how far the run is, in a notebook below the cell.
-        changes: keys of the recipe to replace, as ``seed=1`` or ``**{"training.rounds": 3}``. A mapping keeps the
-            rest of its section, as ``training={"rounds": 3}``; None in place of a section has its defaults.
+        loss: A function of outputs and targets that returns one loss per sample. Set a loss by name with
+            ``data={"loss": NAME}``.
+        out: The run folder.
+        resume: Whether to resume the run in that folder.
+        force: Whether to replace that folder.
+        observers: Functions that are called with each event, a mapping with the key ``event``.
+        materials: The base and the users' data of an earlier :func:`comingle.runs.session.prepare`.
+        progress: Whether to print progress to stderr, or below the cell in a notebook.
+        changes: Keys of the recipe to replace, such as ``seed=1`` or ``**{"training.rounds": 3}``. A mapping keeps the
+            rest of its section, as in ``training={"rounds": 3}``; None resets a section to its defaults.
 
     Raises:
-        ComingleError: whatever the user can correct, in one line.
+        ComingleError: There is a problem that the user can correct; the message is one line.
     """
     given = given_of(users, base, method, loss)
     with lending([method]) as [named], reporting(quiet=not progress) as reporter:
@@ -180,7 +181,7 @@ def run(
             read = as_begun(folder, read, resume=resume)
             check_folder(folder, read, resume=resume, force=force)
         elif resume:
-            raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
+            raise RunError("resume: no run folder; give out=FOLDER of the run to resume")
         with reporter.waiting(LOADING):
             if resume and folder is not None:
                 given = replace(given, date=recorded_date(folder))
@@ -206,20 +207,26 @@ def load(
     method: AnyMethod | None = None,
     loss: Loss | None = None,
 ) -> Run:
-    """Open a finished run, to talk to its users' models or predict with them, out of its folder and its base alone.
+    """Open a finished run from its folder and its base, to chat or predict with its users' models.
 
-    The users' data is read when something asks for it: to score models on it, or for methods that tune on it. What a
-    program handed over to :func:`run` is handed over again: ``base`` and ``method`` always, ``users`` where their data
-    is asked for.
+    The users' data is read on first access: to score models, or for methods that fine-tune on it. Pass again what a
+    program passed to :func:`run`: ``base`` and ``method`` always, ``users`` where their data is accessed.
+
+    Args:
+        folder: The run folder.
+        users: The users' data that was passed to :func:`run`.
+        base: The base that was passed to :func:`run`.
+        method: The method that was passed to :func:`run`.
+        loss: The loss that was passed to :func:`run`.
 
     Raises:
-        RunError: not a finished run of comingle, its base changed, or its method is not known here.
-        BaseModelError: its base was handed over, and is not now.
+        RunError: The folder is not a finished run, its base changed, or its method is not known here.
+        BaseModelError: A program passed its base, and ``base`` is missing here.
     """
     folder = Path(folder)
     if is_server(folder):
         raise RunError(
-            f"{folder}: of a federation's server, which has nobody's model; open a user's own: STATE/run-*/model"
+            f"{folder}: a federation's server, which has no user's model; open a user's run folder: STATE/run-*/model"
         )
     metrics, recipe = read_metrics(folder), load_recipe(folder)
     given = given_of(users, base, method, loss)
@@ -237,10 +244,10 @@ def load(
 
 
 def _check_method(folder: Path, recipe: Recipe, named: object) -> None:
-    """Whether the method that is handed over, if one is, is the run's, and the run's is known."""
+    """Check that the passed method, if there is one, is the run's, and that the run's is known."""
     name = named["name"] if isinstance(named, Mapping) else named
     if name not in (None, recipe.method.name):
-        raise RunError(f"{folder}: method: got {name!r}, and the run is of {recipe.method.name!r}")
+        raise RunError(f"{folder}: method: got {name!r}; allowed: the run's, {recipe.method.name!r}")
     check_origin(folder, recipe.method.name)
 
 
@@ -249,5 +256,5 @@ def _check_round(folder: Path, metrics: JsonMapping, progress: Progress) -> None
     if progress.round != metrics["rounds"]:
         raise RunError(
             f"{newest}: the run has {metrics['rounds']} rounds, its last checkpoint {progress.round}; "
-            f"{resume_command(folder)} goes on from there"
+            f"{resume_command(folder)} continues from there"
         )

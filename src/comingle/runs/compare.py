@@ -37,18 +37,22 @@ Found = TypeVar("Found")
 
 
 def in_processes(
-    groups: Sequence[Group], work: Callable[[Group], Iterable[Found]], *, jobs: int, told: Callable[[Group], str] = str
+    groups: Sequence[Group], work: Callable[[Group], Iterable[Found]], *, jobs: int, label: Callable[[Group], str] = str
 ) -> Iterator[Found]:
-    """What ``work`` yields of every group, as it comes, ``jobs`` groups at a time; everything must pickle.
+    """Yield what ``work`` yields for every group, in order of arrival; each group runs in its own process.
 
-    Where there are GPUs each process has one of its own, as far as they suffice.
+    Each process has its own GPU as long as there are enough. A group that fails does not stop the others: its error is
+    raised when they are done. An interrupt, such as Ctrl-C, stops the processes at once, and what they have written can
+    be resumed. They also end when this process is killed.
 
-    A group that fails does not stop the others: its error is raised when they are done. Whoever stops here, as with
-    Ctrl-C, stops the processes at once, and what they have written can be resumed; they end, too, when this process
-    is killed.
+    Args:
+        groups: The groups; they must pickle.
+        work: Yields the results of a group; it and the results must pickle.
+        jobs: The number of processes at a time.
+        label: Returns the name of a group for the error of a process that ended without one.
 
     Raises:
-        ComingleError: of the first group that failed; ``told`` names one whose process just ended.
+        ComingleError: A group failed; the error of the first one is raised.
     """
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
     left, failed = list(groups), []
@@ -64,13 +68,13 @@ def in_processes(
                 theirs.close()
                 running[ours] = process, group, place
             ready = wait(list(running))
-            for connection in [one for one in running if one in ready]:
+            for connection in [connection for connection in running if connection in ready]:
                 try:
                     found = connection.recv()
                 except EOFError:
                     process, group, _ = running.pop(connection)
                     process.join()
-                    failed += [RunError(_ended(told(group), process.exitcode))] if process.exitcode else []
+                    failed += [RunError(_ended(label(group), process.exitcode))] if process.exitcode else []
                     continue
                 if isinstance(found, Exception):
                     failed.append(found)
@@ -87,20 +91,20 @@ def in_processes(
 
 def _ended(group: str, code: int) -> str:
     how = f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with status {code}"
-    return f"{group}: its process {how}; --resume goes on, and fewer --jobs need less memory"
+    return f"{group}: its process {how}; continue with --resume; fewer --jobs need less memory"
 
 
 def _work_group(
     connection: Connection, work: Callable[[Any], Iterable[object]], group: object, jobs: int, place: int
 ) -> None:
-    """In a process of its own: send what comes, and what a user can do something about."""
+    """Send the results of a group, and errors that a user can correct, from a separate process."""
     import torch
 
     from comingle.methods.user_files import load_files_of_command
     from comingle.runs.distributed import take_gpu
 
     Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; whoever started us stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent stops this one
     take_gpu(place)
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     try:
@@ -112,7 +116,7 @@ def _work_group(
 
 
 def _end_with_parent() -> None:
-    """End this process as soon as whoever started it is gone, killed perhaps, and can no longer end it."""
+    """End this process when its parent is gone, for example killed, and can no longer end it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -120,11 +124,11 @@ def _end_with_parent() -> None:
 
 
 Key = tuple[str, int]
-"""A method, by its name or by its name and settings, and a seed."""
+"""The label of a method (its name, or its name and settings) and a seed."""
 
 
 def folders_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Key, Path]:
-    """Where each run of a comparison is."""
+    """Return the folder of each run of a comparison."""
     return {(label, seed): folder / f"{folder_name(label)}-seed{seed}" for label, seed in recipes}
 
 
@@ -136,18 +140,25 @@ def labels_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Path, str]:
 def recipes_of(
     recipe: Recipe, methods: Sequence[Any], seeds: Sequence[int], for_all: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[Key, Recipe]:
-    """The recipe of each run. A method is a name, ``NAME:KEY=VALUE:...``, or a mapping of ``name`` and settings. The
-    recipe's own method has its settings, another its defaults; ``for_all`` goes to whichever has such a setting. A
-    method that is there once is called by its name, one with several settings by ``NAME:KEY=VALUE:...``.
+    """Return the recipe of each run of a comparison.
+
+    The recipe's method has the recipe's settings, other methods their defaults. The label of a method is its name, or
+    ``NAME:KEY=VALUE:...`` where it occurs with several settings. All problems are raised before any training.
+
+    Args:
+        recipe: The recipe of the comparison.
+        methods: Names, ``NAME:KEY=VALUE:...``, or mappings of ``name`` and settings.
+        seeds: The seeds.
+        for_all: Settings for every method that has them.
 
     Raises:
-        RecipeError: a method twice or unknown, a wrong setting or seed, other users with each seed, or a method for
-            other users: said before the first hour of training.
+        RecipeError: A method occurs twice or is unknown, a setting or seed is wrong, each seed would evaluate other
+            users, or a method is not for such users.
     """
     if recipe.evaluation.users and len(set(seeds)) > 1:
         raise RecipeError(
-            f"evaluation.users: {recipe.evaluation.users} with {len(set(seeds))} seeds, each of which draws others, so "
-            "that nobody can be held against itself; allowed: all users (null), or one seed"
+            f"evaluation.users: got {recipe.evaluation.users} with {len(set(seeds))} seeds, each of which draws other "
+            "users, so users cannot be compared across seeds; allowed: null (all users), or one seed"
         )
     given = [dict(m) if isinstance(m, Mapping) else parse_method(m) for m in methods]
     chosen = [
@@ -159,7 +170,7 @@ def recipes_of(
     places = [folder_name(label) for label in labels]
     for i, (label, place) in enumerate(zip(labels, places, strict=True)):
         if place in places[:i]:
-            raise RecipeError(f"methods: {label!r} twice; each is compared once")
+            raise RecipeError(f"methods: got {label!r} twice; give each once")
     recipes = {
         (label, s): recipe.with_changes({"method": m, "seed": s}, where="--seeds")
         for s in seeds
@@ -169,7 +180,7 @@ def recipes_of(
     for i, label in enumerate(labels):
         alike = (other for j, other in enumerate(labels[:i]) if names[j] == names[i] and whole[other] == whole[label])
         if same := next(alike, None):
-            raise RecipeError(f"methods: {same!r} and {label!r} have the same settings; each is compared once")
+            raise RecipeError(f"methods: {same!r} and {label!r} have the same settings; leave one out")
     for one in recipes.values():
         check_recipe(one)
     return recipes
@@ -179,23 +190,23 @@ def parse_method(text: str) -> dict[str, Any]:
     """Read ``NAME`` or ``NAME:KEY=VALUE:KEY=VALUE`` as a mapping of name and settings; values are read as YAML.
 
     Raises:
-        RecipeError: a setting is not of the form KEY=VALUE, is there twice, or its value is not YAML.
+        RecipeError: A setting is not of the form KEY=VALUE or occurs twice, or its value is not YAML.
     """
     name, *settings = text.split(":")
     found: dict[str, Any] = {"name": name.strip()}
     for setting in settings:
         key, equals, value = (part.strip() for part in setting.partition("="))
         if not equals or not key or key in found:
-            raise RecipeError(f"methods: {text!r}: give NAME:KEY=VALUE, each key once, as fedprox:proximal=0.1")
+            raise RecipeError(f"methods: {text!r}: give NAME:KEY=VALUE, each key once, such as fedprox:proximal=0.1")
         found[key] = read_text(value, f"methods: {text!r}")
     return found
 
 
 def _label(method: Mapping[str, Any]) -> str:
-    """Return a method's name with the settings that it is given, as :func:`parse_method` reads them."""
+    """Return a method's name and settings in the form that :func:`parse_method` reads."""
     settings = {**method, **method.get("settings", {})}
-    told = [f"{key}={_short(value)}" for key, value in settings.items() if key not in ("name", "settings")]
-    return ":".join([str(method["name"]), *told])
+    pairs = [f"{key}={_short(value)}" for key, value in settings.items() if key not in ("name", "settings")]
+    return ":".join([str(method["name"]), *pairs])
 
 
 def _short(value: object) -> str:
@@ -217,18 +228,27 @@ def compare_runs(
     ready: Callable[[RunData], None] = lambda materials: None,
     among: Mapping[Key, Recipe] | None = None,
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
-    """Run the recipes one after another, as they are asked for, each in a folder below ``folder`` (None: in none).
+    """Run recipes one after another, on demand, and yield each run or its error.
 
-    The base is read once, the users' data once for each seed; ``ready`` looks at the first of it. With ``resume`` those
-    that were begun go on. A run that fails, as one that diverges, gives its error and does not stop the others.
-    ``among`` are all runs of the comparison, of which these are some.
+    The base is read once, the users' data once for each seed. A run that fails, for example because it diverges, yields
+    its error and does not stop the others.
+
+    Args:
+        recipes: The runs.
+        folder: The folder that has a folder for each run; None writes nothing.
+        reporter: The progress reporter.
+        resume: Whether to resume the runs that have started.
+        force: Whether to replace existing run folders.
+        given: Objects that a program passes instead of names and paths in the recipe.
+        ready: Called with the data of the first seed.
+        among: All runs of the comparison, where ``recipes`` are some of them.
 
     Raises:
-        ComingleError: what is wrong with a folder, before anything is read, and with the base or the data; other
-            users are left out with another seed, which is known when that one's data is read.
+        ComingleError: A folder cannot be used, which is checked before anything is read; the base or the data cannot be
+            used; or another seed leaves out other users, which is known when its data is read.
     """
     among = among or recipes
-    # Users who are too small are left out of all methods, or of none.
+    # Users with too little data are left out of all methods or of none.
     validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in among.values())
     folders = folders_of(recipes, folder) if folder is not None else {}
     recipes = as_compared(recipes, folders, resume=resume)
@@ -263,7 +283,13 @@ def compare_runs(
 
 
 def as_compared(recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool) -> Mapping[Key, Recipe]:
-    """Return the recipes of a comparison to resume: where an older version began one of the runs, all are as it was."""
+    """Return the recipes to resume; if an older version started one of the runs, all keep that version's defaults.
+
+    Args:
+        recipes: The runs.
+        folders: The folder of each run.
+        resume: Whether the comparison is resumed; if not, the recipes stay.
+    """
     begun = {key: as_begun(place, recipes[key], resume=resume) for key, place in folders.items()}
     older = next((folders[key] for key, one in begun.items() if one is not recipes[key]), None)
     return recipes if older is None else {k: as_begun(older, one, resume=True) for k, one in recipes.items()}
@@ -272,10 +298,16 @@ def as_compared(recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, r
 def check_folders(
     recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool, force: bool
 ) -> dict[Key, bool]:
-    """Which runs have been begun and go on.
+    """Return for each run whether it has started and is resumed.
+
+    Args:
+        recipes: The runs.
+        folders: The folder of each run.
+        resume: Whether to resume the runs that have started.
+        force: Whether to replace existing run folders.
 
     Raises:
-        RunError: one of the folders cannot be written to.
+        RunError: One of the folders cannot be written to.
     """
     again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
     for key, place in folders.items():
@@ -284,7 +316,7 @@ def check_folders(
 
 
 Ended = tuple[Key, dict[str, Any] | ComingleError]
-"""A run that has ended: its metrics, or what stopped it."""
+"""A run that has ended, with its metrics or the error that stopped it."""
 
 
 def compare_beside(
@@ -297,30 +329,39 @@ def compare_beside(
     quiet: bool = False,
     ready: Callable[[RunData], None] = lambda materials: None,
 ) -> Iterator[Ended]:
-    """As :func:`comingle.runs.compare.compare_runs`, ``jobs`` runs at a time, in the order in which they end.
+    """Run recipes in several processes and yield each run in the order in which they end.
 
-    Runs of a seed share a process, which reads the data once, unless there are more jobs than seeds. Unless ``quiet``,
-    and where stderr is no terminal, each tells of its rounds.
+    Runs of a seed share a process, which reads the data once, unless there are more jobs than seeds. Progress is
+    printed only if stderr is not a terminal.
+
+    Args:
+        recipes: The runs.
+        folder: The folder that has a folder for each run.
+        jobs: The number of runs at a time.
+        resume: Whether to resume the runs that have started.
+        force: Whether to replace existing run folders.
+        quiet: Whether to print no progress.
+        ready: Called with the data of the first seed.
 
     Raises:
-        ComingleError: what concerns all runs, as data that cannot be read.
+        ComingleError: There is a problem that concerns all runs, such as data that cannot be read.
     """
     recipes = as_compared(recipes, folders_of(recipes, folder), resume=resume)
     check_folders(recipes, folders_of(recipes, folder), resume=resume, force=force)
     silent = quiet or errors.is_terminal  # several bars would write over each other
     work = partial(_run_cells, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)
-    yield from in_processes(portions(list(recipes), jobs), work, jobs=jobs, told=_told)
+    yield from in_processes(portions(list(recipes), jobs), work, jobs=jobs, label=_label_of)
 
 
 def portions(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
-    """Runs that share a process: those of a seed, or parts of them, so that there are as many groups as jobs."""
+    """Return groups of runs that share a process: by seed, split further if there are more jobs than seeds."""
     seeds = list(dict.fromkeys(seed for _, seed in keys))
     parts = -(-jobs // len(seeds))
     by_seed = [[key for key in keys if key[1] == seed] for seed in seeds]
     return [some for of_seed in by_seed for i in range(parts) if (some := of_seed[i::parts])]
 
 
-def _told(keys: Sequence[Key]) -> str:
+def _label_of(keys: Sequence[Key]) -> str:
     (_, seed), methods = keys[0], ", ".join(method for method, _ in keys)
     return f"{methods}, seed {seed}"
 

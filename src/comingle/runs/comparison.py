@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What several methods have come to, with several seeds each: the metrics of each run, by (method, seed)."""
+    """The results of several methods with several seeds each: the metrics of each run, by (method, seed)."""
 
     folder: Path | None
     metrics: Mapping[tuple[str, int], dict[str, Any]]
@@ -46,7 +46,7 @@ class Comparison:
     def __repr__(self) -> str:
         place = "" if self.folder is None else f", in {self.folder}"
         return printable(
-            "\n".join([f"Comparison({len(self.metrics)} runs{place})", *map(_told, self.means())]), keep="\n"
+            "\n".join([f"Comparison({len(self.metrics)} runs{place})", *map(_line_of, self.means())]), keep="\n"
         )
 
     def _repr_html_(self) -> str | None:
@@ -60,14 +60,14 @@ class Comparison:
         return compare_metrics(named, self.baseline)
 
     def means(self) -> list[dict[str, Any]]:
-        """One record a run: ``method``, ``seed`` and the mean over users of what they are measured by."""
+        """Return one record per run: ``method``, ``seed`` and the mean test result over users."""
         return [
             {"method": method, "seed": seed, (key := f"mean_test_{measure_of(metrics)}"): metrics[key]}
             for (method, seed), metrics in self.metrics.items()
         ]
 
     def records(self) -> list[dict[str, Any]]:
-        """One record a user of each run: ``method``, ``seed``, and what :meth:`Run.records` has."""
+        """Return one record per run and user: ``method``, ``seed``, and the keys of :meth:`Run.records`."""
         return [
             {"method": method, "seed": seed, **record}
             for (method, seed), metrics in self.metrics.items()
@@ -75,14 +75,17 @@ class Comparison:
         ]
 
     def against(self, baseline: str | None = None) -> list[dict[str, Any]]:
-        """One record for every other method, as :class:`comingle.reports.comparisons.Verdict`; none with one seed.
+        """Return one record per other method, as :class:`comingle.reports.comparisons.Verdict`; none with one seed.
 
-        Whether it is better, level or worse than ``baseline`` (default: ``local``, or the first method) in the mean
-        over users and seeds, with ``change``, its interval from ``low`` to ``high``, and ``p_value``.
+        A record says whether the method is better, level or worse than the baseline in the mean over users and seeds,
+        with ``change``, its interval from ``low`` to ``high``, and ``p_value``.
+
+        Args:
+            baseline: The method to compare with. None: ``local``, or the first method.
 
         Raises:
-            RecipeError: the baseline is not among the methods.
-            RunError: runs are of other users.
+            RecipeError: The baseline is not among the methods.
+            RunError: The runs are of different users.
         """
         require_same_users(users_of(self.metrics.values()))
         results: dict[str, dict[int, dict[str, Any]]] = {}
@@ -95,7 +98,7 @@ class Comparison:
         return [] if found is None else found.as_dict()["methods"]
 
     def to_pandas(self) -> pandas.DataFrame:
-        """:meth:`records` as a table.
+        """Return :meth:`records` as a table.
 
         Raises:
             RunError: pandas is not installed.
@@ -106,17 +109,17 @@ class Comparison:
         """Return the results as a LaTeX table of the package booktabs, as ``comingle show --latex`` writes it.
 
         Args:
-            everybody: of more users than have a column, add a table with a row for each.
+            everybody: Whether to add a table with a row for each user, if there are too many for a column each.
 
         Raises:
-            RunError: there are no runs, or runs are of other users.
+            RunError: There are no runs, or the runs are of different users.
         """
         if not self.metrics:
             raise RunError("to_latex: got a comparison of 0 runs; allowed: 1 or more")
         return latex(self._table(), all_users=everybody)
 
 
-def _told(mean: Mapping[str, object]) -> str:
+def _line_of(mean: Mapping[str, object]) -> str:
     *_, (key, value) = mean.items()
     shown = "not finite" if value is None else f"{value:.4g}"
     return f"  {mean['method']}, seed {mean['seed']}: {key.replace('_', ' ')} {shown}"
@@ -138,21 +141,33 @@ def compare(
     progress: bool = False,
     **changes: object,
 ) -> Comparison:
-    """Run several methods with several seeds on the same base, data and budget; as ``comingle compare``.
+    """Run several methods with several seeds on the same base, data and budget, like ``comingle compare``.
 
-    The recipe's own method has its settings and another its defaults; a mapping, or a text such as
-    ``"fedprox:proximal=0.1"``, gives a method settings of its own. One method may be there with several settings; each
-    is then called ``NAME:KEY=VALUE``.
-    With ``out`` each run has a folder there, beside ``table.md`` and ``table.json``, where methods are held
-    ``against`` a baseline: ``local``, or the first. Models are not kept in memory: open a run's folder for them.
-    Everything else is as in :func:`run`.
+    The recipe's method has the recipe's settings, other methods their defaults. With ``out`` each run has a folder
+    there, beside ``table.md`` and ``table.json``. Models are not kept in memory: open a run's folder for them.
+
+    Args:
+        recipe: As in :func:`run`.
+        methods: Methods as in :func:`run`, or texts such as ``"fedprox:proximal=0.1"``. A method may occur with several
+            settings; each is then called ``NAME:KEY=VALUE``.
+        seeds: The seeds of each method.
+        users: As in :func:`run`.
+        base: As in :func:`run`.
+        loss: As in :func:`run`.
+        out: The folder of the comparison; None writes nothing.
+        against: The baseline in the tables. None: ``local``, or the first method.
+        resume: Whether to resume the runs in that folder.
+        force: Whether to replace the runs in that folder.
+        progress: As in :func:`run`.
+        changes: As in :func:`run`.
 
     Raises:
-        ComingleError: whatever the user can correct, in one line; of settings before anything is trained.
+        ComingleError: There is a problem that the user can correct; the message is one line. Wrong settings are
+            found before any training.
     """
     require_alone("compare")
     if not methods:
-        raise RecipeError("methods: none given; `comingle methods` lists them")
+        raise RecipeError("methods: got none; list them with `comingle methods`")
     given, folder = given_of(users, base, None, loss), Path(out) if out is not None else None
     with lending(list(methods)) as named, reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=None, changes=changes)
@@ -185,21 +200,27 @@ def advise(
     progress: bool = False,
     **changes: object,
 ) -> Advice:
-    """Whether training together pays, for whom and by which method, out of short runs; as ``comingle advise``.
+    """Advise from short runs whether users gain from each other, and by which method, like ``comingle advise``.
 
-    Runs ``local`` and each of ``methods`` with everybody, and the first of them with smaller groups: each pair of three
-    to five users, all but one of six to twelve. Nothing is written. Everything else is as in :func:`run`.
+    Runs ``local`` and each of ``methods`` with all users, and the first method with smaller groups: each pair of three
+    to five users, or all but one of six to twelve. Nothing is written.
 
     Args:
-        methods: names; each shares something.
-        seeds: of each run; intervals need two. Without them there are three or five, by how much data there is.
-        rounds: of each run, whatever the recipe says.
+        recipe: As in :func:`run`.
+        methods: Names of methods that share parameters.
+        seeds: The seeds of each run; intervals need two. None: three or five, depending on the amount of data.
+        rounds: The number of rounds of each run, in place of the recipe's.
+        users: As in :func:`run`.
+        base: As in :func:`run`.
+        loss: As in :func:`run`.
+        progress: As in :func:`run`.
+        changes: As in :func:`run`.
 
     Returns:
-        What the runs allow to be said: ``print`` shows it as a paragraph, ``records()`` has every number.
+        The advice: ``print`` shows it as a paragraph, ``records()`` has every number.
 
     Raises:
-        ComingleError: whatever the user can correct, in one line.
+        ComingleError: There is a problem that the user can correct; the message is one line.
     """
     require_alone("advise")
     given = given_of(users, base, None, loss)

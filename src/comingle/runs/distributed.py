@@ -1,4 +1,4 @@
-"""One run in several processes, from Python and from the command line."""
+"""Runs in several processes, from Python and from the command line."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.inputs import recorded_date
 
 
-class _OfOwnUsers(logging.Handler):
-    """What a process says that is not the first, which speaks for all: errors, and warnings of one user's upload."""
+class _RankHandler(logging.Handler):
+    """Log handler of processes other than the first: passes on errors, and warnings about one user's upload."""
 
-    def speak(self) -> None:
-        """From now on, of all that is said below ``comingle``, and no more than that."""
+    def install(self) -> None:
+        """Handle all records of ``comingle`` from now on, in place of the root logger."""
         logger = logging.getLogger("comingle")
-        logger.addHandler(self)  # not a filter, which would not see what the loggers of modules say
+        logger.addHandler(self)  # a filter would not see the records of modules' loggers
         logger.propagate = False
         logger.setLevel(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand it on to whoever listens."""
+        """Pass a record on to the root logger."""
         if record.levelno >= logging.ERROR or record.pathname == secure_sum.__file__:
             logging.getLogger().handle(record)
 
 
-_OWN = _OfOwnUsers()
+_RANK_HANDLER = _RankHandler()
 
 
 def read_shared(
@@ -69,33 +69,38 @@ def read_shared(
         recipe: The recipe.
         ranks: The processes of the run.
         method: The method of the recipe.
-        given: What a program passes instead of names and paths in the recipe.
+        given: Objects that a program passes instead of names and paths in the recipe.
         materials: The base model and the data of all users, if they are read already.
 
     Raises:
-        ComingleError: as :func:`comingle.runs.session.prepare`, or there are more processes than users or GPUs.
+        ComingleError: As :func:`comingle.runs.session.prepare`, or there are more processes than users or GPUs.
     """
     if not ranks.leads:
-        _OWN.speak()
+        _RANK_HANDLER.install()
     ranks.each(lambda: check_device(recipe, ranks.place))
     take_threads(recipe, ranks.place)
     date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
-    everybody = ranks.each(lambda: materials or prepare(recipe, given=replace(given, date=date), method=method))
+    whole = ranks.each(lambda: materials or prepare(recipe, given=replace(given, date=date), method=method))
     at_once = recipe.runtime.users_per_step
     at_once = at_once if isinstance(at_once, int) else 1
-    mine = ranks.each(lambda: spans(len(everybody.users), ranks.size, at_once)[ranks.rank])
-    return share_out(everybody, mine)
+    here = ranks.each(lambda: spans(len(whole.users), ranks.size, at_once)[ranks.rank])
+    return share_out(whole, here)
 
 
 def spans(users: int, processes: int, at_once: int) -> list[range]:
-    """Whose users each process has: equally many, or where there are enough cohorts of ``at_once`` whole ones.
+    """Return the numbers of the users of each process: equal shares, in whole cohorts where there are enough of them.
+
+    Args:
+        users: The number of users.
+        processes: The number of processes.
+        at_once: The number of users in a cohort.
 
     Raises:
-        RecipeError: somebody would have none.
+        RecipeError: A process would have no user.
     """
     if users < processes:
         raise RecipeError(
-            f"processes: got {processes} for {users} users; allowed: 1 to {users}, a user or more for each"
+            f"processes: got {processes} for {users} users; allowed: 1 to {users}, at least one user each"
         )
     unit = at_once if len(cohorts(range(users), at_once)) >= processes else 1
     units = len(cohorts(range(users), unit))
@@ -104,9 +109,9 @@ def spans(users: int, processes: int, at_once: int) -> list[range]:
 
 
 def share_out(materials: RunData, here: range) -> RunData:
-    """The same with the data of those who are here alone; others have names."""
+    """Return the materials with the data of the users in ``here``; of others only the names stay."""
 
-    if isinstance(materials.users, LazyPopulation):  # of whom nobody is read before somebody asks
+    if isinstance(materials.users, LazyPopulation):  # reads a user's data on first access
         return replace(materials, here=here, shared_out=True)
 
     def left(user: AnyUser) -> AnyUser:
@@ -123,10 +128,16 @@ def share_out(materials: RunData, here: range) -> RunData:
 
 
 def build_sharded(recipe: Recipe, materials: RunData, method: Method, ranks: Ranks) -> Sharded:
-    """This process's part of a recipe's federation, before the first round.
+    """Return this process's shard of a recipe's federation, before the first round.
+
+    Args:
+        recipe: The recipe.
+        materials: The base model and the data of the users of this process.
+        method: The method of the recipe.
+        ranks: The processes of the run.
 
     Raises:
-        ComingleError: settings, data and base do not fit each other, or there are more processes than users.
+        ComingleError: Settings, data and base do not fit together, or there are more processes than users.
     """
     recipe = ranks.each(lambda: fitted(recipe, materials))
     plan = make_plan(recipe, method, names_of(materials.users))
@@ -162,10 +173,20 @@ def run_sharded(
     observers: Callable[[Clients], Sequence[Observer]],
     ranks: Ranks,
 ) -> Run:
-    """Run a recipe's federation in its folder, as one of several processes; the one that leads writes the folder.
+    """Run a recipe's federation as one of several processes; process 0 writes the folder.
+
+    Args:
+        folder: The run folder.
+        recipe: The recipe.
+        materials: The base model and the data of the users of this process.
+        resume: Whether to resume from the newest checkpoint in the folder.
+        force: Whether to replace what is in the folder.
+        method: The method of the recipe.
+        observers: Makes observers of the events, in process 0.
+        ranks: The processes of the run.
 
     Raises:
-        ComingleError: as :func:`build_sharded` and :func:`comingle.runs.session.run_in`.
+        ComingleError: As :func:`build_sharded` and :func:`comingle.runs.session.run_in`.
     """
 
     def enter(entered: ExitStack, entering: AbstractContextManager[None]) -> None:
@@ -188,7 +209,7 @@ def run_sharded(
 
 def _built(recipe: Recipe, materials: RunData, plan: RunPlan, ranks: Ranks) -> Sharded:
     if plan.method.placement.pooled:
-        raise RecipeError(f"method {plan.method.name}: trains one model on everybody's data; allowed: one process")
+        raise RecipeError(f"method {plan.method.name}: trains one model on all users' data; allowed: one process")
     names = names_of(materials.users)
     whole = materials.kind.model(recipe, materials, plan)
     server = start_server(whole, names, plan)
@@ -204,10 +225,10 @@ def _built(recipe: Recipe, materials: RunData, plan: RunPlan, ranks: Ranks) -> S
 
 
 def _check_alike(federation: Sharded) -> None:
-    """Whether all processes compute on the same kind of device, in the same format.
+    """Check that all processes use the same type of device and the same dtype.
 
     Raises:
-        RecipeError: they do not.
+        RecipeError: They do not.
     """
     model, ranks = federation.clients.model, federation.ranks
     found = ranks.gather(lambda: [model.device.type, str(model.dtype).removeprefix("torch.")])
@@ -215,43 +236,43 @@ def _check_alike(federation: Sharded) -> None:
     def check() -> None:
         for rank, other in enumerate(found):
             if other != found[0]:
-                told = f"process 0 has {' in '.join(found[0])}, process {rank} {' in '.join(other)}"
-                raise RecipeError(f"runtime: {told}; set runtime.device and runtime.dtype, so that all are alike")
+                devices = f"process 0 uses {' in '.join(found[0])}, process {rank} {' in '.join(other)}"
+                raise RecipeError(f"runtime: {devices}; set runtime.device and runtime.dtype to the same for all")
 
     ranks.share(check)
 
 
 def check_device(recipe: Recipe, place: Place) -> None:
-    """Give this process a GPU of its own, where the recipe computes on GPUs.
+    """Select a different GPU for each process, if the recipe uses GPUs.
 
     Raises:
-        RecipeError: there are not enough of them on this machine, or the recipe names one for all.
+        RecipeError: This machine has too few GPUs, or the recipe names one GPU for all processes.
     """
     device, gpus = recipe.runtime.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.startswith("cuda:"):
-        raise RecipeError(f"runtime.device: got {device!r} for {place.size} processes, each with a GPU; allowed: cuda")
+        raise RecipeError(f"runtime.device: got {device!r} for {place.size} processes; allowed: cuda")
     if device == "cpu" or not gpus:
         return
     if place.local_size > gpus:
-        told = f"{place.local_size} processes on a machine with {gpus} GPUs"
-        raise RecipeError(f"runtime.device: {told}; allowed: a process for each GPU, or cpu")
+        found = f"got {place.local_size} processes on a machine with {gpus} GPUs"
+        raise RecipeError(f"runtime.device: {found}; allowed: one process per GPU, or cpu")
     take_gpu(place.local_rank)
 
 
 def take_gpu(number: int) -> None:
-    """Have this process, one of several on this machine, compute on a GPU of its own where there are enough of them."""
+    """Select GPU ``number``, modulo the number of GPUs; do nothing without GPUs."""
     if torch.cuda.is_available():
         torch.cuda.set_device(number % torch.cuda.device_count())
 
 
 def take_threads(recipe: Recipe, place: Place) -> None:
-    """Share this machine's cores, unless somebody has said how."""
+    """Divide this machine's cores among its processes, unless the recipe or ``OMP_NUM_THREADS`` sets a number."""
     if recipe.runtime.threads is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // place.local_size))
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -271,18 +292,34 @@ def run(
     progress: bool = False,
     **changes: object,
 ) -> Run:
-    """As :func:`comingle.runs.api.run`, by every process of a program, with the same arguments.
+    """Run a recipe like :func:`comingle.runs.api.run`, called by every process of a program with the same arguments.
 
-    Users are shared out, the first process writes the folder ``out`` and calls the observers. Each opens it when all
-    have ended, and returns the whole run. A launcher's second attempt goes on with what its first has written.
+    Each process has a share of the users. Process 0 writes the folder ``out`` and calls the observers. When all have
+    ended, each process opens the folder and returns the whole run. If the launcher restarts the program, the run
+    resumes.
+
+    Args:
+        recipe: As in :func:`comingle.runs.api.run`, like all others.
+        users: The users' data.
+        base: The base model.
+        method: The method.
+        loss: The loss.
+        out: The run folder, which all processes see; required.
+        resume: Whether to resume the run in that folder.
+        force: Whether to replace that folder.
+        observers: Functions that process 0 calls with each event.
+        materials: The base and the users' data, if they are read already.
+        progress: Whether process 0 prints progress.
+        changes: Keys of the recipe to replace.
 
     Raises:
-        ComingleError: whatever the user can correct, in one line, at the first process; the others end silently.
+        ComingleError: There is a problem that the user can correct; process 0 has the message, of one line, and the
+            others end silently.
     """
     place = find_place()
-    assert place is not None, "comingle.run of one process is another"
+    assert place is not None, "a single process calls comingle.runs.api.run"
     if out is None:
-        raise RunError(f"out: got none, in one of {place.size} processes; give out=FOLDER, which all of them see")
+        raise RunError(f"out: got None in one of {place.size} processes; give out=FOLDER, which all of them see")
     folder, given = Path(out), given_of(users, base, method, loss)
     with joined(place) as ranks, lending([method]) as [named]:
         read = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
@@ -305,5 +342,5 @@ def run(
 
 
 def _handed(base: AnyBase | None) -> AnyBase | None:
-    """What a run folder does not know by its name."""
+    """Return a base that is not given by name, which a run folder does not contain."""
     return None if isinstance(base, str) else base

@@ -1,4 +1,4 @@
-"""Run folders: made, gone on with, or refused; nothing that a user made is overwritten without being asked to."""
+"""Run folders: create, resume or refuse; nothing is overwritten without ``force``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from comingle.utils.inputs import INPUTS, Inputs, check_inputs, read_inputs, wri
 from comingle.utils.records import DRAFT, FEDERATION, check_name, told_in_one_line, write_text
 
 NETWORK = ("flower", "users")
-"""What a federation's processes keep in its run folder, before and besides the run itself."""
+"""Files of a federation's processes in its run folder, besides those of the run."""
 
 BOS = "add_bos_token"
-"""The key of ``data`` that says whether windows and prompts begin with the begin-of-text token."""
+"""Key of ``data``: whether windows and prompts begin with the begin-of-text token."""
 
 SKIPPED = "skipped.json"
-"""In a run folder: who was left out for having too little, and what of."""
+"""File of a run folder that lists the users left out, and what they have too little of."""
 
 RUN_FILES = (
     SKIPPED,
@@ -42,25 +42,33 @@ RUN_FILES = (
     "report.html",
     "figures",
 )
-"""What a run folder holds, with the report and the figures that may be made of it."""
+"""Names in a run folder, including its report and figures."""
 
 
 @contextmanager
 def open_folder(
     folder: Path, recipe: Recipe, inputs: Inputs, *, resume: bool, force: bool, pooled: bool = False
 ) -> Iterator[None]:
-    """Make a run folder, or take one up again; after everything that could be wrong with the recipe has been checked.
+    """Create a run folder or open an existing one, and lock it while the context is entered.
 
-    For as long as this is entered nobody else writes to it, and a disk that takes no more is one line. A new folder is
-    for its owner alone, since reports show text.
+    Errors of the file system, such as a full disk, become one line. Only its owner can read a new folder, since reports
+    show text.
+
+    Args:
+        folder: The run folder.
+        recipe: The recipe, which has been checked.
+        inputs: The record of what the run read.
+        resume: Whether to resume the run in the folder.
+        force: Whether to replace what is in the folder.
+        pooled: Whether the method trains one model on all users' data.
 
     Raises:
-        RunError: as :func:`check_folder` and :func:`check_inputs`, or it cannot be written to.
+        RunError: As :func:`check_folder` and :func:`check_inputs`, or the folder cannot be written to.
     """
     check_folder(folder, recipe, resume=resume, force=force)
     _make(folder)
     with told_in_one_line(folder), locked(folder):
-        check_folder(folder, recipe, resume=resume, force=force, mine=True)  # somebody may have been faster
+        check_folder(folder, recipe, resume=resume, force=force, locked_here=True)  # another process may be faster
         _refuse_links(folder)
         if resume:
             check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
@@ -74,76 +82,88 @@ def open_folder(
         yield
 
 
-def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bool, mine: bool = False) -> None:
-    """Whether a run may be written to a folder; touches nothing. ``resume`` None: such a run cannot be gone on with.
+def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bool, locked_here: bool = False) -> None:
+    """Check that a run may be written to a folder, without changing it.
+
+    Args:
+        folder: The run folder.
+        recipe: The recipe.
+        resume: Whether to resume the run in the folder. None: such a run cannot be resumed.
+        force: Whether to replace what is in the folder.
+        locked_here: Whether this process holds the folder's lock.
 
     Raises:
-        RunError: it exists and neither ``resume`` nor ``force`` is given, it belongs to another recipe, no folder can
-            have its name, or (unless the lock is ``mine``) another process writes to it.
+        RunError: The folder exists and neither ``resume`` nor ``force`` is given, it belongs to another recipe, its
+            name is not valid, or another process writes to it.
     """
     check_name(folder)
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")
-    if not mine:
+    if not locked_here:
         with told_in_one_line(folder):
             check_free(folder)
     if resume:
         check_recipe(folder, recipe)
     else:
-        _check_new(folder, force, "" if resume is None else "--resume goes on with it, ")
+        _check_new(folder, force, "" if resume is None else "--resume continues it, ")
 
 
 def check_recipe(folder: Path, recipe: Recipe) -> None:
-    """Whether a run folder is one of this recipe.
+    """Check that a run folder belongs to this recipe.
 
     Raises:
-        RunError: it is not, with what differs.
+        RunError: It does not; the message names the difference.
     """
     if not (folder / "recipe.yaml").exists():
-        hint = "; it was never begun, so leave out --resume" if folder.exists() and not _content(folder) else ""
-        raise RunError(f"{folder}: nothing to resume, no recipe.yaml in it{hint}")
+        hint = "; the run has not started, so leave out --resume" if folder.exists() and not _content(folder) else ""
+        raise RunError(f"{folder}: nothing to resume: no recipe.yaml in it{hint}")
     if (was := load_recipe(folder)).fingerprint != recipe.fingerprint:
         raise RunError(f"{folder}: belongs to another recipe, {_difference(was, recipe)}; use another --out")
     check_origin(folder, recipe.method.name, begun=_has_trained(folder))
 
 
 def _has_trained(folder: Path) -> bool:
-    """Return whether a run to resume keeps something that its method has made."""
+    """Return whether a run to resume has a result or a checkpoint of its method."""
     return (folder / "metrics.json").exists() or bool(list_checkpoints(folder))
 
 
 def as_begun(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
-    """Return the recipe of a run to resume, whose windows stay as they were begun where it does not say otherwise.
+    """Return the recipe of a run to resume, with the run's begin-of-text tokens unless the recipe sets the key.
 
-    Runs of versions before ``data.add_bos_token`` had no begin-of-text tokens, and a recipe file that does not name the
-    key has today's default.
+    Runs of versions before ``data.add_bos_token`` had no begin-of-text tokens, but a recipe file without the key now
+    has the new default.
+
+    Args:
+        folder: The run folder.
+        recipe: The recipe.
+        resume: Whether to resume; if not, the recipe stays.
     """
     if not resume or not (folder / "recipe.yaml").exists():
         return recipe
-    began, now = (getattr(one.data, BOS, None) for one in (load_recipe(folder), recipe))
+    began, now = (getattr(version.data, BOS, None) for version in (load_recipe(folder), recipe))
     if began == now or None in (began, now) or BOS in recipe.data.model_fields_set:
         return recipe
     return recipe.with_changes({f"data.{BOS}": began})
 
 
-def _check_new(folder: Path, force: bool, goes_on: str) -> None:
+def _check_new(folder: Path, force: bool, hint: str) -> None:
     names = _content(folder) if folder.exists() else set()
     if names and not force:
-        raise RunError(f"{folder}: exists; {goes_on}--force replaces it, --out names another")
-    # Only what a run writes, drafts that a crash left included: a recipe alone, or one among other files, is a user's.
+        raise RunError(f"{folder}: exists; {hint}--force replaces it, --out names another")
+    # Replace only files of a run, including drafts: a recipe alone or among other files belongs to a user.
     strange = sorted(
         n for n in names if n not in RUN_FILES and not n.startswith(tuple(f".{run_file}." for run_file in RUN_FILES))
     )
     ours = (folder / LOCK).exists() or {"recipe.yaml", "events.jsonl"} <= names
     if names and (strange or not ours):
-        hint = f" ({strange[0]!r} is in it)" if strange else ""
-        raise RunError(f"{folder}: is not a run folder{hint}, so --force does not touch it; use another --out")
+        found = f" (it contains {strange[0]!r})" if strange else ""
+        raise RunError(f"{folder}: is not a run folder{found}, so --force does not replace it; use another --out")
 
 
 def _content(folder: Path) -> set[str]:
-    """The names in a folder, but for what a process leaves that was stopped before it had a recipe in there."""
+    """Return the names in a folder, without files of a process that stopped before it wrote the recipe."""
     names = {path.name for path in folder.iterdir()} - {LOCK, HOLDER}
-    names -= set() if "recipe.yaml" in names else {INPUTS, "federation.yaml", *NETWORK}  # which are written before it
+    names -= set() if "recipe.yaml" in names else {INPUTS, "federation.yaml", *NETWORK}  # written before the recipe
     drafts = (".recipe.yaml.", f".{INPUTS}.", f".{HOLDER}.")
     return {n for n in names if not (n.startswith(drafts) and n.endswith(DRAFT))}
 
@@ -167,10 +187,10 @@ def _clear(folder: Path) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """What is written to a run stays in its folder, so nothing in there may be a link."""
+    """Refuse links in a run folder, through which a run would write outside of it."""
     for path in folder.rglob("*"):
         if path.is_symlink():
-            raise RunError(f"{path}: is a link, and a run writes to no other folder; put there what it points to")
+            raise RunError(f"{path}: is a link; a run writes only to its folder; replace the link by its target")
 
 
 def _difference(was: Recipe, now: Recipe) -> str:

@@ -1,4 +1,4 @@
-"""What a program hands over beside a recipe: users' data, a loaded base, a function that makes nets, a method."""
+"""Objects that a program passes beside a recipe: users' data, a base, a function that makes nets, a method."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from comingle.training.kinds.base import kind_of, section_for
 from comingle.utils.errors import BaseModelError, DataError, RecipeError
 
 AnyRecipe = Recipe | str | Path | Mapping[str, Any]
-"""An object, the path of a file or run folder, or what would stand in the file."""
+"""A recipe, the path of a recipe file or run folder, or the content of a recipe file."""
 AnyBase = str | tuple[PreTrainedModel, PreTrainedTokenizerBase | None] | Callable[..., nn.Module]
-"""A name, a model of transformers with its tokenizer, or what makes an ``nn.Module`` for a user."""
+"""A name, a model of transformers with its tokenizer, or a function that makes an ``nn.Module`` for a user."""
 AnyMethod = str | Method | Make | Mapping[str, Any]
 """A name, a method, a function that makes one, or ``{"name": one of these, "setting": value}``."""
 
 Loss = Callable[..., Tensor]
-"""Of outputs and targets, one number a sample."""
+"""A function of outputs and targets that returns one number per sample."""
 
-HANDED_OVER = "users: a program handed them over, so nothing says where they are; give users={...} again, in Python"
-_REGISTERED = "base='net:NAME' of a net that comingle.models.nets.NETS.register(NAME, FUNCTION) has registered"
-_BASES = "a name, (model, tokenizer) of transformers, or a function that makes an nn.Module"
+HANDED_OVER = "users: a program passed them, so the recipe has no paths; pass users={...} again, in Python"
+_REGISTERED = "base='net:NAME' of a net registered with comingle.models.nets.NETS.register(NAME, FUNCTION)"
+_BASES = "a name, (model, tokenizer) of transformers, or a function that returns an nn.Module"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a program has handed over, each None where it has not."""
+    """Objects that a program passes; None where it does not."""
 
     users: Mapping[str, Any] | None = None
-    """Everybody's data by name, of the kind that the recipe's ``data`` names."""
+    """Each user's data by name, of the kind that the recipe's ``data`` names."""
     loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase | None] | None = None
     net: Callable[..., Any] | None = None
     """Makes an ``nn.Module``."""
     loss: Callable[..., Any] | None = None
-    """Of each sample."""
+    """Returns the loss of each sample."""
     method: Any = None
     date: str = ""
-    """Of the run that goes on, for a chat template that writes today's date; see :func:`with_date`."""
+    """The date of the run to resume, for a chat template that writes the date; see :func:`with_date`."""
 
     def check(self, recipe: Recipe) -> None:
-        """Whether everything is here that the recipe says was handed over.
+        """Check that all objects that the recipe expects from a program are here.
 
         Raises:
-            DataError: the users are not.
-            BaseModelError: the base is not, or is not of the kind that such users train.
-            RecipeError: a function is for samples, and there are none.
+            DataError: The users are missing.
+            BaseModelError: The base is missing, or does not fit the users' kind of data.
+            RecipeError: A function needs samples, and the users have none.
         """
         if recipe.data.given and self.users is None:
             raise DataError(HANDED_OVER)
@@ -67,36 +67,34 @@ class Given:
             if function is not None and self.users is None:
                 registered = f", or {_REGISTERED}" if name == "base" else ""
                 raise RecipeError(
-                    f"{name}: got a function, for users who are read; allowed: beside users={{...}} alone{registered}"
+                    f"{name}: got a function for users of a recipe; allowed: only with users={{...}}{registered}"
                 )
 
     def check_base(self, recipe: Recipe) -> None:
-        """As :meth:`check`, of the base alone."""
+        """Check the base like :meth:`check`, without the users."""
         needs_base = kind_of(recipe).needs_base
         if recipe.base == GIVEN and self.loaded is None:
-            raise BaseModelError("base: a program handed it over; give base=(model, tokenizer) again, in Python")
+            raise BaseModelError("base: a program passed it; pass base=(model, tokenizer) again, in Python")
         if needs_base and self.loss is not None:
-            raise RecipeError(f"loss: got a function, for {recipe.data.label}; it is for samples")
+            raise RecipeError(f"loss: got a function for {recipe.data.label}; allowed: only for samples")
         if needs_base and self.net is not None:
-            raise BaseModelError(
-                f"base: got a function, for {recipe.data.label}; allowed: a name or (model, tokenizer)"
-            )
+            raise BaseModelError(f"base: got a function for {recipe.data.label}; allowed: a name or (model, tokenizer)")
         if not needs_base and self.loaded is not None:
             raise BaseModelError(
-                f"base: got a language model, for {recipe.data.label}; allowed: a function that makes an nn.Module"
+                f"base: got a language model for {recipe.data.label}; allowed: a function that returns an nn.Module"
             )
 
     def load_base(self, recipe: Recipe) -> Base:
-        """The base that was handed over, or else the one that a recipe names, as its runtime has it.
+        """Return the passed base, or else the recipe's, on the device and with the dtype of its runtime.
 
         Raises:
-            BaseModelError: it cannot be used.
-            RecipeError: it reads less at once than the recipe's windows are long.
+            BaseModelError: The base cannot be used.
+            RecipeError: Its context is shorter than the recipe's windows.
         """
         runtime, loaded = recipe.runtime, self.loaded
         self.check_base(recipe)
         if loaded is not None and recipe.quantise != "none":
-            raise RecipeError(f"quantise: got {recipe.quantise!r} for a base that a program handed over; allowed: none")
+            raise RecipeError(f"quantise: got {recipe.quantise!r} for a base that a program passed; allowed: none")
         load = partial(given_base, *loaded) if loaded else partial(load_base, recipe.base, quantise=recipe.quantise)
         base = load(dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
         check_context_length("training.context", recipe.training.context, base.model)
@@ -107,10 +105,16 @@ NOTHING = Given()
 
 
 def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None, loss: Any = None) -> Given:
-    """Sorts what a program hands over; a base that is a name is none of it.
+    """Return the objects that a program passes; a base given by name is not one of them.
+
+    Args:
+        users: Each user's data by name.
+        base: A base as in :func:`comingle.run`.
+        method: A method.
+        loss: A loss function.
 
     Raises:
-        BaseModelError: nothing that a base can be.
+        BaseModelError: The base has a wrong type.
     """
     if base is None or isinstance(base, str):
         return Given(users=users, method=method, loss=loss)
@@ -124,17 +128,24 @@ def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None, los
 def recipe_with(
     recipe: AnyRecipe | None, given: Given, *, base: Any, method: Any, changes: Mapping[str, Any]
 ) -> Recipe:
-    """A whole recipe: as it was given, with what was handed over marked as given, and with changed keys.
+    """Return a recipe with changed keys, in which passed objects are marked as given.
+
+    Args:
+        recipe: A recipe, the path of one, its content, or None for defaults.
+        given: The objects that the program passes.
+        base: A base as in :func:`comingle.run`.
+        method: The name or mapping of a method.
+        changes: Keys of the recipe to replace.
 
     Raises:
-        RecipeError: something in it is wrong.
-        DataError: the users are of no kind, or of several.
+        RecipeError: A key of the recipe is wrong.
+        DataError: The users' data is of no known kind, or of several.
     """
     nets = given.net is not None
 
     def marked(content: object) -> Any:
         content = _with_users(content, given.users, changes, nets=nets) if given.users is not None else content
-        if given.net is not None and isinstance(content, Mapping):  # which is in the place of one by name
+        if given.net is not None and isinstance(content, Mapping):  # replaces a base by name
             return {key: value for key, value in content.items() if key != "base"}
         return content
 
@@ -146,7 +157,7 @@ def recipe_with(
         content = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe or {}
         read = parse_recipe(marked(content))
     name = base if isinstance(base, str) else GIVEN if given.loaded is not None else None
-    if given.users is not None and "data" in changes:  # whose options it may replace, and not who they are
+    if given.users is not None and "data" in changes:  # it may replace options, but not the users
         changes = {**changes, **_with_users({"data": changes["data"]}, given.users, changes, nets=nets)}
     named = {"base": name, "method": method}
     changed = {**{key: value for key, value in named.items() if value is not None}, **merged(read, changes)}
@@ -154,9 +165,9 @@ def recipe_with(
 
 
 def merged(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:
-    """Return changes in which a mapping keeps the rest of the section that it changes, and None is its default.
+    """Return changes in which a mapping keeps the rest of its section and None resets it to its defaults.
 
-    A mapping replaces instead what it names otherwise: another method, optimiser or rule, and other users.
+    A mapping that names another method, optimiser, rule or other users replaces the section instead.
     """
     content, found = recipe.model_dump(mode="json", exclude_unset=True), dict[str, Any]()
     for key, value in changes.items():
@@ -180,28 +191,30 @@ def _merge(old: object, new: object) -> object:
 
 _SECTIONS = ("adapters", "floral", "training", "evaluation", "aggregation", "checkpoints", "runtime")
 _NAMES = ("name", "rule", "mechanism", "kind", "users", "dataset", "task", "questions", "tasks")
-"""Keys that decide on what the others of their section mean."""
+"""Keys that determine the meaning of the others in their section."""
 
 
 def _refuse_paths(users: Mapping[str, object]) -> None:
-    """Refuse paths in the place of samples.
+    """Refuse paths in place of samples.
 
     Raises:
-        DataError: a user's data is a path, or a mapping of splits to paths; says how folders are read.
+        DataError: A user's data is a path, or a mapping of splits to paths; the message says how to read folders.
     """
     for name, data in users.items() if isinstance(users, Mapping) else ():
         path = next(iter(data.values()), None) if isinstance(data, Mapping) else data
         if isinstance(path, str | Path):
             raise DataError(
-                f"users: {name!r} is a path ({str(path)!r}), and samples are handed over as a torch Dataset or a pair "
-                f"of arrays; to read folders, put data={{'kind': 'samples', 'users': {{{name!r}: {str(path)!r}}}}} in "
+                f"users: {name!r}: got the path {str(path)!r}; allowed: a torch Dataset or a pair of arrays; to read "
+                f"folders, put data={{'kind': 'samples', 'users': {{{name!r}: {str(path)!r}}}}} in "
                 f"the recipe, and give {_REGISTERED}"
             )
 
 
 def _with_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any], *, nets: bool) -> Any:
-    """A recipe's content whose ``data`` keeps its options, and says of the users that they are given; of which kind
-    they are is told by the options as they will be. With ``nets`` they train nets."""
+    """Return a recipe's content whose ``data`` keeps its options and marks the users as given.
+
+    The changed options determine the kind of data. With ``nets`` the users train nets.
+    """
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data") or {}, Mapping):
         return content
     options = changes["data"] if isinstance(changes.get("data"), Mapping) else data
@@ -216,11 +229,11 @@ def _with_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, An
 
 @contextmanager
 def lending(methods: Sequence[object]) -> Iterator[list[object]]:
-    """Methods as recipes have them, by names that are known while this lasts; None stays.
+    """Register passed methods while the context is entered; yield them as recipes name them. None stays None.
 
     Raises:
-        PluginError: another method has the name of one.
-        RecipeError: what is called makes no method.
+        PluginError: Another method has the same name.
+        RecipeError: A function does not return a method.
     """
     with ExitStack() as stack:
         yield [_named(stack, method) for method in methods]

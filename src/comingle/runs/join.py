@@ -1,9 +1,9 @@
 """A user joins a finished federation.
 
-What a newcomer gets follows from the method's placement, client and server. What is shared is downloaded. Where a user
-has something of its own (specialists, a router, a mixture vector), that is trained and what was taken stands still;
-where the server keeps something of each user (merging weights), that moves and the rest of what it keeps stands still;
-where all of a model is shared, the newcomer fine-tunes what it took.
+The method's placement, client and server determine what the newcomer receives and trains. The newcomer downloads the
+shared roles. If the method has local roles (specialists, a router, a mixture vector), the newcomer trains these and
+freezes the downloaded ones. If the server has state of each user (merging weights), it updates the newcomer's and
+freezes the rest. If the whole model is shared, the newcomer fine-tunes it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,16 @@ from comingle.utils.trees import CLIENT_ROUTER
 
 @contextmanager
 def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: bool) -> Iterator[Path | None]:
-    """Where a newcomer's run is written until it is whole: what stopped before cannot be gone on with.
+    """Yield a temporary folder for a newcomer's run, which cannot be resumed if it stops early.
 
-    ``joined`` is the folder of the run that is joined.
+    Args:
+        folder: The run folder.
+        recipe: The recipe of the newcomer's run.
+        joined: The folder of the run to join.
+        force: Whether to replace what is in the folder.
 
     Raises:
-        RunError: the folder cannot be used, is that of the run that is joined, or somebody else is about to fill it.
+        RunError: The folder cannot be used, overlaps the run to join, or another process writes to it.
     """
     if folder is None:
         yield None
@@ -57,7 +61,7 @@ def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: 
     check_folder(folder, recipe, resume=None, force=force)
     there, to = None if joined is None else joined.resolve(), folder.resolve()
     if there is not None and (there.is_relative_to(to) or to.is_relative_to(there)):
-        raise RunError(f"{folder}: in the place of the run that is joined, which is only read; use another --out")
+        raise RunError(f"{folder}: overlaps the run to join, which is only read; use another --out")
     outer = folder.with_name(f".{folder.name}.joining")
     with told_in_one_line(outer):
         outer.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -68,21 +72,24 @@ def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: 
                     yield outer / folder.name
                 finally:
                     shutil.rmtree(outer, ignore_errors=True)
-        except OSError:  # a disk that is too full to say who writes
+        except OSError:  # a full disk: the lock's holder cannot be written
             shutil.rmtree(outer, ignore_errors=True)
             raise
 
 
 JOINED = "joined.json"
-_HANDED = ("net", "loss")
-"""What a program may have handed over."""
+_PASSED = ("net", "loss")
+"""Settings that a program may have passed."""
 _PER_NAME = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A newcomer's run, and what it is to be held against: by row (``pretrained``, ``local``, ``shared``, ``joined``)
-    the test result, the ``train_tokens`` (or samples) of the newcomer's own that it took, and what the row is."""
+    """A newcomer's run and its baselines.
+
+    ``rows`` has for ``pretrained``, ``local``, ``shared`` and ``joined`` the test result and the number of the
+    newcomer's ``train_tokens`` (or ``train_samples``) that training used.
+    """
 
     run: Run
     name: str
@@ -96,85 +103,90 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True)
 class Newcomer:
-    """Who joins, with what; ``handed`` is data that a program hands over, None where the recipe says where it is."""
+    """The user who joins; ``passed`` is data that a program passes, None where the recipe names its path."""
 
     name: str
     recipe: Recipe
-    handed: Mapping[str, Any] | None
+    passed: Mapping[str, Any] | None
     tuned: int
-    """Rounds in which the newcomer fine-tunes what it has taken, after all others."""
+    """Number of final rounds in which the newcomer fine-tunes the downloaded roles."""
 
 
 def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_step: bool) -> Newcomer:
-    """Who joins a run, after everything that can be wrong without reading the data has been looked at.
+    """Return the newcomer, after all checks that do not need to read the data.
+
+    Args:
+        run: The run to join.
+        name: The newcomer's name.
+        data: A path, or data that a program passes.
+        rounds: The number of rounds; None: as many as the run had.
+        local_step: Whether to add a round that trains the downloaded roles too.
 
     Raises:
-        DataError: the name is taken, or the run's kind of data is nobody's to bring.
-        RunError: the run has nothing that could be taken.
-        RecipeError: ``local_step`` where everything is trained anyway.
+        DataError: The name is taken, or the recipe generates this kind of data.
+        RunError: The run has nothing to download.
+        RecipeError: ``local_step`` is set although everything is trained anyway.
     """
     method = run.federation.clients.method
     if name in run.users:
-        raise DataError(f"--name: {name!r} is a user of the run already; there are: {', '.join(run.users)}")
+        raise DataError(f"--name: got {name!r}, a user of the run; give another name than: {', '.join(run.users)}")
     check_takes(run, method)
     if local_step and not holds(run.federation.clients):
-        raise RecipeError(
-            f"--local-step: {method.name} has no part of a user's own to train first; leave --local-step out"
-        )
-    handed = None if isinstance(data, str | os.PathLike) else {name: data}
-    if handed is not None:
-        section_for(handed, run.recipe.data.model_dump())
+        raise RecipeError(f"--local-step: {method.name} has no local roles to train first; leave --local-step out")
+    passed = None if isinstance(data, str | os.PathLike) else {name: data}
+    if passed is not None:
+        section_for(passed, run.recipe.data.model_dump())
     recipe = of_one_user(run.recipe, max)
     total = (rounds or recipe.training.rounds) + local_step
     changes = {"training.rounds": total, "data": _data(run, name, data)}
     return Newcomer(
-        name=name, recipe=recipe.with_changes(changes, where="--data"), handed=handed, tuned=int(local_step)
+        name=name, recipe=recipe.with_changes(changes, where="--data"), passed=passed, tuned=int(local_step)
     )
 
 
 def check_takes(run: Run, method: Method) -> None:
-    """Whether there is something to take.
+    """Check that the run has something to download.
 
     Raises:
-        RunError: the method shares nothing, keeps nothing between rounds, or has not exchanged anything.
+        RunError: The method shares nothing, its server keeps nothing, or it has not aggregated anything yet.
     """
     where = run.folder or "the run"
     if method.placement.pooled:
-        raise RunError(f"{where}: {method.name} is one model on everybody's text; a newcomer's would have to be in it")
+        raise RunError(f"{where}: {method.name} trains one model on all users' text; add the user there and run again")
     if not method.shared:
-        raise RunError(f"{where}: {method.name} shares nothing, so there is nothing to join; train alone: method local")
+        raise RunError(f"{where}: {method.name} shares nothing, so there is nothing to join; train with method local")
     if method.server.peer_to_peer:
         raise RunError(
-            f"{where}: users of {method.name} hear each other while they train, and its server keeps nothing to take"
+            f"{where}: users of {method.name} exchange models directly, so its server has nothing to download"
         )
-    if run.folder is not None and _is_ones_own(run.folder):
-        raise RunError(f"{where}: one user's own, without a server to take from; a run of `comingle run` has one")
+    if run.folder is not None and _is_single_user(run.folder):
+        raise RunError(f"{where}: the run of one user, without a server to download from; give a run of `comingle run`")
     if run.federation.server.version == 0:
         raise RunError(
-            f"{where}: its server has not aggregated anything (rounds: {run.recipe.training.rounds}, evaluated before "
-            "the exchange); allowed: a run of more rounds, or with evaluation.model: exchanged"
+            f"{where}: its server has not aggregated anything (training.rounds: {run.recipe.training.rounds}, "
+            "evaluated before the exchange); allowed: a run of more rounds, or with evaluation.model: exchanged"
         )
 
 
-def _is_ones_own(folder: Path) -> bool:
-    """Whether it is a newcomer's run, or what a participant of a federation keeps."""
-    home = folder.parent
-    return (folder / JOINED).exists() or ((home / PUBLIC).exists() and (home / "answers").is_dir())
+def _is_single_user(folder: Path) -> bool:
+    """Return whether a run folder is a newcomer's or in the state folder of a federation's client."""
+    state = folder.parent
+    return (folder / JOINED).exists() or ((state / PUBLIC).exists() and (state / "answers").is_dir())
 
 
 def _data(run: Run, name: str, data: object) -> dict[str, Any]:
-    """The section ``data`` of a newcomer: read as the others' is, but for who they are."""
+    """Return the section ``data`` of a newcomer: that of the run with other users."""
     section = run.recipe.data
     if "users" not in type(section).model_fields:
-        raise DataError(f"the run's users have {section.label}, which the recipe makes; nobody can bring their own")
+        raise DataError(f"--data: the run's users have {section.label}, which the recipe generates; no user can join")
     content = section.model_dump(mode="json", exclude_unset=True)
     rows = content.pop("dataset", None) or {}
     content = {key: value for key, value in content.items() if key not in ("users", "given", "held_out")}
     content = {key: value for key, value in content.items() if key not in _PER_NAME or not isinstance(value, dict)}
     content |= {"kind": section.kind}
-    if run.settings.get("whole"):  # those of all users together, of whom this one may lack some
+    if run.settings.get("whole"):  # of all users; the newcomer may lack some
         content["classes"] = list(run.settings["labels"]) or run.settings["classes"]
-    if "on_small_user" in content:  # there is nobody else
+    if "on_small_user" in content:  # there is no other user
         content["on_small_user"] = "refuse"
     if rows and "split" in content:  # names of a data set's splits
         content["split"] = {key: value for key, value in content["split"].items() if key in ("valid", "test")}
@@ -189,7 +201,7 @@ def _data(run: Run, name: str, data: object) -> dict[str, Any]:
 
 
 def holds(clients: Clients) -> bool:
-    """Whether what a user takes stands still while a newcomer trains what is its own: where there is something."""
+    """Return whether a newcomer freezes what it downloads: if the method has local roles to train."""
     method, layout = clients.method, clients.model.layout
     if method.placement.mixture is not None or method.placement.copies > 1:
         return True
@@ -205,10 +217,18 @@ def join_run(
     given: Given,
     force: bool = False,
 ) -> Joined:
-    """Train the newcomer, and what it is held against, on its data; write an ordinary run folder of this one user.
+    """Train the newcomer and its baselines on its data; write an ordinary run folder of this user.
+
+    Args:
+        run: The run to join.
+        who: The newcomer.
+        folder: The run folder; None writes nothing.
+        reporter: The progress reporter.
+        given: Objects that a program passes instead of names and paths in the recipe.
+        force: Whether to replace what is in the folder.
 
     Raises:
-        ComingleError: the data is of another kind or too little, or the folder exists.
+        ComingleError: The data is of another kind or too little, or the folder exists.
     """
     with drafted(folder, who.recipe, run.folder, force=force) as draft:
         joined = _join(run, who, draft, reporter, given=given)
@@ -223,14 +243,14 @@ def join_run(
 def _join(run: Run, who: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:
     base = getattr(run.federation.clients.model, "base", None)
     with reporter.waiting(LOADING):
-        materials = prepare(who.recipe, base=base, given=replace(given, users=who.handed))
+        materials = prepare(who.recipe, base=base, given=replace(given, users=who.passed))
     _check_alike(run, who, materials)
     federation = build(who.recipe, materials, store="memory")
     take(federation, run, rounds=who.recipe.training.rounds - who.tuned)
     clients = federation.clients
-    told = clients.scorer.score(_sent_alone(clients), [clients.users[0].test], [0])
-    measure = measure_of(told)
-    rows = {"shared": measured(told[0]) | {"train": 0}}
+    shared_scores = clients.scorer.score(_shared_models(clients), [clients.users[0].test], [0])
+    measure = measure_of(shared_scores)
+    rows = {"shared": measured(shared_scores[0]) | {"train": 0}}
     tunes = federation.clients.method.client.finetunes
     rounds = who.recipe.training.rounds + tunes
     for method in ("pretrained", "local"):
@@ -250,9 +270,8 @@ def _join(run: Run, who: Newcomer, folder: Path | None, reporter: Reporter, *, g
     return joined
 
 
-def _sent_alone(clients: Clients) -> Models:
-    """What was taken, without what is the newcomer's own: of several copies the first, of models trained apart those
-    that are shared."""
+def _shared_models(clients: Clients) -> Models:
+    """Return the downloaded models without the newcomer's local ones: the first copy or the shared models."""
     mixture, models = clients.method.placement.mixture, clients.models
     if mixture is None or not mixture.trains_independently:
         return models
@@ -264,22 +283,27 @@ def _sent_alone(clients: Clients) -> Models:
 
 
 def _check_alike(run: Run, who: Newcomer, materials: RunData) -> None:
-    """Whether samples fit the run's: one shape, the same classes, the same loss.
+    """Check that samples have the run's shape, classes and loss.
 
     Raises:
-        DataError: they do not.
+        DataError: They do not.
     """
     now = materials.kind.settings(materials)
     for key, was in run.settings.items():
         if now[key] != was:
-            told = f"{key.replace('_', ' ')} {now[key]!r}; allowed: the run's, {was!r}"
-            raise DataError(f"user {who.name!r}: {told}{', handed over again' if key in _HANDED else ''}")
+            problem = f"{key.replace('_', ' ')}: got {now[key]!r}; allowed: the run's, {was!r}"
+            raise DataError(f"user {who.name!r}: {problem}{'; pass it again' if key in _PASSED else ''}")
 
 
 def take(federation: InProcess, run: Run, *, rounds: int) -> None:
-    """Have a newcomer receive what a run's server has; what it takes stands still for so many rounds, if it ever does.
+    """Send a run's server state to a newcomer, and freeze it there for ``rounds`` rounds if there are local roles.
 
-    The server goes on as it was left, for this one user: what it keeps for all does not move any more.
+    The server continues from the run's last state for this user alone; its state for all users is frozen.
+
+    Args:
+        federation: The newcomer's federation.
+        run: The run to join.
+        rounds: The number of rounds in which downloaded roles are frozen.
     """
     clients, server, method = federation.clients, federation.server, federation.clients.method
     kept = run.federation.server.kept
@@ -287,14 +311,14 @@ def take(federation: InProcess, run: Run, *, rounds: int) -> None:
     server.kept = {name: own if name in by_user else kept[name].clone() for name, own in server.kept.items()}
     server.method = replace(method, server=method.server.settled())
     clients.plan = replace(clients.plan, method=server.method)
-    clients.state.versions[:1] = -1  # has received nothing, not even what everybody starts with
+    clients.state.versions[:1] = -1  # has received nothing, not even the initial version
     if holds(clients):
         clients.steps.frozen_columns = FrozenColumns(columns=clients.model.layout.mask(method.received), rounds=rounds)
     federation.download([0])
 
 
 def _alone(who: Newcomer, materials: RunData, method: str, rounds: int, reporter: Reporter) -> JsonObject:
-    """What somebody gets without the federation, in as many rounds."""
+    """Return the newcomer's result without the federation, after the same number of rounds."""
     recipe = who.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
     federation = build(recipe, materials, store="memory")
     watching = [reporter.watch(federation.clients, f"{who.name} · {method}")]
@@ -305,13 +329,13 @@ def _alone(who: Newcomer, materials: RunData, method: str, rounds: int, reporter
 
 
 def _seen(run: Run, clients: Clients) -> int:
-    """Tokens or samples of training data that steps have been taken on, each copy's once."""
+    """Return the number of training tokens or samples that steps have used, not counting copies."""
     steps = sum(event["tokens"] for event in run.events if event["event"] == "round")
     return steps // clients.method.placement.copies
 
 
 def _trained(federation: InProcess, who: Newcomer, materials: RunData, folder: Path | None, reporter: Reporter) -> Run:
-    """The newcomer's rounds."""
+    """Run the newcomer's rounds."""
     observers = [reporter.watch(federation.clients, f"{who.name} joins")]
     if folder is None:
         return execute(federation, who.recipe, None, observers=observers)
@@ -333,21 +357,22 @@ def join(
     loss: Loss | None = None,
     progress: bool = False,
 ) -> Joined:
-    """Let somebody join a federation that is over, while nobody else trains; as ``comingle join``.
+    """Add a user to a finished federation, while no other user trains, like ``comingle join``.
 
     Args:
-        run: a finished run, or its folder, which is only read.
-        name: the newcomer's.
-        data: a path, or what :func:`run` takes of one user.
-        out: the run folder of this one user, as :func:`load` opens it; None writes nothing.
-        rounds: of the newcomer's own training, by default as many as the run had.
-        local_step: one round more, in which what was taken is trained too.
-        force: replace that folder.
-        base, loss: what a program handed over to :func:`run`, again.
-        progress: tell on stderr how far it is.
+        run: A finished run, or its folder, which is only read.
+        name: The newcomer's name.
+        data: A path, or the data of one user as in :func:`run`.
+        out: The run folder of this user, which :func:`load` opens; None writes nothing.
+        rounds: The number of the newcomer's rounds. None: as many as the run had.
+        local_step: Whether to add a round that trains the downloaded roles too.
+        force: Whether to replace the folder ``out``.
+        base: The base that was passed to :func:`run`.
+        loss: The loss that was passed to :func:`run`.
+        progress: Whether to print progress to stderr.
 
     Raises:
-        ComingleError: a name of the run, data of another kind or too little, or a run from which nothing can be taken.
+        ComingleError: The name is taken, the data is of another kind or too little, or the run has nothing to download.
     """
     require_alone("join")
     opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)

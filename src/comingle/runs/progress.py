@@ -28,10 +28,10 @@ from comingle.utils.records import measure_of, number, sample_told
 from comingle.utils.terminal import errors, printable
 
 LONG_SECONDS = 30.0
-"""After so long without a line there is another one, whatever is being done."""
+"""Longest time without a line."""
 
 FEW_ROUNDS = 100
-"""Longer runs print a round only where there was no line for :data:`PAUSE_SECONDS`."""
+"""Longer runs print a round only if there was no line for :data:`PAUSE_SECONDS`."""
 
 PAUSE_SECONDS = 5.0
 
@@ -40,10 +40,10 @@ LOADING = "loading the base model and the users' data"
 
 @runtime_checkable
 class Reporter(Protocol):
-    """Tells of what takes long."""
+    """Prints the progress of long operations."""
 
     def waiting(self, message: str) -> AbstractContextManager[object]:
-        """Tells what is being waited for, while it lasts."""
+        """Show a message while the context is entered."""
         ...
 
     def say(self, line: str) -> None:
@@ -51,17 +51,17 @@ class Reporter(Protocol):
         ...
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
-        """An observer of a run's events that tells of them; of one run at a time."""
+        """Return an observer that shows a run's events; observe one run at a time."""
         ...
 
     def clear(self) -> None:
-        """Take away what tells of runs that have ended."""
+        """Remove the display of runs that have ended."""
         ...
 
 
 @contextmanager
 def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
-    """What suits the place: a bar in a terminal, one line that changes in a notebook, lines elsewhere, or nothing."""
+    """Yield a reporter: a bar in a terminal, one changing line in a notebook, lines elsewhere, or nothing if quiet."""
     if quiet:
         yield Silent()
     elif errors.is_jupyter:
@@ -76,7 +76,7 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
 
 
 def steps_before(clients: Clients) -> Callable[[int], int]:
-    """How many local iterations of cohorts there are before a round; which of them have how many comes round again."""
+    """Return a function from a number of rounds to its number of cohort steps; participation repeats periodically."""
     plan, names = clients.plan, clients.population_names
     copies, most, each = clients.method.placement.copies, clients.portions.users, clients.steps.local_steps
     if isinstance(plan.participation, float | int) and len(names) == len(clients.trainers):
@@ -90,7 +90,7 @@ def steps_before(clients: Clients) -> Callable[[int], int]:
 
 
 def about(seconds: float) -> str:
-    """A duration in round numbers."""
+    """Return a rounded duration."""
     for size, name in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {name}"
@@ -98,7 +98,7 @@ def about(seconds: float) -> str:
 
 
 class Course:
-    """How far a run is, out of its events, and how long the rest may take; a resumed one starts in its middle."""
+    """Progress of a run from its events, and the estimated time left; a resumed run starts in the middle."""
 
     def __init__(self, clients: Clients, title: str | None):
         self.title = title or f"{clients.method.name}, seed {clients.plan.seed}"
@@ -110,7 +110,7 @@ class Course:
         self._began = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Update the progress by an event."""
         if event["event"] == "step":
             self.round, self.evaluating = event["round"], event.get("evaluating", False)
             if not self.evaluating:
@@ -128,18 +128,18 @@ class Course:
 
     @property
     def seconds(self) -> float:
-        """Since the first local iteration."""
+        """Seconds since the first local step."""
         return time.perf_counter() - self._began
 
     @property
     def left(self) -> str:
-        """How long the rest may take, from what has been done so far; nothing where that cannot be said."""
+        """Estimated time left, from the steps so far; empty if there are none."""
         done, rest = self.done - self.started_at, self.total - self.done
         return f" · about {about(self.seconds * rest / done)} left" if self.started_at >= 0 < done and rest else ""
 
     @property
     def place(self) -> str:
-        """What is being done."""
+        """Round and local step, or the evaluation that runs."""
         if self.evaluating:
             return f"evaluating after round {self.round}/{self.rounds}"
         return f"round {self.round}/{self.rounds}, local step {self.done:,} of {self.total:,}"
@@ -147,7 +147,7 @@ class Course:
 
 def _found(event: Event) -> str:
     measure = measure_of(event)
-    sample = f" ({told})" if (told := sample_told(event)) else ""
+    sample = f" ({described})" if (described := sample_told(event)) else ""
     return f"{measure} {number(event[f'mean_test_{measure}'], measure)}{sample}"
 
 
@@ -155,22 +155,22 @@ def _found(event: Event) -> str:
 
 
 class Silent:
-    """Says nothing."""
+    """Reporter that prints nothing."""
 
     @contextmanager
     def waiting(self, message: str) -> Iterator[None]:
-        """Only waits."""
+        """Show nothing."""
         yield
 
     def say(self, line: str) -> None:
         """Print nothing."""
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
-        """An observer that does nothing."""
+        """Return an observer that does nothing."""
         return lambda event: None
 
     def clear(self) -> None:
-        """There is nothing to take away."""
+        """Do nothing."""
 
 
 # -------------------------------------------------------------------- bars
@@ -178,19 +178,19 @@ class Silent:
 
 def _columns() -> tuple[ProgressColumn, ...]:
     left = (TextColumn("left"), TimeRemainingColumn())
-    told = TextColumn("{task.description}", markup=False)
-    return (told, BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), *left)
+    description = TextColumn("{task.description}", markup=False)
+    return (description, BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), *left)
 
 
 class Bars:
-    """Moves a bar by local iterations of cohorts."""
+    """Reporter with a bar that advances with the local steps of cohorts."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
 
     @contextmanager
     def waiting(self, message: str) -> Iterator[None]:
-        """A bar without an end, while it lasts."""
+        """Show an indeterminate bar while the context is entered."""
         task = self._progress.add_task(message, total=None)
         try:
             yield
@@ -202,7 +202,7 @@ class Bars:
         self._progress.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
-        """A bar of its own for a run."""
+        """Return an observer that moves a new bar."""
         course = Course(clients, title)
         task = self._progress.add_task(printable(course.title), total=course.total or None)
 
@@ -210,7 +210,7 @@ class Bars:
             was = course.started_at
             course(event)
             if course.started_at != was:
-                self._progress.reset(task, completed=course.started_at)  # a resumed run has done so much before
+                self._progress.reset(task, completed=course.started_at)  # a resumed run starts from here
             training = event["event"] == "step" and not course.evaluating
             doing = f"round {course.round}" if training else "evaluating" if event["event"] == "step" else course.result
             self._progress.update(task, completed=course.done, description=printable(f"{course.title} · {doing}"))
@@ -218,7 +218,7 @@ class Bars:
         return take
 
     def clear(self) -> None:
-        """Take away all bars."""
+        """Remove all bars."""
         for task in self._progress.task_ids:
             self._progress.remove_task(task)
 
@@ -231,7 +231,7 @@ def _to_stderr(line: str) -> None:
 
 
 def _notebook() -> Callable[[str], None]:
-    """Writes to one place below a notebook's cell, each line over the one before."""
+    """Return a function that writes below a notebook's cell, each line over the last one."""
     import importlib
 
     display = importlib.import_module("IPython.display").display
@@ -240,18 +240,18 @@ def _notebook() -> Callable[[str], None]:
 
 
 class Lines:
-    """Lines for rounds and for whatever takes long, at least one every :data:`LONG_SECONDS`.
+    """Reporter that prints a line per round and per long operation, at least one every :data:`LONG_SECONDS`.
 
-    Each round has a line in runs of up to :data:`FEW_ROUNDS`. In longer ones the first round has, and later ones where
-    there was no line for :data:`PAUSE_SECONDS`, so that thousands of short rounds do not fill a log.
+    Runs of up to :data:`FEW_ROUNDS` rounds print each round. Longer runs print the first round, and later ones if there
+    was no line for :data:`PAUSE_SECONDS`, so that thousands of short rounds do not fill a log.
     """
 
     def __init__(self, say: Callable[[str], None], *, stamped: bool = True):
         self._write, self._stamped = say, stamped
-        self._doing: Callable[[], str] | None = None  # nothing that takes long
+        self._doing: Callable[[], str] | None = None  # None: no long operation
         self._said_at = time.perf_counter()
         self._ended = threading.Event()
-        self._watcher = threading.Thread(target=self._speak_up, name="comingle-progress", daemon=True)
+        self._watcher = threading.Thread(target=self._print_overdue, name="comingle-progress", daemon=True)
 
     def __enter__(self) -> Lines:
         self._watcher.start()
@@ -263,7 +263,7 @@ class Lines:
 
     @contextmanager
     def waiting(self, message: str) -> Iterator[None]:
-        """A line when it begins."""
+        """Print a line at the beginning."""
         began = time.perf_counter()
         self.say(message)
         self._doing = lambda: f"still {message} after {about(time.perf_counter() - began)}"
@@ -273,11 +273,11 @@ class Lines:
             self._doing = None
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
-        """Lines for rounds of a run, with the training loss, mean over users, and one for its end."""
-        course, told, begun = Course(clients, title), "", False
+        """Return an observer that prints rounds, with the mean training loss over users, and the end of the run."""
+        course, printed, begun = Course(clients, title), "", False
 
         def take(event: Event) -> None:
-            nonlocal told, begun
+            nonlocal printed, begun
             course(event)
             if event["event"] == "step":
                 self._doing = lambda: f"{course.title} · {course.place}{course.left}"
@@ -286,9 +286,9 @@ class Lines:
                 if waits and time.perf_counter() - self._said_at < PAUSE_SECONDS:
                     return
                 losses = event["train_loss_nats"].values()
-                loss = f"training loss {fmean(losses):.4g}" if losses else "nobody was drawn"
-                new = f" · {course.result}" if course.result != told else ""
-                told = course.result
+                loss = f"training loss {fmean(losses):.4g}" if losses else "no participants"
+                new = f" · {course.result}" if course.result != printed else ""
+                printed = course.result
                 self.say(f"{course.title} · round {event['round']}/{course.rounds} · {loss}{new}{course.left}")
             elif event["event"] == "end":
                 self._doing = None
@@ -297,7 +297,7 @@ class Lines:
         return take
 
     def clear(self) -> None:
-        """Lines stay."""
+        """Keep all lines."""
 
     def say(self, line: str) -> None:
         """Print one line, with the time in front where lines are stamped."""
@@ -305,7 +305,7 @@ class Lines:
         self._said_at = time.perf_counter()
         self._write(stamp + printable(line))
 
-    def _speak_up(self) -> None:
+    def _print_overdue(self) -> None:
         while not self._ended.wait(max(0.01, self._said_at + LONG_SECONDS - time.perf_counter())):
             if time.perf_counter() - self._said_at < LONG_SECONDS:  # there was a line in the meantime
                 continue

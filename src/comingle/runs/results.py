@@ -1,4 +1,4 @@
-"""What a run leaves in a program: its metrics, its events, and everybody's model."""
+"""Results of a run in a program: its metrics, its events and all users' models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COUNTS = tuple(f"{split}_{unit}" for split in SPLITS for unit in ("tokens", "sa
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A finished run: its folder, its metrics, and everybody's model."""
+    """A finished run: its folder, its metrics and all users' models."""
 
     folder: Path | None
     recipe: Recipe
@@ -42,7 +42,7 @@ class Run:
     told: tuple[JsonObject, ...] = field(default=(), repr=False)
     """The events of a run without a folder."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What its kind keeps besides data: of samples shapes, classes, loss and net."""
+    """Settings of the kind of data: for samples their shapes, classes, loss and net."""
 
     def __repr__(self) -> str:
         place = "" if self.folder is None else f", in {self.folder}"
@@ -54,19 +54,22 @@ class Run:
 
     @property
     def events(self) -> list[JsonObject]:
-        """What happened, in order, as in ``events.jsonl``: ``event`` is start, round, evaluation or end."""
+        """The events in order, as in ``events.jsonl``: ``event`` is start, round, evaluation or end."""
         return list(self.told) if self.folder is None else list(read_events(self.folder))
 
     def records(self) -> list[JsonObject]:
-        """One record a user: ``user``, what it is measured by (as ``test_perplexity``), how much data it has of each
-        split, how many parameters it trains and how many bytes it uploads in a round."""
+        """Return one record per user.
+
+        Its keys are ``user``, the test result (such as ``test_perplexity``), the amount of data of each split, the
+        number of trained parameters and the bytes uploaded in a round.
+        """
         return records_of(self.metrics)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """:meth:`records` as a table with a row for each user.
+        """Return :meth:`records` as a table with a row for each user.
 
         Raises:
-            RunError: pandas is not installed.
+            RunError: Pandas is not installed.
         """
         return table_of(self.records())
 
@@ -77,18 +80,18 @@ class Run:
 
     @torch_defaults()
     def user(self, name: str) -> Personal:
-        """The personal model of a user: one that generates text, or for a task's nets one that predicts.
+        """Return the personal model of a user: a language model that generates text, or a net that predicts.
 
         Raises:
-            DataError: no such user.
+            DataError: There is no such user.
         """
         require_user(name, self.users)
         clients = self.federation.clients
         row, model = clients.row_of[self.users.index(name)], clients.model
         with finetuned(clients, members=clients.owners([row])):
             tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
-        person = kind_of(self.recipe).personal(name, model, tensors, clients.owners([row])[0])
-        return replace(person, about=self._about(name)) if isinstance(person, PersonalModel) else person
+        personal = kind_of(self.recipe).personal(name, model, tensors, clients.owners([row])[0])
+        return replace(personal, about=self._about(name)) if isinstance(personal, PersonalModel) else personal
 
     def _about(self, name: str) -> ModelInfo:
         clients = self.federation.clients
@@ -113,20 +116,20 @@ class Run:
 
 
 def records_of(metrics: JsonMapping) -> list[JsonObject]:
-    """A run's metrics as one record a user."""
+    """Return a run's metrics as one record per user."""
     return [{"user": name, **of_user} for name, of_user in metrics["users"].items()]
 
 
 def table_of(records: Sequence[JsonMapping]) -> pandas.DataFrame:
-    """Records as rows of a table.
+    """Return records as rows of a table.
 
     Raises:
-        RunError: pandas is not installed.
+        RunError: Pandas is not installed.
     """
     try:
         frames = importlib.import_module("pandas")
     except ImportError:
         raise RunError(
-            "to_pandas needs the package pandas: pip install pandas; records() is the same without it"
+            "to_pandas needs the package pandas: pip install pandas; records() returns the same without it"
         ) from None
     return frames.DataFrame.from_records(list(records))

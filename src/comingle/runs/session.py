@@ -1,4 +1,4 @@
-"""From a recipe to a run."""
+"""Steps from a recipe to a run."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ from comingle.utils.records import finite, read_evaluations, write_text
 from comingle.utils.registry import load_object
 
 _FIT = "comingle.cost.planning:fit"
-"""The search for the largest pass that fits; costs are counted on runs, so it is imported by name."""
+"""The search for the largest pass that fits; imported by name, because it imports this module."""
 
 
 def fitted(recipe: Recipe, materials: RunData) -> Recipe:
-    """The recipe with a pass that fits, where ``runtime.users_per_step: auto`` asks for one.
+    """Return the recipe with a pass that fits into memory, if ``runtime.users_per_step`` is ``auto``.
 
     Raises:
-        RecipeError: none does.
+        RecipeError: No pass fits.
     """
     if recipe.runtime.users_per_step != AUTO:
         return recipe
@@ -75,7 +75,13 @@ def fitted(recipe: Recipe, materials: RunData) -> Recipe:
 
 
 def boards(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
-    """TensorBoard, where it is installed, and what the recipe asks for, of a run of so many users."""
+    """Yield the run's trackers: TensorBoard if it is installed, and those of the recipe.
+
+    Args:
+        folder: The run folder.
+        recipe: The recipe.
+        users: The number of users; trackers of many users log quantiles.
+    """
     for tracker in _trackers(folder, recipe):
         yield tracker if users <= MAX_SERIES else QuantileTracker(tracker)
 
@@ -85,13 +91,20 @@ def _trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
         yield board
     place = folder.resolve()
     content = recipe.model_dump(mode="json")
-    told = TrackedRun(name=place.name, group=place.parent.name, recipe=content, text=recipe.as_yaml())
+    run = TrackedRun(name=place.name, group=place.parent.name, recipe=content, text=recipe.as_yaml())
     for name in recipe.runtime.track:
-        yield TRACKERS[name](told)
+        yield TRACKERS[name](run)
 
 
 def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: EventLog | None) -> Checkpoint:
-    """Writes checkpoints to the run's folder, where it has one."""
+    """Return a function that writes checkpoints to the run folder, if there is one.
+
+    Args:
+        federation: The federation.
+        recipe: The recipe.
+        folder: The run folder.
+        log: The log of events.
+    """
     clients = federation.clients
 
     def checkpoint(done: int, clock: Clock) -> None:
@@ -135,8 +148,8 @@ def prepare(
         recipe: The recipe.
         base: The base model, if it is loaded already.
         validates: Whether users need validation data to have enough; None: the method decides.
-        given: What a program passes instead of names and paths in the recipe.
-        method: What :func:`get_ready` returned for the recipe; None: it is called now.
+        given: Objects that a program passes instead of names and paths in the recipe.
+        method: The result of :func:`get_ready` for the recipe; None: it is called now.
 
     Raises:
         RecipeError: the method is none, or not for such users, or a setting would not be read; said before loading.
@@ -170,13 +183,15 @@ def with_clusters(recipe: Recipe, materials: RunData) -> RunData:
         return materials
     where = "data.clusters"
     if isinstance(materials.users, LazyPopulation):
-        raise RecipeError(f"{where}: not with runtime.store: {recipe.runtime.store}; allowed: memory")
+        raise RecipeError(f"{where}: got runtime.store: {recipe.runtime.store}; allowed: memory")
     names = [user.name for user in materials.users]
     for name in clusters:
         if name not in names and name not in materials.skipped:
             raise RecipeError(f"{where}: no user {name!r}; there are: {list_names(names)}.{did_you_mean(name, names)}")
     if lacking := [name for name in names if name not in clusters]:
-        raise RecipeError(f"{where}: no cluster of {list_names(lacking)}; name every user's, as {{{lacking[0]}: a}}")
+        raise RecipeError(
+            f"{where}: no cluster for {list_names(lacking)}; give one for every user, such as {{{lacking[0]}: a}}"
+        )
     return materials.with_users(tuple(replace(user, cluster=clusters[user.name]) for user in materials.users))
 
 
@@ -213,11 +228,11 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
         unread += [(f"training.{key}: {settings.name} has no such settings", [f"training.{key}.{o}" for o in others])]
     for why, places in unread:
         if keys := [key for place in places for key, _ in changed(recipe, place)]:
-            logger.warning("%s, so these are not read: %s", why, ", ".join(keys))
+            logger.warning("%s, so these keys have no effect: %s", why, ", ".join(keys))
 
 
 def describe(materials: RunData, recipe: Recipe) -> Inputs:
-    """What a run of the recipe has read, base and data, as digests that are taken once."""
+    """Return digests of the base and the data that a run of the recipe has read."""
     kind, base, settings = materials.kind.name, digests_of(materials.base), materials.kind.settings(materials)
     if isinstance(materials.users, LazyPopulation):
         names = digest_names(materials.users.names)
@@ -318,11 +333,18 @@ def execute(
     resume: bool = False,
     observers: Sequence[Observer] = (),
 ) -> Run:
-    """The rounds of a run, with everything that is written on the way; ``folder`` has been opened before.
+    """Run the rounds of a federation and write its events, checkpoints and metrics.
+
+    Args:
+        federation: The federation.
+        recipe: The recipe.
+        folder: The run folder, which is open; without one nothing is written.
+        resume: Whether to resume from the newest checkpoint in the folder.
+        observers: Functions that are called with each event.
 
     Raises:
-        RunError: the checkpoint to resume from is damaged or belongs to another recipe.
-        DivergenceError: a user's loss is not finite.
+        RunError: The checkpoint to resume from is damaged or belongs to another recipe.
+        DivergenceError: A user's loss is not finite.
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
     federation.keep_key(folder, resume=resume)
@@ -351,7 +373,7 @@ def execute(
     has = federation.merge_users(
         lambda: {one.name: amounts(one, clients.batch_source.unit) for one in clients.scored_users}
     )
-    if (log is not None and log.size_bytes == 0) or not kept:  # a log that was lost begins anew
+    if (log is not None and log.size_bytes == 0) or not kept:  # start a new log if it was lost
         observe(start_event(clients.plan, clients.model.name, has) | clients.left_out)
     try:
         writing = saving(federation, recipe, folder, log)
@@ -365,7 +387,7 @@ def execute(
     except DivergenceError as error:
         if folder is None or not (checkpoints := list_checkpoints(folder)):
             raise
-        raise DivergenceError(f"{error}; the last checkpoint is kept, {checkpoints[-1].name}") from error
+        raise DivergenceError(f"{error}; the last checkpoint is {checkpoints[-1].name}") from error
     finally:
         for sink in (log, *trackers):
             if sink is not None:

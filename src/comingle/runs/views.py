@@ -22,17 +22,23 @@ if TYPE_CHECKING:
 
 
 MAX_USERS = 6
-"""Users in a token view where none are named: texts x users is a square."""
+"""Number of users in a token view by default; it shows texts x users."""
 
 
 def route_texts(
     entries: Sequence[Entry], given: Sequence[str] | None, users: Sequence[str] | None, length: int
 ) -> list[TokenView]:
-    """A view for every entry with routers, made with the run of its lowest seed that has finished.
+    """Return a token view for every entry with routers, from its finished run with the lowest seed.
+
+    Args:
+        entries: The runs of each method.
+        given: Text files or texts to route. None: the users' test texts.
+        users: Names of users. None: the first few.
+        length: The number of tokens to route of each text.
 
     Raises:
-        DataError: a text is empty or unreadable, or there is no such user.
-        RunError: a run cannot be opened.
+        DataError: A text is empty or unreadable, or there is no such user.
+        RunError: A run cannot be opened.
     """
     from comingle.runs.api import load
 
@@ -40,7 +46,7 @@ def route_texts(
     texts = [read_text(one, number) for number, one in enumerate(given or (), start=1)]
     views = []
     for entry in entries:
-        # Over a network users' models and texts stay with them, and a server has none to show.
+        # In a federation over a network the server has no users' models and texts to show.
         here = [run for run in entry.runs if not (run.folder / PARTICIPANTS).exists()]
         finished = [run for run in here if run.metrics is not None]
         if entry.first.routed and finished:
@@ -62,10 +68,10 @@ def choose_users(known: Sequence[str], wanted: Sequence[str] | None) -> list[str
 
 
 def read_text(given: str, number: int) -> tuple[str, str]:
-    """A text and its name: the file of that name, or else the words themselves.
+    """Return the name and the text of a file, or of a text that is not the name of a file.
 
     Raises:
-        DataError: nothing in it, or not text.
+        DataError: The text is empty, or the file is not UTF-8.
     """
     try:
         is_file = Path(given).is_file()
@@ -78,12 +84,20 @@ def read_text(given: str, number: int) -> tuple[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"text {given!r}: cannot be read as UTF-8 text ({type(error).__name__})") from None
     if not text.strip():
-        raise DataError(f"text {given!r}: there is nothing in it")
+        raise DataError(f"text {given!r}: is empty; give a text or a text file")
     return name, text
 
 
 def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Sequence[str], length: int) -> TokenView:
-    """Texts x users under one run; without texts, the users' own."""
+    """Return a token view of texts x users of a run.
+
+    Args:
+        run: The run.
+        label: The label of the run.
+        texts: Names and texts; without any, the users' test texts.
+        users: Names of users.
+        length: The number of tokens to route of each text.
+    """
     import torch
 
     from comingle.reports.page import Text, TokenView
@@ -91,9 +105,9 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
 
     kind, clients = kind_of(run.recipe), run.federation.clients
     streams: list[tuple[str, str | None, Any]]
-    people = [generating_model(run, name) for name in users]
+    models = [generating_model(run, name) for name in users]
     if texts:
-        tokenizer = people[0].model.base.tokenizer
+        tokenizer = models[0].model.base.tokenizer
         assert tokenizer is not None
         encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in texts]
         streams = [
@@ -103,7 +117,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     else:
         streams = [(u.name, u.name, kind.sample(u)[:length]) for u in clients.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
-    routes = [[one.route(ids, context=clients.plan.training.context) for one in people] for _, _, ids in streams]
+    routes = [[model.route(ids, context=clients.plan.training.context) for model in models] for _, _, ids in streams]
     return TokenView(
         label=label,
         users=tuple(users),
@@ -118,18 +132,18 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
 
 
 def generating_model(run: Run, name: str) -> PersonalModel:
-    """The personal language model of a user.
+    """Return the personal language model of a user.
 
     Raises:
-        DataError: no such user, or the users' models are nets.
+        DataError: There is no such user, or the users' models are nets.
     """
     from comingle.training.kinds.base import kind_of
 
-    person = run.user(name)
+    personal = run.user(name)
     if not kind_of(run.recipe).needs_base:
         net = run.federation.clients.model.name
-        raise DataError(f"user {name!r}: {net} predicts and generates no text; give a language model")
-    return cast("PersonalModel", person)
+        raise DataError(f"user {name!r}: got the net {net}, which generates no text; allowed: a language model")
+    return cast("PersonalModel", personal)
 
 
 AnyRun: TypeAlias = str | Path | Run | Comparison
@@ -175,7 +189,7 @@ def report(
 
     folders = [_folder(run) for run in _listed(runs)]
     if not folders:
-        raise RunError("runs: none given; give a run, a comparison or a folder")
+        raise RunError("runs: got none; give a run, a comparison or a folder")
     if tokens < 1:
         raise RunError(f"tokens: got {tokens}; allowed: whole numbers from 1; token_view=False leaves them out")
     path = folders[0] / "report.html" if out is None else Path(out)
@@ -207,5 +221,5 @@ def _folder(run: AnyRun) -> Path:
     if not isinstance(run, Run | Comparison):
         return Path(run)
     if run.folder is None:
-        raise RunError(f"{run!r}: has no folder to read; give comingle.run or comingle.compare out=FOLDER")
+        raise RunError(f"{run!r}: has no folder to read; pass out=FOLDER to comingle.run or comingle.compare")
     return run.folder

@@ -377,10 +377,10 @@ def run_parallel(
     """
     groups = [list(group) for _, group in groupby(unique(cells), key=lambda cell: (cell.column, cell.seed))]
     silent = quiet or errors.is_terminal  # several progress bars would overwrite each other
-    yield from in_processes(groups, partial(_work, out=out, force=force, quiet=silent), jobs=jobs, told=_told)
+    yield from in_processes(groups, partial(_work, out=out, force=force, quiet=silent), jobs=jobs, label=_label_of)
 
 
-def _told(group: Sequence[Cell]) -> str:
+def _label_of(group: Sequence[Cell]) -> str:
     return f"{group[0].column}, seed {group[0].seed}"
 
 
