@@ -327,7 +327,8 @@ def _check_alike(recipe: Recipe) -> None:
     lists = {"adapters.rank": recipe.adapters.rank, **recipe.method.settings}
     for key, value in lists.items():
         if isinstance(value, list):
-            raise RecipeError(f"--machines: {key} has a value for each user, who cannot stand for more; give one value")
+            why = "which does not scale to larger populations"
+            raise RecipeError(f"--machines: {key} has a value for each user, {why}; give one value")
 
 
 def _shorten(recipe: Recipe, most: int) -> tuple[Recipe, float]:

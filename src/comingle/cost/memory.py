@@ -257,7 +257,7 @@ def _measured(kind: ProcessKind) -> int:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
         return int(done.stdout.split()[-1])
     except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
-        logger.info("a process's own memory could not be measured (%s); counted as %d", error, FALLBACK_BYTES)
+        logger.info("the memory of a process could not be measured (%s); assuming %d bytes", error, FALLBACK_BYTES)
         return FALLBACK_BYTES
 
 

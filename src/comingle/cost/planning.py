@@ -51,7 +51,7 @@ from comingle.utils.errors import DataError, RecipeError
 Participation = float | Sequence[Sequence[str]]
 """Fraction of the users in each round, or the names of each round's participants."""
 
-NONE_FITS = "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"
+NONE_FITS = "no smaller pass fits; use a smaller base, fewer users or a smaller adapters.rank"
 _USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
 
 
@@ -394,15 +394,13 @@ def _check_given(recipe: Recipe, users: int | None) -> None:
     """
     NOTHING.check_base(recipe)
     if recipe.data.given and users is None:
-        raise DataError(f"{HANDED_OVER}; to count without their data, say how many users there are: --users N")
+        raise DataError(f"{HANDED_OVER}; to count costs without their data, give the number of users: --users N")
 
 
 def _check_examples(recipe: Recipe, users: int | None) -> None:
     """Refuse a number of users with example-level privacy: epsilon depends on the users' numbers of examples."""
     if users is not None and recipe.privacy is not None and protects_examples(recipe.privacy.mechanism):
-        reason = (
-            "with privacy.mechanism: example users' data is read, as epsilon follows from how many examples each has"
-        )
+        reason = "with privacy.mechanism: example, users' data is read, because epsilon depends on each user's examples"
         raise RecipeError(f"--users: got {users}; {reason}; leave it out")
 
 
@@ -572,7 +570,7 @@ def fit(recipe: Recipe, materials: RunData) -> Portions:
     if machine.total_bytes > free:
         smaller = smaller_pass(stage, machine, free)
         if smaller is None:
-            needs = f"needs {machine.total_bytes / 1e9:,.2f} GB, {free / 1e9:,.2f} are free on {device}"
+            needs = f"needs {machine.total_bytes / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are free on {device}"
             raise RecipeError(f"runtime.users_per_step: auto: {needs}; {NONE_FITS}")
         chosen = smaller
     logger.info("users_per_step: auto: %d users with %d sequences or samples each", chosen.users, chosen.sequences)

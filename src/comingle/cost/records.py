@@ -295,8 +295,8 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             theirs=2.0 * sizes.router * context,
             theirs_share=share,
             **_true(comigs.forward_flops, fedavg.forward_flops),
-            why="The paper divides the routers' products by those of the experts' LoRA on the MLPs; against the whole "
-            "pass, the base included, the share is far smaller.",
+            why="The paper divides the FLOPs of the routers by those of the experts' LoRA on the MLPs; relative to the "
+            "whole pass, including the base, the share is far smaller.",
         ),
         Difference(
             what="compute of a round's training",
@@ -305,7 +305,7 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             theirs=None,
             theirs_share=None,
             **_true(comigs.round_flops, fedavg.round_flops),
-            why="Routers are trained in passes of their own, which FedAvg does not have.",
+            why="Routers are trained in separate passes, which FedAvg does not have.",
         ),
         Difference(
             what="memory for what is trained",
@@ -314,8 +314,8 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             theirs=float(sizes.router * PAPER_BYTES),
             theirs_share=share,
             **_true(comigs.state_bytes, fedavg.state_bytes),
-            why="Here routers are float32 and have two moments of the optimiser each; the share is of all LoRA, the "
-            "attention's included. The paper's MB are MiB of bfloat16.",
+            why="Here routers are float32 and have two optimizer moments each; the share is relative to all LoRA, "
+            "including attention. The paper's MB are MiB of bfloat16.",
         ),
         Difference(
             what="upload of a round",
@@ -324,8 +324,8 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             theirs=-float(sizes.expert * PAPER_BYTES),
             theirs_share=-0.5,
             **_true(comigs.upload_bytes, fedavg.upload_bytes),
-            why=f"The attention's LoRA travels too: {_millions(sizes.attention + sizes.expert)} of {_millions(lora)} "
-            "LoRA parameters, as float32. The paper counts the experts of the MLPs alone, as MiB of bfloat16.",
+            why=f"LoRA of attention is uploaded, too: {_millions(sizes.attention + sizes.expert)} of {_millions(lora)} "
+            "LoRA parameters, as float32. The paper counts only the experts of the MLPs, as MiB of bfloat16.",
         ),
     ]
 

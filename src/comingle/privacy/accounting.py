@@ -28,7 +28,7 @@ from comingle.utils.errors import RecipeError, list_names
 
 _log = logging.getLogger("comingle")
 
-_SPENT = "%s: one more round would exceed the privacy budget, so they train no more; others go on"
+_SPENT = "%s: one more round would exceed the privacy budget, so they stop training; other users continue"
 
 Participation = float | tuple[tuple[int, ...], ...]
 """A fraction of the users, or lists of users by round, as in ``Training``."""
@@ -161,7 +161,9 @@ def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], 
     while spends(high, "rdp") > target:  # fast, and never below the other accountant
         high *= 2
         if high > _MOST:
-            raise RecipeError(f"privacy.epsilon: got {target:g}, for which no noise up to {_MOST:g} is enough")
+            raise RecipeError(
+                f"privacy.epsilon: got {target:g}; no noise_multiplier up to {_MOST:g} is enough; use more"
+            )
     low = high / 2
     while spends(low, privacy.accountant) <= target and low > 1 / _MOST:
         high, low = low, low / 2
@@ -513,5 +515,5 @@ def check_delta(privacy: PrivacySection, name: str, examples: int) -> None:
     if privacy.delta * examples >= 1:
         raise RecipeError(
             f"privacy.delta: got {privacy.delta:g} for {examples:,} examples of user {name!r}; allowed: below "
-            f"1/{examples}, as with that chance an example may be revealed whole"
+            f"1/{examples}, because an example may be revealed entirely with probability delta"
         )

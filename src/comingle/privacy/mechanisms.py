@@ -102,19 +102,21 @@ class DifferentialPrivacy(PrivacyMechanism):
         """Check that noise, or a secure sum, covers all that the method's users send."""
         self.check_noise()
         if method.placement.pooled:
-            raise RecipeError(f"privacy: method {method.name} pools everybody's data, which no noise on uploads covers")
+            raise RecipeError(
+                f"privacy: method {method.name} pools all users' data, which noise on uploads does not protect"
+            )
         if not method.shared:
             return
         if why := _unprotected_data(method) or self.unsupported(method):
             raise RecipeError(f"privacy: method {method.name}: {why}")
         if recipe.evaluation.select == "best":
             raise RecipeError(
-                "privacy: evaluation.select: best has users report validation losses, which have no noise"
+                "privacy: evaluation.select: best makes users report validation losses, which have no noise"
             )
         self.check_weights(recipe)
         if self.privacy.adaptive and not overrides(self, "download"):
             raise RecipeError(
-                "privacy.clip_norm: adaptive needs a server that counts; allowed with "
+                "privacy.clip_norm: adaptive needs a server that counts clipped changes; allowed with mechanism "
                 f"{self.privacy.mechanism}: a number"
             )
 
@@ -125,15 +127,17 @@ class DifferentialPrivacy(PrivacyMechanism):
             RecipeError: They do not.
         """
         if self.privacy.noise_multiplier is None and self.privacy.epsilon is None:
-            raise RecipeError("privacy: says nothing of the noise; give noise_multiplier, or epsilon for the whole run")
+            raise RecipeError(
+                "privacy: the amount of noise is missing; give noise_multiplier, or epsilon for the whole run"
+            )
 
     def unsupported(self, method: Method) -> str:
         """Return the reason why the mechanism does not cover a method that shares something; empty if it does."""
         if method.server.clipped_mean:
             return ""
         return (
-            f"what its server ({type(method.server).__name__}) publishes is no mean whose weights no upload decides "
-            "on, so clipping bounds nobody's influence; allowed: mechanism: local"
+            f"its server ({type(method.server).__name__}) does not publish a mean with weights that are independent of "
+            "the uploads, so clipping does not bound a user's influence; allowed: mechanism: local"
         )
 
     def check_weights(self, recipe: Recipe) -> None:
@@ -144,11 +148,11 @@ class DifferentialPrivacy(PrivacyMechanism):
         """
         if recipe.training.weighting != "uniform" and self.privacy.weight_cap is None:
             raise RecipeError(
-                f"privacy.weight_cap: missing; with training.weighting: {recipe.training.weighting} it says from how "
-                "much data on a user has the full weight, as no weight may depend on other users' amounts"
+                f"privacy.weight_cap: missing; with training.weighting: {recipe.training.weighting} give the amount of "
+                "data from which a user has the full weight, because weights must not depend on other users' data"
             )
         if recipe.training.weighting == "uniform" and self.privacy.weight_cap is not None:
-            raise RecipeError("privacy.weight_cap: is not read where training.weighting is uniform")
+            raise RecipeError("privacy.weight_cap: has no effect with training.weighting: uniform; remove it")
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
         """Check that delta is small enough for the number of users, and that noise can be added to the shared tensors.
@@ -162,14 +166,14 @@ class DifferentialPrivacy(PrivacyMechanism):
             return
         if self.privacy.protects == "user" and self.privacy.delta * users >= 1:
             raise RecipeError(
-                f"privacy.delta: got {self.privacy.delta:g} for {users} users; allowed: below 1/{users}, as with that "
-                "chance a user may be revealed whole"
+                f"privacy.delta: got {self.privacy.delta:g} for {users} users; allowed: below 1/{users}, because a "
+                "user may be revealed entirely with probability delta"
             )
         shared = [slot.name for slot in layout.slots if STATISTICS in slot.roles and any(slot.chosen(method.shared))]
         if shared:
             raise RecipeError(
                 f"privacy: method {method.name} shares running statistics of batch norm ({shared[0]}, ...), which "
-                "noise would make negative; allowed: a net with group norm, as net:resnet9-group"
+                "noise could make negative; allowed: a net with group norm, such as net:resnet9-group"
             )
 
     def warn(self, numbers: int, rounds: int) -> str | None:
@@ -192,10 +196,10 @@ class DifferentialPrivacy(PrivacyMechanism):
             return None
         needed = users * whole**2 if local else users * whole
         return (
-            f"privacy: this plan cannot work: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, "
-            f"{users:,.4g} users a round and {numbers:,} shared parameters the noise of a round is {ratio:,.3g} times, "
-            f"and that of all {rounds} rounds {whole:,.3g} times as long as all that users can change. Allowed: about "
-            f"{needed:,.0f} users or more, fewer shared parameters (adapters.rank), a larger epsilon; or mechanism: "
+            f"privacy: too much noise to learn: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, {users:,.4g} "
+            f"users per round and {numbers:,} shared parameters the norm of the noise is {ratio:,.3g} times that of "
+            f"the largest possible change in one round, and {whole:,.3g} times over all {rounds} rounds. Use about "
+            f"{needed:,.0f} users or more, fewer shared parameters (adapters.rank) or a larger epsilon; or mechanism: "
             "example, which protects each example of a user instead of the user"
         )
 
@@ -370,7 +374,7 @@ class Unnoised(DifferentialPrivacy):
         if self.privacy.secure_aggregation is None:
             raise RecipeError("privacy.mechanism: none needs secure_aggregation; by itself it hides nothing")
         if self.privacy.noise_multiplier is not None or self.privacy.epsilon is not None:
-            raise RecipeError("privacy.mechanism: none has no noise; noise_multiplier and epsilon are not read")
+            raise RecipeError("privacy.mechanism: none adds no noise; remove noise_multiplier and epsilon")
 
 
 class Example(DifferentialPrivacy):
@@ -392,19 +396,19 @@ class Example(DifferentialPrivacy):
         super().supports(method, recipe)
         if (clip_norm := recipe.training.experts.clip_norm) is not None:
             raise RecipeError(
-                f"training.experts.clip_norm: got {clip_norm:g}; with privacy.mechanism: example one norm of "
-                "noised and plain gradients would let the plain ones into what is sent; allowed: null "
-                "(privacy.clip_norm clips)"
+                f"training.experts.clip_norm: got {clip_norm:g}; with privacy.mechanism: example, a common norm of "
+                "noised and plain gradients would leak the plain ones into uploads; allowed: null (privacy.clip_norm "
+                "clips instead)"
             )
         if getattr(recipe.data, "train_on_valid", False):
             raise RecipeError(
-                "data.train_on_valid: with privacy.mechanism: example validation text is for routers, which have no "
-                "noise; allowed: false"
+                "data.train_on_valid: with privacy.mechanism: example, validation text only trains routers, which have "
+                "no noise; allowed: false"
             )
         if recipe.runtime.dtype == "float16":
             raise RecipeError(
-                "runtime.dtype: got 'float16'; with privacy.mechanism: example gradients of single examples would "
-                "overflow or vanish before they are clipped; allowed: auto, bfloat16, float32, float64"
+                "runtime.dtype: got 'float16'; with privacy.mechanism: example, gradients of single examples would "
+                "overflow or underflow before clipping; allowed: auto, bfloat16, float32, float64"
             )
 
     def unsupported(self, method: Method) -> str:
@@ -415,8 +419,8 @@ class Example(DifferentialPrivacy):
         """Check that all users have the same weight."""
         if recipe.training.weighting != "uniform" or self.privacy.weight_cap is not None:
             raise RecipeError(
-                "training.weighting: with privacy.mechanism: example all users weigh the same, and no amounts of data "
-                "are sent; allowed: uniform, without privacy.weight_cap"
+                "training.weighting: with privacy.mechanism: example, all users have the same weight and do not send "
+                "amounts of data; allowed: uniform, without privacy.weight_cap"
             )
 
     def warn(self, numbers: int, rounds: int) -> str | None:
@@ -571,11 +575,11 @@ def _unprotected_data(method: Method) -> str:
     if reported := sorted(name for part in parts for name in part.reports):
         return f"its users report {', '.join(reported)} with each upload, which clipping and noise do not cover"
     if method.server.peer_to_peer or any(type(part).receive is not ClientHook.receive for part in parts):
-        return "its users make a model of what they download with data of their own, against which no change is bounded"
+        return "its users combine downloads with their own data, so changes against the download are not bounded"
     if method.shared - method.received:
-        return "its users go on from what they have, not from what they download, and so no change of it is bounded"
+        return "its users start from their own tensors, not from the download, so changes against it are not bounded"
     if any(part.resizes for part in parts):
-        return "ranks change with users' data and are seen by all; allowed: prune: false"
+        return "ranks depend on users' data and are visible to all; allowed: prune: false"
     return ""
 
 
@@ -587,28 +591,25 @@ def _unprotected_gradients(method: Method) -> str:
     """Return the reason why uploads would be more than a function of noisy gradients; empty if they are not."""
     client, trained = method.client, method.client.trained
     if method.placement.mixture is not None:
-        return "the shares by which users mix components are trained without noise, and weigh every gradient"
+        return "mixture weights are trained without noise and scale every gradient"
     if split := sorted(r for r in method.shared if (role := r.partition(".")[0]) != r and role in trained):
         return (
-            f"it shares {', '.join(split)} alone, whose gradients follow from the other factor, which stays with its "
-            "user and has no noise"
+            f"it shares only {', '.join(split)}, whose gradients depend on the other factor, which stays local and has "
+            "no noise"
         )
     for phase in method.sharing:
         if phase.stream != "train":
-            return (
-                f"it trains {', '.join(sorted(phase.roles & method.shared))} on validation data, which is not counted"
-            )
+            names = ", ".join(sorted(phase.roles & method.shared))
+            return f"it trains {names} on validation data, which the account does not count"
     if method.placement.residual is not None:
-        return "its server changes frozen weights, which are no part of the model whose noised gradients are sent"
+        return "its server changes frozen weights, which are not part of the model whose noised gradients are sent"
     if any(phase.turns > 1 for phase in client.phases):
-        return "its phases take turns of rounds, and the account counts the same steps in every round"
+        return "its phases alternate between rounds, but the account counts the same steps in every round"
     if client.accumulates:
-        return (
-            "gradients that routers' steps leave to shared experts have no noise; allowed: accumulate_gradients: false"
-        )
+        return "gradients that router steps pass to shared experts have no noise; allowed: accumulate_gradients: false"
     for part in client.parts:
         looks = part.sweeps or bool(part.before) or (part.validates and part not in client.finishing)
         hooks = [hook for hook in _HOOKS if not (hook == "begin" and part.only_resets_moments)]
         if looks or any(getattr(type(part), hook) is not getattr(ClientHook, hook) for hook in hooks):
-            return f"{type(part).__name__} changes what users have by more than steps on noised gradients"
+            return f"{type(part).__name__} changes users' tensors by more than steps on noised gradients"
     return ""

@@ -141,11 +141,15 @@ def load_or_create_key(folder: Path, *, begun: bool = False) -> str:
     """
     path, key = folder / KEY, new_key()
     if begun and not path.exists():
-        raise RunError(f"{path}: gone; another key would draw other noise, so restore it, or begin anew elsewhere")
+        raise RunError(
+            f"{path}: missing; another key would draw different noise; restore it, or start a new run elsewhere"
+        )
     try:
         write_new(path, key.encode("ascii"), private=True)
     except FileExistsError:
         key = path.read_text(encoding="ascii", errors="replace").strip()
         if len(key) != len(new_key()):
-            raise RunError(f"{path}: damaged; noise would not be what it was, so the run cannot go on") from None
+            raise RunError(
+                f"{path}: damaged; the noise would differ, so the run cannot be resumed; restore it"
+            ) from None
     return key

@@ -195,30 +195,33 @@ class RobustRule(PrivacyMechanism):
         """Check that the rule can replace the method's mean."""
         rule, privacy = self.aggregation.rule, recipe.privacy
         if method.placement.pooled:
-            raise RecipeError(f"aggregation: method {method.name} pools everybody's data, among which no rule chooses")
+            raise RecipeError(
+                f"aggregation: method {method.name} pools all users' data, so there are no uploads to combine"
+            )
         if not method.shared:
             return
         if why := _unbounded(method) if rule == "norm-bound" else _unknown(method):
             raise RecipeError(f"aggregation: {rule} with method {method.name}: {why}")
         if recipe.training.weighting != "uniform" and rule not in WEIGHTED:
             raise RecipeError(
-                f"training.weighting: got {recipe.training.weighting}, but {rule} gives all users the same weight, as "
-                f"amounts of data can be lies; allowed: uniform, or aggregation {' or '.join(WEIGHTED)}"
+                f"training.weighting: got {recipe.training.weighting}, but {rule} gives all users the same weight, "
+                "because reported amounts of data may be false; allowed: uniform, or aggregation "
+                f"{' or '.join(WEIGHTED)}"
             )
         if recipe.evaluation.select == "best":
             raise RecipeError(
-                "aggregation: evaluation.select: best goes by the mean of users' validation losses, of which one false "
-                "one decides; allowed: last"
+                "aggregation: evaluation.select: best uses the mean of users' validation losses, which one false loss "
+                "can decide; allowed: last"
             )
         if privacy is not None and privacy.secure_aggregation is not None:
             raise RecipeError(
-                f"aggregation: {rule} with privacy.secure_aggregation, where the server sees a sum and no upload that "
-                "it could judge; allowed: mean, or no secure_aggregation"
+                f"aggregation: {rule} cannot be used with privacy.secure_aggregation, where the server sees only a sum "
+                "and no single upload; allowed: mean, or no secure_aggregation"
             )
         if privacy is not None and privacy.noise_at == "server":
             raise RecipeError(
-                f"aggregation: {rule} with privacy.mechanism: {privacy.mechanism}, whose noise covers a sum of clipped "
-                "changes and nothing else; its clip norm bounds each user's influence already; allowed: mean, or "
+                f"aggregation: {rule} cannot be used with privacy.mechanism: {privacy.mechanism}, whose noise covers "
+                "only a sum of clipped changes; its clip norm already bounds each user's influence; allowed: mean, or "
                 "mechanism: local"
             )
 
@@ -230,12 +233,12 @@ class RobustRule(PrivacyMechanism):
                 hostile = aggregation.hostile_among(size)
                 raise RecipeError(
                     f"aggregation: {rule} needs {aggregation.needed(hostile)} users in a round with {hostile} hostile "
-                    f"ones among them, and training.participation leaves {size}; allowed: more users, a smaller "
+                    f"users, but training.participation selects {size}; allowed: more users, a smaller "
                     "aggregation.hostile, or another rule"
                 )
         if rule != "norm-bound" and not same_ranks:
             raise RecipeError(
-                f"aggregation: {rule} compares users coordinate by coordinate, and adapters.rank differs between them; "
+                f"aggregation: {rule} compares users coordinate by coordinate, but adapters.rank differs between them; "
                 "allowed: one rank, or norm-bound"
             )
 
@@ -256,10 +259,10 @@ def _unbounded(method: Method) -> str:
     if method.server.knows_starts:
         return ""
     if method.server.peer_to_peer:
-        return "users mix each other's uploads themselves, so the server makes nothing of them"
+        return "users mix each other's uploads themselves, so the server does not aggregate them"
     return (
-        f"what its server ({type(method.server).__name__}) makes of uploads follows from more than their change "
-        "against what was downloaded, so a bound on that bounds nothing"
+        f"its server ({type(method.server).__name__}) uses more of uploads than their change against the download, so "
+        "bounding the change does not bound the result"
     )
 
 
@@ -268,7 +271,8 @@ def _unknown(method: Method) -> str:
     if method.server.clipped_mean:
         return ""
     allowed = "" if _unbounded(method) else "; allowed: norm-bound"
-    return f"its server ({type(method.server).__name__}) makes no mean whose weights no upload decides on{allowed}"
+    server = type(method.server).__name__
+    return f"its server ({server}) does not compute a mean with weights that are independent of the uploads{allowed}"
 
 
 _DIGITS = 4
@@ -291,7 +295,9 @@ def apply_rule(
     """
     rule = aggregation.rule
     if not aggregation.enough(len(received.weights)):
-        return None, RuleResult(rule=rule, reason=f"{len(names)} uploads are too few for {rule}: nothing changes")
+        return None, RuleResult(
+            rule=rule, reason=f"{len(names)} uploads are too few for {rule}; the model stays unchanged"
+        )
     received = replace(received, weights=capped(received.weights))
     if rule == "norm-bound":
         tensors, counted = _bounded(aggregation, received, started)

@@ -131,7 +131,7 @@ def read_masked(message: Upload | Download | None, name: str, done: int, entries
     t = _single_tensor(message, name, done, VECTOR)
     if t.dtype != DTYPES[word] or tuple(t.shape) != (1, entries):
         raise MessageError(
-            f"secure aggregation: {t.dtype} of shape {tuple(t.shape)}; allowed: {DTYPES[word]}, {(1, entries)}"
+            f"secure aggregation: got {t.dtype} of shape {tuple(t.shape)}; allowed: {DTYPES[word]}, {(1, entries)}"
         )
     return as_words(t[0])
 
@@ -229,23 +229,23 @@ def _tensor(parts: Sequence[bytes]) -> Tensor:
 
 def _bytes(t: Tensor | None, count: int, width: int) -> list[bytes]:
     if t is None or t.dtype != torch.int8 or t.numel() != count * width:
-        raise MessageError(f"secure aggregation: not {count} times {width} bytes")
+        raise MessageError(f"secure aggregation: wrong size; allowed: {count} times {width} bytes")
     return [row.tobytes() for row in t.reshape(count, width).numpy()]
 
 
 def _single_tensor(message: Upload | Download | None, name: str, done: int, what: str) -> Tensor:
     if not isinstance(message, Upload) or message.users != (name,) or message.round != done or message.reports:
-        raise MessageError(f"secure aggregation: not what user {name!r} has of round {done}")
+        raise MessageError(f"secure aggregation: not a message from user {name!r} in round {done}")
     if message.tensors.keys() != {what}:
-        raise MessageError(f"secure aggregation: has {sorted(message.tensors)[:3]}; allowed: {what}")
+        raise MessageError(f"secure aggregation: got tensors {sorted(message.tensors)[:3]}; allowed: {what}")
     return message.tensors[what]
 
 
 def _contents(message: Upload | Download | None, name: str, done: int) -> tuple[tuple[str, ...], Tree]:
     if not isinstance(message, Download) or message.users != (name,) or message.version != done:
-        raise MessageError(f"secure aggregation: not for user {name!r} in round {done}")
+        raise MessageError(f"secure aggregation: not a message for user {name!r} in round {done}")
     if len(set(message.senders)) != len(message.senders):
-        raise MessageError("secure aggregation: somebody twice")
+        raise MessageError("secure aggregation: a user occurs twice")
     return message.senders, message.tensors
 
 
@@ -332,7 +332,7 @@ class Session:
             MessageError: There are too few users, or another upload was masked before.
         """
         if not set(sealed) <= set(self.roster) - {self.name}:
-            raise MessageError("secure aggregation: shares of somebody who has not advertised")
+            raise MessageError("secure aggregation: shares from a user who has not advertised")
         self._require(len(sealed) + 1, "have shared")
         for name, text in sealed.items():
             self._opened(name, text)  # raises before anything is sent
@@ -353,7 +353,7 @@ class Session:
         """
         everyone = self.sharers
         if len(set(survivors)) != len(survivors) or not {self.name} <= set(survivors) <= set(everyone):
-            raise MessageError("secure aggregation: a sum of somebody who has not shared, or without this user")
+            raise MessageError("secure aggregation: the sum has a user who has not shared, or lacks this user")
         self._require(len(survivors), "are in the sum")
         self._once("unmask", sorted(survivors), after="masked")
         return {name: self._share_of(name, 0 if name in survivors else 1) for name in everyone}
@@ -387,7 +387,7 @@ class Session:
     def _opened(self, name: str, sealed: bytes) -> bytes:
         text = unseal(self._sealing(name, sends=False), sealed, self.terms.digest)
         if len(text) != 2 * SHARE:
-            raise MessageError("secure aggregation: shares of another length")
+            raise MessageError("secure aggregation: shares of the wrong length")
         return text
 
     def _sealing(self, name: str, *, sends: bool) -> bytes:
@@ -401,12 +401,12 @@ class Session:
     def _once(self, what: str, asked: object, *, after: str = "", **learnt: object) -> None:
         """Record a request and its contents; accept a repeated one, refuse a different one."""
         if after and after not in self.done:
-            raise MessageError(f"secure aggregation: {what} before {after}")
+            raise MessageError(f"secure aggregation: {what} requested before {after}")
         digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
         if self.done.get(what, digest) != digest:
             raise MessageError(
-                f"secure aggregation: {what} of round {self.terms.round} for something else than the first time; a "
-                "sum is made once"
+                f"secure aggregation: {what} of round {self.terms.round} requested again with other contents; a sum is "
+                "computed only once"
             )
         if what not in self.done:
             for name, value in learnt.items():
@@ -416,15 +416,17 @@ class Session:
 
     def _require(self, there: int, what: str) -> None:
         if there < self.terms.threshold:
-            raise MessageError(f"secure aggregation: {there} users {what}; allowed: from {self.terms.threshold}")
+            raise MessageError(f"secure aggregation: {there} users {what}; allowed: at least {self.terms.threshold}")
 
     def _check_roster(self, roster: Mapping[str, bytes]) -> None:
         if not set(roster) <= set(self.terms.users) or len(set(roster.values())) != len(roster):
-            raise MessageError("secure aggregation: a roster of others than the federation's users, each with a key")
+            raise MessageError("secure aggregation: the roster has unknown users, or two users with one key")
         if roster.get(self.name) != self.advertise():
-            raise MessageError(f"secure aggregation: a roster with another key of user {self.name!r}")
+            raise MessageError(f"secure aggregation: the roster lacks the key of user {self.name!r}")
         if len(roster) > self.terms.expected:
-            raise MessageError(f"secure aggregation: {len(roster)} users; the round asks {self.terms.expected}")
+            raise MessageError(
+                f"secure aggregation: {len(roster)} users in the roster; allowed: up to {self.terms.expected}"
+            )
         self._require(len(roster), "have advertised")
 
 
@@ -484,7 +486,7 @@ def agree(private: bytes, public: bytes) -> bytes:
         other = x25519.X25519PublicKey.from_public_bytes(public)
         return x25519.X25519PrivateKey.from_private_bytes(private).exchange(other)
     except ValueError:
-        raise MessageError("secure aggregation: a public key that is none") from None
+        raise MessageError("secure aggregation: invalid public key") from None
 
 
 def mask(key: bytes, entries: int, word: int) -> np.ndarray:
@@ -532,7 +534,7 @@ def unseal(key: bytes, sealed: bytes, about: str) -> bytes:
     try:
         return _part("ciphers.aead").ChaCha20Poly1305(key).decrypt(_NO_NONCE, sealed, about.encode())
     except invalid:
-        raise MessageError("secure aggregation: a share that its sender has not sealed") from None
+        raise MessageError("secure aggregation: a share was not sealed by its sender") from None
 
 
 PRIME = 2**256 + 297
@@ -566,7 +568,7 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
         MessageError: There are fewer shares, or they are not of a secret.
     """
     if len(shares) < threshold:
-        raise MessageError(f"secure aggregation: {len(shares)} shares; needed: {threshold}")
+        raise MessageError(f"secure aggregation: got {len(shares)} shares; needed: {threshold}")
     points = sorted(shares)[:threshold]
     values = {point: int.from_bytes(shares[point]) for point in points}
     secret = 0
@@ -577,7 +579,7 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 above, below = above * other % PRIME, below * (other - point) % PRIME
         secret = (secret + values[point] * above * pow(below, -1, PRIME)) % PRIME
     if any(value >= PRIME for value in values.values()) or secret >= 1 << 8 * KEY:
-        raise MessageError("secure aggregation: shares of no secret")
+        raise MessageError("secure aggregation: the shares belong to no secret")
     return secret.to_bytes(KEY)
 
 

@@ -46,7 +46,7 @@ class SumCollector:
             MessageError: They have a wrong length or are another user's.
         """
         if len(public) != PUBLIC or public in self.roster.values():
-            raise MessageError("secure aggregation: keys of another length, or another user's")
+            raise MessageError("secure aggregation: keys of the wrong length, or those of another user")
         self.roster[name] = public
 
     def shared(self, name: str, sealed: Mapping[str, bytes]) -> None:
@@ -111,14 +111,14 @@ class SumCollector:
             self._remove_pair_masks(total, name)
         signed = total.view(f"<i{total.itemsize}").astype(np.int64)
         if max(int(signed.max()), -int(signed.min())) > largest * len(self.survivors):
-            raise NoSumError(f"round {self.terms.round}: what comes out is no sum; somebody sent something else")
+            raise NoSumError(f"round {self.terms.round}: the result is out of range; a user sent wrong data")
         return signed
 
     def _remove_pair_masks(self, total: np.ndarray, gone: str) -> None:
         """Remove the pairwise masks between survivors and a user who dropped out after sharing."""
         private = self._secret_of(gone)
         if secure_client.public_of(private) != self.roster[gone][KEY:]:
-            raise NoSumError(f"round {self.terms.round}: shares of {gone!r} give another key")
+            raise NoSumError(f"round {self.terms.round}: the shares of user {gone!r} give another key")
         for name in self.survivors:
             pair = pair_mask(private, self.roster[name][KEY:], (gone, name), self.terms)
             if name < gone:

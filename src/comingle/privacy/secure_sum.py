@@ -271,14 +271,14 @@ class Sums:
         secure, where = self.secure, "privacy.secure_aggregation"
         for done in range(1, rounds + 1):
             if (asked := self.expected(done)) < (least := self.least(done)):
-                raise RecipeError(f"{where}: a round asks {asked} user, whom no sum hides; needed: {least}")
+                raise RecipeError(f"{where}: {asked} user(s) in a round, too few to hide in a sum; needed: {least}")
             if least - secure.colluders < LEAST:
                 raise RecipeError(
-                    f"{where}.colluders: got {secure.colluders}, and a sum may be of {least} users; allowed: up to "
+                    f"{where}.colluders: got {secure.colluders}, but a sum may have only {least} users; allowed: up to "
                     f"{least - LEAST}"
                 )
             if self.privacy.noisy and self.deviation(done) < LEAST_STEPS * self.grid(done).step:
-                raise RecipeError(f"{where}.bits: got {secure.bits}, too few for so little noise; give more")
+                raise RecipeError(f"{where}.bits: got {secure.bits}, too few for such small noise; use more bits")
 
     def check_size(self, size: int) -> None:
         """Check that rounding ``size`` numbers does not make a change much longer.
@@ -289,7 +289,7 @@ class Sums:
         if self.privacy.noisy and self.grid(1).slack(size) > MOST_SLACK * self.privacy.first_bound:
             raise RecipeError(
                 f"privacy.secure_aggregation.bits: got {self.secure.bits}; rounding {size:,} entries may take more "
-                f"than {MOST_SLACK:.0%} of the clip norm; give more bits"
+                f"than {MOST_SLACK:.0%} of the clip norm; use more bits"
             )
 
     def sent_bytes(self, name: str, size: int) -> int:
@@ -330,7 +330,7 @@ class Sums:
         for name, beyond in zip(names, grid.beyond(values), strict=True):
             if beyond:
                 logger.warning(
-                    "user %r, round %d: %d of %d entries of its change are cut to the range of %g "
+                    "user %r, round %d: %d of %d entries of its change are clipped to the range %g "
                     "(privacy.secure_aggregation.range)", name, done, beyond, values.shape[1], grid.bound,
                 )  # fmt: skip
         weight = self._whole(weights, grid).double() / grid.levels
@@ -408,23 +408,23 @@ class SecureSum(PrivacyMechanism):
         assert secure is not None
         if method.shared and method.server.kind != "sum":
             raise RecipeError(
-                f"{where}: method {method.name}: its server ({type(method.server).__name__}) looks at each upload by "
-                "itself, and would see their sum alone"
+                f"{where}: method {method.name}: its server ({type(method.server).__name__}) needs single uploads, "
+                "but would see only their sum"
             )
         if privacy.noise_at in ("upload", "steps"):
             raise RecipeError(
-                f"{where}: not with mechanism: {privacy.mechanism}, whose noise hides each upload; allowed: central, "
-                "none"
+                f"{where}: cannot be used with mechanism: {privacy.mechanism}, whose noise hides each upload; allowed: "
+                "central, none"
             )
         if privacy.adaptive:
-            raise RecipeError(f"{where}: not with clip_norm: adaptive, for which each user says whether it was within")
+            raise RecipeError(f"{where}: cannot be used with clip_norm: adaptive, for which users report their norms")
         if recipe.training.uploads != "float32":
             raise RecipeError(
-                f"{where}: has a format of its own (bits); training.uploads: got {recipe.training.uploads!r}; "
+                f"{where}: has its own number format (bits); training.uploads: got {recipe.training.uploads!r}; "
                 "allowed: float32"
             )
         if privacy.noisy and secure.range is not None:
-            raise RecipeError(f"{where}.range: is not read with noise, where it follows from privacy.clip_norm")
+            raise RecipeError(f"{where}.range: has no effect with noise, where privacy.clip_norm sets it; remove it")
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
         """Check that rounding does not make changes much longer."""

@@ -128,7 +128,7 @@ class BatchSource(Batches, BatchShapes):
 
     def examples(self, trainer: int) -> int:
         """Return the number of training examples of a trainer, each of which example-level privacy protects."""
-        raise NotImplementedError(f"{type(self).__name__}: has no examples that could be numbered")
+        raise NotImplementedError(f"{type(self).__name__}: cannot return examples by number")
 
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
@@ -140,7 +140,7 @@ class BatchSource(Batches, BatchShapes):
             numbers: Numbers of the examples of each trainer; ``PAD`` for none.
             round_number: The round, counted from 0.
         """
-        raise NotImplementedError(f"{type(self).__name__}: has no examples that could be numbered")
+        raise NotImplementedError(f"{type(self).__name__}: cannot return examples by number")
 
     @abstractmethod
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch ..."]]:

@@ -160,7 +160,7 @@ def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress]:
     """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
-        raise RunError(f"{folder}: no checkpoint in it")
+        raise RunError(f"{folder}: no checkpoint found")
     progress = read_progress(checkpoints[-1])
     if progress.fingerprint != fingerprint:
         raise RunError(f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {fingerprint})")
@@ -217,8 +217,8 @@ def written(folder: Path, draft: Path | None) -> Iterator[None]:
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
         why = error.strerror if isinstance(error, OSError) else error
-        goes_on = f"once it can be, {resume_command(folder.parent.parent)} goes on"
-        raise RunError(f"{folder}: cannot be written to: {why}; {goes_on}") from None
+        advice = f"once this is fixed, {resume_command(folder.parent.parent)} resumes the run"
+        raise RunError(f"{folder}: cannot be written to: {why}; {advice}") from None
 
 
 def write_tensors(path: Path, tensors: Tree) -> None:
@@ -277,7 +277,7 @@ def read_progress(folder: Path) -> Progress:
                 raise ValueError(f"{name} is {got!r}")
         return Progress(**content)
     except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"{folder}: not a checkpoint of comingle ({error}); {advise(folder)}") from None
+        raise RunError(f"{folder}: not a comingle checkpoint ({error}); {advise(folder)}") from None
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -337,8 +337,7 @@ def read_tensors(
         got = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
         wanted = expected.get(name)
         if not _fits(got, wanted):
-            said = [part or "nothing" for part in (got, wanted)]
-            raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {said[0]}, this recipe has {said[1]}")
+            raise RunError(f"{path}: tensor {name!r}: got {got or 'nothing'}; this recipe has {wanted or 'nothing'}")
         if wrong := _find_impossible(name, tensors[name]):
             raise RunError(f"{path}: tensor {name!r} {wrong}; {advise(folder)}")
     return {name: tensors[name].to(device, dtype) for name, (_, dtype) in expected.items()}

@@ -226,7 +226,7 @@ class Users(Roster):
         if self.plan.runtime.store != MEMORY:
             return STORES[self.plan.runtime.store](self)
         what = f"method {self.method.name}: the trained tensors of {len(self.trainers)} users"
-        advice = "; runtime.store: disk keeps those elsewhere who do not take part"
+        advice = "; runtime.store: disk keeps users who are not training on disk"
         require_bytes(what, 4 * self.rows * self.model.layout.columns, advice)
         return self.begin(range(self.rows))
 
@@ -276,8 +276,8 @@ class Users(Roster):
         """
         if not there:
             raise DataError(
-                "evaluation.select: best needs validation data and no user has any; give some (data.task.valid, "
-                "data.questions.valid or a valid split), or select: last"
+                "evaluation.select: best needs validation data, but no user has any; add some (data.task.valid, "
+                "data.questions.valid or a valid split), or use select: last"
             )
 
     def update_masks(self) -> None:

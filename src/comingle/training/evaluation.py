@@ -76,7 +76,7 @@ def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
     others = plan.evaluation.first + (plan.evaluation.select == "best")  # evaluations besides the periodic ones
     every = max(SHORTEST, math.ceil(plan.training.rounds / max(1, math.floor(room) - others)))
     if (count := others + math.ceil(plan.training.rounds / every)) > room:
-        less = f"lower {plan.test_limit}" if plan.test_limit else "give less test data"
+        less = f"lower {plan.test_limit}" if plan.test_limit else "use less test data"
         first = " or set evaluation.first: false" if plan.evaluation.first else ""
         _warn_once(float(100 * count * EVALUATION_SHARE / room), less + first)
     return every
@@ -85,7 +85,7 @@ def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
 @cache
 def _warn_once(percent: float, advice: str) -> None:
     """Log the share of evaluation; once per process and share, even if several methods are compared."""
-    logger.warning("evaluation takes %.0f%% of the time of training; %s", percent, advice)
+    logger.warning("evaluation takes %.0f%% of training time; %s", percent, advice)
 
 
 PRECISION = 6

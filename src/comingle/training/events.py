@@ -194,8 +194,8 @@ def _whole(path: Path, kept: bytes, expected: int) -> int:
     """Return the size in bytes of the whole lines of a log; warn if it is less than a checkpoint expects."""
     size = kept.rfind(b"\n") + 1
     if size < expected:
-        state = f"cut after {size} bytes, its last whole line" if size else "missing or empty, so begun anew"
-        logger.warning("%s: %s; %d bytes were written, and reports lack what is lost", path, state, expected)
+        state = f"truncated after {size} bytes, its last complete line" if size else "missing or empty; started anew"
+        logger.warning("%s: %s; %d bytes were expected, so reports lack the lost events", path, state, expected)
     return size
 
 

@@ -85,13 +85,13 @@ def _worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[str]:
 
 
 def _remedy(metrics: JsonMapping) -> str:
-    rate = "a lower training.experts.learning_rate, fewer rounds or more data may help"
+    rate = "A lower training.experts.learning_rate, fewer rounds or more data may"
     if (privacy := metrics.get("privacy")) is None:
-        return rate[0].upper() + rate[1:]
-    told = f"epsilon {privacy['epsilon']:.3g}, noise multiplier {privacy['noise_multiplier']:.3g}"
+        return f"{rate} help"
+    settings = f"epsilon {privacy['epsilon']:.3g}, noise multiplier {privacy['noise_multiplier']:.3g}"
     example = "" if protects_examples(privacy["mechanism"]) else ", or privacy.mechanism: example"
     fewer = "fewer trained parameters (adapters.rank), a larger privacy.epsilon, more users"
-    return f"The noise of privacy ({told}) may be the cause: {fewer}{example}; or {rate}"
+    return f"The privacy noise ({settings}) may be the cause; try {fewer}{example}. {rate} help, too"
 
 
 def _of(record: JsonMapping, name: str, measure: str) -> float | None:
@@ -118,8 +118,8 @@ def _uniform(method: Method, evaluations: Evaluations) -> Sequence[str]:
         return ()
     count = len(next(iter(mixtures.values())))
     return (
-        f"mixtures have stayed uniform: every user gives each of the {count} components about {1 / count:.3g}, as at "
-        "the start, so that all users have the same model. A higher training.router.learning_rate or more rounds may "
+        f"mixtures have stayed uniform: every user weights each of the {count} components by about {1 / count:.3g}, as "
+        "at the start, so all users have the same model. A higher training.router.learning_rate or more rounds may "
         "help",
     )
 
@@ -177,8 +177,8 @@ def run_rounds(
         plan = plan_round(run, shares, round_number)
         participants = backend.select_participants(plan)
         if participants is None:
-            told = method.name, round_number, run.training.rounds
-            logger.warning("%s: the privacy budget is spent after round %d of %d", *told)
+            planned = run.training.rounds
+            logger.warning("%s: the privacy budget is spent after round %d of %d", method.name, round_number, planned)
             finishes = exchanged and bool(method.client.finishing)
             if backend.remote or finishes or round_number % run.period:
                 scores = None

@@ -96,7 +96,7 @@ def check_needs(method: Method, name: str, layout: Layout) -> None:
     """
     for role in sorted(method.placement.needs):
         if not layout.count({role}):
-            raise RecipeError(f"method {method.name}: is about {role}, of which {name} has nothing that is trained")
+            raise RecipeError(f"method {method.name}: needs trainable tensors of role {role}, but {name} has none")
 
 
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 65536}
@@ -164,7 +164,7 @@ def selected(
         return draw_users(users, count, seed, round_number, "participation")
     chosen = participation[round_number % len(participation)]
     if wrong := [u for u in chosen if not 0 <= u < len(users)]:
-        raise RecipeError(f"training.participation: user {wrong[0]}; allowed: 0 to {len(users) - 1}")
+        raise RecipeError(f"training.participation: got user {wrong[0]}; allowed: 0 to {len(users) - 1}")
     return sorted(set(chosen))
 
 

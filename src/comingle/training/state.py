@@ -229,8 +229,8 @@ def draw(
 
 
 NEEDS_CLUSTERS = (
-    "needs users whose true clusters are known, as in made tasks; name them as data.clusters: {ada: a, ben: a, cem: b},"
-    " with every user"
+    "needs the true cluster of every user, which synthetic tasks have; for other data give "
+    "data.clusters: {ada: a, ben: a, cem: b}, with every user"
 )
 
 
@@ -299,7 +299,7 @@ def check_names(where: Path, was: Sequence[str], now: Sequence[str]) -> None:
         return
     for name in now:
         if name not in was:
-            raise RunError(f"{where}: no user {name!r} in it; it has: {list_names(was)}")
+            raise RunError(f"{where}: no user {name!r}; found: {list_names(was)}")
     for name in was:
         if name not in now:
-            raise RunError(f"{where}: has a user {name!r} whom the recipe has not; it has: {list_names(now)}")
+            raise RunError(f"{where}: user {name!r} is not in the recipe, which has: {list_names(now)}")

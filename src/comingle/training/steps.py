@@ -69,7 +69,7 @@ def within_memory(portions: Portions, users: int, device: torch.device) -> Itera
             else "a smaller base, training.context or adapters.rank"
         )  # fmt: skip
         what = f"{at_once} {'user' if at_once == 1 else 'users'} with {sequences} sequences or samples each"
-        raise RecipeError(f"runtime: {device} has not the memory for a pass of {what}; try {lower}") from None
+        raise RecipeError(f"runtime: not enough memory on {device} for a pass of {what}; try {lower}") from None
 
 
 def diverged(user: str, what: str, suspects: Sequence[str] = ("experts",)) -> DivergenceError:
@@ -82,7 +82,11 @@ def diverged(user: str, what: str, suspects: Sequence[str] = ("experts",)) -> Di
     """
     keys = ("learning_rate", "clip_norm")
     rates, norms = (" and ".join(f"training.{name}.{key}" for name in suspects) for key in keys)
-    advice = f"try a smaller {rates}, or {norms}: 1.0" if suspects else "nothing was trained, so the base is at fault"
+    advice = (
+        f"try a smaller {rates}, or {norms}: 1.0"
+        if suspects
+        else "nothing has been trained, so the base model is the cause"
+    )
     return DivergenceError(f"user {user!r}: {what}; {advice}")
 
 
@@ -408,8 +412,8 @@ def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: Ru
     where = f"privacy: method {plan.method.name}"
     if model.batchwise:
         raise RecipeError(
-            f"{where}: statistics of batch norm are of all examples of a batch together; allowed: a net with "
-            "group norm, as net:resnet9-group"
+            f"{where}: batch norm mixes the examples of a batch; allowed: a net with group norm, such as "
+            "net:resnet9-group"
         )
     steps = PrivateSteps(mechanism=mechanism, plan=plan)
     try:

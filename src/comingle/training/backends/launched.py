@@ -62,9 +62,9 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
         restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
     except ValueError as error:
-        raise RunError(f"launcher: RANK, WORLD_SIZE and their kin are whole numbers; {error}") from None
+        raise RunError(f"launcher: RANK, WORLD_SIZE and the local ranks must be whole numbers; {error}") from None
     if not 0 <= rank < size:
-        raise RunError(f"launcher: RANK is {rank} of WORLD_SIZE {size}; allowed: from 0, below it")
+        raise RunError(f"launcher: got RANK={rank} and WORLD_SIZE={size}; allowed: RANK from 0 to WORLD_SIZE - 1")
     if size == 1:
         return None
     return Place(rank=rank, size=size, local_rank=local_rank, local_size=local_size, restarts=restarts, meeting=meeting)
@@ -78,8 +78,8 @@ def require_alone(verb: str) -> None:
     """
     if (place := find_place()) is not None:
         raise RunError(
-            f"{verb}: runs in one process, and this is one of {place.size} that a launcher has started; several are "
-            "for comingle.run: call this in a program of its own, without torchrun"
+            f"{verb}: runs in a single process, but a launcher has started {place.size}; only comingle.run supports "
+            f"several; call {verb} from a separate program, without torchrun"
         )
 
 

@@ -405,10 +405,10 @@ def _check_population(newest: Path, progress: Progress, names: Sequence[str], *,
     if not progress.population or in_memory:
         kept, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
         raise RunError(
-            f"{newest}: written with runtime.store: {kept}; got {now}; a run goes on with what it began with"
+            f"{newest}: written with runtime.store: {kept}; got {now}; resume with the value that the run started with"
         )
     if progress.population != digest_names(names):
-        raise RunError(f"{newest}: of other users, or in another order; with runtime.store: disk both stay as they are")
+        raise RunError(f"{newest}: has other users or another order; with runtime.store: disk neither may change")
 
 
 def _downloaded(parts: Sequence[Download]) -> Download:

@@ -170,7 +170,7 @@ class Kind(ABC):
             RecipeError: A setting is wrong.
             DataError: The data of a user cannot be used.
         """
-        raise NotImplementedError(f"{self.name}: has neither a reader nor a method make of its own")
+        raise NotImplementedError(f"{self.name}: must override reader or make")
 
     def read(self, request: DataRequest) -> RunData:
         """Return the data of all users in memory, and the base model.
@@ -183,7 +183,7 @@ class Kind(ABC):
         if (reader := self.reader(request)) is not None:
             return self._in_memory(reader)
         if request.given is not None:
-            raise DataError(f"users: {self.name} is read where a recipe says, and not handed over")
+            raise DataError(f"users: {self.name} takes its users from the recipe; a program cannot pass them")
         return self.make(request.recipe)
 
     def _in_memory(self, reader: StreamingReader[Any, Any]) -> RunData:
@@ -382,7 +382,9 @@ def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
         PluginError: The requested kind cannot be used.
     """
     if not isinstance(users, Mapping) or not users:
-        raise DataError(f"users: got {_described(users)}; allowed: a mapping of names to data, as {{'ada': [...]}}")
+        raise DataError(
+            f"users: got {_described(users)}; allowed: a mapping of names to data, such as {{'ada': [...]}}"
+        )
     if problem := name_problem(name if isinstance(name, str) else "" for name in users):
         raise DataError(f"users: {problem}")
     offered = dict(_kinds(options.get("kind")))
@@ -395,8 +397,8 @@ def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
             allowed = "; ".join(f"{kind.name}: {kind.handed}" for kind in offered.values() if kind.handed)
             raise DataError(f"users: {name!r} is {_described(users[name])}; allowed: {allowed}")
     if len(set(found.values())) > 1:
-        told = ", ".join(f"{name} has {key}" for name, key in _one_of_each(found))
-        raise DataError(f"users: all must have one kind of data; {told}")
+        examples = ", ".join(f"{name} has {key}" for name, key in _one_of_each(found))
+        raise DataError(f"users: all must have the same kind of data; {examples}")
     return next(key for key in found.values() if key)
 
 
@@ -461,12 +463,12 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
         raise RecipeError(f"method {method.name}: {NEEDS_CLUSTERS}")
     if mixture.optimal and mixture.clusters < (true := len(set(recipe.data.cluster_numbers.values()))):
         raise RecipeError(
-            f"method {method.name}: clusters is {mixture.clusters}; allowed: from {true}, as data.clusters"
+            f"method {method.name}: clusters is {mixture.clusters}; allowed: at least {true}, as in data.clusters"
         )
     if mixture.centre:
         raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; leave it out")
     if not isinstance(rank := recipe.adapters.rank, int):
-        raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
+        raise RecipeError(f"method {method.name}: adapters.rank is {rank}; allowed: one rank for all users")
 
 
 def language_model(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> Model:
@@ -557,7 +559,9 @@ def _check_plain(recipe: Recipe, method: Method) -> None:
         "runtime.gpu": recipe.runtime.gpu,
     }.items():
         if found:
-            raise RecipeError(f"{key}: method {method.name} wraps every linear by itself; allowed: methods of LoRAs")
+            raise RecipeError(
+                f"{key}: method {method.name} wraps every linear layer itself; allowed: with methods that train LoRA"
+            )
 
 
 def __getattr__(name: str) -> Any:

@@ -248,14 +248,14 @@ def _by_width(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, " n"]:
     return (windows != PAD).sum(1).argsort(stable=True)
 
 
-NOTE = "Conversations count as long as the context, the most that training on them can cost."
+NOTE = "Conversations are counted at the full context length, the most that training on them can cost."
 """Note on costs that are counted at the full context length."""
-ABSENT_NOTE = f"{NOTE} How many there are is not known, so a round has one batch ({{}})."
+ABSENT_NOTE = f"{NOTE} Their number is unknown, so a round is counted as one batch ({{}})."
 """Note on costs if the number of conversations is unknown."""
 
 
 TAKEN = (
-    "rows with messages, or with prompt and response or what data.prompt and data.response name "
+    "rows with messages, with prompt and response, or with the columns that data.prompt and data.response name "
     "(a list, a datasets.Dataset), or {train, valid, test} of these"
 )
 """Description of the data of one user that a program may pass."""

@@ -212,7 +212,9 @@ def net_name(recipe: Recipe, population: Population) -> str:
         return population.net
     if not recipe.base.startswith(NETS):
         label = recipe.data.label
-        raise RecipeError(f"base: got {recipe.base!r} for {label}; allowed: {NETS}NAME, or none for the data's own")
+        raise RecipeError(
+            f"base: got {recipe.base!r} for {label}; allowed: {NETS}NAME, or no base for the data's own net"
+        )
     return recipe.base.removeprefix(NETS)
 
 
@@ -238,7 +240,7 @@ def net_maker(recipe: Recipe, population: Population) -> Callable[[int], nn.Modu
 def _build(own: MakeNet, name: str, shape: Sequence[int], outputs: int) -> nn.Module:
     if isinstance(own, nn.Module):
         kind = type(own).__name__
-        raise RecipeError(f"net: got a {kind} that is made already; give what makes one, as lambda: {kind}(...)")
+        raise RecipeError(f"net: got an instance of {kind}; pass a function that makes one: lambda: {kind}(...)")
     made = own() if _accepts(own) else own(tuple(shape), outputs)
     if not isinstance(made, nn.Module):
         raise RecipeError(f"net {name!r}: its function returned {type(made).__name__}; allowed: an nn.Module")
@@ -295,7 +297,7 @@ def _check_parts(net: nn.Module, name: str) -> None:
         RecipeError: A parameter is missing, lazy or not finite, or batch norm has no running statistics or no momentum.
     """
     if not any(True for _ in net.parameters()):
-        raise RecipeError(f"net {name!r}: nothing in it can be trained; allowed: an nn.Module with parameters")
+        raise RecipeError(f"net {name!r}: has no parameters; allowed: an nn.Module with parameters")
     for key, t in (*net.named_parameters(), *net.named_buffers()):
         if nn.parameter.is_lazy(t):
             raise RecipeError(f"net {name!r}: {key} has no shape yet; allowed: modules that are not lazy")
@@ -303,8 +305,8 @@ def _check_parts(net: nn.Module, name: str) -> None:
             raise RecipeError(f"net {name!r}: {key} is not finite; allowed: finite numbers (-1e9 in a mask for -inf)")
     for key, module in net.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats:
-            why = "without running statistics a sample's output depends on others in evaluation, too"
-            raise RecipeError(f"net {name!r}: {key} has track_running_stats=False; allowed: True, as {why}")
+            why = "otherwise a sample's output depends on the rest of its batch even in evaluation"
+            raise RecipeError(f"net {name!r}: {key} has track_running_stats=False; allowed: True, because {why}")
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None:
             raise RecipeError(f"net {name!r}: {key} has momentum None, a mean over all batches; allowed: a number")
 
@@ -329,7 +331,7 @@ def _check_outputs(outputs: object, name: str, population: Population) -> None:
             return
     elif not loss.paired:
         raise RecipeError(f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: ({_TRIED}, outputs)")
-    each = "class" if loss.classes else "number of a target"
+    each = "class" if loss.classes else "number in a target"
     raise RecipeError(f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: {wanted}, one for each {each}")
 
 
@@ -454,7 +456,7 @@ def _check_users(population: Population) -> None:
     first = population.users[0]
     if (got := tuple(first.train.inputs.shape[1:])) != tuple(population.input_shape):
         raise DataError(
-            f"user {first.name!r}: inputs have shape {got}; allowed: the net's, {tuple(population.input_shape)}"
+            f"user {first.name!r}: inputs have shape {got}; allowed: {tuple(population.input_shape)}, as the net takes"
         )
 
 
@@ -468,7 +470,7 @@ def _check_clusters(population: Population, method: Method) -> None:
         return
     true = max((user.cluster for user in population.users if user.cluster is not None), default=-1) + 1
     if (got := mixture.clusters) < true:
-        raise RecipeError(f"method {method.name}: clusters is {got}; allowed: from {true}, the true clusters")
+        raise RecipeError(f"method {method.name}: clusters is {got}; allowed: at least {true}, the true clusters")
 
 
 def _least_batch(model: StackedModel, plan: RunPlan, size: int) -> int:
@@ -476,11 +478,12 @@ def _least_batch(model: StackedModel, plan: RunPlan, size: int) -> int:
     if not model.batchwise:
         return 1
     if size < LEAST_FOR_NORM:
-        raise RecipeError(f"training.batch_size: got {size}; {model.name} has batch norm, which needs {LEAST_FOR_NORM}")
+        need = f"{model.name} has batch norm, which needs at least {LEAST_FOR_NORM}"
+        raise RecipeError(f"training.batch_size: got {size}; {need}")
     if plan.runtime.micro_batch is not None and plan.runtime.micro_batch < size:
         raise RecipeError(
             f"runtime.micro_batch: got {plan.runtime.micro_batch}; {model.name} has batch norm, which needs whole "
-            f"batches; allowed: from {size}, or none"
+            f"batches; allowed: at least {size}, or null"
         )
     return LEAST_FOR_NORM
 

@@ -77,7 +77,7 @@ class PersonalNet(Personal):
         if not self.loss.classes and not samples.targets.is_floating_point():
             samples = Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
         elif self.loss.classes and samples.targets.is_floating_point():
-            raise DataError(f"{where}: targets are real numbers; allowed: class numbers, as the net was trained on")
+            raise DataError(f"{where}: targets are real numbers; allowed: class numbers, as in training")
         targets = samples.targets.to(like if samples.targets.is_floating_point() else like.device)
         counts = torch.tensor([len(samples)])
         bank = SampleBank(inputs=samples.inputs.to(like), targets=targets, starts=counts - counts, counts=counts)
@@ -177,7 +177,7 @@ class NetKind(Kind):
         Raises:
             RecipeError: Always.
         """
-        raise RecipeError(f"--users: got {users}; the users' samples are read, so leave it out")
+        raise RecipeError(f"--users: got {users}; costs depend on the users' samples, which are read; leave it out")
 
 
 class SamplesKind(NetKind):
@@ -200,7 +200,7 @@ class SamplesKind(NetKind):
         """
         data, given = section(request.recipe), request.given
         if given is None and data.users is None:
-            raise DataError("users: a program hands them over; do so again, as comingle.run(recipe, users={...})")
+            raise DataError("users: passed by a program; pass them again: comingle.run(recipe, users={...})")
         return SamplesReader(data, request.recipe.data_seed, given=given, net=request.net, loss=request.loss)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
@@ -228,9 +228,7 @@ class SamplesKind(NetKind):
             DataError: A program made the net and does not pass it again.
         """
         if settings["net"] == OWN and net is None:
-            raise DataError(
-                "net: a function of a program made it; hand it over again, as comingle.load(folder, base=make_net)"
-            )
+            raise DataError("net: made by a function of a program; pass it again: comingle.load(folder, base=make_net)")
         common = Population(
             users=users,
             loss=_reopened_loss(settings["loss"], settings["whole"]),
@@ -254,7 +252,7 @@ def _reopened_loss(name: str, classes: bool) -> Loss:
     except RecipeError:
 
         def missing(*_: Any) -> Any:
-            raise DataError(f"loss {name!r}: a program handed it over; do so again to score models")
+            raise DataError(f"loss {name!r}: passed by a program; pass it again to score models")
 
         return Loss(name=name, function=missing, classes=classes)
 

@@ -167,8 +167,8 @@ class LanguageKind(Kind):
         try:
             return tuple(dict.fromkeys(owners()))[: source.users]
         except DataError as error:
-            told = f"{error}; to count without the {unread}, say how many users there are: --users N"
-            raise DataError(told) from None
+            advice = f"to count costs without the {unread}, give the number of users: --users N"
+            raise DataError(f"{error}; {advice}") from None
 
 
 class TextKind(LanguageKind):
@@ -180,8 +180,8 @@ class TextKind(LanguageKind):
         """Check the method, and that validation text that is trained on does not select the best round."""
         super().check(recipe, method)
         if section(recipe).train_on_valid and recipe.evaluation.select == "best":
-            told = "chooses by validation text, which data.train_on_valid trains on; allowed: last"
-            raise RecipeError(f"evaluation.select: best {told}")
+            why = "needs validation text that is not trained on, but data.train_on_valid trains on it"
+            raise RecipeError(f"evaluation.select: best {why}; allowed: last")
 
     def reader(self, request: DataRequest) -> TextReader:
         """Return a reader of documents; the same documents give the same run from files or from a program."""

@@ -431,7 +431,7 @@ class Store:
         check_storable(clients)
         remembered = clients.plan.training.experts.moments | clients.plan.training.router.moments
         if self.moments is not None and not MOMENTS & remembered:
-            raise RecipeError("runtime.store: disk-bf16 rounds moments, and no optimiser here has any; allowed: disk")
+            raise RecipeError("runtime.store: disk-bf16 rounds moments, but no optimizer here has any; allowed: disk")
         return OnDisk(clients.begin, clients.rows, self.moments, names=clients.names)
 
     def read(self, kind: Kind, request: DataRequest) -> RunData:
@@ -470,6 +470,6 @@ def check_storable(clients: Clients) -> None:
         DataError: The best round is selected and no user has validation data.
     """
     if clients.method.placement.pooled:
-        raise RecipeError(f"method {clients.method.name}: has one model, for which runtime.store: memory is enough")
+        raise RecipeError(f"method {clients.method.name}: trains a single model; allowed: runtime.store: memory")
     if clients.plan.evaluation.select == "best" and isinstance(clients.users, LazyPopulation):
         clients.require_validation(clients.users.about.get("valid", 1) > 0)

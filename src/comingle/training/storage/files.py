@@ -134,13 +134,13 @@ def check(record: np.ndarray, row: int, known: int, path: object) -> None:
     crc, owner = record[:HEAD].view(np.int64).tolist()
     if crc != zlib.crc32(record[8:].data):
         raise RunError(
-            f"{path}: damaged, the record of row {row} is not what was written; restore the file from a copy, or begin "
-            "anew with another --out"
+            f"{path}: damaged, the record of row {row} has a wrong checksum; restore the file from a backup, or start "
+            "a new run with another --out"
         )
     if owner != row or known not in (crc, UNKNOWN):
         raise RunError(
-            f"{path}: the record of row {row} is of another round or run than the checkpoint; restore the store that "
-            "belongs to it, or begin anew with another --out"
+            f"{path}: the record of row {row} belongs to another round or run than the checkpoint; restore the "
+            "matching store, or start a new run with another --out"
         )
 
 
@@ -225,7 +225,7 @@ def read_json(path: Path) -> dict[str, object]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: damaged ({error}); restore it, or begin anew with another --out") from None
+        raise RunError(f"{path}: damaged ({error}); restore it, or start a new run with another --out") from None
 
 
 @contextmanager
@@ -240,8 +240,8 @@ def disk_errors(run: Path | None) -> Iterator[None]:
     except OSError as error:
         path = Path(error.filename or (run or Path(tempfile.gettempdir())) / FOLDER)
         where = path.parent if run is None or run not in path.parents else run / FOLDER
-        goes_on = "" if run is None else f"; once it can be, {resume_command(run)} goes on"
-        raise RunError(f"{where}: cannot be written to: {error.strerror or error}{goes_on}") from None
+        advice = "" if run is None else f"; once this is fixed, {resume_command(run)} resumes the run"
+        raise RunError(f"{where}: cannot be written to: {error.strerror or error}{advice}") from None
 
 
 def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:
@@ -258,7 +258,7 @@ def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:
     parts = [part.records(run, group) for part in parts_of(checkpoint) for group in groups]
     for path in (run / FOLDER / ABOUT, *parts):
         if not path.is_file():
-            raise RunError(f"{path}: no such file; restore it, or begin anew with another --out")
+            raise RunError(f"{path}: no such file; restore it, or start a new run with another --out")
 
 
 def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups: Sequence[str]) -> None:
@@ -276,11 +276,12 @@ def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups
     kept = read_json(checkpoint / ABOUT)
     if {key: value for key, value in kept.items() if key != "id"} != about:
         raise RunError(
-            f"{checkpoint}: its users' records are of another recipe, runtime.store or runtime.dtype; use another --out"
+            f"{checkpoint}: user records were written with another recipe, runtime.store or runtime.dtype; use another "
+            "--out"
         )
     require_files(run, checkpoint, groups)
     if read_json(run / FOLDER / ABOUT) != kept:
-        raise RunError(f"{run / FOLDER}: of another run than {checkpoint.name}; restore the one that belongs to it")
+        raise RunError(f"{run / FOLDER}: belongs to another run than {checkpoint.name}; restore the matching store")
 
 
 def remove_files(run: Path, checkpoints: Sequence[Path]) -> None:
