@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,8 @@ def test_changed_text_is_refused_with_whose_it_is(recipe: Recipe, stopped: Path)
     path.write_text(("b" if first == "a" else "a") + rest)
     message = refused(recipe, stopped)
     assert message.startswith(f"{stopped}: user 'bob': the ")
-    assert "data changed since the run began; restore it, or begin anew with another --out" in message
+    assert "data changed since the run began" in message
+    assert "--out" in message
     path.write_text(first + rest)
     api.run(recipe, out=stopped, resume=True)
 
@@ -164,8 +166,7 @@ def test_who_pools_text_does_so_in_the_order_of_the_users(recipe: Recipe, tmp_pa
     stop(tmp_path / "run")
     users = recipe.model_dump(mode="json", exclude_unset=True)["data"]["users"]
     turned = recipe.with_changes({"data.users": dict(reversed(users.items()))})
-    said = "the users were ann, bob, cem and are cem, bob, ann, in this order, in which centralized reads their data"
-    assert said in refused(turned, tmp_path / "run")
+    assert re.search("ann, bob, cem.*cem, bob, ann.*centralized", refused(turned, tmp_path / "run"))
 
 
 def test_samples_of_a_task_are_part_of_it(tmp_path: Path) -> None:

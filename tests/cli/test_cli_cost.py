@@ -154,4 +154,4 @@ def test_settings_of_the_line_are_for_all_methods_and_those_of_the_recipe_for_it
     assert with_method(recipe, "comigs-1g1s", {"router_every": 3}).method.settings == {"router_every": 3}
     answer = comingle("cost", recipe_file, "--method", "local", "--set", "method.router_every=1")
     assert (answer.code, len(answer.err.splitlines())) == (2, 1)
-    assert "--set method.router_every: none of local has it" in answer.err
+    assert "--set method.router_every: " in answer.err

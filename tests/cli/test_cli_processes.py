@@ -85,10 +85,7 @@ def test_a_number_that_a_launcher_contradicts_is_refused(
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(key, value)
     refused = comingle("run", recipe_file, "--processes", "3")
-    assert (refused.code, refused.err) == (
-        2,
-        BAD1
-    )
+    assert (refused.code, refused.err) == (2, BAD1)
     other = comingle("methods")
     assert (other.code, other.err) == (
         2,

@@ -84,10 +84,8 @@ def test_without_a_home_runs_go_and_the_cache_is_asked_for(tmp_path: Path) -> No
     assert plain.returncode == 0, plain.stderr
     kept = ("run", recipe, "--out", tmp_path / "kept", "--quiet", "--set", "runtime.store=disk")
     refused = call(HOMELESS, *kept)
-    assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
-        2,
-        X,
-    )
+    assert refused.returncode == 2
+    assert all(name in refused.stderr.splitlines()[-1] for name in ("HOME", "COMINGLE_CACHE"))
     assert call(HOMELESS, *kept, COMINGLE_CACHE=str(tmp_path / "cache")).returncode == 0
     unknown = call(COMMAND, *kept, "--force", COMINGLE_CACHE="~nosuchperson/c")
     assert (unknown.returncode, "~nosuchperson/c: no user nosuchperson" in unknown.stderr) == (2, True)

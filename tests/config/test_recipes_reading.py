@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +56,18 @@ def test_shipped_files_read_as_yaml_has_them(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("data:\n  users:\n    ann: a.txt\n    bob: b.txt\n    ann: c.txt\n", "line 5: key 'ann' a second time; "),
-        ("seed: 1\ndata: {}\nseed: 2\n", "line 3: key 'seed' a second time; it is in line 1 already"),
-        ("a:\n  - {x: 1,\n     x: 2}\n", "line 3: key 'x' a second time"),
-        ("users: {'no': a, no: b}", "line 1: key 'no' a second time"),
-        ("users: {1: a, '1': b}", "line 1: key '1' a second time"),
-        ("x: &x {ann: a}\ndata: {users: {<<: *x, ann: b}}", "line 2: '<<' among users hides who is named twice; "),
-        ("? [a, b]\n: c\n", "line 1: a key must be text; got a list"),
-        ("{{a: b}: c}", "line 1: a key must be text; got a mapping"),
+        ("data:\n  users:\n    ann: a.txt\n    bob: b.txt\n    ann: c.txt\n", "line 5: .*'ann'.* 3$"),
+        ("seed: 1\ndata: {}\nseed: 2\n", "line 3: .*'seed'.* 1$"),
+        ("a:\n  - {x: 1,\n     x: 2}\n", "line 3: .*'x'.* 2$"),
+        ("users: {'no': a, no: b}", "line 1: .*'no'.* 1$"),
+        ("users: {1: a, '1': b}", "line 1: .*'1'.* 1$"),
+        ("x: &x {ann: a}\ndata: {users: {<<: *x, ann: b}}", "line 2: .*'<<'"),
+        ("? [a, b]\n: c\n", "line 1: .*a list"),
+        ("{{a: b}: c}", "line 1: .*a mapping"),
     ],
 )
 def test_a_key_that_is_there_twice_or_no_text_is_refused_with_its_line(text: str, said: str) -> None:
-    assert refusal(text).startswith(f"mine.yaml: {said}")
+    assert re.match(f"mine.yaml: {said}", refusal(text))
 
 
 # ---------------------------------------------------------------- files that would hang or break
@@ -74,18 +75,18 @@ def test_a_key_that_is_there_twice_or_no_text_is_refused_with_its_line(text: str
 
 @pytest.mark.parametrize("text", ["[" * 5000, "{a: " * 5000, "- " * 5000 + "a", "a: " + "[" * 500 + "]" * 500])
 def test_deep_nesting_is_refused(text: str) -> None:
-    assert refusal(text) == f"mine.yaml: line 1: nested more than {MAX_DEPTH} deep; a recipe needs less than ten"
+    assert re.match(rf"mine.yaml: line 1: nested .*\b{MAX_DEPTH}\b", refusal(text))
 
 
 def test_an_anchor_bomb_is_refused() -> None:
     lines = ["x0: &x0 [a, a, a, a, a, a, a, a, a, a]"]
     lines += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 12)]
     message = refusal("method:\n  settings:\n" + "\n".join(f"    {line}" for line in lines))
-    assert f"aliases repeat more than {MAX_REPEATED:,} values" in message
+    assert re.search(rf"alias.*\b{MAX_REPEATED:,}\b", message)
 
 
 def test_an_anchor_within_itself_is_refused() -> None:
-    assert refusal("method: &a [*a]") == "mine.yaml: line 1: alias '*a' lies within what it repeats"
+    assert re.match(r"mine.yaml: line 1: .*'\*a'", refusal("method: &a [*a]"))
 
 
 def test_an_alias_or_two_is_fine() -> None:
@@ -102,7 +103,7 @@ def test_a_recipe_file_is_read_the_same_way(tmp_path: Path) -> None:
     path.write_text("data:\n  users:\n    no: a.txt\n    2024-01-01: b.txt\n")
     assert list(load_recipe(path).data.users or {}) == ["no", "2024-01-01"]
     path.write_text("data:\n  users:\n    ann: a.txt\n    ann: b.txt\n")
-    with pytest.raises(RecipeError, match=r"mine\.yaml: line 4: key 'ann' a second time"):
+    with pytest.raises(RecipeError, match=r"mine\.yaml: line 4: .*'ann'"):
         load_recipe(path)
 
 
@@ -124,16 +125,16 @@ def test_odd_names_survive_a_run_folder(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", "data.users: a user's name is empty"),
-        ("  ", "data.users: a user's name is empty"),
-        ("a\nb", "data.users: user 'a\\nb': '\\n' in a name; allowed: text in one line without control characters"),
-        ("a\0", "data.users: user 'a\\x00': '\\x00' in a name"),
-        ("\x1b[31mred", "data.users: user '\\x1b[31mred': '\\x1b' in a name"),
-        ("a\u2028b", "data.users: user 'a\\u2028b': '\\u2028' in a name"),
-        ("a\u202eb", "data.users: user 'a\\u202eb': '\\u202e' in a name"),
-        ("\u2066a", "data.users: user '\\u2066a': '\\u2066' in a name"),
-        ("\ufeffa", "data.users: user '\\ufeffa': '\\ufeff' in a name"),
-        ("\ud800", "data.users: user '\\ud800': '\\ud800' in a name"),
+        ("", "data.users: .*empty"),
+        ("  ", "data.users: .*empty"),
+        ("a\nb", r"data.users: user 'a\nb': .*'\n'"),
+        ("a\0", r"data.users: user 'a\x00': .*'\x00'"),
+        ("\x1b[31mred", r"data.users: user '\x1b[31mred': .*'\x1b'"),
+        ("a\u2028b", r"data.users: user 'a\u2028b': .*'\u2028'"),
+        ("a\u202eb", r"data.users: user 'a\u202eb': .*'\u202e'"),
+        ("\u2066a", r"data.users: user '\u2066a': .*'\u2066'"),
+        ("\ufeffa", r"data.users: user '\ufeffa': .*'\ufeff'"),
+        ("\ud800", r"data.users: user '\ud800': .*'\ud800'"),
     ],
 )
 def test_names_that_no_table_can_show_are_refused(name: str, said: str) -> None:
@@ -152,18 +153,18 @@ def test_names_of_all_scripts_are_fine() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"data": {"users": {1: "a", "1": "b"}}}, "data.users: user '1' twice; names must differ"),
+        ({"data": {"users": {1: "a", "1": "b"}}}, "data.users: .*'1'"),
         (
             {"data": {"dataset": {"path": "a.csv", "user": "who", "users": ["ann", "bob", "ann"]}}},
-            "data.dataset.users: user 'ann' twice; names must differ",
+            "data.dataset.users: .*'ann'",
         ),
         (
             {"data": {"users": {"ann": "a"}}, "training": {"participation": [["ann", "ann"]]}},
-            "training.participation: user 'ann' twice in round 1",
+            "training.participation: .*'ann'.* 1",
         ),
         (
             {"data": {"dataset": {"path": "a.csv", "user": "who", "users": [False, "se"]}}},
-            "data.dataset.users.0: Input should be a valid string; got False; in quotes it would be text",
+            "data.dataset.users.0: .*False",
         ),
     ],
 )
@@ -176,7 +177,7 @@ def test_nobody_is_named_twice_or_by_accident(content: Any, said: str) -> None:
 def test_a_recipe_that_would_fill_memory_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     path.write_bytes(b"# a long comment\n" * 6_000_000)
-    with pytest.raises(RecipeError, match=r"large\.yaml: 102,000,000 bytes; allowed: at most 4,194,304; "):
+    with pytest.raises(RecipeError, match=r"large\.yaml: .*102,000,000 .*4,194,304"):
         load_recipe(path)
-    with pytest.raises(RecipeError, match=r"^here: .* bytes; allowed"):
+    with pytest.raises(RecipeError, match=r"^here: .*5,000,000 "):
         read_text("#" * 5_000_000, "here")

@@ -264,9 +264,9 @@ class Peeking(nn.Module):
         (Peeking, "net 'Peeking': .*vmap: It looks like"),
         (lambda: nn.Linear(3, 2), r"net 'own': .*\(4,\): mat1 and mat2 shapes"),
         (lambda: nn.Linear(4, 5), r"net 'own': .*\(2, 5\).*; allowed: \(2, 2\)"),
-        (lambda shape, outputs: nn.Identity(), "net 'own': .*trained"),
+        (lambda shape, outputs: nn.Identity(), "net 'own': .*an nn.Module with parameters"),
         (lambda: 3, r"net 'own': .*int; allowed: an nn\.Module"),
-        (nn.Linear(4, 2), r"net: got a Linear.*lambda: Linear\(\.\.\.\)"),
+        (nn.Linear(4, 2), r"net: got an instance of Linear.*lambda: Linear\(\.\.\.\)"),
     ],
 )
 def test_a_net_that_cannot_be_trained_is_one_line(net: Any, message: str) -> None:

@@ -33,5 +33,5 @@ def test_a_participants_own_model_is_exported(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"of a federation's server, which has nobody's model; open a user's own"):
         api.load(tmp_path / "server")
     (tmp_path / "server" / "metrics.json").unlink()
-    with pytest.raises(RunError, match=r"no metrics.json; the federation, started again, goes on with it"):
+    with pytest.raises(RunError, match=r"no metrics.json; .*federation"):
         read_metrics(tmp_path / "server")

@@ -288,14 +288,14 @@ def test_a_user_answers_one_unmasking_of_a_round(tmp_path: Path, asked: Any) -> 
     content, _, of_step = asked
     channel, task = stopped_at(content, tmp_path / "stopped", of_step("unmask")[0])
     few = survivors_message("ann", 1, ["ann"])
-    assert "1 users are in the sum; allowed: from 2" in refusal(channel.nodes["ann"], with_survivors(task, few))
+    assert re.search("1 users .*allowed: at least 2", refusal(channel.nodes["ann"], with_survivors(task, few)))
     answer = answer_of(channel.nodes["ann"], task)
     assert answer.messages
     anew = Client(channel.nodes["ann"].folder, channel.nodes["ann"].own)
     assert answer_of(anew, task).messages == answer.messages
     for survivors in (["ann", "bob"], ["ann", "cem"]):
         why = refusal(anew, with_survivors(task, survivors_message("ann", 1, survivors)))
-        assert "unmask of round 1 for something else than the first time" in why
+        assert re.search("unmask of round 1 .*once", why)
     assert answer_of(anew, task).messages == answer.messages
 
 

@@ -141,10 +141,9 @@ def test_who_has_too_few_examples_takes_no_part_and_the_run_ends_before_anybody_
     budget = (by_hand(rate, 1.0, 6) + by_hand(rate, 1.0, 8)) / 2
     content = recipe(tmp_path, epsilon=budget)
     metrics = run(content, tmp_path / "run").metrics
-    assert [text for text in caplog.messages if "budget" in text] == [
-        "cem: one more round would exceed the privacy budget, so they train no more; others go on",
-        "comigs-1g1s: the privacy budget is spent after round 3 of 4",
-    ]
+    excluded, ended = (text for text in caplog.messages if "budget" in text)
+    assert excluded.startswith("cem: ")
+    assert re.search(r"^comigs-1g1s: .*round 3 of 4", ended)
     rounds = of_event(tmp_path / "run", "round")
     assert [sorted(event["train_loss_nats"]) for event in rounds] == [["ann", "bob"]] * 3
     assert metrics["privacy"]["users"]["cem"] == 0  # whose first round would have been too much
@@ -186,7 +185,7 @@ def test_a_number_of_users_says_nothing_of_their_examples(comingle: Any, tmp_pat
     (tmp_path / "tiny.yaml").write_text(json.dumps(recipe(tmp_path)))
     answer = comingle("cost", tmp_path / "tiny.yaml", "--users", "5")
     assert answer.code == 2
-    assert "--users: got 5; with privacy.mechanism: example users' data is read" in " ".join(answer.err.split())
+    assert "--users: got 5; with privacy.mechanism: example" in " ".join(answer.err.split())
 
 
 # -------------------------------------------------------------------- resumed
@@ -377,16 +376,16 @@ def test_every_method_says_whether_it_can_hide_examples() -> None:
 @pytest.mark.parametrize(
     ("method", "settings", "why"),
     [
-        ("fedsa-lora", {}, r"shares attention\.a, generalist\.a alone, whose gradients follow from the other factor"),
-        ("local-adaptor", {}, "shares by which users mix components are trained without noise"),
-        ("fedem", {}, "users mix components"),
+        ("fedsa-lora", {}, r"method fedsa-lora: .*attention\.a, generalist\.a\b"),
+        ("local-adaptor", {}, "method local-adaptor: mixture weights"),
+        ("fedem", {}, "method fedem: mixture weights"),
         ("floral", {}, "its users report mixture"),
         ("ifca", {}, "its users report choice"),
-        ("pcl", {}, "make a model of what they download with data of their own"),
-        ("hetlora", {}, "ranks change with users' data"),
-        ("hetlora", {"prune": False}, "TailPenalty changes what users have by more than steps"),
-        ("comigs-1g1s", {"accumulate_gradients": True}, "gradients that routers' steps leave to shared experts"),
-        ("centralized", {}, "pools everybody's data"),
+        ("pcl", {}, "method pcl: .*downloads"),
+        ("hetlora", {}, "prune: false"),
+        ("hetlora", {"prune": False}, "TailPenalty"),
+        ("comigs-1g1s", {"accumulate_gradients": True}, "accumulate_gradients: false"),
+        ("centralized", {}, "method centralized: pools |method centralized pools "),
     ],
 )
 def test_what_breaks_the_account_is_refused_with_the_reason(method: str, settings: dict[str, Any], why: str) -> None:
@@ -396,13 +395,13 @@ def test_what_breaks_the_account_is_refused_with_the_reason(method: str, setting
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"privacy.clip_norm": "adaptive"}, r"privacy\.clip_norm: adaptive needs a server .* with example: a number"),
-        ({"training.weighting": "tokens"}, r"training\.weighting: with privacy\.mechanism: example all users weigh"),
+        ({"privacy.clip_norm": "adaptive"}, r"privacy\.clip_norm: adaptive .*example: a number"),
+        ({"training.weighting": "tokens"}, r"training\.weighting: with privacy\.mechanism: example.*weight_cap"),
         ({"training.experts.clip_norm": 1.0}, r"training\.experts\.clip_norm: got 1; with privacy\.mechanism: example"),
         ({"data.train_on_valid": True}, r"data\.train_on_valid: with privacy\.mechanism: example"),
-        ({"privacy.secure_aggregation.bits": 24}, r"secure_aggregation: not with mechanism: example, whose noise"),
+        ({"privacy.secure_aggregation.bits": 24}, r"secure_aggregation: .*mechanism: example.*central, none"),
         ({"evaluation.select": "best"}, r"privacy: evaluation\.select: best"),
-        ({"privacy.noise_multiplier": None}, r"privacy: says nothing of the noise"),
+        ({"privacy.noise_multiplier": None}, r"privacy: .*noise_multiplier, or epsilon"),
     ],
 )
 def test_settings_that_break_the_account_are_refused(changes: dict[str, Any], why: str) -> None:
@@ -420,9 +419,9 @@ def test_a_delta_that_allows_an_example_to_be_published_is_refused(tmp_path: Pat
 
 def test_nets_with_batch_norm_or_parts_of_their_own_are_refused(federate_nets: Any) -> None:
     changes = {f"privacy.{key}": value for key, value in HIDDEN.items()} | {"training.weighting": "uniform"}
-    with pytest.raises(RecipeError, match="statistics of batch norm are of all examples of a batch together"):
+    with pytest.raises(RecipeError, match=r"method fedavg: .*net:resnet9-group"):
         federate_nets("fedavg", changes=changes)
-    with pytest.raises(RecipeError, match=r"method pfedmoe: .* nothing is left that predicts"):
+    with pytest.raises(RecipeError, match=r"^privacy: method pfedmoe: "):
         federate_nets("pfedmoe", changes=changes | {"data.task.name": "mlp"})
 
 

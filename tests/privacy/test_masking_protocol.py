@@ -88,7 +88,7 @@ def test_somebody_who_masks_something_else_is_noticed() -> None:
     rehearsal = rehearse(terms_for(4, 3, entries=500))
     honest = rehearsal.users["user 1"].mask
     rehearsal.users["user 1"].mask = lambda sealed, upload: honest(sealed, upload) * np.uint32(3)
-    with pytest.raises(NoSumError, match="what comes out is no sum"):
+    with pytest.raises(NoSumError, match=r"^round 3: .*out of range"):
         rehearsal.total(LARGEST)
 
 
@@ -160,7 +160,7 @@ def test_what_is_sealed_is_uniform_and_for_one_reader() -> None:
     sealed = b"".join(one for of in server.sealed.values() for one in of.values())
     assert p_uniform(np.frombuffer(sealed, np.uint8)) > SURELY
     assert len(set(server.roster.values())) == 12
-    with pytest.raises(MessageError, match="has not sealed"):
+    with pytest.raises(MessageError, match="not sealed"):
         rehearsal.users["user 1"]._opened("user 2", server.sealed["user 2"]["user 3"])
 
 
@@ -274,14 +274,14 @@ def at_unmasking(lost: Container[tuple[str, str]] = ()) -> SimulatedSum:
 def test_a_user_unmasks_one_sum_of_a_round_and_none_of_too_few() -> None:
     user = at_unmasking().users["user 0"]
     names = list(user.terms.users)
-    with pytest.raises(MessageError, match="2 users are in the sum; allowed: from 3"):
+    with pytest.raises(MessageError, match=r"2 users .*allowed: at least 3"):
         user.unmask(names[:2])
-    with pytest.raises(MessageError, match="without this user"):
+    with pytest.raises(MessageError, match="lacks this user"):
         user.unmask(names[1:])
     first = user.unmask(names[:4])
     assert user.unmask(names[:4]) == first
     for others in (names, names[:3], [names[0], *names[2:]]):
-        with pytest.raises(MessageError, match="unmask of round 3 for something else than the first time"):
+        with pytest.raises(MessageError, match=r"unmask of round 3 .*once"):
             user.unmask(others)
 
 
@@ -290,9 +290,9 @@ def test_one_mask_serves_one_upload() -> None:
     user, server = rehearsal.users["user 1"], rehearsal.server
     sealed, upload = server.sealed_for("user 1"), rehearsal.uploads["user 1"]
     assert np.array_equal(user.mask(sealed, upload), masked_of(rehearsal)["user 1"])
-    with pytest.raises(MessageError, match="masked of round 3 for something else"):
+    with pytest.raises(MessageError, match=r"masked of round 3 .*once"):
         user.mask(sealed, upload + np.uint32(1))
-    with pytest.raises(MessageError, match="mask of round 3 for something else"):
+    with pytest.raises(MessageError, match=r"mask of round 3 .*once"):
         user.mask({name: one for name, one in sealed.items() if name != "user 4"}, upload)
 
 
@@ -311,18 +311,18 @@ def test_a_session_that_was_written_down_goes_on_with_the_same_bytes() -> None:
         assert again.share(roster) == once[0]
         assert np.array_equal(again.mask(sealed, uploads["user 0"]), once[1])
         assert again.unmask(list(terms.users)) == once[2]
-    with pytest.raises(MessageError, match="something else"):
+    with pytest.raises(MessageError, match=r"unmask of round 3 .*once"):
         Session.of(records[-1], lambda r: None).unmask(["user 0", "user 1"])
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda r: {n: k for n, k in r.items() if n != "user 0"}, "a roster with another key of user 'user 0'"),
-        (lambda r: {**r, "user 0": r["user 1"], "user 1": r["user 0"]}, "another key of user 'user 0'"),
-        (lambda r: {**r, "eve": bytes(64)}, "others than the federation's users"),
-        (lambda r: {**r, "user 1": r["user 2"]}, "each with a key"),
-        (lambda r: dict(list(r.items())[:2]), "2 users have advertised; allowed: from 3"),
+        (lambda r: {n: k for n, k in r.items() if n != "user 0"}, "key of user 'user 0'"),
+        (lambda r: {**r, "user 0": r["user 1"], "user 1": r["user 0"]}, "key of user 'user 0'"),
+        (lambda r: {**r, "eve": bytes(64)}, "unknown users"),
+        (lambda r: {**r, "user 1": r["user 2"]}, "with one key"),
+        (lambda r: dict(list(r.items())[:2]), "2 users .*allowed: at least 3"),
     ],
 )
 def test_a_roster_that_is_not_the_rounds_is_refused(change: Any, why: str) -> None:
@@ -357,7 +357,7 @@ def test_keys_of_another_round_or_run_mask_otherwise() -> None:
 def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     secure_client._part.cache_clear()
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.hashes", None)
-    with pytest.raises(RecipeError, match=r"needs the package cryptography: pip install 'comingle\[flower\]'"):
+    with pytest.raises(RecipeError, match=r"^privacy.secure_aggregation: .*cryptography.*'comingle\[flower\]'"):
         secure_client.derive(bytes(32), "anything")
 
 

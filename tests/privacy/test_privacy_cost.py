@@ -58,11 +58,11 @@ def test_it_is_said_in_words(comingle: Any, recipe_file: Path) -> None:
 
 def test_mistakes_are_one_line(comingle: Any, recipe_file: Path) -> None:
     for sets, line in (
-        (["privacy.mechanism=local"], "privacy: says nothing of the noise"),
+        (["privacy.mechanism=local"], "give noise_multiplier, or epsilon"),
         (["privacy.noise_multiplier=1", "privacy.clip_norm=big"], "privacy.clip_norm"),
         (
             ["privacy.noise_multiplier=1", "method=fedmerge"],
-            "privacy: method fedmerge: what its server (Merge) publishes",
+            "privacy: method fedmerge: its server (Merge)",
         ),
     ):
         answer = comingle("run", recipe_file, *[word for one in sets for word in ("--set", one)])

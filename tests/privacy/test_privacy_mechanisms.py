@@ -406,15 +406,15 @@ def test_every_method_says_what_applies_to_it() -> None:
 @pytest.mark.parametrize(
     ("method", "mechanism", "why"),
     [
-        ("centralized", "local", "pools everybody's data"),
-        ("ifca", "local", "its users report choice with each upload"),
-        ("floral", "central", "its users report mixture with each upload"),
-        ("pcl", "local", "make a model of what they download with data of their own"),
-        ("hetlora", "local", "ranks change with users' data"),
-        ("fedalt", "local", "go on from what they have, not from what they download"),
-        ("scaffold", "central", "its users report rates with each upload"),
-        ("fedmerge", "central", r"what its server \(Merge\) publishes is no mean"),
-        ("flexlora", "central", r"what its server \(Redistribute\) publishes is no mean"),
+        ("centralized", "local", "method centralized pools "),
+        ("ifca", "local", "method ifca: .*report choice "),
+        ("floral", "central", "method floral: .*report mixture "),
+        ("pcl", "local", "method pcl: .*downloads"),
+        ("hetlora", "local", "prune: false"),
+        ("fedalt", "local", "method fedalt: .*own tensors"),
+        ("scaffold", "central", "method scaffold: .*report rates "),
+        ("fedmerge", "central", r"\(Merge\).*mechanism: local"),
+        ("flexlora", "central", r"\(Redistribute\).*mechanism: local"),
     ],
 )
 def test_what_does_not_apply_is_refused_with_the_reason(method: str, mechanism: str, why: str) -> None:
@@ -425,8 +425,8 @@ def test_what_does_not_apply_is_refused_with_the_reason(method: str, mechanism: 
     ("changes", "why"),
     [
         ({"training.weighting": "tokens"}, r"privacy\.weight_cap: missing"),
-        ({"privacy.weight_cap": 5}, r"privacy\.weight_cap: is not read"),
-        ({"privacy.mechanism": "local", "privacy.clip_norm": "adaptive"}, r"privacy\.clip_norm: adaptive needs"),
+        ({"privacy.weight_cap": 5}, r"privacy\.weight_cap: .*uniform"),
+        ({"privacy.mechanism": "local", "privacy.clip_norm": "adaptive"}, r"privacy\.clip_norm: adaptive .*local"),
         ({"evaluation.select": "best"}, r"privacy: evaluation\.select: best"),
         ({"privacy.delta": 0.3}, r"privacy\.delta: got 0\.3 for 4 users"),
     ],

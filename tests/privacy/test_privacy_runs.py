@@ -194,7 +194,7 @@ def test_a_run_whose_key_is_gone_does_not_go_on_with_another(tmp_path: Path) -> 
     with pytest.raises(StoppedError):
         run(content, tmp_path / "run", stops=True)
     (tmp_path / "run" / KEY).unlink()
-    with pytest.raises(RunError, match=f"{KEY}: gone; another key would draw other noise, so restore it"):
+    with pytest.raises(RunError, match=f"{KEY}: missing"):
         run(content, tmp_path / "run", resume=True)
     assert not (tmp_path / "run" / KEY).exists()
     run(content, tmp_path / "run", force=True)

@@ -174,12 +174,9 @@ def test_a_round_with_too_few_uploads_changes_nothing(federate: Any, rule: str) 
     same = [torch.equal(t, before[name]) for name, t in had(federation).items()]
     assert all(same)
     assert federation.server.mechanisms.judged is not None
-    assert federation.server.mechanisms.judged.as_event(1) == {
-        "event": "aggregation",
-        "round": 1,
-        "rule": rule,
-        "reason": f"1 uploads are too few for {rule}: nothing changes",
-    }
+    event = federation.server.mechanisms.judged.as_event(1)
+    assert event.pop("reason").startswith(f"1 uploads are too few for {rule}")
+    assert event == {"event": "aggregation", "round": 1, "rule": rule}
     federation.server.aggregate(replace(upload, round=2))
     assert not all(torch.equal(t, before[name]) for name, t in had(federation).items())
 
@@ -238,14 +235,14 @@ def test_every_method_says_what_applies_to_it(rule: Rule) -> None:
 @pytest.mark.parametrize(
     ("rule", "settings", "why"),
     [
-        ("median", {"training": {"weighting": "tokens"}}, "gives all users the same weight"),
+        ("median", {"training": {"weighting": "tokens"}}, "training.weighting: got tokens, .*geometric-median"),
         ("krum", {"evaluation": {"select": "best"}}, "validation losses"),
         ("median", {"privacy": PrivacySection(noise_multiplier=1.0)}, "mechanism: central"),
         ("norm-bound", {"privacy": PrivacySection(noise_multiplier=1.0)}, "mechanism: central"),
         (
             "krum",
             {"privacy": PrivacySection(mechanism="none", secure_aggregation=SecureSection())},
-            "no upload that it could judge",
+            "krum .*privacy.secure_aggregation",
         ),
     ],
 )
@@ -262,9 +259,9 @@ def test_settings_that_do_not_go_together_are_refused(rule: Rule, settings: dict
 @pytest.mark.parametrize(
     ("rule", "participation", "why"),
     [
-        ("krum", 0.8, "krum needs 5 users in a round with 1 hostile ones among them, .* leaves 4"),
-        ("bulyan", 1.0, "bulyan needs 7 users"),
-        ("median", [["ann", "bob", "cem"], ["ann", "bob"]], "median needs 3 users .* leaves 2"),
+        ("krum", 0.8, r"krum needs 5 users .*\b1 hostile .*participation \w+ 4;"),
+        ("bulyan", 1.0, "aggregation: bulyan needs 7 users"),
+        ("median", [["ann", "bob", "cem"], ["ann", "bob"]], r"median needs 3 users .*participation \w+ 2;"),
     ],
 )
 @pytest.mark.sampled(1)

@@ -106,9 +106,9 @@ def test_too_few_users_end_the_round_without_a_sum(federate: Any, caplog: pytest
         before = flat({name: t.unsqueeze(0) for name, t in federation.server.model.items()})[0].clone()
         caplog.clear()
         assert torch.equal(model_after(federation, [0, 1]), before)
-        assert [record.getMessage() for record in caplog.records] == [
-            "round 1: 2 of 4 users have advertised; needed: 3; the round ends without a sum"
-        ]
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith("round 1: 2 of 4 users ")
+        assert "needed: 3" in line
         federation.download(range(4))  # and everybody goes on from what all have in common
         rows = federation.clients.state.rows[:, federation.clients.model.layout.mask(federation.clients.method.shared)]
         assert bool((rows == rows[0]).all())
@@ -120,7 +120,7 @@ def test_what_is_beyond_the_range_is_cut_and_said(federate: Any, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         sent = federation.clients.upload([0, 1, 2, 3], 1, {}).tensors[VECTOR]
     assert caplog.records[0].getMessage().startswith("user 'ann', round 1: ")
-    assert "entries of its change are cut to the range of 0.0001" in caplog.records[0].getMessage()
+    assert "0.0001 (privacy.secure_aggregation.range)" in caplog.records[0].getMessage()
     assert int(sent.abs().max()) == Grid(bound=1e-4, bits=24).levels
 
 
@@ -227,39 +227,39 @@ def test_every_method_says_whether_it_can_be_summed() -> None:
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("fedmerge", r"its server \(Merge\) looks at each upload by itself"),
-        ("flexlora", r"its server \(Redistribute\) looks at each upload by itself"),
-        ("hetlora", r"looks at each upload by itself"),
-        ("pcl", "looks at each upload by itself"),
-        ("ifca", "its users report choice with each upload"),
-        ("floral", "its users report mixture with each upload"),
-        ("centralized", "pools everybody's data"),
+        ("fedmerge", "secure_aggregation: method fedmerge: its server (Merge)"),
+        ("flexlora", "secure_aggregation: method flexlora: its server (Redistribute)"),
+        ("hetlora", "secure_aggregation: method hetlora: its server "),
+        ("pcl", "secure_aggregation: method pcl: its server "),
+        ("ifca", "report choice "),
+        ("floral", "report mixture "),
+        ("centralized", "method centralized pools "),
     ],
 )
 def test_what_cannot_be_summed_is_refused_with_the_reason(method: str, reason: str) -> None:
-    assert reason.replace(r"\(", "(").replace(r"\)", ")") in why(method)
+    assert reason in why(method)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"privacy.mechanism": "local", "privacy.noise_multiplier": 1.0}, "not with mechanism: local"),
+        ({"privacy.mechanism": "local", "privacy.noise_multiplier": 1.0}, "secure_aggregation: .*mechanism: local"),
         (
             {"privacy.mechanism": "central", "privacy.noise_multiplier": 1.0, "privacy.clip_norm": "adaptive"},
-            "not with clip_norm: adaptive",
+            "secure_aggregation: .*clip_norm: adaptive",
         ),
         ({"training.uploads": "int8"}, "training.uploads: got 'int8'; allowed: float32"),
-        ({"evaluation.select": "best"}, "evaluation.select: best has users report validation losses"),
+        ({"evaluation.select": "best"}, "privacy: evaluation.select: best"),
         ({"training.weighting": "tokens"}, "privacy.weight_cap: missing"),
-        ({"privacy.noise_multiplier": 1.0}, "mechanism: none has no noise"),
-        ({"privacy.secure_aggregation": None}, "mechanism: none needs secure_aggregation"),
+        ({"privacy.noise_multiplier": 1.0}, "mechanism: none .*noise_multiplier and epsilon"),
+        ({"privacy.secure_aggregation": None}, "mechanism: none .*secure_aggregation"),
         (
             {
                 "privacy.mechanism": "central",
                 "privacy.noise_multiplier": 1.0,
                 "privacy.secure_aggregation.range": 1.0,
             },
-            "range: is not read with noise",
+            "secure_aggregation.range: .*privacy.clip_norm",
         ),
         ({"privacy.secure_aggregation.threshold": 0.5}, "threshold: Input should be greater than 0.5"),
         ({"privacy.secure_aggregation.bits": 8}, "bits: Input should be greater than or equal to 16"),
@@ -285,10 +285,10 @@ def sums(users: int, participation: Any = 1.0, **secure: Any) -> Sums:
 @pytest.mark.parametrize(
     ("made_of", "reason"),
     [
-        (sums(1), "a round asks 1 user, whom no sum hides; needed: 2"),
-        (sums(9, ((0, 1), (3,))), "a round asks 1 user"),
-        (sums(3, colluders=1), "colluders: got 1, and a sum may be of 2 users; allowed: up to 0"),
-        (sums(10**6, bits=16), "bits: got 16, too few for so little noise"),
+        (sums(1), r"secure_aggregation: .*\b1 .*needed: 2"),
+        (sums(9, ((0, 1), (3,))), r"secure_aggregation: .*\b1 .*needed: 2"),
+        (sums(3, colluders=1), "colluders: got 1.* 2 users; allowed: up to 0"),
+        (sums(10**6, bits=16), "bits: got 16.*noise"),
     ],
 )
 def test_populations_of_which_no_sum_hides_anybody_are_refused(made_of: Sums, reason: str) -> None:
@@ -299,7 +299,7 @@ def test_populations_of_which_no_sum_hides_anybody_are_refused(made_of: Sums, re
 def test_a_grid_that_is_too_coarse_for_so_many_entries_is_refused() -> None:
     coarse = sums(3, bits=16)
     coarse.check_size(10_000)
-    with pytest.raises(RecipeError, match="bits: got 16; rounding 100,000,000 entries may take more than 10%"):
+    with pytest.raises(RecipeError, match=r"bits: got 16; .*100,000,000 .*10%"):
         coarse.check_size(10**8)
 
 

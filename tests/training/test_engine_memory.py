@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,8 +53,7 @@ def test_a_machine_without_memory_names_the_setting(recipe_file: Path) -> None:
 
     full = played("training.batch_size=512", "runtime.micro_batch=512", "runtime.users_per_step=3", most=150_000_000)
     assert full.returncode == 2, full.stderr
-    said = "runtime: cpu has not the memory for a pass of 3 users with 512 sequences or samples each; "
-    assert full.stdout == said + "try runtime.users_per_step=1, or auto\n"
+    assert re.fullmatch(r"runtime: .*cpu.* 3 users with 512 .*; try runtime\.users_per_step=1, or auto\n", full.stdout)
     assert played("training.rounds=1", most=400_000_000).returncode == 0
 
 
@@ -63,11 +63,11 @@ QUIET = {"COMINGLE_NO_TYPECHECK": "1", "OMP_NUM_THREADS": "1"}
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({}, "a pass of 3 users with 2 sequences or samples each; try runtime.users_per_step=1, or auto"),
-        ({"runtime.users_per_step": 1}, "of 1 user with 2 sequences or samples each; try runtime.micro_batch=1"),
+        ({}, r"3 users with 2 .*; try runtime\.users_per_step=1\b"),
+        ({"runtime.users_per_step": 1}, r"1 user with 2 .*; try runtime\.micro_batch=1\b"),
         (
             {"runtime.users_per_step": 1, "runtime.micro_batch": 1},
-            "with 1 sequences or samples each; try a smaller base, training.context or adapters.rank",
+            r"1 user with 1 .*; try .*training\.context .*adapters\.rank",
         ),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_full_gpu_names_what_is_next_to_lower(
     federation = federate("comigs-1g1s", changes=changes)
     with pytest.raises(RecipeError, match=told), Full(1000):
         train(federation.clients, [0, 1, 2], 0)
-    with pytest.raises(RecipeError, match="has not the memory"), Full(1000):
+    with pytest.raises(RecipeError, match=r"^runtime: "), Full(1000):
         federation.clients.evaluate()
 
 
@@ -112,7 +112,7 @@ def test_auto_finds_a_pass_that_fits(recipe_file: Path, monkeypatch: pytest.Monk
     assert least <= whole // 2
     assert chosen.users * chosen.sequences < portions.users * portions.sequences
     monkeypatch.setattr(planning, "free_bytes", lambda device: 1000)
-    with pytest.raises(RecipeError, match=r"users_per_step: auto: needs .* GB, .* no smaller pass fits"):
+    with pytest.raises(RecipeError, match=r"users_per_step: auto: .* GB.*adapters\.rank"):
         build(automatic, materials)
 
 

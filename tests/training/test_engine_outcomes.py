@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,7 @@ def test_a_run_that_ends_worse_than_it_began_says_so(tmp_path: Path, caplog: pyt
     caplog.clear()
     bad = run(tmp_path / "bad", **{"training.learning_rate": 2.0})
     (warning,) = bad.metrics["warnings"]
-    assert warning.startswith("the run ends worse than it began: mean test loss ")
-    assert "before training; worse for 3 of 3 users." in warning
+    assert re.search(r"mean test loss .*before training; .*3 of 3 users", warning)
     assert "training.experts.learning_rate" in warning
     assert f"fedavg: {warning}" in caplog.messages
     kept = read_metrics(tmp_path / "bad")
@@ -79,10 +79,10 @@ def test_a_resumed_run_says_it_too(tmp_path: Path) -> None:
 def test_privacy_is_shown_and_blamed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     privacy = {"noise_multiplier": 30.0, "clip_norm": 1.0, "accountant": "rdp", "noise": "reproducible"}
     done = run(tmp_path / "private", privacy=privacy)
-    (plan, *_) = [line for line in caplog.messages if line.startswith("privacy: this plan cannot work: ")]
+    (plan, *_) = [line for line in caplog.messages if line.startswith("privacy: ")]
     assert "mechanism: example" in plan
     (warning,) = done.metrics["warnings"]
-    assert "The noise of privacy (epsilon " in warning
+    assert "(epsilon " in warning
     assert "privacy.mechanism: example" in warning
     text = shown(read_metrics(tmp_path / "private"))
     spent = done.metrics["privacy"]["epsilon"]
@@ -108,7 +108,7 @@ def test_a_plan_is_judged_by_noise_users_and_parameters(mechanism: Any, users: i
     told = made.warn(numbers, rounds=20)
     assert (told is None) == works
     if told is not None:
-        needed = int(told.partition("Allowed: about ")[2].partition(" users")[0].replace(",", "")) + 1
+        needed = int(re.findall(r"([\d,]+) users", told)[-1].replace(",", "")) + 1
         enough = replace(made, users=tuple(f"user-{i}" for i in range(needed)))
         assert enough.warn(numbers, rounds=20) is None
 
@@ -125,7 +125,7 @@ def test_mixtures_that_stay_uniform_say_so() -> None:
     fast: Any = {"training.router": {"name": "adamw", "learning_rate": 0.5}}
     stuck = run(**floral, **slow)
     (warning,) = stuck.metrics["warnings"]
-    assert warning.startswith("mixtures have stayed uniform: every user gives each of the 2 components about 0.5")
+    assert re.search(r"^mixtures .*\b2 components .*0\.5\b", warning)
     assert "warnings" not in run(**floral, **fast).metrics
     assert "warnings" not in run(**{**floral, "method": {"name": "local-adaptor"}}).metrics
 

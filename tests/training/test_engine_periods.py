@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -99,9 +100,8 @@ def test_more_than_a_tenth_is_said_once_with_what_to_set(federate: Any, caplog: 
             was, trained, scored = passes(federate(method, changes=LONG))
             assert was == [0, 12]
     share = math.floor(100 * scored * 50 / 49 / 2.3 / trained + 0.5)
-    assert caplog.messages == [
-        f"evaluation takes {share}% of the time of training; lower data.max_test_tokens or set evaluation.first: false"
-    ]
+    (line,) = caplog.messages
+    assert re.search(rf"^evaluation .*\b{share}%.*data\.max_test_tokens .*evaluation\.first: false$", line)
 
 
 CHAT = [{"prompt": "One?", "response": f"Two {n}."} for n in range(30)]
@@ -132,7 +132,8 @@ def test_advice_names_no_key_that_other_kinds_of_data_refuse(
     with caplog.at_level(logging.WARNING, logger="comingle"):
         comingle.run(recipe, base=options["base"], users={"ada": sets, "ben": sets}, method="fedavg")
     (said,) = (line for line in caplog.messages if line.startswith("evaluation takes "))
-    assert said.endswith("; give less test data or set evaluation.first: false")
+    assert "data." not in said
+    assert "evaluation.first: false" in said
 
 
 def test_a_period_is_the_smallest_that_keeps_to_it() -> None:
@@ -147,7 +148,7 @@ def test_nothing_is_known_of_nobody() -> None:
 
 
 def test_a_word_that_is_none_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"evaluation.every: give auto, or a whole number from 1; got 'often'"):
+    with pytest.raises(RecipeError, match=r"evaluation.every: .*'often'"):
         parse_recipe({"data": {"users": {"ann": "a.txt"}}, "evaluation": {"every": "often"}})
 
 

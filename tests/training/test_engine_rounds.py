@@ -265,7 +265,7 @@ def test_a_finished_run_can_be_opened_and_talked_to(recipe_file: Path, tmp_path:
     assert opened.user("bob").score(tokens, context=16).perplexity == pytest.approx(
         done.metrics["users"]["bob"]["test_perplexity"], rel=1e-5
     )
-    with pytest.raises(ComingleError, match="no user 'dan'; there are: ann, bob, cem"):
+    with pytest.raises(ComingleError, match=r"'dan'.*ann, bob, cem"):
         opened.user("dan")
 
 

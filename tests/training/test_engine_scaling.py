@@ -130,13 +130,11 @@ def test_examples_are_not_hidden_by_what_is_scaled() -> None:
     """Where recipes are checked: nothing has been read yet."""
     privacy = {"mechanism": "example", "clip_norm": 1.0, "noise_multiplier": 1.0}
     recipe = {"data": {"users": {"ann": "unused.txt"}}, "privacy": privacy, "runtime": {"dtype": "float16"}}
-    with pytest.raises(
-        RecipeError, match=r"^runtime.dtype: got 'float16'; with privacy.mechanism: example .*allowed: "
-    ):
+    with pytest.raises(RecipeError, match=r"^runtime.dtype: got 'float16'; .*privacy.mechanism: example.*allowed: "):
         api.run({"base": BASE, "method": "fedavg", **recipe})
 
 
 def test_nets_have_other_formats() -> None:
     recipe = {"method": "fedavg", "data": {"task": {"name": "mlp-norm", "users": 4}}, "runtime": {"dtype": "float16"}}
-    with pytest.raises(RecipeError, match=r"^runtime.dtype: float16 is for language models; nets take auto, bfloat16"):
+    with pytest.raises(RecipeError, match=r"^runtime.dtype: .*float16.*auto, bfloat16"):
         api.run(recipe)

@@ -69,7 +69,7 @@ def test_a_list_names_the_users_of_each_round_and_repeats() -> None:
 
 
 def test_a_list_with_a_number_too_high_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"training.participation: user 3; allowed: 0 to 2"):
+    with pytest.raises(RecipeError, match=r"training.participation: .*\b3; .*0 to 2"):
         participants(make_run_plan(participation=((3,),)), 0, NAMES[:3])
 
 
@@ -79,7 +79,7 @@ def test_names_in_a_recipe_become_numbers() -> None:
         "training": {"participation": [["bob"], ["ann"]]},
     }
     assert make_plan(parse_recipe(content), FEDAVG, ["ann", "bob"]).participation == ((1,), (0,))
-    with pytest.raises(RecipeError, match=r"training.participation: no user 'bob'; there are: ann, cem"):
+    with pytest.raises(RecipeError, match=r"training.participation: .*'bob'.*ann, cem"):
         make_plan(parse_recipe(content), FEDAVG, ["ann", "cem"])
 
 

@@ -161,9 +161,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
 
     folder = tmp_path / "full"
     monkeypatch.setattr(files.os, "pwrite", write)
-    with pytest.raises(
-        RunError, match=r"store: cannot be written to: No space left on device; .* --resume .*full` goes"
-    ):
+    with pytest.raises(RunError, match=r"store: .*No space left on device; .* --resume .*full`"):
         api.run(recipe, out=folder)
     monkeypatch.undo()
     assert list_checkpoints(folder)
@@ -188,7 +186,8 @@ def test_a_full_disk_of_temporary_files_is_not_taken_for_the_runs(
     finetunes = load_recipe(recipe).with_changes({"method": "fedavg+"})
     with pytest.raises(RunError) as caught:
         api.run(finetunes, out=tmp_path / "run")
-    assert str(caught.value).startswith(f"{elsewhere}: cannot be written to: No space left on device; once it can be, ")
+    assert str(caught.value).startswith(f"{elsewhere}: ")
+    assert "No space left on device; " in str(caught.value)
 
 
 def test_a_store_of_another_recipe_is_refused(recipe: Path, stopped: Path) -> None:
@@ -199,7 +198,7 @@ def test_a_store_of_another_recipe_is_refused(recipe: Path, stopped: Path) -> No
 def test_a_store_of_another_run_is_refused(recipe: Path, stopped: Path, whole: Path) -> None:
     shutil.rmtree(stopped / "store")
     shutil.copytree(whole / "store", stopped / "store")
-    assert "store: of another run than round-0002" in resumed(recipe, stopped)
+    assert re.search("store: .*round-0002", resumed(recipe, stopped))
 
 
 @pytest.mark.parametrize("looked_at", [1, 1024], ids=["when it is read", "at the beginning"])
@@ -217,7 +216,7 @@ def test_a_checkpoint_beside_a_store_that_has_gone_on_is_refused(
     api.run(longer, out=run, resume=True)
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(aside, run / "checkpoints" / "round-0002")
-    told = r"store/params.bin: the record of row \d is of another round or run than the checkpoint; restore "
+    told = r"store/params.bin: .*row \d .*checkpoint"
     assert re.search(told, resumed(longer, run))
 
 
@@ -230,7 +229,7 @@ def test_records_of_another_run_are_refused(recipe: Path, tmp_path: Path, name: 
         with pytest.raises(StoppedError):
             api.run(everybody.with_changes({"seed": seed}), out=tmp_path / run, observers=[stop_in_round_3])
     shutil.copy(tmp_path / "other" / "store" / name, tmp_path / "one" / "store" / name)
-    assert f"{name}: the record of row 0 is of another round or run" in resumed(everybody, tmp_path / "one")
+    assert re.search(f"{name}: .*row 0 .*checkpoint", resumed(everybody, tmp_path / "one"))
 
 
 def test_a_checkpoint_that_knows_no_sums_is_gone_on_with(recipe: Path, whole: Path, stopped: Path) -> None:
@@ -247,12 +246,12 @@ def test_a_checkpoint_that_knows_no_sums_is_gone_on_with(recipe: Path, whole: Pa
 def test_a_file_of_records_that_is_cut_off_is_told_of(recipe: Path, stopped: Path) -> None:
     path = stopped / "store" / "params.bin"
     os.truncate(path, path.stat().st_size // 5)
-    assert "params.bin: damaged, the record of row" in resumed(recipe, stopped)
+    assert re.search(r"params.bin: damaged.* row \d", resumed(recipe, stopped))
 
 
 def test_a_store_that_is_gone_is_said(recipe: Path, stopped: Path) -> None:
     (stopped / "store" / "moments.bin").unlink()
-    assert "moments.bin: no such file; restore it" in resumed(recipe, stopped)
+    assert "moments.bin: no such file" in resumed(recipe, stopped)
     shutil.rmtree(stopped / "store")
     assert "store.json: no such file" in resumed(recipe, stopped)
 
@@ -262,14 +261,14 @@ def test_a_damaged_record_is_told_of(recipe: Path, stopped: Path) -> None:
     content = bytearray(path.read_bytes())
     content[40::997] = bytes(len(content[40::997]))
     path.write_bytes(content)
-    assert "params.bin: damaged, the record of row" in resumed(recipe, stopped)
+    assert re.search(r"params.bin: damaged.* row \d", resumed(recipe, stopped))
 
 
 def test_going_on_elsewhere_than_where_it_began_is_refused(recipe: Path, stopped: Path) -> None:
     memory = load_recipe(recipe).with_changes({"runtime.store": "memory"})
-    assert "begun with another runtime.store; a run goes on with what it began with" in resumed(memory, stopped)
+    assert "runtime.store" in resumed(memory, stopped)
     rounded = load_recipe(recipe).with_changes({"runtime.store": "disk-bf16"})
-    assert "of another recipe, runtime.store or runtime.dtype" in resumed(rounded, stopped)
+    assert re.search(r"round-0002: .*runtime.store or runtime.dtype", resumed(rounded, stopped))
 
 
 BEST = {"evaluation.select": "best", "evaluation.every": 1, "training.experts.learning_rate": 0.05}
