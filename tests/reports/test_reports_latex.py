@@ -169,5 +169,7 @@ def test_escaped_text_is_typeset_as_it_is(text: str) -> None:
 def test_a_comparison_in_python_has_the_same_table() -> None:
     compared = Comparison(folder=None, metrics={(run["method"], run["seed"]): run for run in RUNS})
     assert compared.to_latex() == latex(of(*RUNS))
+    with pytest.warns(DeprecationWarning, match="all_users"):
+        assert compared.to_latex(everybody=True) == compared.to_latex(all_users=True)
     with pytest.raises(RunError, match="to_latex"):
         Comparison(folder=None, metrics={}).to_latex()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,18 +106,22 @@ class Comparison:
         """
         return table_of(self.records())
 
-    def to_latex(self, *, everybody: bool = False) -> str:
+    def to_latex(self, *, all_users: bool = False, everybody: bool | None = None) -> str:
         """Return the results as a LaTeX table of the package booktabs, as ``comingle show --latex`` writes it.
 
         Args:
-            everybody: Whether to add a table with a row for each user, if there are too many for a column each.
+            all_users: Whether to add a table with a row for each user, if there are too many for a column each.
+            everybody: Deprecated; use ``all_users``.
 
         Raises:
             RunError: There are no runs, or the runs are of different users.
         """
+        if everybody is not None:
+            warnings.warn("to_latex: everybody is now all_users", DeprecationWarning, stacklevel=2)
+            all_users = everybody
         if not self.metrics:
             raise RunError("to_latex: got a comparison of 0 runs; allowed: 1 or more")
-        return latex(self._table(), all_users=everybody)
+        return latex(self._table(), all_users=all_users)
 
 
 def _line_of(mean: Mapping[str, object]) -> str:

@@ -75,7 +75,18 @@ def sharing_bound(
     problem: Shared, guessed: Joint, *, moment: float, adaptors: Float[np.ndarray, " clusters"], base: float,
     heterogeneity: float,
 ) -> float:  # fmt: skip
-    """Eq. 31: ``2 G^2 E_k |delta^k|_1^2 + 2 E_c[|p_c|^2 sigma_c^2] + 4 sigma^2 sum_c |p o pi_c|^2 + 4 Delta^2``."""
+    """Return the bound of eq. 31 on the expected squared error of the aggregated gradient.
+
+    ``2 G^2 E_k |delta^k|_1^2 + 2 E_c[|p_c|^2 sigma_c^2] + 4 sigma^2 sum_c |p o pi_c|^2 + 4 Delta^2``.
+
+    Args:
+        problem: Clients and their true routers.
+        guessed: Estimated routers, (clients, clusters).
+        moment: G^2, the second moment of the gradients.
+        adaptors: sigma_c^2, variance of the adapters' gradients.
+        base: sigma^2, variance of the base's gradient.
+        heterogeneity: Delta^2, distance between the clusters' gradients of the base.
+    """
     away = np.abs(problem.routers - guessed).sum(1)
     of_clusters = problem.joint.sum(0) * (problem.of_cluster**2).sum(0) * adaptors
     return float(
@@ -87,7 +98,15 @@ def sharing_bound(
 
 
 def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "clients clusters size"]) -> Errors:
-    """``E |g_bar - g~|^2`` (eq. 25, 26) in closed form, with a draw for each client, cluster and part of the model."""
+    """Return ``E |g_bar - g~|^2`` (eq. 25, 26) in closed form, and the terms of its bound.
+
+    One client is drawn for each client, cluster and part of the model (base, adapters).
+
+    Args:
+        problem: Clients and their true routers.
+        guessed: Estimated routers, (clients, clusters).
+        models: Model of each client and cluster.
+    """
     split = slice(None, problem.base), slice(problem.base, None)
     away = models[:, :, None] - problem.centres  # client, cluster, who was drawn
     each = np.einsum("dij,kcdj->kcdi", problem.hessians, away)
@@ -197,8 +216,17 @@ class Descent:
 
 
 def guess(cluster: Cluster, start: Weights, step: int, shift: float, decay: float) -> Weights:
-    """``p_hat`` at the beginning of a round: from its start to ``p``, never beyond; ``|delta|^2`` falls as
-    ``(1 + t / s)^-decay``. Theorem A.10 has ``(t + s)^-decay`` times the first, which no start but ``p`` itself obeys.
+    """Return ``p_hat`` at the beginning of a round, on the line from its start to ``p``.
+
+    ``|delta|^2`` falls as ``(1 + t / s)^-decay``. Theorem A.10 has ``(t + s)^-decay`` times the first, which only the
+    start ``p`` itself satisfies.
+
+    Args:
+        cluster: The cluster with the true weights p.
+        start: First estimate of p.
+        step: Step of the round's beginning, t.
+        shift: Shift of the schedule, s.
+        decay: Exponent of the decrease of ``|delta|^2``.
     """
     return cluster.weights + (1 + step / shift) ** (-decay / 2) * (start - cluster.weights)
 
@@ -214,7 +242,18 @@ def descend(
     replicas: int,
     rng: np.random.Generator,
 ) -> Descent:
-    """Eq. 4 with steps ``eta_t``, in many replicas at once."""
+    """Run eq. 4 with steps ``eta_t`` in many replicas at once.
+
+    Args:
+        cluster: The cluster whose clients take part.
+        schedule: Step sizes and local steps.
+        guessed: First estimate of the weights, p_hat.
+        decay: Exponent with which the squared mismatch decreases.
+        start: First model of all clients.
+        steps: Number of steps.
+        replicas: Number of independent runs that are averaged.
+        rng: Generator of the gradient noise.
+    """
     mu, smooth = cluster.moduli
     count, weights, best = len(cluster.weights), cluster.weights, cluster.minimiser
     models = np.broadcast_to(start, (replicas, count, len(start))).copy()
@@ -279,7 +318,13 @@ def drift_bound(found: Descent, local_steps: int) -> Float[np.ndarray, " steps"]
 
 
 def descent_bound(found: Descent, cluster: Cluster, local_steps: int) -> Float[np.ndarray, " steps"]:
-    """Lemma A.4, of ``E |w~_(t+1) - w*|^2``."""
+    """Return the bound of Lemma A.4 on ``E |w~_(t+1) - w*|^2``.
+
+    Args:
+        found: Measured quantities of the run, for each step.
+        cluster: The cluster whose clients take part.
+        local_steps: Steps between two averages, H.
+    """
     mu, smooth = cluster.moduli
     rate = found.rates
     noise = 4 * found.variance * _squares(cluster.weights) + 4 * found.moment * found.mismatch**2
@@ -290,13 +335,21 @@ def descent_bound(found: Descent, cluster: Cluster, local_steps: int) -> Float[n
 def routed_descent_bound(
     found: Descent, cluster: Cluster, local_steps: int, clusters: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Lemma A.7 on ``E |w~_(t+1) - w*|^2``, for K clients and C ``clusters``:
+    """Return the bound of Lemma A.7 on ``E |w~_(t+1) - w*|^2``.
+
+    For K clients and C clusters it is
 
         (1 - eta mu) |w~ - w*|^2 - eta / 2 E_hat [f_c(w^k) - f_c*]
             + 4 eta^2 sigma^2 |p|^2 + 16 eta^2 G^2 log(K C) + 9 eta^3 L H^2 G^2.
 
     It follows from Lemma A.4 where ``eta <= U / (8 L)``, as ``|delta|_1^2 <= 4 <= 4 log(K C)`` for ``K C >= 3``. The
     lemma asks for ``eta <= gamma / max(5/2, 16 G^2, 4 L)``; its own eq. 23 has ``5/2`` as a factor of the others.
+
+    Args:
+        found: Measured quantities of the run, for each step.
+        cluster: The cluster whose clients take part.
+        local_steps: Steps between two averages, H.
+        clusters: Number of clusters, C.
     """
     mu, smooth = cluster.moduli
     rate = found.rates
@@ -328,12 +381,18 @@ def uniformity(weights: Weights, start: Weights) -> float:
 
 
 def rate_bound(found: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.ndarray, " steps"]:
-    """Theorem A.10 as it holds, of the gap of the average after each step: for ``eta_t = 3 / (mu (t + s))`` and
-    ``s >= max(H, 24 kappa / U)``,
+    """Return the corrected bound of Theorem A.10 on the gap of the average after each step.
+
+    For ``eta_t = 3 / (mu (t + s))`` and ``s >= max(H, 24 kappa / U)`` it is
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
     with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2``, ``B = 8 L H^2 G^2`` and D the distance of the start.
+
+    Args:
+        found: Measured quantities of the run, for each step.
+        cluster: The cluster whose clients take part.
+        schedule: Step sizes and local steps.
     """
     noise = 4 * found.variance * _squares(cluster.weights) + 4 * found.moment * found.mismatch**2
     return _telescoped(found, cluster, schedule, noise, 8)
@@ -344,7 +403,13 @@ def routed_rate_bound(
 ) -> Float[np.ndarray, " steps"]:
     """Return the corrected bound of Theorem A.9: that of :func:`rate_bound`, but from Lemma A.7 instead of Lemma A.4.
 
-    ``A = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2``, whatever the routers are.
+    ``A = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2`` for all routers.
+
+    Args:
+        found: Measured quantities of the run, for each step.
+        cluster: The cluster whose clients take part.
+        schedule: Step sizes and local steps.
+        clusters: Number of clusters, C.
     """
     noise = 4 * found.variance * _squares(cluster.weights) + _router_noise(found, cluster, clusters)
     return _telescoped(found, cluster, schedule, np.full(len(found.rates), noise), 9)
@@ -362,7 +427,16 @@ def _telescoped(
 
 
 def printed_rate(found: Descent, cluster: Cluster, schedule: Schedule, decay: float) -> Float[np.ndarray, " steps"]:
-    """Theorem A.10 as printed, for steps ``1 / (mu (t + s))``, ``s >= max(3 H, 4 kappa / U)``; it need not hold."""
+    """Return the bound of Theorem A.10 as printed, which need not hold.
+
+    Its steps are ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U)``.
+
+    Args:
+        found: Measured quantities of the run, for each step.
+        cluster: The cluster whose clients take part.
+        schedule: Step sizes and local steps.
+        decay: Exponent with which the squared mismatch decreases.
+    """
     mu, smooth = cluster.moduli
     s, taken = schedule.shift, np.arange(1, len(found.rates) + 1)
     noise, moment = found.variance * _squares(cluster.weights), found.moment
@@ -379,6 +453,12 @@ def printed_routed_rate(
     """Return the bound of Theorem A.9 as printed, which need not hold.
 
     Its steps are ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))``.
+
+    Args:
+        found: Measured quantities of the run, for each step.
+        cluster: The cluster whose clients take part.
+        schedule: Step sizes and local steps.
+        clusters: Number of clusters, C.
     """
     mu, smooth = cluster.moduli
     s, taken = schedule.shift, np.arange(1, len(found.rates) + 1)
@@ -456,9 +536,19 @@ def aggregators(shares: Float[np.ndarray, "users clusters"], amounts: Float[np.n
 def mismatch_bound(
     rate: float, final: float, gap: float, lowest: float, users: int, clusters: int, drift: float
 ) -> float:
-    """Lemma A.6 of ``|delta_c|_1^2``: ``4 eta gap + eta_bar f_c* + 4 log(K C) + 10 L eta^3 H^2 G^2`` (``drift``).
+    """Return the bound of Lemma A.6 on ``|delta_c|_1^2``.
 
-    No two distributions are further apart than ``|delta|_1^2 = 4``, which is less for all ``K C >= 3``.
+    ``4 eta gap + eta_bar f_c* + 4 log(K C) + 10 L eta^3 H^2 G^2``. It says little: no two distributions are further
+    apart than ``|delta|_1^2 = 4``, which is less for all ``K C >= 3``.
+
+    Args:
+        rate: Step size, eta.
+        final: eta_bar.
+        gap: Gap of the cluster's loss.
+        lowest: Lowest loss of the cluster, f_c*.
+        users: Number of users, K.
+        clusters: Number of clusters, C.
+        drift: ``10 L eta^3 H^2 G^2``.
     """
     return 4 * rate * gap + final * lowest + 4 * float(np.log(users * clusters)) + drift
 
@@ -483,7 +573,13 @@ def logit_gradient(
     models: Float[np.ndarray, "clusters size"],
     shares: Float[np.ndarray, " clusters"],
 ) -> Float[np.ndarray, " clusters"]:
-    """Appendix C.2: how FML changes with the logits, ``pi_c <grad f(w_hat), w_c - w_hat>``; gradient at the mixture."""
+    """Return the gradient of FML by the router's logits, ``pi_c <grad f(w_hat), w_c - w_hat>`` (Appendix C.2).
+
+    Args:
+        gradient: Gradient of the loss at the mixture w_hat.
+        models: The model of each cluster.
+        shares: The user's router, pi.
+    """
     return shares * ((models - shares @ models) @ gradient)
 
 

@@ -369,7 +369,17 @@ def draw_linear(
     decay: float,
     coupling: float,
 ) -> LinearProblem:
-    """Normal inputs whose targets come from routed linear experts that were drawn too, with noise (squared: 10%)."""
+    """Draw normal inputs and targets of routed linear experts with noise (10% of the squared output).
+
+    Args:
+        rng: Generator of all draws.
+        samples: Number of samples.
+        features: Number of features.
+        num_experts: Number of experts.
+        loss: Loss of the problem.
+        decay: Weight decay of experts and router.
+        coupling: Coupling of the problem.
+    """
     inputs = rng.standard_normal((samples, features))
     chosen = (inputs @ rng.standard_normal((features, num_experts))).argmax(1)
     outputs = (inputs @ rng.standard_normal((features, num_experts)))[np.arange(samples), chosen]

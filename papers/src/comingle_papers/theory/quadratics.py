@@ -183,7 +183,16 @@ def coupled_curve(
     settings: CoupledSettings,
     rng: np.random.Generator,
 ) -> Curve:
-    """Eq. 7, its fixed point (which further steps lead to), and quotients of random pairs.
+    """Run eq. 7 and return its curve, its fixed point and the quotients of random pairs.
+
+    Args:
+        scheme: Name of the curve.
+        instance: Number of the random problem.
+        one: Loss of the first block.
+        two: Loss of the second block.
+        start: First value of both blocks.
+        settings: Steps, sizes and number of pairs.
+        rng: Generator of the random pairs.
 
     Raises:
         DivergenceError: scipy failed on a convex step.

@@ -380,6 +380,13 @@ _PROBE = 16
 def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
     """Implement :meth:`comingle.models.personal.PersonalModel.export` by :func:`export`.
 
+    Args:
+        personal: The model to export.
+        folder: Where to write.
+        format: As for :func:`export`.
+        dtype: As for :func:`export`.
+        force: As for :func:`export`.
+
     Raises:
         RunError: The base is quantised, or as for :func:`export`.
         DataError: As for :func:`export`.
