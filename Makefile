@@ -27,8 +27,8 @@ demo: $(VENV)/demo
 	$(BIN)/comingle demo --force
 
 # One process a core, up to two: each keeps bases of its own in memory. A file stays in one process, which shares its
-# fixtures.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 15
+# fixtures. Bytecode is cached even where the environment forbids it: the tests start about a hundred processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 15
 
 # All that is not marked slow, and of tests marked sampled a sample of their parameters: at most 6 minutes on two idle cores.
 test: $(VENV)/dev

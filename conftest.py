@@ -34,6 +34,7 @@ from tests.quick import TINY_TRAINING
 
 from comingle.config import parse_recipe
 from comingle.config.settings import KINDS, MECHANISMS
+from comingle.cost import memory
 from comingle.data.text.streams import UserData
 from comingle.methods import REGISTRY as METHODS
 from comingle.models.base import Base
@@ -66,6 +67,11 @@ def pytest_sessionstart() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_collection_finish() -> None:
+    """Keep the collected tests out of later garbage collections."""
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what reads real data, and the parameters of a test that are not in its sample."""
@@ -88,6 +94,14 @@ def sample(cases: Sequence[pytest.Item], count: int, name: str) -> list[pytest.I
         return list(cases)
     first = zlib.crc32(name.encode())
     return [cases[(first + number * len(cases) // count) % len(cases)] for number in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def assumed_process_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the measurement of a process's own memory, which takes seconds, in tests that do not compare it."""
+    measured = request.module.__name__.endswith("test_costing_memory") or request.node.get_closest_marker("slow")
+    if not measured:
+        monkeypatch.setattr(memory, "_measured", lambda kind: memory.FALLBACK_BYTES)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -134,11 +134,11 @@ def needs_args(owner: str, node: Function, classes: Classes) -> bool:
 
 
 def check_document(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line and problem of a Markdown page, without its code."""
+    """Yield line and problem of a Markdown page, without its code and headings."""
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
         in_code ^= line.lstrip().startswith("```")
-        if not in_code:
+        if not in_code and not line.startswith("#"):
             yield from check_prose(number, re.sub(r"`[^`]*`", "``", line))
 
 

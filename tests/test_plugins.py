@@ -230,7 +230,7 @@ def test_a_method_from_python_needs_no_package() -> None:
     assert settings_of(name) == settings_of(made) == {}
     with pytest.raises(RecipeError, match=r"method fedavg: no setting 'slow'\. Allowed: no settings"):
         make(made, slow=1)
-    with pytest.raises(PluginError, match="comingle.methods: 'comigs'.*comingle"):
+    with pytest.raises(PluginError, match=r"comingle\.methods: 'comigs'.*comingle"):
         register("comigs", mine)
     with pytest.raises(RecipeError, match=r"slow is True; allowed: whole numbers"):
         make(mine, slow=True)

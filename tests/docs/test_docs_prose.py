@@ -62,6 +62,6 @@ def test_what_needs_no_arguments_passes(prose: ModuleType, source: str) -> None:
     assert problems(prose, source) == []
 
 
-def test_code_in_documents_is_skipped(prose: ModuleType) -> None:
-    text = "A page.\n\n```python\nnobody = 1\n```\n\nUse `everybody`.\n\nNobody else.\n"
+def test_code_and_headings_of_documents_are_skipped(prose: ModuleType) -> None:
+    text = "# What a page has\n\n```python\nnobody = 1\n```\n\nUse `everybody`.\n\nNobody else.\n"
     assert list(prose.check_document(text)) == [(9, "banned: Nobody")]

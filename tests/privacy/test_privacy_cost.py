@@ -12,12 +12,6 @@ import pytest
 PRIVACY = ["--set", "privacy.accountant=rdp", "--set", "training.participation=0.5"]
 
 
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the measurement of a process's own memory, which takes seconds."""
-    monkeypatch.setattr("comingle.cost.planning.process_bytes", lambda *_: 1)
-
-
 def found(comingle: Any, recipe: Path, *sets: str) -> dict[str, Any]:
     words = [word for one in sets for word in ("--set", one)]
     answer = comingle("cost", recipe, "--json", *PRIVACY, *words)
