@@ -55,7 +55,7 @@ def test_json_of_a_task_has_what_a_run_then_counts(comingle: Any, net_recipe: Pa
     ("words", "message"),
     [
         (["--users", "0"], "--users: got 0; allowed: whole numbers from 1"),
-        (["--method", "comigs-1g1s"], "method comigs-1g1s: trains nothing of a net; it is for language models"),
+        (["--method", "comigs-1g1s"], "method comigs-1g1s: trains no part of a net"),
         (["--set", "base=smollm2-135m"], "base: got 'smollm2-135m' for data.task; allowed: net:NAME"),
     ],
 )

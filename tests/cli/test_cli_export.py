@@ -103,4 +103,4 @@ def test_a_run_of_nets_or_none_is_refused(comingle: Any, tmp_path: Path) -> None
     api.run(content, out=tmp_path / "nets")
     answer = comingle("export", tmp_path / "nets", "--user", "user-0", "--to", tmp_path / "x")
     assert answer.code == 2
-    assert "predicts and generates no text; give a language model" in answer.err
+    assert "user 'user-0': got the net net:mlp-norm" in answer.err

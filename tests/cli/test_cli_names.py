@@ -133,7 +133,8 @@ def test_warnings_are_printed_as_they_are(
     warn_overlaps(RunData(kind=TEXT, base=None, texts=many, users=()))
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 11
-    assert said[-1] == "warning: so are documents of 15 more users"
+    assert said[-1].startswith("warning: ")
+    assert said[-1].endswith("15 more users")
     handler = logging.StreamHandler()
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     comingle("methods")

@@ -40,7 +40,7 @@ def test_a_run_of_nets_opens_with_everybodys_net(comingle: Any, net_recipe: Path
         assert person.evaluate(user.test).mean_loss == pytest.approx(
             opened.metrics["users"][user.name]["test_loss"], rel=1e-4
         )
-    with pytest.raises(DataError, match="user 'user-0': net:mlp-norm predicts and generates no text"):
+    with pytest.raises(DataError, match="user 'user-0': got the net net:mlp-norm"):
         generating_model(opened, "user-0")
     said = comingle("plot", tmp_path / "run", "--figure", "tokens")
     assert said.code == 2

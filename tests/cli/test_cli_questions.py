@@ -97,7 +97,7 @@ def test_what_was_interrupted_is_resumed_from_the_command_line(comingle: Any, re
         (
             "run",
             "method=ensemble",
-            "method ensemble: mixes whole models, which are small nets; nets are for users",
+            "method ensemble: mixes whole models",
         ),
         ("cost", "data.questions.name=xnly", "no questions 'xnly'. Did you mean 'xnli'?"),
     ],

@@ -140,7 +140,9 @@ def test_odd_names_survive_a_run_folder(tmp_path: Path, name: str) -> None:
 def test_names_that_no_table_can_show_are_refused(name: str, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe({"data": {"users": {name: "a.txt"}}})
-    assert str(caught.value).startswith(f"recipe: {said}")
+    place, value = said.split(".*")
+    assert str(caught.value).startswith(f"recipe: {place}")
+    assert value in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -171,7 +173,7 @@ def test_names_of_all_scripts_are_fine() -> None:
 def test_nobody_is_named_twice_or_by_accident(content: Any, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(content)
-    assert str(caught.value).startswith(f"recipe: {said}")
+    assert re.match(f"recipe: {said}", str(caught.value))
 
 
 def test_a_recipe_that_would_fill_memory_is_refused_unread(tmp_path: Path) -> None:

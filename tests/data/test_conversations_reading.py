@@ -349,7 +349,7 @@ def test_a_response_that_is_no_label_is_named(tmp_path: Path) -> None:
         ({"prompt": 3}, "got 3"),
         ({"prompt": ["a", 3]}, "data.prompt.1: "),
         ({"prompt": ["a", "a"]}, "data: prompt: 'a'"),
-        ({"held_out": "mixture"}, "held_out is not read for conversations"),
+        ({"held_out": "mixture"}, "held_out is not used for conversations"),
     ],
 )
 def test_a_wrong_section_is_refused(data: Mapping[str, Any], wrong: str) -> None:

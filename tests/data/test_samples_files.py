@@ -470,7 +470,7 @@ def test_data_and_cost_are_told_before_training(tmp_path: Path, comingle: Callab
             {"kind": "samples", "users": {"ada": "x"}, "split": {"valid": 0.6, "test": 0.5}},
             "valid 0.6 and test 0.5",
         ),
-        ({"kind": "samples", "users": {"ada": "x"}, "max_train_tokens": 3}, "max_train_tokens is not read for samples"),
+        ({"kind": "samples", "users": {"ada": "x"}, "max_train_tokens": 3}, "max_train_tokens is not used for samples"),
         ({"kind": "samples", "users": {"ada": "x"}, "los": "mse"}, "unknown key 'data.los'. Did you mean 'loss'?"),
     ],
 )
@@ -493,7 +493,8 @@ def test_paths_in_the_place_of_samples_name_what_reads_them(
     with pytest.raises(DataError) as error:
         comingle.run(recipe, users={"ada": data}, base=base, method="fedavg")
     message = str(error.value)
-    assert message.startswith("users: 'ada' ")
+    assert message.startswith("users: ")
+    assert "'ada'" in message
     assert repr(path) in message
     assert "data={'kind': 'samples', 'users': {'ada': " in message
     assert "\n" not in message

@@ -87,5 +87,5 @@ def test_there_must_be_some(recipe: Recipe) -> None:
     ],
 )
 def test_where_rounds_are_passes_it_is_refused(data: dict[str, Any]) -> None:
-    with pytest.raises(ComingleError, match="train_on_valid is not read for"):
+    with pytest.raises(ComingleError, match="train_on_valid is not used for"):
         check_recipe(parse_recipe({"data": {**data, "train_on_valid": True}}))

@@ -30,7 +30,7 @@ def test_a_participants_own_model_is_exported(tmp_path: Path) -> None:
     assert len(lost) == 2
     assert not any(other in (tmp_path / "plain" / "README.md").read_text() for other in others)
     assert metrics["users"].keys() >= {name}
-    with pytest.raises(RunError, match=r"of a federation's server, which has nobody's model; open a user's own"):
+    with pytest.raises(RunError, match=r"server: .*federation's server"):
         api.load(tmp_path / "server")
     (tmp_path / "server" / "metrics.json").unlink()
     with pytest.raises(RunError, match=r"no metrics.json; .*federation"):

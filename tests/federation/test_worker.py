@@ -151,7 +151,7 @@ def test_of_two_workers_in_one_folder_the_second_ends(state: Path) -> None:
     command = [sys.executable, str(WORKER), "--name", "ada", "--state", str(state)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert second.returncode == 2
-    assert "writes to it" in second.stderr
+    assert "/worker: in use by process" in second.stderr
     assert second.stderr.count("\n") == 1
     assert ask(state, b"who") == who
 

@@ -207,7 +207,6 @@ def test_what_cannot_be_recorded_is_told_and_runs(
     with caplog.at_level(logging.WARNING, "comingle"):
         for _ in range(2):
             assert all(map(torch.equal, solved(model, *given), plainly(model, *given)))
-    assert [record.message for record in caplog.records] == [
-        "runtime.gpu: a pass could not be recorded and runs as without graphs "
-        "(operation not permitted when stream is capturing)"
-    ]
+    (record,) = caplog.records
+    assert record.message.startswith("runtime.gpu: ")
+    assert "operation not permitted when stream is capturing" in record.message

@@ -68,5 +68,5 @@ def test_the_best_round_on_disk_is_that_in_memory(chosen: Any, users: int | None
 
 
 def test_what_has_one_model_is_refused(federate: Callable[..., InProcess]) -> None:
-    with pytest.raises(RecipeError, match=r"method centralized: .*one model"):
+    with pytest.raises(RecipeError, match=r"method centralized: .*runtime\.store: memory"):
         federate("centralized", changes={"runtime.store": "disk"})

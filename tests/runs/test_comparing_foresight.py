@@ -45,10 +45,7 @@ def test_good_data_needs_no_word_and_three_seeds() -> None:
 
 def test_users_with_equal_or_nearly_equal_text_are_named() -> None:
     users = {"ada": words(1, 200), "ben": words(2, 200), "cem": words(1, 200), "dan": words(1, 190) + words(3, 100)}
-    found = [
-        re.fullmatch(r"users (\w+) and (\w+) have \d+ of \d+ documents in common: .*", line)
-        for line in told(users, **ENOUGH)
-    ]
+    found = [re.fullmatch(r"users (\w+) and (\w+) \w+ \d+ of \d+ documents.*", line) for line in told(users, **ENOUGH)]
     pairs = [match.groups() for match in found if match is not None]
     assert pairs == [("ada", "cem"), ("ada", "dan"), ("cem", "dan")]
 
@@ -101,9 +98,10 @@ def test_it_is_said_before_anything_is_trained(
         comingle.advise(
             {"data": {"loss": "mse"}}, ["fedavg"], users={"ada": same, "ben": same}, base=lambda: torch.nn.Linear(3, 1)
         )
-    alike = "advise: users ada and ben have 20 of 20 samples in common: "
-    assert any(line.startswith(alike) for line in caplog.messages)
-    assert any(line.startswith("advise: little test data (2 samples at least): ada, ben; ") for line in caplog.messages)
+    alike = r"advise: users ada and ben \w+ 20 of 20 samples.*"
+    assert any(re.match(alike, line) for line in caplog.messages)
+    little = r"advise: little test data \(.*\b2 samples.*\): ada, ben; "
+    assert any(re.match(little, line) for line in caplog.messages)
 
 
 def test_smaller_groups_of_nets_are_of_their_users_alone() -> None:

@@ -57,7 +57,7 @@ def test_a_method_that_is_there_once_keeps_its_name() -> None:
 @pytest.mark.parametrize(
     ("methods", "said"),
     [
-        (["fedprox:proximal=1", "fedprox:proximal=1"], "methods: 'fedprox:proximal=1' twice"),
+        (["fedprox:proximal=1", "fedprox:proximal=1"], "methods: got 'fedprox:proximal=1' twice"),
         (["fedprox", "fedprox:proximal=0.01"], "'fedprox' and 'fedprox:proximal=0.01' have the same settings"),
         (["fedprox:proximal"], "give NAME:KEY=VALUE, each key once"),
         (["fedprox:proximal=1:proximal=2"], "give NAME:KEY=VALUE, each key once"),

@@ -25,9 +25,7 @@ def metrics(seed: int, users: str) -> dict[str, Any]:
 
 def test_a_sample_of_users_is_refused_with_several_seeds_before_training(recipe_file: Path, tmp_path: Path) -> None:
     recipe = load_recipe(recipe_file).with_changes({"evaluation.users": 2, "training.rounds": 1})
-    with pytest.raises(
-        RecipeError, match=r"^evaluation\.users: 2 with 2 seeds, .* allowed: all users \(null\), or one seed"
-    ):
+    with pytest.raises(RecipeError, match=r"^evaluation\.users: got 2 with 2 seeds.*allowed: "):
         comingle.compare(recipe, ["local", "fedavg"], seeds=[0, 1], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     comingle.compare(recipe, ["local", "fedavg"], seeds=[1], out=tmp_path / "out")

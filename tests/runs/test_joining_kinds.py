@@ -139,7 +139,7 @@ def test_samples_that_do_not_fit(tmp_path: Path) -> None:
             join(trained, name="eve", data=data)
         assert "\n" not in str(raised.value)
     own = run(SAMPLES, users={"ann": images(1), "bob": images(2)}, method="fedavg", loss=weighted)
-    with pytest.raises(DataError, match="'cross_entropy'; allowed: the run's, 'weighted', handed over again"):
+    with pytest.raises(DataError, match="user 'eve': loss: got 'cross_entropy'; allowed: the run's, 'weighted'"):
         join(own, name="eve", data=images(3))
     joined = join(own, name="eve", data=images(3), loss=weighted)
     assert joined.rows["shared"]["test_loss"] > 0

@@ -436,7 +436,7 @@ def test_an_empty_prompt_without_a_token_to_begin_with_is_told(people: Any, tmp_
         for prompt in prompts:
             told = refused(openai.BadRequestError, lambda p=prompt: client.completions.create(model="ann", prompt=p))
             assert told["param"] == "prompt"
-            assert told["message"].startswith("an empty prompt: the base's tokenizer has no token between documents")
+            assert told["message"].startswith("an empty prompt: ")
         assert httpx.post(f"{address}/v1/route", json={"model": "ann", "text": "a"}).status_code == 400
 
 

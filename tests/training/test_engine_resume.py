@@ -113,7 +113,9 @@ def test_a_truncated_checkpoint_is_named_and_can_be_left_out(recipe: Path, whole
     newest = stopped / "checkpoints" / "round-0003"
     content = (newest / "state.safetensors").read_bytes()
     (newest / "state.safetensors").write_bytes(content[:-1])
-    assert f"round-0002 is whole: `rm -r {newest}`, then" in refused(recipe, stopped)
+    message = refused(recipe, stopped)
+    assert "round-0002" in message
+    assert f"`rm -r {newest}`" in message
     shutil.rmtree(newest)
     api.run(recipe, out=stopped, resume=True)  # round-0002 is a copy of round 3 here
     assert final(stopped) == final(whole)
@@ -145,7 +147,7 @@ def test_another_recipe_is_refused_with_what_differs(
 
 
 def test_there_must_be_something_to_resume(recipe: Path, tmp_path: Path) -> None:
-    assert "nothing to resume, no recipe.yaml in it" in refused(recipe, tmp_path / "nowhere")
+    assert "nowhere: nothing to resume: no recipe.yaml" in refused(recipe, tmp_path / "nowhere")
     assert "resume: no run folder" in refused(recipe, None)
 
 

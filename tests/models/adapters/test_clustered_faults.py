@@ -184,4 +184,4 @@ def test_a_cluster_that_nobody_present_is_in_keeps_its_component(federate_nets: 
 def test_optimal_routing_refuses_to_make_two_clusters_one(federate_nets: Any, method: str) -> None:
     with pytest.raises(ComingleError) as error:
         federate_nets({"name": method, "clusters": 1})
-    assert str(error.value).startswith(f"method {method}: clusters is 1; allowed: from 2")
+    assert str(error.value).startswith(f"method {method}: clusters is 1; allowed: at least 2")
