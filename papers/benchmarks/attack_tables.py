@@ -20,7 +20,7 @@ Cells = dict[tuple[str, float, str], dict[int, dict[str, Any]]]
 
 
 def cells_of(results: Sequence[Mapping[str, Any]], data: str) -> Cells:
-    """The runs on one data set."""
+    """Return the runs on one data set."""
     found: Cells = {}
     for result in results:
         if result["data"] == data:
@@ -29,17 +29,29 @@ def cells_of(results: Sequence[Mapping[str, Any]], data: str) -> Cells:
 
 
 def worse(data: str, score: float, clean: float) -> float:
-    """By how much a score is worse than the clean one, relative to that."""
+    """Return how much worse a score is than the clean one, as a share of the clean one.
+
+    Args:
+        data: Name of the data set.
+        score: Score under attack.
+        clean: Score of the plain mean without an attack.
+    """
     return (clean - score) / clean if data == "mnist" else (score - clean) / clean
 
 
 def close(data: str, cell: Mapping[int, Mapping[str, Any]], clean: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether it is close to the plain mean without an attack, in the mean over seeds."""
+    """Return whether a cell's mean over seeds is close to the plain mean without an attack.
+
+    Args:
+        data: Name of the data set.
+        cell: Results under attack, by seed.
+        clean: Results of the plain mean without an attack, by seed.
+    """
     return statistics.fmean(worse(data, run["score"], clean[seed]["score"]) for seed, run in cell.items()) <= CLOSE
 
 
 def shown(values: Sequence[float], digits: str = ".3g") -> str:
-    """The mean, and the distance of the farthest seed from it."""
+    """Return the mean and the distance of the farthest seed from it, as text."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return "none"
@@ -52,7 +64,14 @@ def shown(values: Sequence[float], digits: str = ".3g") -> str:
 
 
 def table(cells: Cells, data: str, rules: Sequence[str], number: Callable[[Mapping[str, Any]], float]) -> list[str]:
-    """Scores by attack and rule; bold where they are close to the clean ones."""
+    """Return the lines of a table of scores by attack and rule, bold where they are close to the clean ones.
+
+    Args:
+        cells: Results by attack and rule.
+        data: Name of the data set.
+        rules: Rules, one column each.
+        number: Function that takes the score from a result.
+    """
     lines = ["| attack | hostile | " + " | ".join(rules) + " |", "|" + "---|" * (2 + len(rules))]
     clean = cells[NONE, 0.0, "mean"]
     for attack, share in dict.fromkeys((a, s) for a, s, _ in cells):
@@ -76,7 +95,7 @@ def unmet(cells: Cells, data: str) -> list[str]:
 
 
 def main() -> None:
-    """Print them."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--rules", default=",".join(RULES))

@@ -1,4 +1,4 @@
-"""What else could never be behind the better of local and fedavg? Each candidate beside a finished run of ``stacking``.
+"""Candidates that could never be behind the better of local and fedavg, each beside a finished run of ``stacking``.
 
     python papers/benchmarks/candidates.py RUNS/stacking-seed0-... [--only
     temperatures,choice,early,gate,folds,leftover]
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def measure(run: Run, names: Sequence[str]) -> list[dict[str, Any]]:
-    """A line for each candidate, the run's own first."""
+    """Return a record for each candidate, the run's own first."""
     shared, own = (of_component(run, number) for number in (0, 1))
     better = {name: min(shared[name], own[name]) for name in run.users}
     found = {"stacking": perplexities(run.federation.clients)}
@@ -90,13 +90,13 @@ def measure(run: Run, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def ahead(users: Perplexities, better: Perplexities) -> dict[str, Any]:
-    """How many users are ahead of the better of the two models, and how far behind it the last one is."""
+    """Count the users ahead of the better of the two models; return also how far behind it the last user is."""
     behind = {name: users[name] / better[name] - 1 for name in users}
     return {"ahead": sum(value < 0 for value in behind.values()), "worst_percent": 100 * max(behind.values())}
 
 
 def perplexities(clients: Clients) -> Perplexities:
-    """Everybody's, with the models that they have now."""
+    """Return the test perplexity of every user under its current model."""
     names = [user.name for user in clients.users]
     return {name: score.measures["perplexity"] for name, score in zip(names, clients.evaluate(), strict=True)}
 
@@ -105,7 +105,7 @@ def perplexities(clients: Clients) -> Perplexities:
 
 
 def temperatures(run: Run) -> dict[str, Perplexities]:
-    """By the method itself, on the run's models."""
+    """Fit temperatures as the method does, on the run's models."""
     clients = run.federation.clients
     before, rows = (clients.plan, clients.model, clients.steps, clients.scorer), clients.state.rows
     assert isinstance(clients.model, EnsembleModel)
@@ -126,7 +126,7 @@ def temperatures(run: Run) -> dict[str, Perplexities]:
 
 
 def choice(run: Run) -> dict[str, Perplexities]:
-    """One of the two models of each user, by validation text."""
+    """Choose one of the two models of each user by validation text."""
     found: dict[str, Perplexities] = {"lowest": {}, "own if clear": {}, "shared if clear": {}}
     tests = [of_component(run, number) for number in (0, 1)]
     for number, name in enumerate(run.users):
@@ -142,7 +142,14 @@ def choice(run: Run) -> dict[str, Perplexities]:
 def component_losses(
     run: Run, number: int, split: str, rows: Float[Tensor, "users columns"] | None = None
 ) -> tuple[Float[Tensor, "2 n context"], Bool[Tensor, "n context"]]:
-    """Losses of both of a user's models at each place of its windows, and where there is one; of other ``rows``."""
+    """Return losses of both models of a user at each position of its windows, and a mask of valid positions.
+
+    Args:
+        run: The finished run.
+        number: Index of the user.
+        split: Split that is scored.
+        rows: Other parameters than the run's.
+    """
     clients = run.federation.clients
     row = clients.row_of[number]
     tensors = clients.model.tensors((clients.state.rows if rows is None else rows)[[row]])
@@ -154,13 +161,25 @@ def component_losses(
 
 
 def window_losses(run: Run, number: int, rows: Float[Tensor, "users columns"] | None = None) -> Float[Tensor, "2 n"]:
-    """Mean loss of each window of validation text under both models."""
+    """Return the mean loss of each validation window under both models.
+
+    Args:
+        run: The finished run.
+        number: Index of the user.
+        rows: Other parameters than the run's.
+    """
     losses, here = component_losses(run, number, "valid", rows)
     return losses.sum(2) / here.sum(1)
 
 
 def of_both(run: Run, number: int, rows: Float[Tensor, "users columns"] | None = None) -> list[float]:
-    """Of both models."""
+    """Return the test perplexities of both models of a user.
+
+    Args:
+        run: The finished run.
+        number: Index of the user.
+        rows: Other parameters than the run's.
+    """
     losses, here = component_losses(run, number, "test", rows)
     return losses[:, here].mean(1).exp().tolist()
 
@@ -176,7 +195,13 @@ def of_component(run: Run, component: int) -> Perplexities:
 def trained(
     run: Run, method: str | dict[str, Any], change: Callable[[RunData], RunData] = lambda materials: materials
 ) -> Clients:
-    """Clients of another method at the end of a run of it, on the same text unless that is changed."""
+    """Return the clients at the end of a run of another method.
+
+    Args:
+        run: The finished run whose recipe and text are used.
+        method: Name of the other method.
+        change: Function that changes the data before training.
+    """
     changes = {"method": method, "evaluation.every": run.recipe.training.rounds, "evaluation.first": False}
     recipe = run.recipe.with_changes(changes)
     federation = build(recipe, change(prepare(recipe)))
@@ -213,7 +238,7 @@ class Gated(AdaptedModel):
     """With a number of each user that multiplies what attention's LoRA adds; routers' steps train it."""
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
-        """Everybody has it."""
+        """Return the mask of the method, with the gate of every user."""
         rest = super().mask(ranks)
         return torch.cat([rest, rest.new_ones(len(rest), 1)], 1)
 
@@ -229,7 +254,7 @@ class GatedText(TextKind):
     """Text for models that are gated."""
 
     def model(self, *args: Any, **named: Any) -> Model:
-        """The method's, with a gate behind all else."""
+        """Return the method's model with a gate as its last parameter."""
         model = super().model(*args, **named)
         slot = Slot(name=GATE, shape=(1,), roles=(ROUTER,), init=init_zero)
         fields: dict[str, Any] = {**vars(model), "layout": Layout(slots=(*model.layout.slots, slot))}
@@ -244,7 +269,7 @@ def gate(run: Run) -> dict[str, Perplexities]:
 
 
 def folds(run: Run) -> dict[str, Perplexities]:
-    """Both halves' models, half of each."""
+    """Mix the predictions of two runs, each trained on one half of the data, with equal weights."""
     both = [trained(run, "comigs-1g1s", lambda materials, k=k: halved(materials, k)) for k in (0, 1)]
     found: Perplexities = {}
     for number, name in enumerate(run.users):
@@ -259,7 +284,7 @@ def folds(run: Run) -> dict[str, Perplexities]:
 
 
 def halved(materials: RunData, fold: int) -> RunData:
-    """One half of what users have to train on and to validate with for the experts, the other for the routers."""
+    """Split each user's training and validation text: one half for the experts, the other for the routers."""
 
     def of(user: UserData) -> UserData:
         text = torch.cat([user.train, user.valid])

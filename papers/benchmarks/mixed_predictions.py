@@ -1,4 +1,4 @@
-"""What two clean models are worth together: predictions of two finished runs, mixed with a weight for each user.
+"""The value of combining two models: predictions of two finished runs, mixed with a weight for each user.
 
     python papers/benchmarks/mixed_predictions.py RUNS/local-seed0-... RUNS/fedavg-seed0-...
 
@@ -53,7 +53,16 @@ def measure(first: Run, second: Run) -> dict[str, Any]:
 
 
 def of_user(first: Run, second: Run, number: int) -> dict[str, float]:
-    """One user's figures; ``weight`` is that of the first model."""
+    """Return one user's figures.
+
+    Args:
+        first: The first run.
+        second: The second run.
+        number: Index of the user.
+
+    Returns:
+        Test perplexities by name, and ``weight``, the weight of the first model.
+    """
     valid, test = (
         torch.stack([token_losses(run, number, split) for run in (first, second)]) for split in ("valid", "test")
     )
@@ -70,7 +79,13 @@ def of_user(first: Run, second: Run, number: int) -> dict[str, float]:
 
 @torch.no_grad()
 def token_losses(run: Run, number: int, split: str) -> Float[Tensor, " tokens"]:
-    """Loss in nats of every token of a user's split, but the first, under the user's model."""
+    """Return the loss in nats of every token of a user's split, but the first, under the user's model.
+
+    Args:
+        run: The finished run.
+        number: Index of the user.
+        split: Name of the split.
+    """
     clients = run.federation.clients
     windows = evaluation_windows(getattr(clients.users[number], split), context=run.recipe.training.context)
     found = []
@@ -81,7 +96,7 @@ def token_losses(run: Run, number: int, split: str) -> Float[Tensor, " tokens"]:
 
 
 def likeliest_weight(losses: Float[Tensor, "2 tokens"]) -> float:
-    """The weight of the first of two models with which text is most likely, by expectation and maximisation."""
+    """Return the weight of the first of two models that maximises the likelihood of text, by EM."""
     odds = (losses[1] - losses[0]).exp()  # how much likelier each token is under the first
     weight = 0.5
     for _ in range(EM_STEPS):

@@ -61,7 +61,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def of_user(run: Run, number: int) -> dict[str, float]:
-    """One user's figures; ``weight`` is that of the shared model, ``a`` and ``b`` the exponents of the third way."""
+    """Return one user's figures: ``weight`` of the shared model, exponents ``a`` and ``b`` of the product."""
     (valid, said), (test, wanted) = (predictions(run, number, split) for split in ("valid", "test"))
     alone = losses(valid, said)
     weight = float(likeliest_weight(alone.unsqueeze(0))[0])
@@ -87,7 +87,13 @@ def of_user(run: Run, number: int) -> dict[str, float]:
 
 @torch.no_grad()
 def predictions(run: Run, number: int, split: str) -> tuple[Models, Int64[Tensor, " tokens"]]:
-    """Of every token of a user's split but the first."""
+    """Return log probabilities of both models and the tokens, of a user's split but its first token.
+
+    Args:
+        run: The finished run.
+        number: Index of the user.
+        split: Name of the split.
+    """
     clients = run.federation.clients
     model, row = clients.model, clients.row_of[number]
     assert isinstance(model, EnsembleModel)
@@ -105,7 +111,7 @@ def predictions(run: Run, number: int, split: str) -> tuple[Models, Int64[Tensor
 
 
 def losses(models: Float64[Tensor, "n tokens vocab"], said: Int64[Tensor, " tokens"]) -> Float64[Tensor, "n tokens"]:
-    """In nats, of the tokens that came."""
+    """Return the losses of the observed tokens in nats."""
     return -models.gather(2, said.expand(len(models), -1).unsqueeze(2)).squeeze(2)
 
 
@@ -120,12 +126,12 @@ def product(models: Models, powers: Float64[Tensor, " models"]) -> Float64[Tenso
 
 
 def tempered(models: Models, powers: Float64[Tensor, " models"]) -> Models:
-    """Each to a power, normalised."""
+    """Raise each model's probabilities to a power and normalise them."""
     return (powers.view(2, 1, 1) * models).log_softmax(-1)
 
 
 def features(models: Models) -> Float[Tensor, "tokens 5"]:
-    """What is known before the token comes."""
+    """Return features of both predictions that do not depend on the token."""
     entropies = -(models.exp() * models).sum(-1)
     return torch.stack([torch.ones_like(entropies[0]), *entropies, *models.amax(-1)], 1)
 

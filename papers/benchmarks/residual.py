@@ -1,4 +1,4 @@
-"""Is an own model better trained within the mixture, on what the shared one leaves over, than alone?
+"""Compare local models trained within the mixture, on the residual of the shared model, with models trained alone.
 
     python papers/benchmarks/residual.py RUNS/stacking-seed0-...
 
@@ -39,7 +39,7 @@ class Together(EnsembleModel):
     def losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False, shares: Any = None
     ) -> tuple[Tensor, float]:
-        """The mixture's."""
+        """Return the losses of the mixture."""
         alone = self.component_losses(tensors, users, batch, train=train)
         fixed = torch.cat([alone[:, :1].detach(), alone[:, 1:]], 1)
         return mix_losses(fixed, self.shares(tensors).detach()), 0.0
@@ -77,7 +77,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def perplexities(clients: Clients) -> dict[str, float]:
-    """Everybody's."""
+    """Return the test perplexity of every user."""
     names = [user.name for user in clients.users]
     return {name: score.measures["perplexity"] for name, score in zip(names, clients.evaluate(), strict=True)}
 

@@ -32,7 +32,13 @@ class OverError(Exception):
 
 
 def recipe_of(folder: Path, method: str, *, toy: bool) -> dict[str, Any]:
-    """The paper's settings (section 4.1.2, App. B.1) on four users' made-up text."""
+    """Return a recipe with the paper's settings (section 4.1.2, App. B.1) on made-up text of four users.
+
+    Args:
+        folder: Folder of the text files, which are written.
+        method: Name of the method.
+        toy: Whether to use a tiny base.
+    """
     for number in range(USERS):
         draw = random.Random(number)
         paragraphs = ["".join(draw.choices("etaoin shrdlu", k=400)) for _ in range(60 if toy else 1500)]

@@ -1,4 +1,4 @@
-"""What privacy costs: test scores over epsilon, by method, on real data.
+"""The cost of privacy: test scores over epsilon, by method, on real data.
 
 AG News with its four categories as users, the authors of stackexchange_users with most text, and MNIST with 300 users.
 Each run spends a given epsilon at delta 1e-5; the server adds the noise to a mean of clipped changes (``central``), or
@@ -49,7 +49,7 @@ PART = {"news": 1.0, "posts": 0.2, "mnist": 0.2}
 
 
 def texts(data: Path, name: str) -> dict[str, list[str]]:
-    """The documents of the users who have most text."""
+    """Return the documents of the users with the most text."""
     file, field, users, documents = FILES[name]
     found: dict[str, list[str]] = {}
     with lzma.open(data / file, "rt", encoding="utf-8") as lines:
@@ -77,7 +77,14 @@ def setting(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Any, d
 
 
 def measure(name: str, method: str, epsilon: float, args: argparse.Namespace) -> dict[str, Any]:
-    """One run: the users' mean score, the noise and the last clip norm, or why there is none."""
+    """Run a method once; return the users' mean score, the noise and the last clip norm, or the error.
+
+    Args:
+        name: Name of the data set.
+        method: Name of the method.
+        epsilon: Privacy budget; infinite for no noise.
+        args: Options of the command line.
+    """
     users, base, recipe = setting(name, args)
     clip = args.clip if args.clip == "adaptive" else float(args.clip)
     if math.isfinite(epsilon):
@@ -101,7 +108,13 @@ def measure(name: str, method: str, epsilon: float, args: argparse.Namespace) ->
 
 
 def table(results: list[dict[str, Any]], name: str, epsilons: list[float]) -> list[str]:
-    """A row for each method."""
+    """Return the lines of a table with a row for each method.
+
+    Args:
+        results: Results of all runs.
+        name: Name of the data set.
+        epsilons: Budgets, one column each.
+    """
     heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
     lines = ["| method | " + " | ".join(heads) + " |", "|" + "---|" * (1 + len(heads))]
     of: dict[tuple[str, float], list[dict[str, Any]]] = {}
@@ -119,7 +132,7 @@ def _cell(found: list[dict[str, Any]]) -> str:
 
 
 def of_run(one: dict[str, Any], args: argparse.Namespace) -> bool:
-    """Whether a result is of the same rounds and, where there is noise, clip norm and mechanism."""
+    """Return whether a result has the same rounds and, with noise, the same clip norm and mechanism."""
     alike = str(one["clip"]) == args.kept_clip and one["mechanism"] == args.mechanism
     alike = alike and (one.get("first_clip"), one.get("clip_rate")) == (args.first_clip, args.clip_rate)
     return one["rounds"] == args.rounds and (math.isinf(one["epsilon"]) or alike)
