@@ -264,7 +264,8 @@ def test_a_base_that_does_not_fit_is_refused_in_one_line(options: dict[str, Any]
     assert "not finite" in refuse(wrong)
     assert "no tokenizer" in refused(DataError, lambda: comingle.run(options, users=texts, base=(loaded.model, None)))
     makes_nets = refused(BaseModelError, lambda: comingle.run(options, users=texts, base=torch.nn.Sequential))
-    assert makes_nets == "base: got a function, for text; allowed: a name or (model, tokenizer)"
+    assert makes_nets.startswith("base: got a function")
+    assert "(model, tokenizer)" in makes_nets
     assert "got Linear; allowed: a name, (model" in refused(
         BaseModelError, lambda: given_of(None, torch.nn.Linear(1, 1))
     )
