@@ -108,7 +108,7 @@ def check_source(text: str, classes: Classes, is_commands: bool = False) -> Iter
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         is_doc = token.type == tokenize.STRING and token.string.startswith(('"""', 'r"""'))
         if is_doc or token.type == tokenize.COMMENT:
-            yield from check_prose(token.start[0], re.sub(r"``[^`]*``|\b\w+:(?= Deprecated)", "``", token.string))
+            yield from check_prose(token.start[0], re.sub(r"(?m)``[^`]*``|^ +\w+:", "``", token.string))
 
 
 def find_functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:

@@ -85,7 +85,7 @@ def message() -> str:
         _text(left + wide / 2, 42, "training/client.py", "small"),
         _text(right + wide / 2, 24, "server", "name"),
         _text(right + wide / 2, 42, "training/server.py", "small"),
-        _step(right, 66, wide, "1", "ServerHalf.download", "a model for each participant", "who is behind"),
+        _step(right, 66, wide, "1", "ServerHalf.download", "a model for each participant", "with a stale model"),
         _step(left, 164, wide, "2", "Clients.receive", "take it; choose or mix", "with data of one's own"),
         _step(left, 262, wide, "3", "local.train", "phases of local steps,", "a cohort in one batch"),
         _step(left, 360, wide, "", "Clients.upload", "copies of what is shared", "and what is reported"),

@@ -1,4 +1,4 @@
-"""Tables of what ``attacks.py --out`` has written: by attack and rule, the mean over seeds and how far they differ."""
+"""Tables of the results of ``attacks.py --out``: mean and spread over seeds by attack and rule."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from attacks import NONE, RULES
 
 CLOSE = 0.05
-"""By no more than this part of it a score is worse than the clean one: the goal of a defence."""
+"""Largest relative loss against the clean score with which a defence counts as successful."""
 
 Cells = dict[tuple[str, float, str], dict[int, dict[str, Any]]]
-"""By attack, share and rule: the runs by seed."""
+"""Runs by seed, for each (attack, hostile share, rule)."""
 
 
 def cells_of(results: Sequence[Mapping[str, Any]], data: str) -> Cells:
@@ -67,10 +67,10 @@ def table(cells: Cells, data: str, rules: Sequence[str], number: Callable[[Mappi
     """Return the lines of a table of scores by attack and rule, bold where they are close to the clean ones.
 
     Args:
-        cells: Results by attack and rule.
+        cells: Results by attack, hostile share and rule.
         data: Name of the data set.
         rules: Rules, one column each.
-        number: Function that takes the score from a result.
+        number: Function that takes the printed number from a result: its score, or another one.
     """
     lines = ["| attack | hostile | " + " | ".join(rules) + " |", "|" + "---|" * (2 + len(rules))]
     clean = cells[NONE, 0.0, "mean"]
@@ -85,7 +85,7 @@ def table(cells: Cells, data: str, rules: Sequence[str], number: Callable[[Mappi
 
 
 def unmet(cells: Cells, data: str) -> list[str]:
-    """Attacks and shares against which no rule that was tried is close to the clean run."""
+    """List the attacks and shares against which no tried rule comes close to the clean run."""
     clean = cells[NONE, 0.0, "mean"]
     good: dict[tuple[str, float], bool] = {}
     for (attack, share, _), runs in cells.items():

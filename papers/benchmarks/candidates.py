@@ -1,4 +1,4 @@
-"""Candidates that could never be behind the better of local and fedavg, each beside a finished run of ``stacking``.
+"""Candidate methods that might never fall behind the better of local and fedavg, compared with a run of ``stacking``.
 
     python papers/benchmarks/candidates.py RUNS/stacking-seed0-... [--only
     temperatures,choice,early,gate,folds,leftover]
@@ -61,7 +61,7 @@ BATCH = 16
 GATE, SPEED = "attention.gate", 10.0
 
 Perplexities = dict[str, float]
-"""Of every user, on test text."""
+"""Test perplexity of every user."""
 
 
 def main() -> None:
@@ -185,7 +185,7 @@ def of_both(run: Run, number: int, rows: Float[Tensor, "users columns"] | None =
 
 
 def of_component(run: Run, component: int) -> Perplexities:
-    """Test perplexities of one of the two models."""
+    """Return the test perplexity of every user under one of its two models."""
     return {name: of_both(run, number)[component] for number, name in enumerate(run.users)}
 
 
@@ -199,7 +199,7 @@ def trained(
 
     Args:
         run: The finished run whose recipe and text are used.
-        method: Name of the other method.
+        method: The other method: its name, or a mapping of name and settings.
         change: Function that changes the data before training.
     """
     changes = {"method": method, "evaluation.every": run.recipe.training.rounds, "evaluation.first": False}
@@ -235,7 +235,7 @@ def early(run: Run) -> dict[str, Perplexities]:
 
 @dataclass(frozen=True, kw_only=True)
 class Gated(AdaptedModel):
-    """With a number of each user that multiplies what attention's LoRA adds; routers' steps train it."""
+    """Adapted model with a gate per user that scales attention's LoRA; router steps train the gate."""
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
         """Return the mask of the method, with the gate of every user."""
@@ -243,7 +243,7 @@ class Gated(AdaptedModel):
         return torch.cat([rest, rest.new_ones(len(rest), 1)], 1)
 
     def losses(self, tensors: Tree, users: Sequence[int], batch: Any, **options: Any) -> Any:
-        """B times the gate."""
+        """Compute the losses with attention's B factors multiplied by the gate."""
         gate = (2 * (SPEED * tensors[GATE]).sigmoid()).unsqueeze(2)
         gated = {slot.name for slot in self.layout.slots if slot.roles == (ATTENTION,) and slot.factor == "b"}
         rest = {name: t * gate if name in gated else t for name, t in tensors.items() if name != GATE}
@@ -262,7 +262,7 @@ class GatedText(TextKind):
 
 
 def gate(run: Run) -> dict[str, Perplexities]:
-    """CoMiGS with the gate and without."""
+    """Train CoMiGS with and without the gate."""
     plain = perplexities(trained(run, "comigs-1g1s"))
     gated = trained(run, "comigs-1g1s", lambda materials: replace(materials, kind=GatedText()))
     return {"plain": plain, "gate": perplexities(gated)}
@@ -295,7 +295,7 @@ def halved(materials: RunData, fold: int) -> RunData:
 
 
 def leftover(run: Run) -> dict[str, Perplexities]:
-    """FedAvg's model as generalists that stand still."""
+    """Train CoMiGS with FedAvg's model as frozen generalists."""
     method = {"name": "comigs", "generalists": 2, "specialists": 1}
     changes = {"method": method, "evaluation.every": run.recipe.training.rounds, "evaluation.first": False}
     recipe = run.recipe.with_changes(changes)

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(first: Run, second: Run) -> dict[str, Any]:
-    """Test perplexities of every user: each model, the one chosen, and the mixture; and their means."""
+    """Return test perplexities of every user (each model, the chosen one, the mixture) and their means."""
     if first.users != second.users:
         raise SystemExit(f"other users: {first.users}, {second.users}")
     if first.recipe.data != second.recipe.data or first.recipe.seed != second.recipe.seed:
@@ -105,7 +105,7 @@ def likeliest_weight(losses: Float[Tensor, "2 tokens"]) -> float:
 
 
 def mixed_losses(losses: Float[Tensor, "2 tokens"], weight: float) -> Float[Tensor, " tokens"]:
-    """``-log(w p_first + (1 - w) p_second)`` of every token."""
+    """Return ``-log(w p_first + (1 - w) p_second)`` of every token."""
     weights = torch.tensor([weight, 1 - weight], dtype=losses.dtype).log().unsqueeze(1)
     return -torch.logsumexp(weights - losses, 0)
 

@@ -1,4 +1,4 @@
-"""Ways to pool the predictions of two models that know nothing of each other, beside the one that ``stacking`` has.
+"""Ways to pool the predictions of two models that were trained apart, compared with that of ``stacking``.
 
     python papers/benchmarks/pooling.py RUNS/stacking-seed0-...
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Test perplexities of every user, and their means."""
+    """Return test perplexities of every user and their means."""
     users = {name: of_user(run, number) for number, name in enumerate(run.users)}
     means = {key: statistics.fmean(user[key] for user in users.values()) for key in next(iter(users.values()))}
     return {"seed": run.recipe.seed, "means": means, "users": users}
@@ -116,12 +116,12 @@ def losses(models: Float64[Tensor, "n tokens vocab"], said: Int64[Tensor, " toke
 
 
 def pooled(alone: Float64[Tensor, "2 tokens"], weight: Float64[Tensor, "*tokens"]) -> Float64[Tensor, " tokens"]:
-    """``-log(w p + (1 - w) q)``, w one number or one for each token."""
+    """Return ``-log(w p + (1 - w) q)``, where w is one number or one per token."""
     return -torch.logsumexp(torch.stack([weight.log() - alone[0], (1 - weight).log() - alone[1]]), 0)
 
 
 def product(models: Models, powers: Float64[Tensor, " models"]) -> Float64[Tensor, "1 tokens vocab"]:
-    """``p^a q^b``, normalised."""
+    """Return ``p^a q^b``, normalised."""
     return torch.einsum("m,mtv->tv", powers, models).log_softmax(-1).unsqueeze(0)
 
 
@@ -137,7 +137,7 @@ def features(models: Models) -> Float[Tensor, "tokens 5"]:
 
 
 def fitted(lost: Callable[[Tensor], Tensor], numbers: int) -> Float64[Tensor, " numbers"]:
-    """Numbers with the lowest mean, from zeros."""
+    """Minimise the mean loss over some numbers, starting from zeros."""
     found = torch.zeros(numbers, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([found], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
 

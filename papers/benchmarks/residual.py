@@ -34,7 +34,7 @@ from comingle.utils.trees import GENERALIST, SPECIALIST, Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Together(EnsembleModel):
-    """Whose own model descends on the mixture's loss; nothing reaches the shared one."""
+    """Ensemble whose local model is trained on the mixture's loss; the shared model is frozen."""
 
     def losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False, shares: Any = None
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Perplexities before and after."""
+    """Return the perplexities of every user before and after training."""
     clients = run.federation.clients
     before = perplexities(clients)
     model = clients.model

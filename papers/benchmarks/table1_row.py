@@ -24,11 +24,11 @@ import comingle
 COLUMN, USERS, ROUNDS = "slimpajama", 4, 20
 GPT2 = "random:gpt2?layers=12&dim=768&heads=12&vocab=50257"
 WARM = 2
-"""Rounds in which code is compiled."""
+"""Number of first rounds, in which code is compiled."""
 
 
 class OverError(Exception):
-    """The time is over."""
+    """Time limit reached."""
 
 
 def recipe_of(folder: Path, method: str, *, toy: bool) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def recipe_of(folder: Path, method: str, *, toy: bool) -> dict[str, Any]:
 
 
 def timed_rounds(recipe: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Seconds of a round, as many as there is time for, and of the whole run."""
+    """Time as many rounds as the limit allows; return seconds per round and of the whole run."""
     began, ends = time.perf_counter(), []
 
     def observe(event: dict[str, Any]) -> None:

@@ -35,17 +35,17 @@ METHODS = {
     "mnist": ("fedavg", "local", "floral", "floral-unreported", "fedmerge"),
 }
 UNREPORTED = {"floral-unreported": {"name": "floral", "report_mixture": False}}
-"""Methods with settings: FLoRAL whose users keep their mixture to themselves, so that there is a mean to bound."""
+"""Settings of methods: FLoRAL with local mixture weights, so that the server's mean has bounded sensitivity."""
 FILES = {
     "news": ("ag_news/ag_news.jsonl.xz", "category", 4, 60),
     "posts": ("users/stackexchange_users.jsonl.xz", "user", 200, 20),
 }
-"""Of each data set of texts the file, the field that names users, how many users, and how many documents of each."""
+"""File, user field, number of users and documents per user, for each text data set."""
 
 KEYS = ("data", "seed", "method", "epsilon")
-"""By these a run is known, with its rounds, clip norm and mechanism."""
+"""Fields that identify a run besides its rounds, clip norm and mechanism."""
 PART = {"news": 1.0, "posts": 0.2, "mnist": 0.2}
-"""Which fraction of the users is drawn each round, each by itself."""
+"""Probability with which each user takes part in a round."""
 
 
 def texts(data: Path, name: str) -> dict[str, list[str]]:
@@ -60,7 +60,7 @@ def texts(data: Path, name: str) -> dict[str, list[str]]:
 
 
 def setting(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-    """Users, base, and what of the recipe does not depend on the method."""
+    """Return users, base and the part of the recipe that is the same for all methods."""
     common: dict[str, Any] = {
         "training": {"rounds": args.rounds, "participation": PART[name]},
         "evaluation": {"every": args.rounds, "first": False, "model": "exchanged"},

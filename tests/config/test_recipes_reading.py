@@ -123,24 +123,23 @@ def test_odd_names_survive_a_run_folder(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "place", "value"),
     [
-        ("", "data.users: .*empty"),
-        ("  ", "data.users: .*empty"),
-        ("a\nb", r"data.users: user 'a\nb': .*'\n'"),
-        ("a\0", r"data.users: user 'a\x00': .*'\x00'"),
-        ("\x1b[31mred", r"data.users: user '\x1b[31mred': .*'\x1b'"),
-        ("a\u2028b", r"data.users: user 'a\u2028b': .*'\u2028'"),
-        ("a\u202eb", r"data.users: user 'a\u202eb': .*'\u202e'"),
-        ("\u2066a", r"data.users: user '\u2066a': .*'\u2066'"),
-        ("\ufeffa", r"data.users: user '\ufeffa': .*'\ufeff'"),
-        ("\ud800", r"data.users: user '\ud800': .*'\ud800'"),
+        ("", "data.users: ", "empty"),
+        ("  ", "data.users: ", "empty"),
+        ("a\nb", r"data.users: user 'a\nb': ", r"'\n'"),
+        ("a\0", r"data.users: user 'a\x00': ", r"'\x00'"),
+        ("\x1b[31mred", r"data.users: user '\x1b[31mred': ", r"'\x1b'"),
+        ("a\u2028b", r"data.users: user 'a\u2028b': ", r"'\u2028'"),
+        ("a\u202eb", r"data.users: user 'a\u202eb': ", r"'\u202e'"),
+        ("\u2066a", r"data.users: user '\u2066a': ", r"'\u2066'"),
+        ("\ufeffa", r"data.users: user '\ufeffa': ", r"'\ufeff'"),
+        ("\ud800", r"data.users: user '\ud800': ", r"'\ud800'"),
     ],
 )
-def test_names_that_no_table_can_show_are_refused(name: str, said: str) -> None:
+def test_names_that_no_table_can_show_are_refused(name: str, place: str, value: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe({"data": {"users": {name: "a.txt"}}})
-    place, value = said.split(".*")
     assert str(caught.value).startswith(f"recipe: {place}")
     assert value in str(caught.value)
     assert "\n" not in str(caught.value)

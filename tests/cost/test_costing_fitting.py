@@ -16,8 +16,13 @@ from comingle.runs.distributed import share_out
 from comingle.runs.session import prepare
 
 SUMS = {"mechanism": "none", "secure_aggregation": {"threshold": 0.51}}
-NOISE = {"mechanism": "central", "epsilon": 8.0, "delta": 1e-2, "sampling": "fixed", "clip_norm": 1.0} | {
-    "accountant": "rdp"
+NOISE = {
+    "mechanism": "central",
+    "epsilon": 8.0,
+    "delta": 1e-2,
+    "sampling": "fixed",
+    "clip_norm": 1.0,
+    "accountant": "rdp",
 }
 OF_ALL = {
     "ranks": {"adapters.rank": [2, 4, 3]},
@@ -30,9 +35,8 @@ OF_ALL = {
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process is not measured anew."""
-    for module in (planning, planning):
-        monkeypatch.setattr(module, "process_bytes", lambda *_: 1)
+    """Assume a process's own memory."""
+    monkeypatch.setattr(planning, "process_bytes", lambda *_: 1)
 
 
 def fits_everywhere(recipe: Recipe) -> None:

@@ -25,10 +25,9 @@ from comingle.utils.errors import ComingleError
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read goes with the test; a process is not measured anew."""
+    """Use a cache of the test; assume a process's own memory."""
     monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "cache"))
-    for module in (planning, planning):
-        monkeypatch.setattr(module, "process_bytes", lambda *_: 1)
+    monkeypatch.setattr(planning, "process_bytes", lambda *_: 1)
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ RecordView = Callable[[str, Sequence[int], Tree], None]
 
 @dataclass(kw_only=True)
 class ObservedFederation(InProcess):
-    """In-process federation that passes uploads and the published model to ``record_view``."""
+    """In-process federation that records uploads and published models through ``record_view``."""
 
     record_view: RecordView = lambda view, users, tensors: None
 

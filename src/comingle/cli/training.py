@@ -238,7 +238,7 @@ LISTED_USERS = 24
 def choose_rows(
     counts: Mapping[str, Sequence[int]], by: int, *, all_users: bool = False
 ) -> list[tuple[str, list[str]]]:
-    """Return the rows of a table of users.
+    """Return table rows, one per user or a summary.
 
     Up to 24 users have one row each. For more, the rows are the minimum, median and maximum of each column, and the
     users with the smallest and largest number.

@@ -370,7 +370,7 @@ class SecureSection(Section):
 
 
 def no_sum(done: int, there: int, expected: int, what: str, least: int) -> str:
-    """Return the reason, in one line, why a round has no sum.
+    """Return a one-line message for a round without a sum.
 
     Args:
         done: The round.

@@ -205,7 +205,7 @@ def advise(
     progress: bool = False,
     **changes: object,
 ) -> Advice:
-    """Advise from short runs whether users gain from each other, and by which method, like ``comingle advise``.
+    """Run short trials to see whether users gain from each other and with which method, like ``comingle advise``.
 
     Runs ``local`` and each of ``methods`` with all users, and the first method with smaller groups: each pair of three
     to five users, or all but one of six to twelve. Nothing is written.

@@ -94,7 +94,7 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
 
     @property
     def adaptive(self) -> bool:
-        """Whether users download a clip norm for their updates, and report whether they were below it."""
+        """True if users download a clip norm and report whether their updates were within it."""
         return any(CLIP_NORM in mechanism.download(1) for mechanism in self)
 
     @property
@@ -196,7 +196,7 @@ class ServerState:
 
     @property
     def shares(self) -> bool:
-        """Whether users share any tensors."""
+        """True if users share any tensors."""
         return bool(self.layout.mask(self.method.shared).any())
 
     def forget(self) -> None:
@@ -273,7 +273,7 @@ class ServerHalf(ServerState):
 
     @property
     def adds(self) -> bool:
-        """Whether the server only computes the weighted sums of :class:`Mean`, followed by a step."""
+        """True if the server only computes the weighted sums of :class:`Mean`, followed by a step."""
         server = self.method.server
         plain = self.sums is None and not any(overrides(one, "server_sum") for one in self.mechanisms)
         return plain and isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate

@@ -43,7 +43,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this process has the server and writes the logs."""
+        """True in the process that has the server and writes the logs."""
         return self.rank == 0
 
 

@@ -89,7 +89,7 @@ class RunData:
 
     @property
     def reads(self) -> bool:
-        """Whether this process must check that there is validation data if the run needs it."""
+        """True if this process must check for validation data that the run needs."""
         return not self.unread and not self.shared_out
 
     @property
