@@ -34,6 +34,7 @@ import torch
 
 from clocks import add_clock, clock_of
 from comingle.config import parse_recipe
+from comingle.data.populations import as_users
 from comingle.data.text.streams import UserData
 from comingle.models.generation import read_sampling
 from comingle.models.kernels import expert_mlp
@@ -79,8 +80,10 @@ def people_of(base: str, method: str, users: int, dtype: str) -> dict[str, Perso
         }
     )
     text = torch.arange(2000, dtype=torch.int32)
-    made = tuple(UserData(name=name, train=text, valid=text, test=text) for name in names)
-    federation = build(recipe, RunData(kind=KIND, base=load_base(base, dtype=dtype, device="cpu"), users=made))
+    made = as_users(UserData(name=name, train=text, valid=text, test=text) for name in names)
+    federation = build(
+        recipe, RunData(kind=KIND, base=load_base(base, dtype=dtype, device="cpu"), users=as_users(made))
+    )
     rows = federation.clients.state.rows
     rows.add_(0.003 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
     run = Run(folder=None, recipe=recipe, metrics={}, federation=federation)

@@ -23,7 +23,7 @@ from torch import Tensor
 from comingle.cli.options import default_folder, read_recipe
 from comingle.config import Recipe
 from comingle.data.conversations.encoding import Answers, UserAnswers
-from comingle.data.populations import LazyPopulation
+from comingle.data.populations import UserCollection
 from comingle.data.samples.samples import SPLITS, UserSamples
 from comingle.data.splits import REPEATED, UserText
 from comingle.data.streaming import MAX_LISTED_USERS
@@ -268,7 +268,7 @@ def preview(recipe: Recipe, materials: RunData, *, all_users: bool) -> list[Rend
         materials: Its data.
         all_users: List all users, not only 24.
     """
-    if isinstance(materials.users, LazyPopulation) and materials.users.sizes is not None:
+    if materials.users.sizes is not None:
         return _preview_population(f"{recipe.base}: {materials.kind.name}", materials, materials.users, all_users)
     for holds, show in _PREVIEWS.items():
         if issubclass(materials.kind.user, holds):
@@ -277,7 +277,7 @@ def preview(recipe: Recipe, materials: RunData, *, all_users: bool) -> list[Rend
     return [_count_table(title, materials, all_users)]
 
 
-def _preview_population(title: str, materials: RunData, users: LazyPopulation, all_users: bool) -> list[RenderableType]:
+def _preview_population(title: str, materials: RunData, users: UserCollection, all_users: bool) -> list[RenderableType]:
     """Return the sizes of users that are stored in a file, with samples.
 
     Of many users only those with least and most data are listed.

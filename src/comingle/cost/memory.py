@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY
 from comingle.cost.records import MemoryCost
-from comingle.data.populations import LazyPopulation
+from comingle.data.populations import UserCollection
 from comingle.data.text.reading import has_local_text, local_tokenizer
 from comingle.methods.base import Phase
 from comingle.models.base import Base, logger
@@ -73,7 +73,7 @@ def as_text(
     """
     reads = users is None and is_read(kind, recipes[0])
     found = _read(kind, recipes, load_base) if reads else None
-    if found is None or not isinstance(found.users, LazyPopulation):
+    if found is None or found.users.in_memory:
         return kind.as_text(recipes, users)
     return as_long(kind, recipes, found.users), set(found.skipped), NOTE if isinstance(kind, ConversationsKind) else ""
 
@@ -97,18 +97,17 @@ def _text(kind: TextKind, recipe: Recipe) -> bool:
 def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:
     """Read the data as a run of the first recipe does.
 
-    Returns None if the run has no store or the base's tokenizer is not cached.
+    Returns None if the run keeps users in memory or the base's tokenizer is not cached.
     """
     recipe = recipes[0]
-    store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
-    tokenizer = local_tokenizer(recipe.base) if hasattr(store, "read") else None
-    if tokenizer is None:
+    if recipe.runtime.store == MEMORY or (tokenizer := local_tokenizer(recipe.base)) is None:
         return None
     base = replace(load_base(), tokenizer=tokenizer)
-    return store.read(kind, DataRequest(recipe=recipe, load_base=lambda: base, validates=anybody_validates(recipes)))
+    request = DataRequest(recipe=recipe, load_base=lambda: base, validates=anybody_validates(recipes))
+    return STORES[recipe.runtime.store].read(kind, request)
 
 
-def as_long(kind: Kind, recipes: Sequence[Recipe], users: LazyPopulation) -> list[Recipe]:
+def as_long(kind: Kind, recipes: Sequence[Recipe], users: UserCollection) -> list[Recipe]:
     """Return recipes with text that costs as much as these users' data.
 
     As :meth:`comingle.training.kinds.base.Kind.as_text`.
@@ -155,8 +154,7 @@ class UserBytes:
 
 def user_bytes(state: State, store: str) -> UserBytes:
     """Return the sizes of one user of a state that is in memory, with records in the format of ``store``."""
-    moments = None if store == MEMORY else STORES[store].moments
-    forms: Mapping[str, Form] = forms_of(state, moments)
+    forms: Mapping[str, Form] = forms_of(state, STORES[store].moments)
     sizes = {name: t[:1].nbytes for name, t in state.tensors().items()}
     remembered = sum(size for name, size in sizes.items() if name in MOMENTS)
     return UserBytes(

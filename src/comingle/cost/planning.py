@@ -26,7 +26,6 @@ from comingle.cost.memory import (
 )
 from comingle.cost.records import Account, Difference, MemoryCost, MethodCost, Plan, Sizes, UserCost, table3
 from comingle.cost.skeleton import bare_mixture, bare_nets, load_skeleton
-from comingle.data.populations import LazyPopulation, names_of
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import SPLITS
 from comingle.data.text.streams import UserData
@@ -230,7 +229,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
     plain = rehearse_nets(with_method(recipes[0], "fedavg"), population)
     clients = plain.federation.clients
     base, free = measured_base(plain), free_bytes(clients.model.device)
-    names = tuple(names_of(population.users))
+    names = tuple(population.users.names)
     costs = [
         with_privacy(net_cost(recipe, population, base, free, participation), recipe, names, participation)
         for recipe in recipes
@@ -294,7 +293,7 @@ def rehearse_nets(
         present=largest_round(participation, len(population.users if all_names is None else all_names)),
         store=recipe.runtime.store,
         data_bytes=data_bytes(population, clients.model.dtype),
-        reads_cohorts=isinstance(population.users, LazyPopulation),
+        reads_cohorts=not population.users.in_memory,
         process_bytes=process_size,
     )
 
@@ -318,8 +317,8 @@ def data_bytes(population: Population, dtype: torch.dtype) -> int:
     For users that are read on demand the bytes follow from their sizes: all splits have the shapes of the first user's.
     """
     users, total = population.users, 0
-    if isinstance(users, LazyPopulation) and users.sizes is not None:
-        one_user = data_bytes(replace(population, users=[users[0]]), dtype)
+    if users.sizes is not None:
+        one_user = data_bytes(replace(population, users=users.select([0])), dtype)
         return int(one_user * users.sizes.sum() / users.sizes[0].sum())
     for part in (user.split(split) for user in users for split in SPLITS):
         total += part.inputs.nbytes + part.targets.nbytes + part.inputs.numel() * dtype.itemsize
@@ -578,11 +577,9 @@ def fit(recipe: Recipe, materials: RunData) -> Portions:
 
 
 def _rehearsed(recipe: Recipe, materials: RunData, participation: Participation) -> Rehearsal:
-    kind, users, all_names = kind_of(recipe), materials.present, names_of(materials.users)
+    kind, users, all_names = kind_of(recipe), materials.present, materials.users.names
     if not kind.needs_base:
         return rehearse_nets(recipe, replace(materials.common, users=users), participation, all_names)
-    (as_text,) = (
-        as_long(kind, [recipe], users) if isinstance(users, LazyPopulation) else kind.as_text([recipe], len(users))[0]
-    )
+    (as_text,) = kind.as_text([recipe], len(users))[0] if users.in_memory else as_long(kind, [recipe], users)
     assert materials.base is not None
     return rehearse_text(as_text, materials.base, tuple(all_names), participation, materials.here)

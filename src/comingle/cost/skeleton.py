@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY
-from comingle.data.populations import names_of
 from comingle.data.samples.reading import Population
 from comingle.methods import make
 from comingle.methods.base import Method
@@ -157,7 +156,7 @@ def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] |
         RecipeError: As :func:`comingle.training.kinds.nets.build_nets`.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    plan = make_plan(recipe, method, names_of(population.users) if all_names is None else all_names)
+    plan = make_plan(recipe, method, population.users.names if all_names is None else all_names)
     plan = plan.updated("runtime", store=MEMORY)
     if method.placement.pooled:
         return federate(build_nets(recipe, population, plan))

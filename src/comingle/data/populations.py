@@ -1,4 +1,4 @@
-"""Lazy populations of users, and indexed sequences of user names.
+"""Collections of users, in memory or read on access, and indexed sequences of user names.
 
 :class:`StoredNames` reads a folder with these files:
 
@@ -17,7 +17,7 @@ import shutil
 import warnings
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -243,8 +243,59 @@ class Named(Protocol):
 User = TypeVar("User", bound=Named)
 
 
-class LazyPopulation(Sequence[User]):
-    """Sequence of users that creates each user on access.
+class UserCollection(Sequence[User]):
+    """Users of a run, with what is known about all of them without reading each.
+
+    Attributes:
+        in_memory: Whether a user's data stays in memory once it is read.
+        sizes: Amount of train, valid and test data of each user; None if unknown.
+        about: Totals over all users, by name, that were counted when the users were written.
+        digest: Digest that identifies all users' data; empty for users in memory.
+    """
+
+    in_memory: bool
+    digest: str = ""
+    sizes: Int64[np.ndarray, "users splits"] | None = None
+    about: Mapping[str, int] = MappingProxyType({})
+
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Names of all users, in order."""
+
+    @property
+    @abstractmethod
+    def largest_users(self) -> Sequence[int]:
+        """Numbers of users that include one with the most training data."""
+
+    @abstractmethod
+    def select(self, numbers: Sequence[int]) -> UserCollection[User]:
+        """Return the users with these numbers."""
+
+
+class UserList(tuple[User, ...], UserCollection[User]):
+    """Users in memory."""
+
+    __slots__ = ()
+    in_memory = True
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all users, in order."""
+        return tuple(user.name for user in self)
+
+    @property
+    def largest_users(self) -> Sequence[int]:
+        """Numbers of all users."""
+        return range(len(self))
+
+    def select(self, numbers: Sequence[int]) -> UserList[User]:
+        """Return the users with these numbers."""
+        return UserList(self[number] for number in numbers)
+
+
+class LazyPopulation(UserCollection[User]):
+    """Users that are created on access.
 
     Args:
         names: Names of all users.
@@ -255,6 +306,8 @@ class LazyPopulation(Sequence[User]):
         sizes: Amount of train, valid and test data of each user; None if unknown.
         about: Totals over all users, by name.
     """
+
+    in_memory = False
 
     def __init__(
         self,
@@ -267,12 +320,27 @@ class LazyPopulation(Sequence[User]):
         sizes: Int64[np.ndarray, "users splits"] | None = None,
         about: Mapping[str, int] = MappingProxyType({}),
     ):
-        self.names, self.digest, self.cache_size, self.sizes, self.about = names, digest, cache_size, sizes, about
+        self._names, self.digest, self.cache_size, self.sizes, self.about = names, digest, cache_size, sizes, about
         self.largest = largest if sizes is None else int(sizes[:, 0].argmax())
         self.make = lru_cache(cache_size)(make)
 
-    def part(self, numbers: range) -> LazyPopulation[User]:
-        """Return a population of consecutive users; it shares the cache of this one."""
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all users, in order."""
+        return self._names
+
+    @property
+    def largest_users(self) -> Sequence[int]:
+        """Number of the user with the most training data."""
+        return [self.largest]
+
+    def select(self, numbers: Sequence[int]) -> UserCollection[User]:
+        """Return the users with these numbers.
+
+        A range gives a lazy population that shares the cache of this one; other numbers read the users.
+        """
+        if not isinstance(numbers, range):
+            return UserList(self[number] for number in numbers)
         span = slice(numbers.start, numbers.stop)
         return LazyPopulation(
             self.names[span],
@@ -299,26 +367,9 @@ class LazyPopulation(Sequence[User]):
         return map(self.make, range(len(self)))
 
 
-def as_sequence(users: Sequence[User]) -> Sequence[User]:
-    """Return a list of the users; return a lazy population unchanged."""
-    return users if isinstance(users, LazyPopulation) else list(users)
-
-
-def select_users(users: Sequence[User], numbers: Sequence[int] | None) -> Sequence[User]:
-    """Return the users with these numbers; all users if ``numbers`` is None.
-
-    Reads no users if the population is lazy and ``numbers`` is a range.
-    """
-    if numbers is None:
-        return users
-    if isinstance(users, LazyPopulation) and isinstance(numbers, range):
-        return users.part(numbers)
-    return [users[number] for number in numbers]
-
-
-def names_of(users: Sequence[Named]) -> Sequence[str]:
-    """Return the names of all users, in order."""
-    return users.names if isinstance(users, LazyPopulation) else tuple(user.name for user in users)
+def as_users(users: Iterable[User]) -> UserCollection[User]:
+    """Return the users as a collection; return a collection unchanged."""
+    return users if isinstance(users, UserCollection) else UserList(users)
 
 
 class UserNumbers:

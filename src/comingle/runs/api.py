@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import Recipe, load_recipe
-from comingle.config.settings import MEMORY, protects_examples
+from comingle.config.settings import protects_examples
 from comingle.data.populations import LazyPopulation
 from comingle.methods import own_errors
 from comingle.methods.base import Method
@@ -115,8 +115,7 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
 
 def _in_files(folder: Path, recipe: Recipe, kind: Kind, read: Callable[[], Sequence[Any]]) -> LazyPopulation:
     """Return a population that cannot be listed; ``read`` returns its users on first access to data."""
-    store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
-    names = store.names(folder) if hasattr(store, "names") else None
+    names = STORES[recipe.runtime.store].names(folder)
     if names is None:
         raise RunError(f"{folder}: a program passed its users, too many to list; resume the run to continue")
 

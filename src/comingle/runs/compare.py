@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from comingle.config import Recipe
 from comingle.config.files import read_text
-from comingle.data.populations import names_of
 from comingle.methods import make, settings_in_comparison, settings_of
 from comingle.reports.comparisons import folder_name, require_same_users
 from comingle.runs.folders import as_begun, check_folder
@@ -265,7 +264,7 @@ def compare_runs(
             with reporter.waiting(LOADING):
                 materials, last_seed = prepare(one, base=base, validates=validates, given=given), seed
             if len({s for _, s in recipes}) > 1 and getattr(one.data, "on_small_user", "") == "skip":
-                left[f"seed {seed}"] = sorted(names_of(materials.users))
+                left[f"seed {seed}"] = sorted(materials.users.names)
                 require_same_users(list(left.items()))
             if first:
                 ready(materials)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.data.populations import LazyPopulation, names_of
 from comingle.methods.base import Method
 from comingle.models.hardware import torch_defaults
 from comingle.privacy import secure_sum
@@ -111,7 +110,7 @@ def spans(users: int, processes: int, at_once: int) -> list[range]:
 def share_out(materials: RunData, here: range) -> RunData:
     """Return the materials with the data of the users in ``here``; of others only the names stay."""
 
-    if isinstance(materials.users, LazyPopulation):  # reads a user's data on first access
+    if not materials.users.in_memory:  # reads a user's data on first access
         return replace(materials, here=here, shared_out=True)
 
     def left(user: AnyUser) -> AnyUser:
@@ -140,7 +139,7 @@ def build_sharded(recipe: Recipe, materials: RunData, method: Method, ranks: Ran
         ComingleError: Settings, data and base do not fit together, or there are more processes than users.
     """
     recipe = ranks.each(lambda: fitted(recipe, materials))
-    plan = make_plan(recipe, method, names_of(materials.users))
+    plan = make_plan(recipe, method, materials.users.names)
     plan = plan.updated("runtime", store=recipe.runtime.store)
     federation = ranks.each(lambda: _built(recipe, materials, plan, ranks))
     clients = federation.clients
@@ -210,7 +209,7 @@ def run_sharded(
 def _built(recipe: Recipe, materials: RunData, plan: RunPlan, ranks: Ranks) -> Sharded:
     if plan.method.placement.pooled:
         raise RecipeError(f"method {plan.method.name}: trains one model on all users' data; allowed: one process")
-    names = names_of(materials.users)
+    names = materials.users.names
     whole = materials.kind.model(recipe, materials, plan)
     server = start_server(whole, names, plan)
     server.check_rounds(plan)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comingle.config import Recipe
-from comingle.data.populations import names_of
 from comingle.data.samples.samples import SPLITS
 from comingle.models.hardware import torch_defaults
 from comingle.models.personal import Gates, Losses, ModelInfo, Personal, PersonalModel
@@ -76,7 +75,7 @@ class Run:
     @property
     def users(self) -> list[str]:
         """Names of the users."""
-        return list(names_of(self.federation.clients.users))
+        return list(self.federation.clients.users.names)
 
     @torch_defaults()
     def user(self, name: str) -> Personal:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from comingle.config import Recipe
 from comingle.config.files import changed
 from comingle.config.settings import AUTO, MEMORY
-from comingle.data.populations import LazyPopulation, digest_names, names_of
+from comingle.data.populations import digest_names
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make, own_errors
 from comingle.methods.base import Method
@@ -168,9 +167,8 @@ def prepare(
     request = DataRequest(
         recipe=recipe, load_base=load, validates=validates, given=given.users, net=given.net, loss=given.loss
     )
-    store: Any = None if recipe.runtime.store == MEMORY or given.users is not None else STORES[recipe.runtime.store]
-    reads = partial(store.read, kind) if hasattr(store, "read") else kind.read
-    return with_clusters(recipe, reads(request))
+    store = STORES[MEMORY if given.users is not None else recipe.runtime.store]
+    return with_clusters(recipe, store.read(kind, request))
 
 
 def with_clusters(recipe: Recipe, materials: RunData) -> RunData:
@@ -182,7 +180,7 @@ def with_clusters(recipe: Recipe, materials: RunData) -> RunData:
     if not (clusters := recipe.data.cluster_numbers):
         return materials
     where = "data.clusters"
-    if isinstance(materials.users, LazyPopulation):
+    if not materials.users.in_memory:
         raise RecipeError(f"{where}: got runtime.store: {recipe.runtime.store}; allowed: memory")
     names = [user.name for user in materials.users]
     for name in clusters:
@@ -234,7 +232,7 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
 def describe(materials: RunData, recipe: Recipe) -> Inputs:
     """Return digests of the base and the data that a run of the recipe has read."""
     kind, base, settings = materials.kind.name, digests_of(materials.base), materials.kind.settings(materials)
-    if isinstance(materials.users, LazyPopulation):
+    if not materials.users.in_memory:
         names = digest_names(materials.users.names)
         crowd = {"users": len(materials.users), "names": names, "data": materials.users.digest}
         return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: crowd})
@@ -268,7 +266,7 @@ def build(recipe: Recipe, materials: RunData, *, method: Method | None = None, s
     """
     recipe = fitted(recipe, materials)
     method = make(recipe.method.name, **recipe.method.settings) if method is None else method
-    plan = make_plan(recipe, method, names_of(materials.users))
+    plan = make_plan(recipe, method, materials.users.names)
     plan = plan.updated("runtime", store=store or recipe.runtime.store)
     federation = federate(materials.kind.clients(recipe, materials, plan))
     federation.server.check_rounds(plan)

@@ -16,7 +16,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from comingle.data.conversations.scoring import AnswerScore
-from comingle.data.populations import as_sequence
+from comingle.data.populations import UserCollection, as_users
 from comingle.data.samples.samples import epoch
 from comingle.methods.base import Phase, Stream
 from comingle.models.scoring import PAD, Gates, SampleScore, Score
@@ -112,7 +112,7 @@ class BatchSource(Batches, BatchShapes):
 
     unit: str
     """Unit in which data is counted, "tokens" or "samples"."""
-    trainers: Sequence[AnyUser]
+    trainers: UserCollection[AnyUser]
 
     @abstractmethod
     def portions(self, device: torch.device, columns: int) -> Portions:
@@ -220,7 +220,7 @@ class PassBatchSource(BatchSource):
     """Whether all batches have one shape, so that a batch does not depend on the other users of its step."""
 
     def __init__(self, trainers: Sequence[AnyUser], plan: RunPlan, batch_size: int, *, least: int = 1):
-        self.trainers, self.plan, self.batch_size, self.least = as_sequence(trainers), plan, batch_size, least
+        self.trainers, self.plan, self.batch_size, self.least = as_users(trainers), plan, batch_size, least
         self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
         self._round = -1
 

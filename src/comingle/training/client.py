@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.config.settings import MEMORY
-from comingle.data.populations import UserNumbers, draw_users, names_of
+from comingle.data.populations import UserNumbers, as_users, draw_users
 from comingle.methods.base import ClientHook, Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
@@ -55,23 +56,55 @@ from comingle.utils.errors import DataError
 from comingle.utils.registry import Registry
 from comingle.utils.trees import CLIENT_ROUTER, Tree, assign, restrict
 
+if TYPE_CHECKING:
+    from comingle.training.kinds.base import DataRequest, Kind, RunData
+
 MAX_LISTED_USERS = 100
 """Largest number of skipped users that the start event and the metrics list by name."""
 
 MAX_MESSAGE_VALUES = 2**24
 """Largest number of tensor entries for which messages are made in one batch."""
 
-Population = Sequence[AnyUser]
-"""Users, each with a name and train, validation and test data."""
 
-STORES: Registry[Any] = Registry(
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """Where a run keeps its users' tensors and data; this class keeps them in memory.
+
+    Args:
+        moments: Dtype of optimiser moments in the store; None for their own.
+    """
+
+    moments: torch.dtype | None = None
+
+    def begin(self, clients: Users) -> State:
+        """Return the state of some users before the first round."""
+        what = f"method {clients.method.name}: the trained tensors of {len(clients.trainers)} users"
+        advice = "; runtime.store: disk keeps users who are not training on disk"
+        require_bytes(what, 4 * clients.rows * clients.model.layout.columns, advice)
+        return clients.begin(range(clients.rows))
+
+    def read(self, kind: Kind, request: DataRequest) -> RunData:
+        """Return the users of a recipe.
+
+        Raises:
+            ComingleError: See :meth:`comingle.training.kinds.base.Kind.read`.
+        """
+        return kind.read(request)
+
+    def names(self, folder: Path) -> Sequence[str] | None:
+        """Return the names of the users in a run folder; None if they are not stored there."""
+        return None
+
+
+STORES: Registry[Store] = Registry(
     "comingle.stores",
     {
+        MEMORY: Store(),
         "disk": "comingle.training.storage.disk:on_disk",
         "disk-bf16": "comingle.training.storage.disk:on_disk_bf16",
     },
 )
-"""Stores that keep users' tensors outside of memory, by the value of ``runtime.store``."""
+"""Stores of users' tensors and data, by the value of ``runtime.store``."""
 
 
 def batch_size(plan: RunPlan, users: int) -> int:
@@ -98,15 +131,15 @@ class Roster:
         self,
         plan: RunPlan,
         *,
-        trainers: Population,
-        users: Population,
+        trainers: Sequence[AnyUser],
+        users: Sequence[AnyUser],
         skipped: Mapping[str, str] = MappingProxyType({}),
         skipped_rows: int = 0,
     ):
         placement = plan.method.placement
-        self.plan, self.trainers, self.users = plan, trainers, users
+        self.plan, self.trainers, self.users = plan, as_users(trainers), as_users(users)
         self.skipped, self.skipped_rows = skipped, skipped_rows
-        self.names = names_of(trainers)
+        self.names = self.trainers.names
         self.numbers = UserNumbers(self.names)
         self.population_names = self.names  # of all users of the run, in other processes too
         self.rows = placement.copies * len(trainers)
@@ -148,7 +181,7 @@ class Roster:
         chosen = draw_users(self.population_names, count, self.plan.seed, "evaluation")
         if len(self.population_names) == len(self.users):
             return chosen
-        return UserNumbers(names_of(self.users)).existing([self.population_names[number] for number in chosen])
+        return UserNumbers(self.users.names).existing([self.population_names[number] for number in chosen])
 
     @property
     def scored_users(self) -> list[AnyUser]:
@@ -185,8 +218,8 @@ class Users(Roster):
         model: Model,
         plan: RunPlan,
         *,
-        trainers: Population,
-        users: Population,
+        trainers: Sequence[AnyUser],
+        users: Sequence[AnyUser],
         batch_source: BatchSource | Callable[[], BatchSource],
         reads: bool = True,
         skipped: Mapping[str, str] = MappingProxyType({}),
@@ -202,7 +235,7 @@ class Users(Roster):
         self.shares = bool(model.layout.mask(method.shared).any())
         self.mechanisms: tuple[PrivacyMechanism, ...] = client_mechanisms(plan) if self.shares else ()
         self.steps.private = private_steps(self.mechanisms, model, plan)
-        self.state = self._started()
+        self.state = STORES[plan.runtime.store].begin(self)
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.update_masks()
         if plan.evaluation.select == "best":
@@ -221,14 +254,6 @@ class Users(Roster):
         return self.steps.portions
 
     # ---------------------------------------------------------------- state
-
-    def _started(self) -> State:
-        if self.plan.runtime.store != MEMORY:
-            return STORES[self.plan.runtime.store](self)
-        what = f"method {self.method.name}: the trained tensors of {len(self.trainers)} users"
-        advice = "; runtime.store: disk keeps users who are not training on disk"
-        require_bytes(what, 4 * self.rows * self.model.layout.columns, advice)
-        return self.begin(range(self.rows))
 
     @cached_property
     def _first(self) -> Tensor:

@@ -31,11 +31,8 @@ class State:
     With several copies per user, row ``copy * users + i`` is a copy of user i. Tensors are updated in place on the
     result of :meth:`take`; :meth:`put` ends the update.
 
-    This class keeps tensors in memory and is the interface of all stores. A package registers another store as an entry
-    point of the group ``comingle.stores``, under its value of ``runtime.store``. The entry point is called with a
-    :class:`comingle.training.client.Clients` and returns a subclass of this class. It may have a method ``read(kind,
-    ...)`` with the arguments of the kind's ``read``, which reads the users of a recipe, and a method
-    ``names(run_folder)``.
+    This class keeps tensors in memory; a :class:`comingle.training.client.Store` may return a subclass that keeps them
+    elsewhere.
 
     Attributes:
         rows: Parameters.

@@ -23,7 +23,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from comingle.data.populations import LazyPopulation
 from comingle.methods.base import Phase
 from comingle.models.model import Model
 from comingle.privacy.accounting import Work, check_delta
@@ -467,9 +466,7 @@ class Steps:
 
     @cached_property
     def _steps_here(self) -> int:
-        trainers = self.batch_source.trainers
-        some = [trainers.largest] if isinstance(trainers, LazyPopulation) else range(self.trainers)
-        return max(self.batch_source.steps(i) for i in some)
+        return max(self.batch_source.steps(i) for i in self.batch_source.trainers.largest_users)
 
     @property
     def iterations(self) -> int:

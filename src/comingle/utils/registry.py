@@ -11,7 +11,7 @@ Groups:
 - ``comingle.nets``: functions of an input shape and a number of outputs that return an ``nn.Module``.
 - ``comingle.losses``: functions of outputs and targets.
 - ``comingle.kinds``: sections ``data`` of further kinds of data.
-- ``comingle.stores``: classes that keep users' tensors outside of memory.
+- ``comingle.stores``: instances of :class:`comingle.training.client.Store`.
 - ``comingle.mechanisms``: privacy mechanisms, as :class:`comingle.config.settings.Mechanism`.
 - ``comingle.trackers``: functions that start a tracker of a run.
 - ``comingle.verbs``: functions for typer, which become commands.

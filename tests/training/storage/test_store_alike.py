@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from populations import paint, recipe_of, require_same, said, talks, write_rows
 
-from comingle.data.populations import names_of
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.utils.errors import ComingleError
@@ -36,7 +35,7 @@ def test_who_has_too_little_is_refused_in_the_same_words(tmp_path: Path, kind: s
         told.append(str(caught.value))
     assert told[0] == told[1]
     skipping = {**data, "on_small_user": "skip"}
-    assert list(names_of(require_same(skipping).users)) == ["ann", "dag"]
+    assert list(require_same(skipping).users.names) == ["ann", "dag"]
 
 
 def test_who_is_left_out_is_counted_and_stands_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

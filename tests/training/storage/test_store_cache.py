@@ -12,7 +12,7 @@ from filelock import FileLock
 from populations import contents, paint, recipe_of, require_same, said
 
 from comingle.data import population_files
-from comingle.data.populations import FILES, LazyPopulation, names_of
+from comingle.data.populations import FILES, LazyPopulation
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.utils.errors import ComingleError, DataError, RunError
@@ -156,7 +156,7 @@ def test_users_who_change_places_are_read_anew(files: dict[str, str]) -> None:
     """Two with the same file, too: their order is that of the rows of a run."""
     for users in (("ann", "eve"), ("eve", "ann")):
         disk = require_same({"users": dict.fromkeys(users, files["ann"])})
-        assert tuple(names_of(disk.users)) == users
+        assert tuple(disk.users.names) == users
 
 
 @pytest.mark.parametrize("name", ["about.json", "names.text", "names.index", "names.hashes", "skipped.jsonl"])
@@ -178,7 +178,7 @@ def test_a_file_of_the_cache_that_is_torn_or_gone_has_all_read_anew(
         at = len(lines[0]) if name == "skipped.jsonl" else int(len(content) * keeps) // 8 * 8
         place.write_bytes(content[:at])
     disk = require_same(data)
-    assert [names_of(disk.users).index(one) for one in ("ann", "dag")] == [0, 3]
+    assert [disk.users.names.index(one) for one in ("ann", "dag")] == [0, 3]
     assert len(written) == 2
 
 

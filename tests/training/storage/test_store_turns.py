@@ -10,7 +10,7 @@ import pytest
 from populations import recipe_of, require_same, said, talks, write_rows
 
 from comingle.data.conversations.encoding import Answers
-from comingle.data.populations import StoredNames, StoredNamesWriter, names_of
+from comingle.data.populations import StoredNames, StoredNamesWriter
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Mixture, UserText
 from comingle.data.streaming import StoredRows
@@ -60,7 +60,7 @@ def test_a_mixture_of_everybodys_held_out_text(files: dict[str, str], caplog: py
     with_eve = data | {"users": {"eve": str(small), **files}}
     caplog.clear()
     skipping = require_same(with_eve | {"on_small_user": "skip"})
-    assert list(names_of(skipping.users)) == ["ann", "bob", "cem", "dag"]
+    assert list(skipping.users.names) == ["ann", "bob", "cem", "dag"]
     assert len({line for line in caplog.messages if "skipped " in line}) == 1  # by both stores, in the same words
     told = []
     for store in ("memory", "disk"):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from comingle.config import Recipe
 from comingle.config.settings import Count, DataSection, Fraction, Positive, Section, keys_of_text, plain_name
+from comingle.data.populations import as_users
 from comingle.data.samples.reading import Augment, Population
 from comingle.data.samples.samples import UserSamples, check, warn_unseen
 from comingle.data.samples.section import NO_WINDOWS, UNREAD
@@ -248,7 +249,7 @@ def _synthetic(
         fresh_test=test_samples,
     )
     return Task(
-        users=people,
+        users=as_users(people),
         loss="mse",
         classes=OUTPUTS[kind],
         clusters=clusters,
@@ -278,7 +279,7 @@ def _skewed(name: str, path: str | Path | None, **options: Any) -> Task:
 
 def _of_images(setting: Setting, people: tuple[UserSamples, ...], clusters: int, shift: Shift | None) -> Task:
     return Task(
-        users=people,
+        users=as_users(people),
         loss="cross_entropy",
         classes=setting.classes,
         clusters=clusters,
@@ -391,8 +392,8 @@ class TaskKind(NetKind):
         self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
         """Return the data of a finished run's task."""
-        task = Task(users=tuple(users), **{**settings, "input_shape": tuple(settings["input_shape"])})
-        return RunData(kind=self, base=base, users=users, common=task, unread=True)
+        task = Task(users=as_users(users), **{**settings, "input_shape": tuple(settings["input_shape"])})
+        return RunData(kind=self, base=base, users=task.users, common=task, unread=True)
 
 
 def prepare_task(section: TaskSection, seed: int) -> Task:

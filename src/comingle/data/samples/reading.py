@@ -14,6 +14,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from comingle.data.populations import UserCollection, as_users
 from comingle.data.samples import samples
 from comingle.data.samples.images import (
     SUFFIXES,
@@ -58,7 +59,7 @@ class Population:
     """Users with samples, and the task that they share.
 
     Args:
-        users: The users.
+        users: The users; a list is converted.
         loss: Loss, or its name.
         classes: Number of outputs of the net: classes, or dimensions of a regression's targets.
         input_shape: Shape of one input.
@@ -66,12 +67,15 @@ class Population:
         labels: Names of the classes, if they have names.
     """
 
-    users: Sequence[UserSamples]
+    users: UserCollection[UserSamples]
     loss: str | Loss
     classes: int
     input_shape: tuple[int, ...]
     net: str | MakeNet
     labels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "users", as_users(self.users))
 
     @property
     def measure(self) -> Loss:
@@ -481,7 +485,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         """Return the task that the users share."""
         shape, self._whole = tuple(about["shape"]), about["whole"]
         return Population(
-            users=users,
+            users=as_users(users),
             loss=self.loss,
             classes=about["outputs"],
             input_shape=shape,

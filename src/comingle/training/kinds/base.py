@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from comingle.config import Recipe
 from comingle.config.files import check_used
 from comingle.config.settings import EVERYBODY, KINDS
-from comingle.data.populations import as_sequence, select_users
+from comingle.data.populations import UserCollection, as_users
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Overlap, UserText, find_overlap
 from comingle.data.streaming import ListedRows, StreamingReader
@@ -59,8 +59,8 @@ class RunData:
 
     kind: Kind
     base: Base | None
-    users: Sequence[AnyUser]
-    """All users: each has a name, and ``train``, ``valid`` and ``test`` with a length."""
+    users: UserCollection[AnyUser]
+    """All users; a list is converted. Each has a name, and ``train``, ``valid`` and ``test`` with a length."""
     texts: tuple[UserText, ...] = ()
     """Documents of all users, if the kind has documents."""
     common: Any = None
@@ -76,13 +76,17 @@ class RunData:
     skipped_rows: int = 0
     """Number of rows that ``data.on_bad_row`` left out."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "users", as_users(self.users))
+
     @cached_property
     def digests(self) -> dict[str, dict[str, str]]:
         """Digest of each split of the users on this machine, by user and split."""
         return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.present}
 
-    def with_users(self, users: Sequence[AnyUser]) -> RunData:
+    def with_users(self, users: Iterable[AnyUser]) -> RunData:
         """Return the same data with other users, or with some of them."""
+        users = as_users(users)
         names = {user.name for user in users}
         common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
         return replace(self, users=users, common=common, texts=tuple(t for t in self.texts if t.name in names))
@@ -98,9 +102,9 @@ class RunData:
         return range(len(self.users)) if self.here is None else self.here
 
     @property
-    def present(self) -> Sequence[AnyUser]:
+    def present(self) -> UserCollection[AnyUser]:
         """Users whose data is on this machine."""
-        return select_users(self.users, self.here)
+        return self.users if self.here is None else self.users.select(self.here)
 
     @property
     def documents(self) -> str:
@@ -202,7 +206,7 @@ class Kind(ABC):
         return RunData(
             kind=self,
             base=reader.base,
-            users=tuple(users),
+            users=as_users(users),
             texts=tuple(texts),
             common=reader.common(tuple(users), about),
             skipped=skipped,
@@ -271,7 +275,7 @@ class Kind(ABC):
             settings: Result of :meth:`settings` in the run folder.
             net: Makes a net, if a program passes one.
         """
-        return RunData(kind=self, base=base, users=users, unread=True)
+        return RunData(kind=self, base=base, users=as_users(users), unread=True)
 
     # ---------------------------------------------------------------- looked at
 
@@ -322,7 +326,9 @@ def model_here(model: Model, materials: RunData) -> Model:
     return model if materials.here is None else model.only(materials.here)
 
 
-def users_and_trainers(kind: Kind, materials: RunData, method: Method) -> tuple[Sequence[AnyUser], Sequence[AnyUser]]:
+def users_and_trainers(
+    kind: Kind, materials: RunData, method: Method
+) -> tuple[UserCollection[AnyUser], UserCollection[AnyUser]]:
     """Return the users on this machine and the trainers: the same, or the one trainer of pooled data.
 
     Args:
@@ -330,12 +336,12 @@ def users_and_trainers(kind: Kind, materials: RunData, method: Method) -> tuple[
         materials: Users of the run.
         method: Method of the run.
     """
-    users = as_sequence(materials.present)
+    users = materials.present
     if not method.placement.pooled:
         return users, users
     if materials.unread:
-        return users, [lazy_user(kind.user, "everyone", lambda: kind.pooled(users))]
-    return users, [kind.pooled(users)]
+        return users, as_users([lazy_user(kind.user, "everyone", lambda: kind.pooled(users))])
+    return users, as_users([kind.pooled(users)])
 
 
 def count_trainers(materials: RunData, method: Method) -> int:

@@ -28,7 +28,6 @@ from comingle.data.conversations.messages import Columns
 from comingle.data.conversations.reading import has_messages, records_with_users
 from comingle.data.conversations.scoring import JUDGES, AnswerScore, judge, score_answers
 from comingle.data.conversations.section import ConversationsSection
-from comingle.data.populations import LazyPopulation
 from comingle.data.row_files import BadRows
 from comingle.data.text.reading import require_rows
 from comingle.methods import make
@@ -83,9 +82,8 @@ class AnswerBatchSource(PassBatchSource):
 
     def portions(self, device: torch.device, columns: int) -> Portions:
         """Return the size of a pass, by tokens, as if all conversations were as long as the longest."""
-        if isinstance(self.trainers, LazyPopulation):
-            longest = self.trainers.about["most_width"]
-        else:
+        longest = self.trainers.about.get("most_width")
+        if longest is None:
             longest = max(trainer.train.windows.shape[1] for trainer in self.trainers)
         context = self.plan.training.context if self.even else longest
         return portions(self.plan.updated("training", context=context), device, self.batch_size)
@@ -278,7 +276,7 @@ class AnswersKind(LanguageKind):
     def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
         """Return the model; whether it is compiled depends on the training tokens of the users on this machine."""
         assert materials.base is not None
-        if isinstance(materials.users, LazyPopulation):
+        if not materials.users.in_memory:
             tokens = plan.training.rounds * plan.training.local_epochs * materials.users.about.get("tokens", 0)
         else:
             read = not materials.unread and materials.present

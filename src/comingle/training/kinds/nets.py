@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from comingle.config import Recipe
-from comingle.data.populations import LazyPopulation, as_sequence, select_users
+from comingle.data.populations import as_users
 from comingle.data.samples.reading import Augment, MakeNet, Population
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank_of, check, pool_samples
 from comingle.data.samples.scoring import score_samples
@@ -63,7 +63,8 @@ class SampleBatchSource(PassBatchSource):
         self.loss, self.augment = loss, augment
         self.like = {"device": device, "dtype": dtype}
         self._scored: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
-        if isinstance(self.trainers, LazyPopulation):
+        self.banks: dict[str, SampleBank] = {}
+        if not self.trainers.in_memory:
             return
         for trainer in self.trainers:
             if len(trainer.train) < least:
@@ -115,7 +116,7 @@ class SampleBatchSource(PassBatchSource):
         self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs, targets and a mask of present samples; equal training draws are augmented equally."""
-        if isinstance(self.trainers, LazyPopulation):
+        if not self.banks:
             bank = self._bank([self.trainers[trainer].split(stream) for trainer in trainers])
             inputs, targets, present = bank.take(range(len(trainers)), drawn)
         else:
@@ -363,14 +364,14 @@ def build_nets(
     method = plan.method
     whole, numbers = population, range(len(population.users)) if here is None else here
     if here is not None:
-        population = replace(population, users=select_users(population.users, here))
-    users = as_sequence(population.users)
+        population = replace(population, users=population.users.select(here))
+    users = population.users
     if not unread:
         _check_users(population)
     model = net_model(recipe, whole, method)
     model = model if here is None else model.only(numbers)
     pooled = lazy_user(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
-    trainers = [pooled or pool_samples(users)] if method.placement.pooled else users
+    trainers = as_users([pooled or pool_samples(users)]) if method.placement.pooled else users
     size = batch_size(plan, len(users))
     least = _least_batch(model, plan, size)
     augment = None if method.placement.pooled else population.augmentation

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.config import Recipe
+from comingle.data.populations import as_users
 from comingle.data.samples.reading import ALLOWED_SAMPLES, Population, SamplesReader, is_user_samples
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, pool_samples, read_samples
 from comingle.data.samples.scoring import score_samples
@@ -230,14 +231,14 @@ class SamplesKind(NetKind):
         if settings["net"] == OWN and net is None:
             raise DataError("net: made by a function of a program; pass it again: comingle.load(folder, base=make_net)")
         common = Population(
-            users=users,
+            users=as_users(users),
             loss=_reopened_loss(settings["loss"], settings["whole"]),
             classes=settings["classes"],
             input_shape=tuple(settings["input_shape"]),
             net=settings["net"] if net is None else net,
             labels=tuple(settings["labels"]),
         )
-        return RunData(kind=self, base=base, users=users, common=common, unread=True)
+        return RunData(kind=self, base=base, users=common.users, common=common, unread=True)
 
 
 def section(recipe: Recipe) -> SamplesSection:

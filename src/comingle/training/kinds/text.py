@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.data.populations import as_sequence
+from comingle.data.populations import as_users
 from comingle.data.row_files import BadRows
 from comingle.data.sources import iterate_documents
 from comingle.data.text.reading import ALLOWED_TEXT, TextReader, check_texts, is_user_text, require_rows
@@ -56,7 +56,7 @@ class TextBatchSource(BatchSource):
     def __init__(
         self, trainers: Sequence[UserData], plan: RunPlan, batch_size: int, *, begin: int | None = None
     ) -> None:
-        self.trainers, self.plan, self.batch_size = as_sequence(trainers), plan, batch_size
+        self.trainers, self.plan, self.batch_size = as_users(trainers), plan, batch_size
         self.begin = begin
         window = plan.training.context + 1
         require_bytes(f"training.batch_size: {batch_size:,} windows of {window:,} tokens", 8 * batch_size * window)

@@ -11,7 +11,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.data.population_files import read_cached
-from comingle.data.populations import NAMES, LazyPopulation, StoredNames
-from comingle.training.client import Clients
+from comingle.data.populations import NAMES, StoredNames
+from comingle.training.client import Store, Users
 from comingle.training.kinds.base import DataRequest, Kind, RunData
 from comingle.training.state import MOMENTS, State
 from comingle.training.storage.files import (
@@ -416,14 +416,11 @@ class _WithoutMoments(State):
         self._store.put(users, part)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Store:
-    """Entry point of a store; ``moments`` is the dtype of moments in records, None for their own."""
+class DiskStore(Store):
+    """Store in a folder on disk; it is exact except for rounded moments."""
 
-    moments: torch.dtype | None = None
-
-    def __call__(self, clients: Clients) -> OnDisk:
-        """Return the store of some clients; it is exact except for rounded moments.
+    def begin(self, clients: Users) -> OnDisk:
+        """Return the state of some users before the first round.
 
         Raises:
             RecipeError: The recipe needs all users at once, or there are no moments to round.
@@ -441,7 +438,7 @@ class Store:
             ComingleError: See :meth:`comingle.training.kinds.base.Kind.read`.
         """
         if (reader := kind.reader(request)) is None:
-            return kind.read(request)
+            return super().read(kind, request)
         users, about, skipped = read_cached(reader)
         return RunData(
             kind=kind,
@@ -458,11 +455,11 @@ class Store:
         return StoredNames(folder / FOLDER) if (folder / FOLDER / NAMES).is_file() else None
 
 
-on_disk = Store()
-on_disk_bf16 = Store(moments=torch.bfloat16)
+on_disk = DiskStore()
+on_disk_bf16 = DiskStore(moments=torch.bfloat16)
 
 
-def check_storable(clients: Clients) -> None:
+def check_storable(clients: Users) -> None:
     """Check that nothing in the recipe needs all users at once.
 
     Raises:
@@ -471,5 +468,5 @@ def check_storable(clients: Clients) -> None:
     """
     if clients.method.placement.pooled:
         raise RecipeError(f"method {clients.method.name}: trains a single model; allowed: runtime.store: memory")
-    if clients.plan.evaluation.select == "best" and isinstance(clients.users, LazyPopulation):
+    if clients.plan.evaluation.select == "best":
         clients.require_validation(clients.users.about.get("valid", 1) > 0)
