@@ -35,6 +35,7 @@ from tests.quick import TINY_TRAINING
 from comingle.config import parse_recipe
 from comingle.config.settings import KINDS, MECHANISMS
 from comingle.cost import memory
+from comingle.data.populations import as_users
 from comingle.data.text.streams import UserData
 from comingle.methods import REGISTRY as METHODS
 from comingle.models.base import Base
@@ -172,7 +173,7 @@ def federate(make_user: MakeUser) -> Federate:
         }
         recipe = parse_recipe(content).with_changes(changes or {})
         people = tuple(user if isinstance(user, UserData) else make_user(user) for user in users)
-        return build(recipe, RunData(kind=TEXT, base=_base(base, dtype), users=people))
+        return build(recipe, RunData(kind=TEXT, base=_base(base, dtype), users=as_users(people)))
 
     return make
 
@@ -198,7 +199,7 @@ def federate_nets() -> Federate:
         recipe = parse_recipe(content).with_changes(changes or {})
         task = prepare(recipe).common
         users = tuple(task.users[i] for i in order) if order else task.users
-        return build(recipe, TASKS.materials(replace(task, users=users)))
+        return build(recipe, TASKS.materials(replace(task, users=as_users(users))))
 
     return make
 

@@ -234,7 +234,7 @@ def test_single_examples_are_one_conversation() -> None:
     assert {work.examples for work in trial.works.values()} == {15}
     found = comingle.audit(run, trials=1, shadows=0, users=CHATS)
     assert all(proof.upper is not None and not proof.contradicts for proof in found.proofs)
-    assert "for one example that is replaced" in verdict(found)[0]
+    assert "replacement of one example" in verdict(found)[0]
 
 
 @pytest.mark.slow
@@ -254,6 +254,6 @@ def test_a_page_names_what_was_attacked_and_what_was_not() -> None:
     assert (found.kind, found.recoveries) == ("conversations", [])
     assert {one.view for one in found.shadowed} == {SERVER, USERS}
     said = verdict(found)
-    assert sum("Tokens out of one upload were not attacked" in line for line in said) == 1
+    assert sum("tokens from one upload" in line for line in said) == 1
     assert "windows" not in markdown(found)
     assert "training" in markdown(found).lower()

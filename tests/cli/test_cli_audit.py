@@ -29,7 +29,7 @@ def test_a_page_is_told_and_written_once(comingle: Any, run: Path, tmp_path: Pat
     assert {one["user"] for one in written["members"]} == {"ann", "bob", "cem"}
     assert (written["trials"], written["rounds"], written["delta"]) == (1, 1, 1e-5)
     markdown = (tmp_path / "page" / "audit.md").read_text()
-    assert "1 run of 1 round made for this" in markdown
+    assert "1 run of 1 round of their own" in markdown
     for sentence in written["verdict"]:
         assert sentence in said.out
         assert sentence in markdown
@@ -52,7 +52,11 @@ def test_runs_that_cannot_be_audited_are_one_line(comingle: Any, run: Path, reci
     api.run(recipe, method="local", out=alone, **short)
     api.run(recipe, out=unfinished, **short)
     (unfinished / "metrics.json").unlink()
-    for folder, what in ((tmp_path / "none", "none"), (unfinished, "unfinished"), (alone, "local shares nothing")):
+    for folder, what in (
+        (tmp_path / "none", "none"),
+        (unfinished, "unfinished"),
+        (alone, "local shares"),
+    ):
         said = comingle("audit", folder)
         assert (said.code, said.err.count("\n")) == (2, 1), said.err
         assert what in said.err

@@ -128,7 +128,7 @@ TASKS = {
     "users=3": "task 'mnist-cluster': clusters=5; allowed: 1 to 3, the number of users",
     "users=3000": "task 'mnist-cluster', cluster 0 (labels ",
     "shift=rotate": "task 'mnist-cluster': shift='rotate'; this task has no shift",
-    "path=nowhere": "nowhere: no such folder; it should hold the images of mnist",
+    "path=nowhere": "nowhere: no such folder; it should contain the images of mnist",
     "alphas=1": "--set: unknown key 'data.task.alphas'. Did you mean 'alpha'? Allowed: name, users, clusters, ",
     "name=mnist-clusters": "no task 'mnist-clusters'. Did you mean 'mnist-cluster'? Allowed: ",
     "name=cifar10-cluster": "{images}: no train images of cifar10; looked for cifar10-train-images-ubyte[.gz|.xz], ",
@@ -149,7 +149,7 @@ def test_users_from_whom_no_sample_can_be_spared(recipe_of: Any, refuse: Refuse,
         np.savez(few / f"mnist-{split}.npz", images=np.zeros((30, 8, 8), np.uint8), labels=np.arange(30) % 10)
     line = refuse(recipe_of({"users": 20, "path": str(few)}))
     assert line.startswith("user 'user-")
-    assert "none can be spared" in line
+    assert "none can be held out" in line
 
 
 DAMAGED = {
@@ -338,7 +338,7 @@ ASKED = {
     "data.questions.name=xnly": "no questions 'xnly'. Did you mean 'xnli'? Allowed: xnli, xquad",
     "data.questions.languages=[en, fr]": "{folder}/xnli.jsonl: no row in language 'fr'; every user needs some",
     "data.questions.languages=[en, xx]": "xnli: no language 'xx'; allowed: ar, bg, ",
-    "data.questions.languages=[en, en]": "xnli: language 'en' twice; allowed: each once, as it names a user",
+    "data.questions.languages=[en, en]": "xnli: language 'en' twice; allowed: each once",
     "data.questions.train=50": "xnli: 12 of 12 questions have at most 190 tokens (training.context) in each of en, de",
     "training.context=30": "xnli: 0 of 12 questions have at most 30 tokens (training.context) in each of en, de; train",
     "base=net:mnist": "base: got 'net:mnist' for text; allowed: a language model; nets are for users with samples",
@@ -359,11 +359,11 @@ def test_a_wrong_setting_of_questions(asked: Any, refuse: Refuse, tmp_path: Path
     [
         ({"label": ""}, "label is ''; allowed: entailment, neutral, contradiction, or their numbers 0 to 2"),
         ({"premise": None}, "premise is None; allowed: text"),
-        ({"id": 3}, "id '3' has been there before; allowed: once in a language"),
+        ({"id": 3}, "id '3' occurs twice; allowed: once per language"),
     ],
 )
 def test_a_wrong_row_of_questions(asked: Any, refuse: Refuse, tmp_path: Path, row: dict[str, Any], said: str) -> None:
-    assert refuse(asked(row)) == f"{tmp_path}/xnli.jsonl: line 5 is no row of xnli: {said}"
+    assert refuse(asked(row)) == f"{tmp_path}/xnli.jsonl: line 5 is not a row of xnli: {said}"
 
 
 def test_a_base_without_a_tokenizer(asked: Any, refuse: Refuse, tmp_path: Path) -> None:

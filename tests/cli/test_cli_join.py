@@ -66,7 +66,7 @@ def test_advice_is_a_paragraph_and_a_table(comingle: Any, recipe: Path) -> None:
     said = comingle("advise", recipe, "--seeds", "0,1", "--rounds", 2, "--methods", "fedavg")
     assert said.code == 0, said.err
     paragraph, table = said.out.split("\n\n", 1)
-    assert "All is of runs of 2 rounds with seeds 0, 1" in paragraph
+    assert "runs of 2 rounds with seeds 0, 1" in paragraph
     for pair in ("ann and bob", "ann and cem", "bob and cem"):
         assert f"fedavg: {pair}" in table
 

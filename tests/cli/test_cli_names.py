@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from comingle.cli.training import warn_overlaps
+from comingle.data.populations import as_users
 from comingle.data.splits import UserText
 from comingle.reports.tables import render_run
 from comingle.training.kinds.base import RunData
@@ -125,12 +126,12 @@ def test_warnings_are_printed_as_they_are(
     comingle: Any, recipe_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = UserText(name=f"{MARKUP}{RED}", train=("same",), valid=("same",), test=("other",))
-    warn_overlaps(RunData(kind=TEXT, base=None, texts=(text,), users=()))
+    warn_overlaps(RunData(kind=TEXT, base=None, texts=(text,), users=as_users(())))
     said = capsys.readouterr().err
     assert said.startswith(f"warning: user {MARKUP}{SHOWN}: 1 of 1 validation and 0 of 1 test documents")
     assert said.count("\n") == 1
     many = tuple(replace(text, name=f"user-{number}") for number in range(25))
-    warn_overlaps(RunData(kind=TEXT, base=None, texts=many, users=()))
+    warn_overlaps(RunData(kind=TEXT, base=None, texts=many, users=as_users(())))
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 11
     assert said[-1].startswith("warning: ")

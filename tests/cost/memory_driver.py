@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from comingle.config import load_recipe
+from comingle.data.populations import as_users
 from comingle.data.text.streams import UserData
 from comingle.models.hardware import keep_buffers
 from comingle.models.loading import load_base
@@ -39,7 +40,7 @@ def main() -> None:
     base = load_base(recipe.base, dtype=recipe.runtime.dtype, device="cpu", quantise=recipe.quantise)
     stream = torch.randint(200, (16 * recipe.training.context,), dtype=torch.int32)
     users = [UserData(name=name, train=stream, valid=stream, test=stream) for name in recipe.data.users or {}]
-    clients = build(recipe, RunData(kind=TEXT, base=base, users=tuple(users))).clients
+    clients = build(recipe, RunData(kind=TEXT, base=base, users=as_users(users))).clients
     # One sequence first: the buffers of the matrix library belong to the process, not to the pass.
     steps = replace(clients.steps)
     steps.portions = replace(clients.portions, sequences=1)

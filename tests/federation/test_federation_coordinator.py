@@ -776,7 +776,7 @@ def test_what_is_not_told_is_absent_and_the_run_folder_is_readable(
         if verb == "show":
             assert "not finite" not in answer.out
             assert "no training" not in answer.out
-            assert "not told to the server: results of" in answer.out
+            assert "not reported to the server: results of" in answer.out
             assert metrics["untold"] == (["bob"] if ann == "all" else ["ann", "bob"])
 
 

@@ -132,7 +132,7 @@ def test_wilcoxon_is_over_users_and_holm_over_methods() -> None:
 def test_four_users_have_no_p_value_and_are_told_why() -> None:
     found = held(results(4, 3, good=0.5))
     assert found.verdicts[0].p_value is None
-    assert notes(found)[1] == "No p: of 4 users Wilcoxon's test cannot give less than 0.125."
+    assert notes(found)[1] == "No p: with 4 users, Wilcoxon's test cannot give less than 0.125."
     assert "0.125, 0.25 after Holm" in notes(held(results(4, 3, good=0.5, bad=2.0)))[1]
     assert held(results(6, 3, good=0.5)).verdicts[0].p_value == pytest.approx(2 / 2**6)
     assert held(results(6, 3, good=0.5, bad=2.0)).verdicts[0].p_value is None
@@ -174,7 +174,7 @@ def test_the_baseline_is_local_or_the_first_or_what_is_asked_for() -> None:
     assert baseline_of(["fedavg", "comigs"], None) == "fedavg"
     assert baseline_of(["fedavg", "local"], "fedavg") == "fedavg"
     with pytest.raises(
-        RecipeError, match=r"--against 'fedavgg': not among the methods.*'fedavg'.*There are: fedavg, local"
+        RecipeError, match=r"--against 'fedavgg': not among the methods.*'fedavg'.*Allowed: fedavg, local"
     ):
         baseline_of(["fedavg", "local"], "fedavgg")
 

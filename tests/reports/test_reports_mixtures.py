@@ -129,7 +129,7 @@ def test_mixtures_on_a_language_model_have_no_true_clusters(write_recipe: Any, t
     assert CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--out", str(out)]).exit_code == 0
     page = out.read_text(encoding="utf-8")
     assert "Test perplexity at the last evaluation (lower is better)" in page
-    assert "Who mixes what" in page
+    assert "Mixtures of users" in page
     assert "tokens/s" in page
     assert not [word for word in ("ARI", "true cluster", "Token view", "Expert scores", "samples") if word in page]
 

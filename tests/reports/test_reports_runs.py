@@ -84,7 +84,7 @@ def test_runs_that_are_measured_otherwise_are_refused(write_run: Any) -> None:
     two = write_run("two", "local", {0: {"ann": 0.5}}, measure="loss")
     with pytest.raises(
         RunError,
-        match=r"two: its models are compared by loss, those of .*one by accuracy; give runs that are measured alike",
+        match=r"two: .*loss.*one by accuracy",
     ):
         read_entries([one, two])
 
@@ -141,7 +141,9 @@ def test_one_of_two_runs_of_a_recipe_and_seed_counts_and_that_is_said(
     one, again = write_run("one", "local", CURVE), write_run("again", "local", CURVE)
     (entry,) = read_entries([one, again])
     assert [run.folder for run in entry.runs] == [one]
-    assert caplog.messages == [f"{again}: left out, as it has the recipe and the seed of {one}"]
+    (line,) = caplog.messages
+    assert line.startswith(f"{again}: left out")
+    assert line.endswith(str(one))
 
 
 def test_a_reader_is_told_what_cannot_be_compared(write_run: Any) -> None:

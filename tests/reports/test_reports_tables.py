@@ -141,10 +141,10 @@ def test_the_markdown_table(folders: list[Path], tmp_path: Path) -> None:
             "|---|---|---|---|---|---|---|\n"
             "| fedavg | +13.2% | -89.9 to +1174.0 | level | – | 1 of 4 | +50.0% |\n"
             "\n"
-            "better, worse: the interval of the mean change leaves out 0; level: it does not, so nothing is shown. "
-            "Users and seeds both count as drawn.\n"
-            "No p: of 2 users Wilcoxon's test cannot give less than 0.5.\n"
-            "ahead: results, one for each user and seed, better than the baseline's; worst: the one furthest behind.\n"
+            "better, worse: the interval of the mean change excludes 0; level: it contains 0, so no change is shown. "
+            "Users and seeds both count as random.\n"
+            "No p: with 2 users, Wilcoxon's test cannot give less than 0.5.\n"
+            "ahead: number of results, one per user and seed, that beat the baseline's; worst: the largest deficit.\n"
         )
     )
     assert read_comparison(tmp_path) == table == json.loads((tmp_path / "table.json").read_text())

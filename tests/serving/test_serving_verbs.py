@@ -85,7 +85,7 @@ def test_routes_and_comparisons_are_shown(runs: Path, typed: Any) -> None:
     answer = typed(
         f"{text}\n/route\n/compare abc\n", runs / "local-seed0", *options[2:], "--against", runs / "local-seed0"
     )
-    assert "no routers in this model" in answer.out
+    assert "has no routers" in answer.out
     assert "│ local" in answer.out or "┃ local" in answer.out
 
 

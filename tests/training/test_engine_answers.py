@@ -18,6 +18,7 @@ from torch import Tensor
 from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import TrainingSection
 from comingle.data.conversations.encoding import Answers, Question, UserAnswers, build_answers, encode
+from comingle.data.populations import as_users
 from comingle.methods import make
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
@@ -93,7 +94,7 @@ def ask() -> Ask:
             }
         ).with_changes(changes)
         people = tuple(user if isinstance(user, UserAnswers) else make_user(user) for user in users)
-        return session.build(recipe, RunData(kind=kind_of(recipe), base=base, users=people))
+        return session.build(recipe, RunData(kind=kind_of(recipe), base=base, users=as_users(people)))
 
     return make
 

@@ -201,7 +201,7 @@ def test_a_folder_that_was_half_made(half_made: tuple[Recipe, Path], tmp_path: P
     if how == "resume" and moment != "recipe":
         assert refused(recipe, folder, resume=True).endswith("it was never begun, so leave out --resume")
     elif how == "plain" and moment == "recipe":
-        assert refused(recipe, folder).endswith("--resume goes on with it, --force replaces it, --out names another")
+        assert refused(recipe, folder).endswith("--resume continues it, --force replaces it, --out names another")
     else:
         api.run(recipe, out=folder, resume=how == "resume", force=how == "force")
         assert (folder / "metrics.json").exists()

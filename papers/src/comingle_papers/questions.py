@@ -174,7 +174,9 @@ def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, .
         if language not in known:
             raise RecipeError(f"{name}: no language {language!r}; allowed: {', '.join(known)}")
         if language in (languages or ())[:i]:
-            raise RecipeError(f"{name}: language {language!r} twice; allowed: each once, as it names a user")
+            raise RecipeError(
+                f"{name}: language {language!r} twice; allowed: each once, since it is the name of a user"
+            )
     return tuple(languages or known)
 
 
@@ -214,9 +216,7 @@ def draw_parts(
         DataError: There are too few questions.
     """
     if not short:
-        raise DataError(
-            f"{name}: no question is there in each of {', '.join(wanted)}; allowed: one id in all languages"
-        )
+        raise DataError(f"{name}: no question occurs in all of {', '.join(wanted)}; allowed: one id in all languages")
     few, many = sum(short), len(short)
     if few < many:
         logger.info("%s: %d of %d questions are longer than %d tokens", name, many - few, many, context)
@@ -311,11 +311,11 @@ def iterate_questions(
         try:
             for key, question in QUESTIONS_OF[name](row, setting.instruction):
                 if key in keys:
-                    raise ValueError(f"id {key!r} has been there before; allowed: once in a language")
+                    raise ValueError(f"id {key!r} occurs twice; allowed: once per language")
                 keys.add(key)
                 yield str(language), key, question
         except ValueError as error:
-            raise DataError(f"{source}: {place} is no row of {name}: {error}") from None
+            raise DataError(f"{source}: {place} is not a row of {name}: {error}") from None
     bad.report()
     for language, keys in seen.items():
         if not keys:
@@ -377,14 +377,14 @@ class QuestionsDataSection(DataSection):
         **steps_of("questions"),
         **ON_LANGUAGE,
         **keys_of_text(
-            add_bos_token="prompts begin with it where texts of the base do",
-            split="data.questions.train, valid and test say how many questions there are",
+            add_bos_token="prompts begin with it if the texts of the base do",
+            split="data.questions.train, valid and test set the number of questions",
             held_out="all users have the same questions",
             on_small_user="all users have the same questions",
             limits=(
-                "data.questions.train says how many questions there are",
-                "data.questions.valid says how many questions there are",
-                "data.questions.test says how many questions there are",
+                "data.questions.train sets the number of questions",
+                "data.questions.valid sets the number of questions",
+                "data.questions.test sets the number of questions",
             ),
         ),
     }
@@ -503,7 +503,7 @@ class QuestionReader(LanguageReader[Asked, UserAnswers]):
         super().inspect(read, user)
 
 
-NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
+NOTE = "Questions are not read: each counts as long as the context, an upper bound of its cost."
 
 
 class QuestionsKind(AnswersKind):

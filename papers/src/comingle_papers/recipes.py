@@ -126,7 +126,7 @@ def load_theory_recipe(path: Path) -> TheoryRecipe:
         RecipeError: The file is missing, is not YAML, or has an invalid value, the first of which is reported.
     """
     if not path.is_file():
-        raise RecipeError(f"{path}: no such theory recipe; without a name the shipped one is run")
+        raise RecipeError(f"{path}: no such theory recipe; omit the name to run the shipped one")
     return parse_theory_recipe(read_yaml(path), where=str(path))
 
 

@@ -336,7 +336,11 @@ def test_xquad_of_the_hub_has_the_columns_of_squad(tmp_path: Path) -> None:
         ("xnlii", {}, "no questions 'xnlii'. Did you mean 'xnli'? Allowed: xnli, xquad"),
         ("xnli", {"languages": ["en", "ro"]}, "xnli: no language 'ro'; allowed: ar, bg, de, el, en, es, fr, hi, ru"),
         ("xquad", {"languages": ["fr"]}, "xquad: no language 'fr'; allowed: ar, de, el, en, es, hi, ro, ru, th, tr"),
-        ("xnli", {"languages": ["en", "en"]}, "xnli: language 'en' twice; allowed: each once, as it names a user"),
+        (
+            "xnli",
+            {"languages": ["en", "en"]},
+            "xnli: language 'en' twice; allowed: each once, since it is the name of a user",
+        ),
     ],
 )
 def test_what_there_is_not_is_refused(folder: Path, name: str, settings: dict[str, Any], said: str) -> None:
@@ -356,7 +360,7 @@ def test_sources_without_questions_are_refused(folder: Path) -> None:
     assert "list.jsonl: row 1" in (said := problem(DataError, "xnli", list_rows))
     assert "JSON number" in said
     other = problem(DataError, "xquad", folder / "xnli_dev.jsonl.xz", languages=["en"])
-    assert other.endswith("xnli_dev.jsonl.xz: line 1 is no row of xquad: context is None; allowed: text")
+    assert other.endswith("xnli_dev.jsonl.xz: line 1 is not a row of xquad: context is None; allowed: text")
 
 
 @pytest.mark.parametrize(
@@ -371,14 +375,14 @@ def test_sources_without_questions_are_refused(folder: Path) -> None:
         ({"hypothesis": 3}, "hypothesis is 3; allowed: text"),
         ({"premise": "\ud800"}, "'utf-8' codec can't encode character"),
         ({"id": None}, "no id; allowed: a name or number, the same in all languages"),
-        ({"id": 0}, "id '0' has been there before; allowed: once in a language"),
+        ({"id": 0}, "id '0' occurs twice; allowed: once per language"),
     ],
 )
 def test_a_wrong_row_of_xnli_is_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     rows = xnli_rows(["en", "de"])
     rows[1] |= change
     path = write(tmp_path / "xnli.jsonl", rows)
-    assert problem(DataError, "xnli", path).startswith(f"{path}: line 2 is no row of xnli: {said}")
+    assert problem(DataError, "xnli", path).startswith(f"{path}: line 2 is not a row of xnli: {said}")
 
 
 @pytest.mark.parametrize(
@@ -396,7 +400,7 @@ def test_a_wrong_question_of_xquad_is_named(tmp_path: Path, change: dict[str, An
     rows = xquad_rows()
     rows[2]["qas"][1] |= change
     path = write(tmp_path / "xquad.jsonl", rows)
-    assert problem(DataError, "xquad", path).startswith(f"{path}: line 3 is no row of xquad: {said}")
+    assert problem(DataError, "xquad", path).startswith(f"{path}: line 3 is not a row of xquad: {said}")
 
 
 @pytest.mark.parametrize("answers", [None, [], {"text": []}, {"text": None}, {"text": [""]}])
@@ -404,9 +408,9 @@ def test_a_question_of_the_hub_without_an_answer_is_named(tmp_path: Path, answer
     row = {"id": "a", "lang": "en", "context": "c", "question": "q", "answers": answers}
     path = write(tmp_path / "xquad.jsonl", [row])
     said = problem(DataError, "xquad", path)
-    assert said.startswith(f"{path}: line 1 is no row of xquad: answer is ")
+    assert said.startswith(f"{path}: line 1 is not a row of xquad: answer is ")
     paragraph = write(tmp_path / "xquad.jsonl", [{"lang": "en", "context": "c", "qas": "q"}])
-    assert "line 1 is no row of xquad: qas is 'q'; allowed: a list of" in problem(DataError, "xquad", paragraph)
+    assert "line 1 is not a row of xquad: qas is 'q'; allowed: a list of" in problem(DataError, "xquad", paragraph)
 
 
 def test_rows_of_other_languages_are_nobodys_business(tmp_path: Path) -> None:
@@ -419,7 +423,7 @@ def test_rows_of_other_languages_are_nobodys_business(tmp_path: Path) -> None:
 def test_questions_that_no_two_languages_share_are_said(tmp_path: Path) -> None:
     path = write(tmp_path / "xnli.jsonl", [row | {"id": f"{row['lang']}{row['id']}"} for row in xnli_rows()])
     assert problem(DataError, "xnli", path) == (
-        "xnli: no question is there in each of en, de; allowed: one id in all languages"
+        "xnli: no question occurs in all of en, de; allowed: one id in all languages"
     )
 
 

@@ -62,7 +62,7 @@ def test_entries_are_the_runs_of_all_seeds(tmp_path: Path) -> None:
 
 
 def test_a_figure_without_runs_is_said(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="comigs/figure4: no finished run has what this figure shows"):
+    with pytest.raises(RunError, match="comigs/figure4: no finished run"):
         draw(plan("comigs/figure4", Wanted(scale="smoke")), {}, tmp_path)
 
 

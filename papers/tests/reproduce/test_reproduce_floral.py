@@ -103,7 +103,7 @@ def test_what_is_missing_from_our_copy_is_said() -> None:
     assert "| method | Synthetic linear | public code |\n" in text
     assert "| FedAvg | 5 #2 | 3.5 (3.84) #2 |\n" in text
     assert "| FLoRAL | 4e-05 #1 | 4.37e-05 (4.51e-06) #1 (a) |\n" in text
-    assert "over 2 rows; the public code's order holds in full." in text
+    assert "over 2 rows; the public code's order is reproduced." in text
     assert (
         "- The paper's numbers of this table are missing from our copy; beside ours stand those of its public" in text
     )
@@ -255,7 +255,7 @@ def test_figure_7_runs_at_scale_cpu_where_the_folder_has_cifar100(tmp_path: Path
     """Nothing is read from the hub for it, so that other columns of Table 1 run without a network."""
     images = tmp_path / "images"
     images.mkdir()
-    with pytest.raises(RecipeError, match="has no cifar100, and this scale takes nothing from the hub"):
+    with pytest.raises(RecipeError, match="has no cifar100, and this scale does not use the hub"):
         planned("figure7", "cpu", data=tmp_path)
     table = planned("table1", "cpu", columns=["cifar10-r", "cifar100"], data=tmp_path)
     assert (table.columns, list(table.left_out)) == (("cifar10-r",), ["cifar100"])
@@ -281,11 +281,11 @@ def test_images_come_from_the_folder_or_the_hub(folder: Path, caplog: pytest.Log
     assert caplog.messages == [f"cifar100-reduced: {folder}/images has no cifar100, so the hub's are read"]
     small = planned("table4", "smoke", data=folder)
     assert small.left_out == {
-        "cifar100-reduced": f"{folder}/images has no cifar100, and this scale takes nothing from the hub"
+        "cifar100-reduced": f"{folder}/images has no cifar100, and this scale does not use the hub"
     }
     assert planned("table3", "smoke").left_out == {}
     with pytest.raises(
-        Exception, match="mnist-r: there is no folder; give --data FOLDER, and this scale takes nothing"
+        Exception, match="mnist-r: there is no folder; give --data FOLDER, and this scale does not use the hub"
     ):
         planned("table1", "smoke", columns=["mnist-r"])
 

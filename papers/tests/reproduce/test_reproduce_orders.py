@@ -66,16 +66,16 @@ def test_differences_within_the_deviations_are_set_apart() -> None:
 
 def test_sentences() -> None:
     full = compare_orders(entries(1, 2, 3), entries(4, 5, 6))
-    assert sentence("News", full) == "News: tau = 1.00 (p = 0.33) over 3 rows; the paper's order holds in full."
+    assert sentence("News", full) == "News: tau = 1.00 (p = 0.33) over 3 rows; the paper's order is reproduced."
     some = compare_orders(entries(1, 2, 3, 4), entries(10, 30, 20, 40))
     assert sentence("News", some) == (
-        "News: tau = 0.67 (p = 0.33) over 4 rows; the order holds for the most part: 5 of 6 pairs are in the paper's "
-        "order; the other way round, with one seed, so that our deviations are unknown: b before c."
+        "News: tau = 0.67 (p = 0.33) over 4 rows; the order is mostly reproduced: 5 of 6 pairs are in the paper's "
+        "order; reversed, with one seed, so that our deviations are unknown: b before c."
     )
     seeds = compare_orders(entries(1, 2, 3, 4), entries(10, 30, 20, 40, std=1.0))
-    assert sentence("News", seeds).endswith("the other way round, beyond the deviations: b before c.")
+    assert sentence("News", seeds).endswith("reversed, beyond the deviations: b before c.")
     none = compare_orders(entries(1, 2, 3), entries(3, 2, 1))
-    assert "the order does not hold: 0 of 3 pairs" in sentence("News", none)
+    assert "the order is not reproduced: 0 of 3 pairs" in sentence("News", none)
     noise = compare_orders(entries(1, 2, std=2.0), entries(2, 1))
     assert sentence("News", noise).endswith("and the others differ by no more than their deviations: a before b.")
     long = compare_orders(entries(*range(6)), entries(*range(6, 0, -1)))

@@ -117,8 +117,8 @@ def test_questions_come_from_the_folder_or_the_hub(folder: Path) -> None:
     assert paths("cpu", data=folder) == {"xnli": str(folder / "xnli"), "xquad": None}
     small = planned("smoke", data=folder)
     assert small.columns == ("xnli",)
-    assert small.left_out == {"xquad": f"{folder}/xquad does not exist, and this scale takes nothing from the hub"}
-    with pytest.raises(Exception, match="xnli: there is no folder; give --data FOLDER, and this scale takes nothing"):
+    assert small.left_out == {"xquad": f"{folder}/xquad does not exist, and this scale does not use the hub"}
+    with pytest.raises(Exception, match="xnli: there is no folder; give --data FOLDER"):
         planned("smoke")
 
 

@@ -41,7 +41,7 @@ def test_means_deviations_ranks_and_tau(small: Plan) -> None:
     assert [cells[row]["ours"]["rank"] for row in ("fedavg", "comigs-2s")] == [3, 1]
     assert [cells[row]["paper"]["rank"] for row in ("fedavg", "comigs-2s")] == [3, 1]
     assert multilingual["order"]["tau"] == pytest.approx(1.0)
-    assert multilingual["sentence"].endswith("over 3 rows; the paper's order holds in full.")
+    assert multilingual["sentence"].endswith("over 3 rows; the paper's order is reproduced.")
     assert slimpajama["cells"]["local"]["ours"] == {"mean": 5.0, "std": None, "rank": 1}
     assert slimpajama["cells"]["fedavg"]["ours"] is None
     assert slimpajama["cells"]["fedavg"]["paper"] == {"mean": 23.27, "std": 0.05, "rank": None}
@@ -65,7 +65,7 @@ def test_markdown(small: Plan, tmp_path: Path) -> None:
 
 def test_what_was_not_run_is_told(small: Plan) -> None:
     told = remarks(build_table(replace(small, missing=("new",), left_out={"x": "no text"}), {}))
-    assert "Missing, as there is no such method yet: new." in told
+    assert "Missing, since the method is not implemented: new." in told
     assert "Left out: x (no text)." in told
 
 

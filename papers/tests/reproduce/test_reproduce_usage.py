@@ -12,6 +12,7 @@ import torch
 from matplotlib.collections import PathCollection
 
 from comingle.config import Recipe, parse_recipe
+from comingle.data.populations import as_users
 from comingle.data.samples.samples import Samples, UserSamples
 from comingle.protocol.messages import COUNT
 from comingle.runs.session import build, prepare
@@ -104,7 +105,7 @@ def test_nets_have_the_sizes_of_the_papers_table_1() -> None:
     images = Samples(inputs=torch.zeros(2, 3, 32, 32), targets=torch.zeros(2, dtype=torch.int64))
     user = UserSamples(name="one", train=images, valid=images, test=images)
     task = Task(
-        users=(user,),
+        users=as_users([user]),
         loss="cross_entropy",
         classes=7,
         clusters=1,

@@ -123,7 +123,7 @@ def test_without_a_network_it_says_at_once_what_can_be_run(
     answer = comingle("reproduce", name, "--out", tmp_path / "out")
     assert (answer.code, answer.out, answer.err.count("\n"), answer.progress) == (2, "", 1, ())
     assert answer.err.startswith(f"comingle: reproduce {name}: needs {needs}")
-    assert "is out of reach" in answer.err
+    assert "https://huggingface.co" in answer.err
     assert all(way in answer.err for way in ["--scale cpu --data FOLDER", *ways])
     assert not (tmp_path / "out").exists()
 
@@ -174,7 +174,7 @@ def test_a_subset_then_all_the_rest(comingle: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "table1" / "table.json").read_text())["columns"][0]["order"]["rows"] == 2
     refused = comingle("reproduce", "comigs/table1", *SMOKE, "--out", tmp_path)
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "table1: exists; --resume goes on with it, --force runs all again" in refused.err
+    assert "table1: exists; --resume continues it, --force runs all again" in refused.err
     more = ("--methods", "local,fedavg,pcl", "--out", tmp_path)
     again = comingle("reproduce", "comigs/table1", *SMOKE, *more, "--resume")
     assert again.code == 0

@@ -104,7 +104,7 @@ def test_fewer_images_than_users_is_said() -> None:
     with pytest.raises(DataError) as error:
         deal([torch.arange(2)], [3], labels_of(2, 2), alpha=None, key=KEY)
     assert str(error.value) == (
-        "task 'cifar100-cluster': 2 images for 3 users; allowed: at least one for each, so more images, or fewer users"
+        "task 'cifar100-cluster': 2 images for 3 users; allowed: at least one per user: more images, or fewer users"
     )
 
 

@@ -107,7 +107,7 @@ def test_damaged_compressed_files_are_said_wherever_the_damage_is(tmp_path: Path
 
 def test_files_that_do_not_belong_together_are_said(tmp_path: Path) -> None:
     images, labels = write_idx(tmp_path / "i", pictures()), write_idx(tmp_path / "l", classes(3))
-    with pytest.raises(DataError, match=r"i and l: 4 images but labels of shape \(3,\); needs one for each"):
+    with pytest.raises(DataError, match=r"i and l: 4 images but labels of shape \(3,\)"):
         read_idx_pair(images, labels)
     with pytest.raises(DataError, match="l: 1 axes; allowed: 3"):
         read_idx_pair(labels, labels)
@@ -167,7 +167,7 @@ def broken(**changes: Any) -> dict[str, np.ndarray]:
     [
         ({"labels": classes()}, "no images in it; found: labels; allowed names: images, image, img, x, data"),
         ({"images": pictures()}, "no labels in it; found: images; allowed names: labels, label, fine_label, y"),
-        ({"images": pictures(), "labels": classes(3)}, "4 images but labels of shape (3,); needs one for each"),
+        ({"images": pictures(), "labels": classes(3)}, "4 images but labels of shape (3,)"),
         ({"images": pictures() / 255, "labels": classes()}, "images are float64 with 3 axes; allowed: uint8 with 3"),
         ({"images": pictures()[0], "labels": classes()}, "images are uint8 with 2 axes; allowed: uint8 with 3"),
         ({"images": pictures(), "labels": classes() + 0.5}, "labels are float64; allowed: whole numbers"),
@@ -240,7 +240,7 @@ def test_an_empty_or_missing_folder_is_said(tmp_path: Path) -> None:
     message = r"no train images of cifar100; looked for cifar100-train-images-ubyte\[.gz\|.xz\], cifar100-train.npz or"
     with pytest.raises(DataError, match=message):
         read_images("cifar100", tmp_path)
-    with pytest.raises(DataError, match="absent: no such folder; it should hold the images of mnist"):
+    with pytest.raises(DataError, match="absent: no such folder; it should contain the images of mnist"):
         read_images("mnist", tmp_path / "absent")
 
 
@@ -310,7 +310,7 @@ def test_images_in_domains(tmp_path: Path, named: bool) -> None:
     ("domains", "message"),
     [
         ({}, "no domain in it; allowed: domain (numbers or names), and domains (names of numbers)"),
-        ({"domain": np.zeros(3, int)}, "4 images but domains of shape (3,); needs one for each"),
+        ({"domain": np.zeros(3, int)}, "4 images but domains of shape (3,); one is needed per image"),
         (
             {"domain": np.array([0, 1, 2, 0]), "domains": np.array(["art", "photo"])},
             "domains go from 0 to 2; allowed: 0 to 1, those with names",
@@ -333,7 +333,7 @@ def test_wrong_domains_are_said_in_one_line(tmp_path: Path, domains: dict[str, n
 def test_missing_domains_are_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no images of pacs; looked for pacs.npz, pacs32.npz, pacs64.npz"):
         read_domains("pacs", tmp_path, largest=64)
-    with pytest.raises(DataError, match="absent: no such folder; it should hold the images of pacs"):
+    with pytest.raises(DataError, match="absent: no such folder; it should contain the images of pacs"):
         read_domains("pacs", tmp_path / "absent", largest=64)
 
 

@@ -230,7 +230,7 @@ def test_images_are_found_through_the_variable_before_the_hub(
         ("mlp", {"fraction": 1.5}, "task 'mlp': fraction=1.5; allowed: above 0, up to 1"),
         ("mlp", {"fraction": float("nan")}, "task 'mlp': fraction=nan; allowed: above 0, up to 1"),
         ("mlp", {"test_samples": 0}, "task 'mlp': test_samples=0; allowed: from 1"),
-        ("mlp", {"shift": "rotate"}, "task 'mlp': shift='rotate'; this task has no shift, its users differ by them"),
+        ("mlp", {"shift": "rotate"}, "task 'mlp': shift='rotate'; this task has no shift"),
         ("cifar100", {"shift": "labels"}, "task 'cifar100': shift='labels'; this task has no shift"),
         ("mnist", {"shift": "rotat"}, "task 'mnist': shift='rotat'. Did you mean 'rotate'? Allowed: rotate, labels"),
     ],
@@ -251,14 +251,14 @@ def test_images_that_do_not_fit_the_task_are_said(make_folder: MakeFolder) -> No
 
 
 def test_more_users_than_images_is_said(make_folder: MakeFolder) -> None:
-    with pytest.raises(RecipeError, match="task 'mnist': users=25; allowed: 1 to 20, one image of each split"):
+    with pytest.raises(RecipeError, match="task 'mnist': users=25; allowed: 1 to 20, one image per split"):
         make_task("mnist", seed=0, users=25, path=make_folder("mnist", train=20, test=25))
-    with pytest.raises(RecipeError, match="task 'mnist': users=10; allowed: 1 to 7, one image of each split"):
+    with pytest.raises(RecipeError, match="task 'mnist': users=10; allowed: 1 to 7, one image per split"):
         make_task("mnist", seed=0, users=10, path=make_folder("mnist", train=40, test=7))
 
 
 def test_a_made_task_takes_no_path(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"task 'linear': path='.*'; this task is made, not read, and takes no path"):
+    with pytest.raises(RecipeError, match=r"task 'linear': path='.*'; this task is generated"):
         make_task("linear", seed=0, path=tmp_path)
 
 

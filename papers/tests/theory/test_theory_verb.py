@@ -155,9 +155,9 @@ def test_mistakes_end_the_verb_with_exit_code_2_and_write_nothing(comingle: Comi
     missing = tmp_path / "missing.yaml"
     for words, said in (
         ([wrong], f"{wrong}: unknown key 'linear.decay'."),
-        ([missing], f"{missing}: no such theory recipe; without a name the shipped one is run"),
+        ([missing], f"{missing}: no such theory recipe; omit the name to run the shipped one"),
         (["--seed", "-1"], "--seed: seed: Input should be greater than or equal to 0; got -1"),
-        (["--out", mine, "--force"], f"{mine}: holds 'letter.txt', which is none of recipe.yaml,"),
+        (["--out", mine, "--force"], f"{mine}: contains 'letter.txt', which is not one of recipe.yaml,"),
         (["--out", wrong], f"{wrong}: is a file; --out names a folder"),
     ):
         code, printed, errors = comingle("theory", *words)

@@ -264,8 +264,10 @@ def check_audited(run: Run) -> None:
     if run.recipe.data.kind not in KINDS:
         raise RunError(f"{where}: users have {run.recipe.data.label}; allowed: text, conversations or samples")
     if run.recipe.privacy is not None and run.recipe.privacy.secure_aggregation is not None:
-        reason = "its server sees sums alone, which no attack here looks at; what users see is as without"
-        raise RunError(f"{where}: {reason} privacy.secure_aggregation: audit such a run")
+        raise RunError(
+            f"{where}: privacy.secure_aggregation shows the server only sums, which no attack here "
+            "uses; audit a run without it, in which users see the same"
+        )
 
 
 def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:

@@ -37,6 +37,7 @@ from torch import Tensor
 from comingle.config import Recipe
 from comingle.config.settings import protects_examples
 from comingle.data.conversations.encoding import Answers, UserAnswers, widen
+from comingle.data.populations import as_users
 from comingle.data.text.streams import UserData
 from comingle.methods.base import Method
 from comingle.models.scoring import PAD, begin_windows, hide
@@ -46,6 +47,7 @@ from comingle.reports.audit import Membership, Shadowed
 from comingle.runs.results import Run
 from comingle.runs.session import build, execute
 from comingle.training.backends.local import InProcess
+from comingle.training.batch_sources import AnyUser
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData
@@ -140,11 +142,13 @@ def check_watchable(where: object, method: Method) -> None:
         RunError: They do not; the message says why.
     """
     if method.placement.pooled:
-        raise RunError(f"{where}: {method.name} pools everybody's text, so there is nothing left to leak")
+        raise RunError(f"{where}: {method.name} pools the text of all users, so there is nothing to audit")
     if not method.shared or not method.trains:
-        raise RunError(f"{where}: {method.name} shares nothing, so nobody sees anything of a user; nothing to audit")
+        raise RunError(f"{where}: {method.name} shares no parameters, so there is nothing to audit")
     if method.server.peer_to_peer:
-        raise RunError(f"{where}: {method.name} has peers, whose server publishes nothing that could be looked at")
+        raise RunError(
+            f"{where}: {method.name} exchanges models between peers; its server publishes none that could be audited"
+        )
 
 
 # -------------------------------------------------------------------- canaries
@@ -394,12 +398,12 @@ def run_trial(
 
     single = of_examples(recipe)
 
-    def put(user: Any, canary: Tensor) -> object:
+    def put(user: Any, canary: Tensor) -> AnyUser:
         if canaries.places is not None:
             return with_response(user, canary, 1 if single else max(1, int(SHARE * len(user.train))), **kwargs)
         return with_example(user, canary, context, **kwargs) if single else with_canary(user, canary, **kwargs)
 
-    trial_users = tuple(
+    trial_users = as_users(
         put(user, canary) if inside else user
         for user, canary, inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True)
     )
@@ -597,7 +601,7 @@ def run_shadow(
     users: Sequence[UserData | UserAnswers] = run_data.users
     own = recipe.with_changes({"seed": recipe.seed + 1 + number})
     parts = halves(users, recipe.training.context, seed=recipe.seed, run=number)
-    trial_users = tuple(parts.of(at, user) for at, user in enumerate(users))
+    trial_users = as_users(parts.of(at, user) for at, user in enumerate(users))
     plain = build(own, replace(run_data, users=trial_users), store="memory")
     places = [scored(len(windows)) for windows in parts.windows]
     most = max(map(len, places))

@@ -194,11 +194,11 @@ def invert(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inversion]:
     """
     one = {"training.batch_size": 1, "training.local_epochs": 1}
     first = tuple(replace(user, train=user.train.first(1)) for user in run_data.users)
-    alone = replace(run_data, users=first, common=replace(run_data.common, users=first))
+    alone = run_data.with_users(first)
     whole = shortened(1) | {"evaluation.model": "exchanged"}
     return [
         _attack_net("one step on one sample", recipe.with_changes(whole | one), alone, watch),
-        _attack_net("one round as the run has it", recipe.with_changes(whole), run_data, watch),
+        _attack_net("one round of the run", recipe.with_changes(whole), run_data, watch),
     ]
 
 
@@ -241,7 +241,7 @@ def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
     weight = next((slot for slot in layout.slots if slot.name.endswith("weight")), None)
     bias = slots.get(weight.name.removesuffix("weight") + "bias") if weight is not None else None
     if weight is None or bias is None or len(weight.shape) != 2:
-        raise RunError("the net's first layer is not linear with a bias; gradients are inverted there alone")
+        raise RunError("the net's first layer is not linear with a bias; gradients are inverted only there")
     if not all(all(slot.chosen(set(shared))) for slot in (weight, bias)):
         raise RunError("the net's first layer stays with its user, so there is no upload to invert")
     return weight.name, bias.name
@@ -286,9 +286,12 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     short = tuple(_of_one_window(user, recipe.seed, width) for user in run_data.users)
     return [
         _attack_tokens(
-            f"one step on {SHORT + 1} tokens", recipe.with_changes(second | one), replace(run_data, users=short), watch
+            f"one step on {SHORT + 1} tokens",
+            recipe.with_changes(second | one),
+            run_data.with_users(short),
+            watch,
         ),
-        _attack_tokens("one round as the run has it", recipe.with_changes(second), run_data, watch),
+        _attack_tokens("one round of the run", recipe.with_changes(second), run_data, watch),
     ]
 
 

@@ -116,7 +116,7 @@ def _command(name: str, verb: Callable[..., object], **settings: Any) -> Any:
 def _plugin_option() -> Any:
     """Return the option that loads a user's own methods before a command reads its other options."""
 
-    def load(context: typer.Context, paths: list[Path] | None) -> None:
+    def load(context: Any, paths: list[Path] | None) -> None:
         if not paths or context.resilient_parsing:
             return
         from comingle.methods.user_files import load_file

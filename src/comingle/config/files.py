@@ -180,7 +180,9 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
         if not isinstance(source, str) or is_named(source):
             return source
         source = os.path.expandvars(os.path.expanduser(source))
-        return str((folder / source).resolve()) if os.path.exists(folder / source) else source
+        if os.path.isabs(source) or not os.path.exists(folder / source):
+            return source  # The fingerprint of a run in Python has its absolute paths as they are given.
+        return str((folder / source).resolve())
 
     content["data"] |= recipe.data.anchored(anchored)
     if os.path.exists(folder / recipe.base):

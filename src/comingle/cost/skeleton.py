@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY
+from comingle.data.populations import as_users
 from comingle.data.samples.reading import Population
 from comingle.methods import make
 from comingle.methods.base import Method
@@ -161,7 +162,7 @@ def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] |
     if method.placement.pooled:
         return federate(build_nets(recipe, population, plan))
     clusters = max(1, len({user.cluster for user in population.users}))  # fewer users could mean fewer clusters
-    first = build_nets(recipe, replace(population, users=population.users[:clusters]), plan)
+    first = build_nets(recipe, replace(population, users=as_users(population.users[:clusters])), plan)
     batch_source, users = cast(SampleBatchSource, first.batch_source), list(population.users[: first.portions.users])
     if len(users) <= clusters:
         return federate(first)

@@ -33,6 +33,7 @@ import torch
 from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import complete_older
 from comingle.config.settings import Terms
+from comingle.data.populations import as_users
 from comingle.federation.client_store import MODEL, ClientStore, check_run_limit, run_folder, save_model
 from comingle.federation.messages import (
     Answer,
@@ -181,7 +182,7 @@ def open_store(folder: Path, own: Own, public: Public) -> ClientStore:
     data = remote_data(public, recipe, read.base)
     number = public.users.index(own.name)
     _check_settings(own, public, read)
-    users = tuple(read.users[0] if i == number else user for i, user in enumerate(data.users))
+    users = as_users(read.users[0] if i == number else user for i, user in enumerate(data.users))
     common = None if data.common is None else replace(data.common, users=users)
     data = replace(data, users=users, common=common, here=(number,), unread=False)
     clients = data.kind.clients(recipe, data, plan_of(public, recipe))

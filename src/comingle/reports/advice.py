@@ -219,9 +219,13 @@ def paragraph(advice: Advice) -> str:
         if level := undecided(advice):
             sentences.append(f"No method is shown to help {_listed(level)}.")
         sentences += _pair_texts(advice)
-        sentences.append(f"The {advice.intervals} intervals of users hold together with 95%, and those of means too.")
+        sentences.append(
+            f"The {advice.intervals} intervals of users have a joint confidence of 95%, and so have those of means."
+        )
     seeds = ", ".join(map(str, advice.seeds))
-    sentences.append(f"All is of runs of {plural(advice.rounds, 'round')} with seeds {seeds}; longer ones may differ.")
+    sentences.append(
+        f"These are results of runs of {plural(advice.rounds, 'round')} with seeds {seeds}; longer ones may differ."
+    )
     sentences += [
         f"{name}: the privacy budget was spent after {done} of {advice.rounds} rounds."
         for name, done in advice.stopped.items()
@@ -232,12 +236,12 @@ def paragraph(advice: Advice) -> str:
 def _method_text(advice: Advice) -> str:
     taken = method_to_take(advice)
     if taken is None:
-        return "No method is shown to gain on training alone in the mean over users: local, which sends nothing."
+        return "No method is shown to beat local training on average over users; take local, which sends nothing."
     gain, best = advice.means[taken], next(name for name in advice.means if name not in advice.against_best)
     cost = sizes([advice.upload_bytes[taken]])[0]
-    text = f"Take {taken}: {_gain_text(gain)} in the mean over users, for {cost} sent by each user in a round."
+    text = f"Take {taken}: {_gain_text(gain)} on average over users; each user uploads {cost} per round."
     if taken != best:
-        text += f" {best} has the best mean and is not shown to be better."
+        text += f" {best} has the best mean, but is not shown to be better."
     elif level := [name for name, other in advice.against_best.items() if other.verdict != HARMED]:
         text += f" It is not shown to be better than {_listed(level)}."
     return text
@@ -256,7 +260,7 @@ def _pair_texts(advice: Advice) -> list[str]:
         if parts:
             sentences.append(f"In pairs ({advice.grouped_by}) {printable(user)} {' and '.join(parts)}.")
     if advice.groups and not sentences:
-        sentences.append(f"No smaller group ({advice.grouped_by}) is shown to gain or to harm anybody on its own.")
+        sentences.append(f"No smaller group ({advice.grouped_by}) is shown to gain or to harm a user.")
     return sentences
 
 
@@ -298,7 +302,7 @@ def render_advice(advice: Advice) -> Table:
     """Return the table for the terminal."""
     unit = "per cent of perplexity" if advice.measure == "perplexity" else f"in test {advice.measure}"
     title = f"change against local, {unit} ({MEASURES[advice.measure]} is better)"
-    title += "; intervals hold together with 95%" if len(advice.seeds) > 1 else ""
+    title += "; joint confidence of intervals: 95%" if len(advice.seeds) > 1 else ""
     head, rows = rows_of(advice)
     table = Table(title=title, title_justify="left", box=None)
     for name in head:

@@ -195,75 +195,76 @@ def verdict(audit: Audit) -> list[str]:
     if audit.inversions:
         return [
             *map(_inversion_text, audit.inversions),
-            "Nothing else was attacked; canaries need users with text or conversations.",
+            "No other attacks were run; canaries need users with text or conversations.",
         ]
     sentences = [_proof_text(proof, audit) for proof in audit.proofs]
     sentences += [_membership_text(audit), *(_shadowed_text(audit, view) for view in VIEWS if audit.shadowed)]
     sentences += [_exposure_text(audit), *map(_recovery_text, audit.recoveries)]
     if audit.kind == "conversations":
-        sentences.append("Tokens out of one upload were not attacked: that attack is for users with text.")
-    also = f", the reference models of {audit.shadows} more" if audit.shadowed else ""
+        sentences.append("The attack that recovers tokens from one upload was not run: it needs users with text.")
+    also = f", the reference models in {audit.shadows} more" if audit.shadowed else ""
+    runs = f"{plural(audit.trials, 'run')} of {plural(audit.rounds, 'round')}"
     sentences.append(
-        f"The canaries are of {plural(audit.trials, 'run')} of {plural(audit.rounds, 'round')} made for this{also}, "
-        "not of the run itself; longer runs may leak more. An attack that fails shows nothing of better attacks."
+        f"The canaries were trained in {runs} of their own{also}, not in the audited run; longer runs may leak more. "
+        "A failed attack says nothing about better attacks."
     )
     return sentences
 
 
 def _proof_text(proof: Proof, audit: Audit) -> str:
-    who = {"server": "The server", "users": "Whoever gets the shared model"}[proof.view]
+    who = {"server": "The server", "users": "A recipient of the shared model"}[proof.view]
     guessed = f"{proof.correct} of {proof.guesses} guesses right"
     of_examples = audit.privacy is not None and protects_examples(audit.privacy["mechanism"])
-    verb = "are" if audit.kind == "conversations" else "is"
-    replaced = "one example that is replaced" if of_examples else f"{audit.data} that {verb} replaced"
+    replaced = "the replacement of one example" if of_examples else f"the replacement of the {audit.data}"
     promise = (
-        "nothing is promised here"
+        "the run gives no guarantee here"
         if proof.upper is None
-        else f"the account promises at most {proof.upper:.2f} for {replaced}"
+        else f"the accountant guarantees at most {proof.upper:.2f} for {replaced}"
     )
     if proof.contradicts:
         return (
-            f"{who} can tell more than the account allows: epsilon is at least {proof.epsilon:.2f} ({guessed}), and "
-            f"{promise}. Something is wrong, in the account or in this audit: please report it."
+            f"{who} learns more than the accountant allows: epsilon is at least {proof.epsilon:.2f} ({guessed}), and "
+            f"{promise}. The accountant or this audit is wrong: please report it."
         )
     if proof.epsilon == 0:
-        return f"{who} is not shown to tell who has a canary ({guessed}); that proves nothing; {promise}."
+        return f"{who} is not shown to learn which users have a canary ({guessed}), which proves nothing; {promise}."
     return (
-        f"{who} can tell whether a canary was in a user's {audit.data}: epsilon is at least {proof.epsilon:.2f} with "
-        f"{audit.confidence:.0%} ({guessed}, at most {proof.provable:.2f} could be proven so); {promise}."
+        f"{who} can infer whether a canary was in a user's {audit.data}: epsilon is at least {proof.epsilon:.2f} with "
+        f"{audit.confidence:.0%} ({guessed}, at most {proof.provable:.2f} could be proven this way); {promise}."
     )
 
 
 def _membership_text(audit: Audit) -> str:
     values = [result.auc for result in audit.members]
     if not values:
-        return "Membership was not looked at."
+        return "Membership inference was not run."
     mean, bounds = fmean(values), interval(values)
     if bounds is None:
-        return f"Training {audit.windows}: AUC {mean:.2f} for one user, without an interval: nothing is shown."
-    auc_text = f"AUC {mean:.2f} in the mean over users ({bounds_text(bounds)})"
+        return f"Training {audit.windows}: AUC {mean:.2f} for one user, so there is no interval and no conclusion."
+    auc_text = f"AUC {mean:.2f} on average over users ({bounds_text(bounds)})"
     if bounds[0] > 0.5:
         return (
-            f"Training {audit.windows} can be told from held-out ones of the same user by the final shared model: "
-            f"{auc_text}. Differences between training and test data for other reasons count as told too."
+            f"Training {audit.windows} can be distinguished from held-out ones of the same user with the final "
+            f"shared model: {auc_text}. Other differences between training and test data contribute to this."
         )
     return (
-        f"Training {audit.windows} are not shown to be told from held-out ones by the final shared model: {auc_text}."
+        f"Training {audit.windows} are not shown to be distinguishable from held-out ones with the final shared model: "
+        f"{auc_text}."
     )
 
 
 def _shadowed_text(audit: Audit, view: str) -> str:
     """Return the sentence on attacks with reference models."""
-    source = {"server": "a user's uploads", "users": "what others are sent"}[view]
+    source = {"server": "a user's uploads", "users": "what other users receive"}[view]
     values = [result.auc for result in audit.shadowed if result.view == view]
     bounds = interval(values)
     if bounds is None:
-        return f"With reference models too little was seen of {source} to say anything."
-    auc_text = f"AUC {fmean(values):.2f} in the mean over users ({bounds_text(bounds)})"
-    which = f"With reference models, which {audit.windows} a user has trained on"
+        return f"With reference models: too few observations of {source} for a conclusion."
+    auc_text = f"AUC {fmean(values):.2f} on average over users ({bounds_text(bounds)})"
+    which = f"With reference models, membership of {audit.windows} in the training data"
     if bounds[0] > 0.5:
-        return f"{which} can be told from {source}: {auc_text}."
-    return f"{which} is not shown to be told from {source}: {auc_text}."
+        return f"{which} can be inferred from {source}: {auc_text}."
+    return f"{which} is not shown to be inferable from {source}: {auc_text}."
 
 
 def _recovery_text(recovery: Recovery) -> str:
@@ -271,12 +272,15 @@ def _recovery_text(recovery: Recovery) -> str:
     pairs = zip(recovery.recovered, recovery.guesses, strict=True)
     bounds = interval([found - guess for found, guess in pairs])
     shares = (
-        f"{_percent(recovery.recovered)} of {fmean(recovery.tokens):.0f} different tokens, by guessing common ones "
+        f"{_percent(recovery.recovered)} of {fmean(recovery.tokens):.0f} different tokens; guessing common ones gives "
         f"{_percent(recovery.guesses)}"
     )
     if bounds is not None and bounds[0] > 0:
-        return f"The server reads tokens off the upload of {recovery.what}: {shares}."
-    return f"This attack reads no more tokens off the upload of {recovery.what} than are common; others may: {shares}."
+        return f"The server recovers tokens from the upload of {recovery.what}: {shares}."
+    return (
+        f"This attack recovers no more tokens from the upload of {recovery.what} than guessing does; others may: "
+        f"{shares}."
+    )
 
 
 def _percent(values: Sequence[float]) -> str:
@@ -285,12 +289,13 @@ def _percent(values: Sequence[float]) -> str:
 
 def _exposure_text(audit: Audit) -> str:
     exposures = (
-        f"exposure {mean_text(audit.inserted)} of {audit.most:.0f} bits with it and {mean_text(audit.absent)} without"
+        f"exposure {mean_text(audit.inserted)} of {audit.most:.0f} bits if it was trained on, "
+        f"{mean_text(audit.absent)} if not"
     )
     bounds = interval(audit.inserted), interval(audit.absent)
     if bounds[0] and bounds[1] and bounds[0][0] > bounds[1][1]:
-        return f"A canary of one user is remembered by the model that others get: {exposures}."
-    return f"A canary of one user is not shown to be remembered by the model that others get: {exposures}."
+        return f"The model that other users receive has memorised a canary of one user: {exposures}."
+    return f"The model that other users receive is not shown to have memorised a canary of one user: {exposures}."
 
 
 _BACK = 0.1
@@ -300,12 +305,12 @@ _BACK = 0.1
 def _inversion_text(inversion: Inversion) -> str:
     back = sum(error < _BACK for error in inversion.errors)
     errors_text = (
-        f"relative error {mean_text(inversion.errors, 3)}, of the mean input {mean_text(inversion.guesses, 3)}"
+        f"relative error {mean_text(inversion.errors, 3)}; the mean input has {mean_text(inversion.guesses, 3)}"
     )
     if back:
         count = f"{back} of {len(inversion.errors)} users"
-        return f"The server reads an input off the upload of {inversion.what} for {count}: {errors_text}."
-    return f"This attack reads no input off the upload of {inversion.what}; others may: {errors_text}."
+        return f"The server reconstructs an input from the upload of {inversion.what} for {count}: {errors_text}."
+    return f"This attack reconstructs no input from the upload of {inversion.what}; others may: {errors_text}."
 
 
 def mean_text(values: Sequence[float], digits: int = 1) -> str:
@@ -323,7 +328,7 @@ def bounds_text(bounds: tuple[float, float], digits: int = 2) -> str:
 
 def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of proofs."""
-    head = ["who looks", "guesses right", "epsilon at least", "provable so", "account says at most"]
+    head = ["who looks", "guesses right", "epsilon at least", "provable so", "accountant: at most"]
     rows = [
         [
             VIEWS[proof.view],
@@ -347,7 +352,7 @@ def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
             str(result.others),
             f"{result.auc:.2f}",
             f"{result.auc_of_loss:.2f}",
-            "too few others" if result.found is None else f"{result.found:.2f}",
+            "too few reference models" if result.found is None else f"{result.found:.2f}",
         ]
         for result in audit.members
     ]
@@ -373,7 +378,7 @@ def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     for view in VIEWS:
         of_view = [result for result in audit.shadowed if result.view == view]
         for result in of_view:
-            found = "too few others" if result.found is None else f"{result.found:.2f}"
+            found = "too few reference models" if result.found is None else f"{result.found:.2f}"
             counts = [str(result.members), str(result.others)]
             rows.append(
                 [printable(result.user), view, *counts, f"{result.auc:.2f}", f"{result.auc_of_scores:.2f}", found]

@@ -257,7 +257,7 @@ def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
     for name in baseline_methods(wanted):
         if name not in methods:
             hint = did_you_mean(name, methods)
-            raise RecipeError(f"--against {name!r}: not among the methods.{hint} There are: {', '.join(methods)}")
+            raise RecipeError(f"--against {name!r}: not among the methods.{hint} Allowed: {', '.join(methods)}")
     return ",".join(baseline_methods(wanted))
 
 
@@ -407,23 +407,25 @@ def notes(against: BaselineComparison) -> list[str]:
     """Return sentences on how to read the table, and on what it cannot show."""
     number = against.judged
     holm_note = (
-        f" Over {number} methods Holm widens them, so that all verdicts hold together with 95%." if number > 1 else ""
+        f" For {number} methods, Holm's correction widens them, so that all verdicts have a joint confidence of 95%."
+        if number > 1
+        else ""
     )
     lines = [
-        "better, worse: the interval of the mean change leaves out 0; level: it does not, so nothing is shown. "
-        f"Users and seeds both count as drawn.{holm_note}",
+        "better, worse: the interval of the mean change excludes 0; level: it contains 0, so no change is shown. "
+        f"Users and seeds both count as random.{holm_note}",
     ]
     least = smallest_signed_rank(against.users)
     if number * least > ERROR:
         after = f", {min(1.0, number * least):.3g} after Holm" if number > 1 else ""
         few = f"{against.users} user{'s' if against.users != 1 else ''}"
-        p_value = f"No p: of {few} Wilcoxon's test cannot give less than {least:.3g}{after}."
+        p_value = f"No p: with {few}, Wilcoxon's test cannot give less than {least:.3g}{after}."
     else:
         p_value = "p: Wilcoxon's signed-rank test over users, with the seeds as given; adjusted by Holm."
     return [
         *lines,
         p_value,
-        "ahead: results, one for each user and seed, better than the baseline's; worst: the one furthest behind.",
+        "ahead: number of results, one per user and seed, that beat the baseline's; worst: the largest deficit.",
     ]
 
 
@@ -560,7 +562,7 @@ def with_baseline(table: ComparisonTable, baseline: str | None) -> ComparisonTab
     """
     rows = table["methods"]
     if any("results" not in row for row in rows):
-        raise RunError("the table does not have each seed's results; make it again with `comingle compare --resume`")
+        raise RunError("the table lacks the results of each seed; write it again with `comingle compare --resume`")
     chosen = baseline_of([row["method"] for row in rows], baseline)
     results = {
         row["method"]: {

@@ -179,7 +179,7 @@ def verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
 
 def _privacy(plan: PlanRecord) -> Iterator[str]:
     """Yield the privacy budget that each method spends, and its noise."""
-    yield f"Privacy: what the run reveals of the {_hidden(plan)} most is revealed"
+    yield f"Privacy: bound on what the run reveals about any {_hidden(plan)}"
     for method in plan["methods"]:
         if not (spent := method.get("privacy")):
             continue
@@ -195,7 +195,7 @@ def _privacy(plan: PlanRecord) -> Iterator[str]:
 def _hidden(plan: PlanRecord) -> str:
     """Return the unit of privacy: a user or an example."""
     mechanisms = {method["privacy"]["mechanism"] for method in plan["methods"] if "privacy" in method}
-    return "example of which" if mechanisms and all(map(protects_examples, mechanisms)) else "user of whom"
+    return "example" if mechanisms and all(map(protects_examples, mechanisms)) else "user"
 
 
 def _head(plan: PlanRecord) -> Text:
@@ -203,11 +203,11 @@ def _head(plan: PlanRecord) -> Text:
     if plan["unit"] == "token":
         size = f"{plan['base_parameters'] / 1e6:,.1f}M"
         work = f"{plan['local_steps']} steps with {plan['batch_size']} x {plan['context']} tokens"
-        read = "Nothing was loaded, nothing was trained."
+        read = "No weights were loaded and no model was trained."
     else:
         size = f"{plan['base_parameters']:,}"
         work = f"up to {plan['local_steps']} steps with {plan['batch_size']} samples"
-        read = "Nothing was trained."
+        read = "No model was trained."
     rest = (
         f", {size} parameters, {plan['dtype']} on "
         f"{plan['device']}; {len(plan['users'])} users: {names}\n"
@@ -239,8 +239,8 @@ def _rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
 def _parameters(plan: PlanRecord) -> Table:
     roles = list(dict.fromkeys(role for _, _, user in _rows(plan) for role in user["parameters"]))
     table = _table(
-        "What one user trains, and what it sends and receives in an exchange",
-        "Tensors travel as float32; an exchange is the end of a round in which there is one.",
+        "Trained parameters of one user, and bytes it sends and receives per exchange",
+        "Tensors travel as float32; an exchange is an upload and the aggregation at the end of a round.",
     )
     _columns(table, "method", "user", *roles, "trained", "upload", "download", "exchanges")
     exchanges = {method["method"]: method["exchanges"] for method in plan["methods"]}
@@ -257,7 +257,7 @@ def _compute(plan: PlanRecord) -> Table:
     rows = list(_rows(plan))
     naive = any(user["experts"] for _, _, user in rows)
     spent = "Matrix products and convolutions" if unit == "sample" else "Matrix products"
-    more = "\nNaive: a whole MLP for each expert, instead of products with base weights once for all." if naive else ""
+    more = "\nNaive: a whole MLP per expert, instead of one product with base weights for all experts." if naive else ""
     mixed = not all(user["experts"] for _, _, user in rows)
     once = " in one pass a step" if mixed else ""
     table = _table(
@@ -281,7 +281,7 @@ def _overheads(user: UserCostRecord, spent: FlopsRecord, naive: bool) -> list[st
     return [*cells, _share(spent["naive_overhead"]) if user["experts"] else "–"] if naive else cells
 
 
-_COMPILED = ", as runtime.compile: false holds it; compiled it is less"
+_COMPILED = ", without compilation (runtime.compile: false); compiled code needs less"
 
 
 def _memory(plan: PlanRecord) -> Table:
@@ -291,11 +291,11 @@ def _memory(plan: PlanRecord) -> Table:
     shown = {"exchange": "messages"} | ({"adapters": "nets"} if sampled else {})
     names = [shown.get(key, key) for key in keys]
     table = _table(
-        "Memory in MB at the worst moment",
-        "Process: Python and its libraries, measured on this machine; for a GPU not known.\n"
-        f"Activations: all that a pass holds but its gradients{'' if sampled else _COMPILED}."
-        "\nMessages: what uploads take while all of a round make theirs; not at the time of a pass: the larger counts."
-        "\nAllocator: about what it was seen to keep in gaps on a CPU, no bound; for a GPU none is known.",
+        "Peak memory in MB",
+        "Process: Python and its libraries, measured on this machine; unknown for a GPU.\n"
+        f"Activations: memory of one pass without gradients{'' if sampled else _COMPILED}."
+        "\nMessages: uploads of a round while they are made, which is not during a pass; the larger one counts."
+        "\nAllocator: estimate of its fragmentation on a CPU, not a bound; unknown for a GPU.",
     )
     _columns(table, "method", "where", f"users x {'samples' if sampled else 'sequences'} in a pass", *names, "total")
     for method in plan["methods"]:
@@ -413,8 +413,8 @@ def _measured(parts: TimePartsRecord) -> str:
 
 
 def _notes(times: TimesRecord) -> Iterator[str]:
-    step = "Local steps are as given" if times["step_given"] else "Steps were measured here"
-    yield f"{step}; a process with more cores is taken to be as many times as fast, at best. Start-up is left out."
+    step = "The time of local steps was given" if times["step_given"] else "Local steps were measured here"
+    yield f"{step}; a process is assumed to speed up linearly with its cores. Start-up is not included."
     yield "Users' bytes: their tensors and moments on each machine, in memory or with runtime.store: disk there."
 
 

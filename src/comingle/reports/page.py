@@ -603,7 +603,7 @@ def _names(names: list[str], *, last: bool) -> Markup:
     spans += [Markup('<span class="name">{}</span>').format(name) for name in listed[-1:]]
     joined = Markup(" ").join(spans)
     if len(names) <= NAMED:
-        return joined or Markup("nobody")
+        return joined or Markup("none")
     return Markup("{} users: {} and {} more").format(len(names), joined, len(names) - NAMED)
 
 

@@ -214,7 +214,7 @@ def read_run(folder: Path) -> RunRecord:
     start = next((event for event in events if event["event"] == "start"), None)
     evaluations = [event for event in events if event["event"] == "evaluation"]
     if start is None or not evaluations:
-        raise RunError(f"{folder}: no evaluation in its events.jsonl yet; come back when the run has made one")
+        raise RunError(f"{folder}: no evaluation in its events.jsonl yet; try again after the first evaluation")
     recipe = _read_recipe(folder)
     local_steps = recipe.get("training", {}).get("local_steps", 1)
     return RunRecord(
@@ -285,13 +285,13 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
         if run.measure != runs[0].measure:
             raise RunError(
                 f"{run.folder}: its models are compared by {run.measure}, those of {runs[0].folder} by "
-                f"{runs[0].measure}; give runs that are measured alike"
+                f"{runs[0].measure}; give runs with one measure"
             )
     require_same_users([(str(run.folder), run.users) for run in runs])
     groups: dict[Any, dict[int, RunRecord]] = {}
     for run in runs:
         if (counted := groups.setdefault(repr(run.key), {}).setdefault(run.seed, run)) is not run:
-            logger.warning("%s: left out, as it has the recipe and the seed of %s", run.folder, counted.folder)
+            logger.warning("%s: left out, since its recipe and seed are those of %s", run.folder, counted.folder)
     several = [tuple(seeds[seed] for seed in sorted(seeds)) for seeds in groups.values()]
     labels = _labels([group[0] for group in several])
     return [Entry(label=label, runs=group) for label, group in zip(labels, several, strict=True)]

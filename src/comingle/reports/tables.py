@@ -97,7 +97,7 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
     if planned := metrics.get("planned_rounds"):
         caption.append(f"\nthe privacy budget was spent after round {metrics['rounds']} of {planned}")
     if untold := metrics.get("untold"):
-        caption.append(f"\nnot told to the server: results of {list_names(untold)}")
+        caption.append(f"\nnot reported to the server: results of {list_names(untold)}")
     if (chosen := metrics.get("selected_round", metrics["rounds"])) != metrics["rounds"]:
         note = f"\nmodels of round {chosen} of {metrics['rounds']}, whose validation loss is the lowest"
         caption.append(note)
@@ -106,12 +106,12 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
 
 def _mean_text(mean: float | None, record: Mapping[str, object], measure: str) -> str:
     """Return a mean over users as text, also if no user shares its results."""
-    return number(mean, measure) if record["users"] else "not told"
+    return number(mean, measure) if record["users"] else "not reported"
 
 
 def _circumstances(metrics: dict[str, Any], unit: str) -> str:
     rate = metrics[f"{unit}_per_second"]
-    idle = "speed not told" if metrics.get("untold") or not metrics["users"] else "no training"
+    idle = "speed not reported" if metrics.get("untold") or not metrics["users"] else "no training"
     speed = f"{rate:,.0f} {unit}/s" if rate else idle
     peak = f"{metrics['peak_memory_bytes'] / 1e9:.1f} GB"
     place = f"{metrics['dtype']} on {metrics['device']}"
@@ -137,7 +137,7 @@ def _add_summary(table: Table, metrics: dict[str, Any], measure: str) -> None:
     """Add the best users, quantiles of all results, and the worst users."""
     scores = {name: user[f"test_{measure}"] for name, user in metrics["users"].items()}
     ordered = best_first(scores, measure)
-    table.add_row(words(f"best {FEW} of {len(ordered)} (--all shows everybody)", "dim"))
+    table.add_row(words(f"best {FEW} of {len(ordered)} (--all shows all users)", "dim"))
     _add_users(table, metrics, ordered[:FEW])
     table.add_row(words("from best to worst", "dim"))
     for label, share in QUANTILES.items():
@@ -156,7 +156,9 @@ def render_curve(events: list[dict[str, Any]]) -> Table:
     for name in names:
         table.add_column(words(name), justify="right")
     for e in evaluations:
-        scores = [number(e["users"][n][f"test_{measure}"], measure) if n in e["users"] else "not told" for n in names]
+        scores = [
+            number(e["users"][n][f"test_{measure}"], measure) if n in e["users"] else "not reported" for n in names
+        ]
         means = [e[f"mean_test_{measure}"], *_geometric(e["users"], measure).values()]
         table.add_row(str(e["round"]), *(_mean_text(mean, e, measure) for mean in means), *scores)
     return table
@@ -312,7 +314,7 @@ def judged_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
 _ROWS = {
     "pretrained": "the base as it is",
     "local": "trained alone, from scratch",
-    "shared": "what the federation shares, before any training",
+    "shared": "shared model of the federation, before any training",
     "joined": "after joining",
 }
 

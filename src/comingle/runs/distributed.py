@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
+from comingle.data.populations import as_users
 from comingle.methods.base import Method
 from comingle.models.hardware import torch_defaults
 from comingle.privacy import secure_sum
@@ -119,7 +120,7 @@ def share_out(materials: RunData, here: range) -> RunData:
 
         return lazy_user(materials.kind.user, user.name, elsewhere, cluster=getattr(user, "cluster", None))
 
-    users = tuple(user if number in here else left(user) for number, user in enumerate(materials.users))
+    users = as_users(user if number in here else left(user) for number, user in enumerate(materials.users))
     common = replace(materials.common, users=users) if hasattr(materials.common, "users") else materials.common
     names = {users[number].name for number in here}
     texts = tuple(text for text in materials.texts if text.name in names)

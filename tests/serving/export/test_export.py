@@ -47,7 +47,7 @@ WEIGHED = ("feddpa", "fedamole")
 def round_trip(person: PersonalModel, family: str, folder: Path, *, weighed: bool = False) -> None:
     """Through every format that the model has; refused where there is none."""
     if mixed(person) and (weighed or family not in SPARSE):
-        why = "its experts are weighed by" if weighed else f"no sparse mixture .*{family}; allowed: "
+        why = "its experts are weighted by" if weighed else f"no sparse mixture .*{family}; allowed: "
         with pytest.raises(DataError, match=f"{why}.*--format merged-approximately"):
             person.export(folder / "t")
     else:

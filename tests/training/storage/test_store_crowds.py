@@ -19,6 +19,7 @@ from comingle.data.populations import (
     LazyPopulation,
     NumberedNames,
     UserNumbers,
+    as_users,
     digest_names,
     draw_users,
 )
@@ -127,7 +128,7 @@ def test_a_run_of_a_crowd_is_one_of_its_users(
         {"runtime.store": "disk", "training.participation": 0.5, "evaluation.users": 3}
     )
     base = prepare(recipe).base
-    people = RunData(kind=TEXT, base=base, users=tuple(make_user(name) for name in NAMES))
+    people = RunData(kind=TEXT, base=base, users=as_users(make_user(name) for name in NAMES))
     api.run(recipe, materials=people, out=tmp_path / "people")
     lazy = RunData(kind=TEXT, base=base, users=crowd, unread=True)
     with pytest.raises(StoppedError):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from populations import both, paint, recipe_of, require_same
 
+from comingle.data.populations import as_users
 from comingle.data.samples import reading
 from comingle.data.samples.samples import UserSamples
 from comingle.runs import api
@@ -30,7 +31,7 @@ def test_samples_in_arrays(tmp_path: Path, loss: str | None) -> None:
     for more in ({}, {"classes": 5}):
         memory, disk = both(data | more)
         require_same(data | more)
-        assert replace(memory.common, users=()) == replace(disk.common, users=())
+        assert replace(memory.common, users=as_users(())) == replace(disk.common, users=as_users(()))
 
 
 def test_folders_of_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -44,7 +45,7 @@ def test_folders_of_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     for more in ({}, {"image_size": [3, 6], "grayscale": True}, {"classes": ["owl", "cat", "fox", "ape", "dog"]}):
         caplog.clear()
         memory, disk = both(data | more)
-        assert replace(memory.common, users=()) == replace(disk.common, users=())
+        assert replace(memory.common, users=as_users(())) == replace(disk.common, users=as_users(()))
         lines = [line for line in caplog.messages if "lack some" in line]
         assert (len(lines), len({*lines})) == (2, 1)
         require_same(data | more)

@@ -118,7 +118,7 @@ def read_archive(path: Path) -> dict[str, Record]:
         lines = lzma.decompress(path.read_bytes()).decode().splitlines()
         records = [Record(**json.loads(line)) for line in lines]
         if wrong := [one.run for one in records if name_of(one.computed) != one.run]:
-            raise ValueError(f"{wrong[0]} is not called after what it computes")
+            raise ValueError(f"{wrong[0]} has a name that does not match its content")
     except OSError as error:
         raise RunError(f"--measured {path}: {error.strerror or error}") from None
     except (lzma.LZMAError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -149,7 +149,7 @@ def merge_records(path: Path, was: Records, new: Iterable[Record]) -> dict[str, 
         known = merged.setdefault(record.run, record)
         check_same(f"{path}: {record.run}", known.inputs, record.inputs)
         if not (apart := difference(known.metrics, record.metrics)) <= ROUNDING:
-            raise RunError(f"{path}: {record.run}: came out otherwise, by {apart:.2%}, than what is in it")
+            raise RunError(f"{path}: {record.run}: differs by {apart:.2%}, than what is in it")
     return merged
 
 
@@ -171,7 +171,7 @@ def plan_of(records: Records, name: str, wanted: Wanted) -> Plan:
     """
     planned = plan(name, replace(wanted, data=ANYWHERE))
     if planned.experiment.kind == "cost":
-        raise RecipeError(f"--measured: {name} is counted, without any run; leave out --measured")
+        raise RecipeError(f"--measured: {name} is counted without runs; omit --measured")
     if not any(cell.folder in records for cell in planned.cells):
         with suppress(RecipeError):
             return plan(name, wanted)
@@ -210,7 +210,7 @@ def take(planned: Plan, records: Records, path: Path) -> tuple[Plan, dict[str, O
         columns=tuple(column for column in planned.columns if any(cell.column == column for cell in cells)),
         seeds=tuple(dict.fromkeys(cell.seed for cell in cells)),
     )
-    told = [f"Nothing was run here: all of our numbers are from {path.name}, {_made([records[run] for run in found])}."]
+    told = [f"No run was started: our numbers are from {path.name}, {_made([records[run] for run in found])}."]
     if lacking:
         names = ", ".join(lacking[:_LISTED]) + (f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else "")
         told.append(f"{path.name} lacks {len(lacking)} of {len(lacking) + len(found)} runs: {names}.")

@@ -17,6 +17,7 @@ from comingle.config import Recipe
 from comingle.cost.counts import download_of, upload_of
 from comingle.cost.planning import with_method
 from comingle.cost.records import Plan as Costs
+from comingle.data.populations import as_users
 from comingle.data.samples.samples import UserSamples
 from comingle.methods import make
 from comingle.models.nets import make_net
@@ -81,7 +82,7 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     method = make(recipe.method.name, **recipe.method.settings)
     # Weighted means send a count of samples, which is not a parameter.
     settings = make_plan(recipe, method, [user.name]).updated("training", weighting="uniform")
-    federation = federate(build_nets(recipe, replace(task, users=(user,)), settings))
+    federation = federate(build_nets(recipe, replace(task, users=as_users([user])), settings))
     clients = federation.clients
     sent, received = (), ()
     if clients.shares:
@@ -299,7 +300,7 @@ def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str],
     found: dict[tuple[str, str], float] = {}
     for number, cell in enumerate(plan.cells):
         what = plan.experiment.rows[cell.row].count
-        assert what is not None, f"{plan.name}: {cell.row} counts nothing"
+        assert what is not None, f"{plan.name}: {cell.row} counts no quantity"
         found[cell.row, cell.column] = _forward(costs, number) if what == "forward" else _COUNTS[what](cell)
     return found
 

@@ -313,7 +313,7 @@ def _choose(
     """Return the known names that are wanted, in the paper's order; ``also`` maps alternative names to known ones."""
     for name in wanted or ():
         if name not in known and name not in also.values():
-            raise RecipeError(f"{option}: no {name!r} in it.{did_you_mean(name, known)} There are: {', '.join(known)}")
+            raise RecipeError(f"{option}: no {name!r} in it.{did_you_mean(name, known)} Allowed: {', '.join(known)}")
     return [name for name in known if wanted is None or name in wanted or also.get(name) in wanted]
 
 

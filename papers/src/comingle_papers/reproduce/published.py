@@ -110,7 +110,7 @@ class Row(Overlay):
         cells = [None if cell is None else str(cell) for cell in paper]
         for cell in cells:
             if cell is not None and not _PRINTED.fullmatch(cell):
-                raise ValueError(f"{cell!r} is no printed number; write 46.36, or 46.36 (0.16) with its deviation")
+                raise ValueError(f"{cell!r} is not a printed number; write 46.36, or 46.36 (0.16) with its deviation")
         return cells
 
 
@@ -263,7 +263,7 @@ def load_experiment(name: str) -> tuple[Study, Experiment]:
     if not (path.is_file() and _is_one(path)):
         known = list(list_experiments())
         raise RecipeError(
-            f"reproduce: no table or figure {name!r}.{did_you_mean(name, known)} There are: {', '.join(known)}"
+            f"reproduce: no table or figure {name!r}.{did_you_mean(name, known)} Allowed: {', '.join(known)}"
         )
     return _read(path.parent / f"{STUDY}.yaml", Study), _read(path, Experiment)
 
@@ -361,7 +361,7 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     if data.task is not None or data.questions is not None or folder is None:
         what = find_hubs(data, folder) if folder is not None else "there is no folder; give --data FOLDER"
         made = data.task is not None and not data.images
-        return "" if made or not what or scale.text == "real" else f"{what}, and this scale takes nothing from the hub"
+        return "" if made or not what or scale.text == "real" else f"{what}, and this scale does not use the hub"
     absent = [path for path in _local_paths(data) if not (folder / path).exists()]
     return f"{folder / absent[0]} does not exist" if absent else ""
 

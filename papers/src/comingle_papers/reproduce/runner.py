@@ -87,12 +87,12 @@ def read_measured(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if name_of(content["computed"]) != folder.name:
-            raise RunError(f"{path}: of another run, {name_of(content['computed'])}; use another --out")
+            raise RunError(f"{path}: belongs to another run, {name_of(content['computed'])}; use another --out")
         return {key: content[key] for key in ("computed", "made")}
     except (OSError, ValueError, TypeError, KeyError) as error:
         if isinstance(error, RunError):
             raise
-        raise RunError(f"{path}: damaged ({error!r}); delete it, and the run is made anew") from None
+        raise RunError(f"{path}: damaged ({error!r}); delete it to repeat the run") from None
 
 
 def _made() -> dict[str, str]:
@@ -145,7 +145,7 @@ def check_same(where: object, was: Mapping[str, str], now: Mapping[str, str]) ->
         if was.get(what) != now.get(what):
             raise RunError(
                 f"{where}: {what} was {was.get(what, 'not there')} when it was measured, and is "
-                f"{now.get(what, 'not there')}; take what it was measured with, or another --out"
+                f"{now.get(what, 'not there')}; use the same version, or another --out"
             )
 
 
@@ -278,7 +278,7 @@ def check_out(out: Path, name: str, *, resume: bool, force: bool) -> Path:
     """
     folder = out / name.partition("/")[2]
     if folder.exists() and not (resume or force):
-        raise RunError(f"{folder}: exists; --resume goes on with it, --force runs all again, --out names another")
+        raise RunError(f"{folder}: exists; --resume continues it, --force replaces it, --out names another")
     return folder
 
 
@@ -411,7 +411,7 @@ def check_reach(plan: Plan) -> None:
 
     if not is_offline() and is_hub_reachable(constants.ENDPOINT):
         return
-    why = "HF_HUB_OFFLINE is set" if is_offline() else f"the hub ({constants.ENDPOINT}) is out of reach"
+    why = "HF_HUB_OFFLINE is set" if is_offline() else f"the hub ({constants.ENDPOINT}) cannot be reached"
     listed = ", ".join(missing[:_LISTED]) + (f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else "")
     raise RunError(f"reproduce {plan.name}: needs {listed} from the hub, and {why}; {_advice(plan)}")
 
@@ -427,7 +427,7 @@ def _advice(plan: Plan) -> str:
         for name in published_runs()
         if name.startswith(f"{paper}-")
     ]
-    return "; ".join(ways) or "--scale smoke runs it on text that every machine has"
+    return "; ".join(ways) or "--scale smoke runs it on text that comes with comingle"
 
 
 def _missing(plan: Plan) -> list[str]:
@@ -560,7 +560,7 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
     stem = plan.name.partition("/")[2]
     figures = list(kinds[plan.experiment.plot.kind](plan, read_entries(plan, outcomes)))
     if not figures:
-        raise RunError(f"{plan.name}: no finished run has what this figure shows")
+        raise RunError(f"{plan.name}: no finished run has the data of this figure")
     return [path for end, figure in figures for path in save(figure, folder, f"{stem}-{end}")]
 
 

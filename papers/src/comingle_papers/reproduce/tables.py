@@ -124,13 +124,13 @@ def sentence(label: str, order: Order, reference: str = "paper") -> str:
         return f"{label}: all numbers of one side are equal, so there is no order to compare."
     head = f"{label}: tau = {order.tau:.2f} (p = {order.p_value:.2g}) over {order.rows} rows; "
     if order.agreeing == order.pairs:
-        return head + f"the {reference}'s order holds in full."
+        return head + f"the {reference}'s order is reproduced."
     told = f"{order.agreeing} of {order.pairs} pairs are in the {reference}'s order"
     if not order.swapped:
         return f"{head}{told}, and the others differ by no more than their deviations: {_list(order.unclear)}."
-    verdict = "the order holds for the most part" if order.agreeing > 0.8 * order.pairs else "the order does not hold"
+    verdict = "the order is mostly reproduced" if order.agreeing > 0.8 * order.pairs else "the order is not reproduced"
     beyond = "beyond the deviations" if order.deviations else "with one seed, so that our deviations are unknown"
-    clear = f"the other way round, {beyond}: {_list(order.swapped)}"
+    clear = f"reversed, {beyond}: {_list(order.swapped)}"
     rest = f"; within the deviations: {_list(order.unclear)}" if order.unclear else ""
     return f"{head}{verdict}: {told}; {clear}{rest}."
 
@@ -380,7 +380,7 @@ def remarks(table: PaperTable) -> list[str]:
     told += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in fewer]
     told += [f"{text}." for text in table["about"]]
     if table["missing"]:
-        told.append(f"Missing, as there is no such method yet: {', '.join(table['missing'])}.")
+        told.append(f"Missing, since the method is not implemented: {', '.join(table['missing'])}.")
     told += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
     told += [f"Diverged: {one}" for one in table["diverged"]] + list(table.get("measured", ()))
     used = {note for column in table["columns"] for cell in column["cells"].values() for note in cell["notes"]}

@@ -290,7 +290,7 @@ def make_shifted(
         RecipeError: There are more users than images.
     """
     if users > (most := min(len(images) for images in images_of_split.values())):
-        raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {most}, one image of each split for everybody")
+        raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {most}, one image per split and user")
     dealt: dict[str, list[Samples]] = {}
     for split, images in images_of_split.items():
         parts = _deal(images.labels, users, clusters if shift is None else None, generator("task", name, seed, split))
@@ -415,7 +415,7 @@ def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[T
     assert images.domains is not None
     count = len(images.domain_names)
     if users < count:
-        raise RecipeError(f"task {key[0]!r}: users={users}; allowed: from {count}, one for each domain")
+        raise RecipeError(f"task {key[0]!r}: users={users}; allowed: from {count}, one per domain")
     groups = [(images.domains == domain).nonzero().flatten() for domain in range(count)]
     called = [f"domain {name!r}" for name in images.domain_names]
     return groups, [len(part) for part in torch.arange(users).tensor_split(count)], called
@@ -437,7 +437,7 @@ def _split(
 ) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " test"]]:
     kept, held = hold_out(labels[part], TEST_SHARE)
     if not len(held):
-        got = f"no two of {len(part)} images have one label, so none can be spared for testing"
+        got = f"no two of {len(part)} images share a label, so none can be held out for testing"
         raise DataError(
             f"user {name!r}: {got}; allowed: more images, fewer users, or a larger alpha where there is one"
         )

@@ -57,7 +57,9 @@ def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
     kept, held = hold_out(labels, share)
     if not len(held):
         got = f"{len(targets)} train samples of {len(labels.unique())} labels"
-        raise DataError(f"user {user.name!r}: valid={share} of {got}: none can be spared; allowed: 0, or more samples")
+        raise DataError(
+            f"user {user.name!r}: valid={share} of {got}: no sample can be held out; allowed: 0, or more samples"
+        )
     return replace(user, train=select_samples(user.train, kept), valid=select_samples(user.train, held))
 
 
@@ -190,7 +192,7 @@ def deal(
         where = ", ".join([f"task {key[0]!r}", *names[number : number + 1]])
         if len(shuffled_group) < size:
             got = f"{len(shuffled_group)} images for {size} user{'s' * (size > 1)}"
-            raise DataError(f"{where}: {got}; allowed: at least one for each, so more images, or fewer users")
+            raise DataError(f"{where}: {got}; allowed: at least one per user: more images, or fewer users")
         if alpha is None or size == 1:
             parts += shuffled_group.tensor_split(size)
         else:
@@ -261,7 +263,7 @@ def _import_partitioners() -> ModuleType:
         return import_module("flwr_datasets.partitioner")
     except ImportError as error:
         raise DataError(
-            "parting labels by Dirichlet shares (alpha) needs the package flwr-datasets: "
+            "splitting labels by Dirichlet shares (alpha) needs the package flwr-datasets: "
             "pip install 'comingle-papers[flower]'"
         ) from error
 
@@ -455,7 +457,7 @@ def read_images(name: str, source: str | Path) -> dict[str, Images]:
         return {split: read_hub(str(source), split) for split in _SPLITS}
     folder = expand_home(source)
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; it should hold the images of {name}")
+        raise DataError(f"{folder}: no such folder; it should contain the images of {name}")
     return {split: _read_split(folder, name, split) for split in _SPLITS}
 
 
@@ -476,7 +478,7 @@ def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
         return read_hub(str(source), "train", largest=largest, domains=True)
     folder = expand_home(source)
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; it should hold the images of {name}")
+        raise DataError(f"{folder}: no such folder; it should contain the images of {name}")
     path = _find_domains(folder, name)
     if path is None:
         looked = ", ".join(f"{name}{side}.npz" for side in _DOMAIN_SIDES)
@@ -569,7 +571,7 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
 def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | None, where: str) -> Images:
     """Add domains: indices into ``names``, or names, which are then numbered alphabetically."""
     if domains.shape != (len(images),):
-        raise DataError(f"{where}: {len(images)} images but domains of shape {domains.shape}; needs one for each")
+        raise DataError(f"{where}: {len(images)} images but domains of shape {domains.shape}; one is needed per image")
     if domains.dtype.kind not in "iuUS":
         raise DataError(f"{where}: domains are {domains.dtype}; allowed: whole numbers, or names")
     if domains.dtype.kind not in "iu":
@@ -624,7 +626,9 @@ def _pair(pixels: object, labels: object, where: str) -> Images:
         got = f"{pixels.dtype} with {pixels.ndim} axes"
         raise DataError(f"{where}: images are {got}; allowed: uint8 with 3 (grey) or 4 axes")
     if labels.dim() != 1 or len(labels) != len(pixels):
-        raise DataError(f"{where}: {len(pixels)} images but labels of shape {tuple(labels.shape)}; needs one for each")
+        raise DataError(
+            f"{where}: {len(pixels)} images but labels of shape {tuple(labels.shape)}; one is needed per image"
+        )
     pixels = torch.as_tensor(pixels)
     last = pixels.dim() == 4 and pixels.shape[-1] in (1, 3) and pixels.shape[1] not in (1, 3)
     return Images(pixels=pixels.permute(0, 3, 1, 2).contiguous() if last else pixels, labels=labels)

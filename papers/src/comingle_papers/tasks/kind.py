@@ -174,7 +174,7 @@ def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> T
     check(people, classes=task.classes if task.loss == "cross_entropy" else None)
     if setting.partition:
         check_labels(people)
-    return replace(task, users=people)
+    return replace(task, users=as_users(people))
 
 
 def _check_partition(
@@ -186,12 +186,12 @@ def _check_partition(
         why = "users are in no clusters" if setting.partition == "personal" else "clusters are its domains"
         raise RecipeError(f"{where}: clusters={clusters}; its {why}; allowed: none")
     if alpha is not None and setting.partition not in ("personal", "cluster"):
-        raise RecipeError(f"{where}: alpha={alpha}; labels are not parted by shares here; {_having('alpha')}")
+        raise RecipeError(f"{where}: alpha={alpha}; this task does not split labels by shares; {_having('alpha')}")
     if alpha is not None and not 0 < alpha < float("inf"):
         raise RecipeError(f"{where}: alpha={alpha}; allowed: above 0")
     if labels_per_cluster is not None and setting.partition != "cluster":
         got = f"labels_per_cluster={labels_per_cluster}"
-        raise RecipeError(f"{where}: {got}; there are no clusters of labels here; {_having('labels_per_cluster')}")
+        raise RecipeError(f"{where}: {got}; this task has no clusters of labels; {_having('labels_per_cluster')}")
 
 
 def _having(key: str) -> str:
@@ -220,7 +220,7 @@ def _choose_shift(name: str, shift: str | None) -> Shift | None:
     if shift is None:
         return shift_of_task
     if shift_of_task is None:
-        raise RecipeError(f"task {name!r}: shift={shift!r}; this task has no shift, its users differ by themselves")
+        raise RecipeError(f"task {name!r}: shift={shift!r}; this task has no shift, since its users already differ")
     if shift not in allowed:
         raise RecipeError(
             f"task {name!r}: shift={shift!r}.{did_you_mean(shift, allowed)} Allowed: {', '.join(allowed)}"
@@ -237,7 +237,7 @@ def _synthetic(
     kind: Kind, path: str | Path | None, *, seed: int, users: int, clusters: int, test_samples: int | None
 ) -> Task:
     if path is not None:
-        raise RecipeError(f"task {kind!r}: path={str(path)!r}; this task is made, not read, and takes no path")
+        raise RecipeError(f"task {kind!r}: path={str(path)!r}; this task is generated and takes no path")
     setting = TASKS[kind]
     people = make_synthetic(
         kind,
@@ -353,9 +353,9 @@ class TaskDataSection(DataSection):
             held_out="a task has its own test samples",
             on_small_user=NO_WINDOWS,
             limits=(
-                "data.task.fraction makes train samples fewer",
+                "use data.task.fraction to reduce train samples",
                 "a task has its own samples",
-                "data.task.test_samples makes test samples fewer",
+                "use data.task.test_samples to reduce test samples",
             ),
         ),
     }

@@ -345,7 +345,7 @@ def check_folder(folder: Path, *, force: bool) -> None:
     names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     strange = [name for name in names if name not in FILES]
     if strange:
-        raise RunError(f"{folder}: holds {strange[0]!r}, which is none of {', '.join(FILES)}; use another --out")
+        raise RunError(f"{folder}: contains {strange[0]!r}, which is not one of {', '.join(FILES)}; use another --out")
     if names and not force:
         raise RunError(f"{folder}: exists; --force replaces it, --out names another")
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())

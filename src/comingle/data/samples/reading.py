@@ -59,7 +59,7 @@ class Population:
     """Users with samples, and the task that they share.
 
     Args:
-        users: The users; a list is converted.
+        users: The users.
         loss: Loss, or its name.
         classes: Number of outputs of the net: classes, or dimensions of a regression's targets.
         input_shape: Shape of one input.
@@ -73,9 +73,6 @@ class Population:
     input_shape: tuple[int, ...]
     net: str | MakeNet
     labels: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "users", as_users(self.users))
 
     @property
     def measure(self) -> Loss:

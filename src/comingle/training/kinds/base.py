@@ -60,7 +60,7 @@ class RunData:
     kind: Kind
     base: Base | None
     users: UserCollection[AnyUser]
-    """All users; a list is converted. Each has a name, and ``train``, ``valid`` and ``test`` with a length."""
+    """All users: each has a name, and ``train``, ``valid`` and ``test`` with a length."""
     texts: tuple[UserText, ...] = ()
     """Documents of all users, if the kind has documents."""
     common: Any = None
@@ -75,9 +75,6 @@ class RunData:
     """Users that ``data.on_small_user: skip`` left out, with the data that they lack."""
     skipped_rows: int = 0
     """Number of rows that ``data.on_bad_row`` left out."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "users", as_users(self.users))
 
     @cached_property
     def digests(self) -> dict[str, dict[str, str]]:
