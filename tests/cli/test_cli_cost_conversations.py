@@ -68,4 +68,4 @@ def test_without_conversations_a_number_of_users_is_enough(comingle: Any, recipe
     found = json.loads(comingle("cost", recipe_file, "--users", "3", "--json").out)
     assert found["users"] == ["user 1", "user 2", "user 3"]
     assert found["local_steps"] == 1
-    assert "a round has one batch" in found["note"]
+    assert "one batch" in found["note"]

@@ -120,7 +120,7 @@ def test_methods_lists_it_and_a_recipe_never_runs_it(place: Path) -> None:
         ("def halve(n):\n    return n / 0\nhalve(1)\n", "bad.py:2, in halve: ZeroDivisionError: division by zero"),
         ("import no_such_module_of_the_test\n", "ModuleNotFoundError: No module named 'no_such_module_of_the_test'"),
         ("raise SystemExit(3)\n", "SystemExit: 3"),
-        (PLAIN.replace("NAME,", '"fedavg",'), "method 'fedavg' is there already; give it another name"),
+        (PLAIN.replace("NAME,", '"fedavg",'), "--plugin bad.py: method 'fedavg'"),
         (PLAIN.replace("pull: float = 0.5", "pull: float"), "has no default; each setting needs one"),
         (PLAIN.replace("name=NAME", "name=NAME / 2"), "bad.py:13, in near: TypeError: "),
     ],
