@@ -199,7 +199,7 @@ def federate_nets() -> Federate:
         recipe = parse_recipe(content).with_changes(changes or {})
         task = prepare(recipe).common
         users = tuple(task.users[i] for i in order) if order else task.users
-        return build(recipe, TASKS.materials(replace(task, users=as_users(users))))
+        return build(recipe, TASKS.run_data(replace(task, users=as_users(users))))
 
     return make
 

@@ -29,7 +29,7 @@ from comingle.models.loading import load_base
 from comingle.models.random_bases import EOS, byte_tokenizer
 from comingle.training.client import Clients
 from comingle.training.kinds import conversations as feeding
-from comingle.training.settings import Portions, RunPlan
+from comingle.training.settings import PassSize, RunPlan
 from throughput import clients_of
 
 TRAINED_AT_ONCE = 2048
@@ -82,18 +82,18 @@ def main() -> None:
     clients, users = stirred(clients_of(argparse.Namespace(**shape, **rest, **switches), base)), users_of(args)
     plan = RunPlan(method=make("fedavg"), training=TrainingSection(context=128))
     batch_source = feeding.AnswerBatchSource(users, plan, 4, tokenizer=byte_tokenizer())
-    portions = Portions(users=1, sequences=max(1, TRAINED_AT_ONCE // (args.prompt + args.new)))
+    pass_size = PassSize(users=1, sequences=max(1, TRAINED_AT_ONCE // (args.prompt + args.new)))
     generate, sets = partial(clients.scorer.generate, clients.models), [user.test for user in users]
 
     together = feeding._slots_to_speak  # the only private name: its decision is what this benchmark compares
-    ways: dict[str, Any] = {"alone": lambda sets, portions: portions.slots(512), "together": together}
+    ways: dict[str, Any] = {"alone": lambda sets, pass_size: pass_size.slots(512), "together": together}
     times: dict[str, list[float]] = {way: [] for way in ways}
     said: dict[str, list[list[str]]] = {}
     for repeat in range(args.repeats + 1):
         for way, decides in ways.items():
             feeding._slots_to_speak = decides
             started = clock.now()
-            said[way] = batch_source.answers(generate, sets, list(range(args.users)), portions)
+            said[way] = batch_source.answers(generate, sets, list(range(args.users)), pass_size)
             times[way] += [clock.now() - started] if repeat else []
     assert said["alone"] == said["together"]
     tokens = args.users * args.questions * args.new

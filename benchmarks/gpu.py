@@ -249,7 +249,7 @@ def measure(
     with measured_memory(base.device) as held:
         clients = clients_of(given, base)
         everybody, numbers = list(range(users)), iter(range(10_000))
-        alone = base_pass(given, base, clients.portions.users * clients.portions.sequences)
+        alone = base_pass(given, base, clients.pass_size.users * clients.pass_size.sequences)
         step = lambda: train(clients, everybody, next(numbers))  # noqa: E731
         times = medians({"train": step, "base": alone}, deadline)
         gigabytes = held()
@@ -260,7 +260,7 @@ def measure(
     chip = chip_of(torch.cuda.get_device_name(base.device)) if base.device.type == "cuda" else None
     return {
         "users": users,
-        "users_per_step": clients.portions.users,
+        "users_per_step": clients.pass_size.users,
         "dtype": str(base.dtype).removeprefix("torch."),
         "compiled": args.compile,
         "tokens_per_s": round(tokens / seconds),

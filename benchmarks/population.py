@@ -143,11 +143,11 @@ def child(arguments: argparse.Namespace) -> None:
     began, peak = time.process_time(), Peak()
     peak.start()
     recipe = recipe_of(arguments.kind, arguments.users, arguments.cohort, arguments.model, arguments.data)
-    materials = None
+    run_data = None
     if arguments.kind == "net":
-        materials = net_materials(arguments.users)
+        run_data = net_materials(arguments.users)
     elif arguments.kind == "text":
-        materials = text_materials(arguments.users, arguments.data, recipe)
+        run_data = text_materials(arguments.users, arguments.data, recipe)
     marks: list[float] = []
 
     def observe(event: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ def child(arguments: argparse.Namespace) -> None:
             elif arguments.kill and event["round"] == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    done = api.run(recipe, materials=materials, out=arguments.out, resume=arguments.resume, observers=[observe])
+    done = api.run(recipe, run_data=run_data, out=arguments.out, resume=arguments.resume, observers=[observe])
     clients = done.federation.clients
     some = clients.state.take(list(clients.scored)).tensors() | done.federation.server.state
     content = b"".join(t.numpy().tobytes() for _, t in sorted(some.items()))

@@ -83,7 +83,7 @@ def measure(shape: dict[str, int], method: str, iters: int, clock: Callable[[], 
     args = argparse.Namespace(**shape, **rest, **switches)
     clients, products = clients_of(args, load_base(name, dtype=args.dtype, device=args.device)), Products()
     alone = load_base(name, dtype=args.dtype, device=args.device)
-    base = base_pass(args, alone, clients.portions.users * clients.portions.sequences)
+    base = base_pass(args, alone, clients.pass_size.users * clients.pass_size.sequences)
     tokens, flops = shape["users"] * shape["batch"] * CONTEXT, product_flops(clients)
     turns: list[tuple[float, float, float]] = []
     for number in range(iters + 2):  # the first two compile and warm up

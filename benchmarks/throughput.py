@@ -146,11 +146,11 @@ def main() -> None:
     router = [phase for phase in clients.phases if phase.optimizer == "router"]
     if router:
         one = replace(router[0], steps=1)
-        some = everybody[: clients.portions.users]
+        some = everybody[: clients.pass_size.users]
         steps["router"] = lambda: clients.steps.take(clients.cohort(some, next(counter)), one, 0)
     if not args.no_base:
         alone = load_base(name, dtype=args.dtype, device=args.device)
-        steps["base"] = base_pass(args, alone, clients.portions.users * clients.portions.sequences)
+        steps["base"] = base_pass(args, alone, clients.pass_size.users * clients.pass_size.sequences)
     if args.one_by_one:
         shape = {"users": args.users, "batch": args.batch, "context": args.ctx, "vocab": args.vocab}
         steps["one_by_one"] = one_by_one(name, **shape, experts=args.experts, device=args.device)
@@ -169,8 +169,8 @@ def main() -> None:
         "compiled": expert_mlp.is_fusing(),
         "native": expert_mlp.is_enabled(),
         **args.clock.told,
-        "users_per_step": clients.portions.users,
-        "micro_batch": clients.portions.sequences,
+        "users_per_step": clients.pass_size.users,
+        "micro_batch": clients.pass_size.sequences,
         "tokens_per_s": round(sizes / medians["train"], 1),
         "s_per_iter": round(medians["train"] / args.users, 4),
         "peak_rss_mb": round(peak_memory_bytes() / 1e6, 1),

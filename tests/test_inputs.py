@@ -180,13 +180,13 @@ def test_samples_of_a_task_are_part_of_it(tmp_path: Path) -> None:
     recipe = parse_recipe(content)
     api.run(recipe, out=tmp_path / "run")
     stop(tmp_path / "run")
-    materials = prepare(recipe)
-    task = materials.common
+    run_data = prepare(recipe)
+    task = run_data.common
     assert task is not None
     spoilt = replace(task.users[1], test=task.users[0].test)
-    other = TASKS.materials(replace(task, users=(task.users[0], spoilt, task.users[2])))
+    other = TASKS.run_data(replace(task, users=(task.users[0], spoilt, task.users[2])))
     with pytest.raises(RunError, match="user 'user-1': the test data changed since the run began"):
-        api.run(recipe, out=tmp_path / "run", resume=True, materials=other)
+        api.run(recipe, out=tmp_path / "run", resume=True, run_data=other)
     api.run(recipe, out=tmp_path / "run", resume=True)
 
 

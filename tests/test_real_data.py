@@ -47,11 +47,11 @@ def languages(shared_data: Path) -> dict[str, Any]:
 
 def mean_perplexities(recipe: Recipe, methods: list[str]) -> dict[str, float]:
     """Mean test perplexity of each method, on the same base and text; the recipe's settings go to CoMiGS alone."""
-    materials = prepare(recipe)
+    run_data = prepare(recipe)
     found = {}
     for method in methods:
         one = recipe if method == recipe.method.name else recipe.with_changes({"method": method})
-        found[method] = api.run(one, materials=materials).metrics["mean_test_perplexity"]
+        found[method] = api.run(one, run_data=run_data).metrics["mean_test_perplexity"]
     return found
 
 

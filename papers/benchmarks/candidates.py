@@ -193,7 +193,7 @@ def of_component(run: Run, component: int) -> Perplexities:
 
 
 def trained(
-    run: Run, method: str | dict[str, Any], change: Callable[[RunData], RunData] = lambda materials: materials
+    run: Run, method: str | dict[str, Any], change: Callable[[RunData], RunData] = lambda run_data: run_data
 ) -> Clients:
     """Return the clients at the end of a run of another method.
 
@@ -264,13 +264,13 @@ class GatedText(TextKind):
 def gate(run: Run) -> dict[str, Perplexities]:
     """Train CoMiGS with and without the gate."""
     plain = perplexities(trained(run, "comigs-1g1s"))
-    gated = trained(run, "comigs-1g1s", lambda materials: replace(materials, kind=GatedText()))
+    gated = trained(run, "comigs-1g1s", lambda run_data: replace(run_data, kind=GatedText()))
     return {"plain": plain, "gate": perplexities(gated)}
 
 
 def folds(run: Run) -> dict[str, Perplexities]:
     """Mix the predictions of two runs, each trained on one half of the data, with equal weights."""
-    both = [trained(run, "comigs-1g1s", lambda materials, k=k: halved(materials, k)) for k in (0, 1)]
+    both = [trained(run, "comigs-1g1s", lambda run_data, k=k: halved(run_data, k)) for k in (0, 1)]
     found: Perplexities = {}
     for number, name in enumerate(run.users):
         windows = evaluation_windows(both[0].users[number].test, context=run.recipe.training.context)
@@ -283,7 +283,7 @@ def folds(run: Run) -> dict[str, Perplexities]:
     return {"folds": found}
 
 
-def halved(materials: RunData, fold: int) -> RunData:
+def halved(run_data: RunData, fold: int) -> RunData:
     """Split each user's training and validation text: one half for the experts, the other for the routers."""
 
     def of(user: UserData) -> UserData:
@@ -291,7 +291,7 @@ def halved(materials: RunData, fold: int) -> RunData:
         halves = text.split(math.ceil(len(text) / 2))
         return replace(user, train=halves[fold], valid=halves[1 - fold])
 
-    return replace(materials, users=tuple(of(user) for user in materials.users))
+    return replace(run_data, users=tuple(of(user) for user in run_data.users))
 
 
 def leftover(run: Run) -> dict[str, Perplexities]:
@@ -307,12 +307,12 @@ def leftover(run: Run) -> dict[str, Perplexities]:
             views[slot.name].copy_(shared[slot.name][:, 0])
         elif GENERALIST in slot.roles:
             views[slot.name][:, :2] = shared[slot.name][:, 0]
-    held = clients.model.layout.mask({ATTENTION, GENERALIST})
-    before = clients.state.rows[:, held].clone()
-    clients.steps.frozen_columns = FrozenColumns(columns=held, rounds=clients.plan.training.rounds)
+    column_verdicts = clients.model.layout.mask({ATTENTION, GENERALIST})
+    before = clients.state.rows[:, column_verdicts].clone()
+    clients.steps.frozen_columns = FrozenColumns(columns=column_verdicts, rounds=clients.plan.training.rounds)
     clients.shares = False  # nothing of it moves, so nothing is sent
     run_rounds(federation, observe=lambda event: None)
-    assert torch.equal(clients.state.rows[:, held], before)
+    assert torch.equal(clients.state.rows[:, column_verdicts], before)
     return {"leftover": perplexities(clients)}
 
 

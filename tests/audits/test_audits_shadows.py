@@ -61,9 +61,9 @@ def recipe_of(steps: int, method: Any = "fedavg", **more: Any) -> Recipe:
 
 
 def attacked(recipe: Recipe, runs: int) -> list[Shadowed]:
-    materials = prepare(recipe, given=given_of(TEXTS, None))
+    run_data = prepare(recipe, given=given_of(TEXTS, None))
     return membership_by_shadows(
-        NAMES, [run_shadow(recipe, materials, number, lambda clients: []) for number in range(runs)]
+        NAMES, [run_shadow(recipe, run_data, number, lambda clients: []) for number in range(runs)]
     )
 
 
@@ -104,8 +104,8 @@ def test_nor_where_nothing_is_learnt() -> None:
 )
 def test_methods_with_several_shared_models_are_attacked(method: Any) -> None:
     recipe = recipe_of(1, method)
-    materials = prepare(recipe, given=given_of(TEXTS, None))
-    shadow = run_shadow(recipe, materials, 0, lambda clients: [])
+    run_data = prepare(recipe, given=given_of(TEXTS, None))
+    shadow = run_shadow(recipe, run_data, 0, lambda clients: [])
     for view in (SERVER, USERS):
         assert sorted(shadow.scores[view]) == [0, 1, 2]
         assert all(bool(t.isfinite().all()) and bool(t.any()) for t in shadow.scores[view].values())

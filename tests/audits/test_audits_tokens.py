@@ -62,18 +62,18 @@ def test_tokens_in_the_span_come_first(tokens: int) -> None:
 
 
 def test_where_positions_are_added_every_position_is_tried() -> None:
-    recipe, materials = made(base="random:gpt2")
-    clients = build(recipe, materials).clients
+    recipe, run_data = made(base="random:gpt2")
+    clients = build(recipe, run_data).clients
     inputs = first_inputs(clients, 8, token_factors(clients)[0])
     assert inputs.shape[1] == 8
     assert not torch.allclose(inputs[:, 0], inputs[:, 1])
-    short, _ = recover(recipe, materials, lambda clients: [])
+    short, _ = recover(recipe, run_data, lambda clients: [])
     assert fmean(short.recovered) > fmean(short.guesses)  # 4 rows, of one projection, for 5 to 8 inputs
 
 
 def test_what_a_layer_reads_is_computed_from_the_base_alone() -> None:
-    recipe, materials = made()
-    clients = build(recipe, materials).clients
+    recipe, run_data = made()
+    clients = build(recipe, run_data).clients
     names = token_factors(clients)
     assert names == [f"layers.0.self_attn.{part}_proj.a" for part in "qkv"]
     inputs = first_inputs(clients, 8, names[0])

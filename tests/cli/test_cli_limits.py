@@ -66,24 +66,24 @@ def test_cost_refuses_what_a_run_refuses(comingle: Any, recipe_file: Path, setti
 def test_no_more_memory_is_asked_for_than_there_is(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of this machine is made small, so that nothing large is drawn where the check is missing."""
     recipe = load_recipe(recipe_file)
-    materials = prepare(recipe)
+    run_data = prepare(recipe)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=4 << 20, available=1 << 33))
-    assert build(recipe, materials)
+    assert build(recipe, run_data)
     floral = recipe.with_changes({"method": {"name": "floral", "clusters": 1000}})
     with pytest.raises(RecipeError, match=r"^method floral: 1,000 adaptor sets of \d+,\d+ parameters "):
-        build(floral, materials)
+        build(floral, run_data)
     comigs = recipe.with_changes({"method": {"name": "comigs", "generalists": 1000}})
     with pytest.raises(RecipeError, match=r"^method comigs: the trained tensors of 3 users "):
-        build(comigs, materials)
+        build(comigs, run_data)
 
 
 @pytest.mark.parametrize("method", ["floral", "ensemble", "mfl", "fedem"])
 def test_no_more_components_of_nets_are_made_than_fit(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = parse_recipe({"data": {"task": "mlp"}, "method": {"name": method, TASK_SETTINGS[method]: 10_000}})
-    materials = prepare(recipe)
+    run_data = prepare(recipe)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20, available=1 << 33))
     with pytest.raises(RecipeError, match=rf"^method {method}: 10,000 (models|adaptor sets) of "):
-        build(recipe, materials)
+        build(recipe, run_data)
 
 
 TASK_SETTINGS = {"floral": "clusters", "ensemble": "clusters", "mfl": "clusters", "fedem": "models"}
@@ -116,15 +116,15 @@ def test_no_reason_for_an_empty_error(
 
 def test_a_rank_above_some_weights_is_warned_of(recipe_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe(recipe_file).with_changes({"adapters.rank": [16, 1, 16]})
-    materials = prepare(recipe)
-    assert build(recipe, materials).clients.model.adapters.ranks.tolist() == [16, 1, 16]
+    run_data = prepare(recipe)
+    assert build(recipe, run_data).clients.model.adapters.ranks.tolist() == [16, 1, 16]
     assert caplog.messages == []
-    build(recipe.with_changes({"adapters.rank": [3, 32, 17]}), materials)
+    build(recipe.with_changes({"adapters.rank": [3, 32, 17]}), run_data)
     (message,) = caplog.messages
     assert message.startswith("adapters.rank: ")
     assert all(part in message for part in ("32", "user 2 of 3", "4 of 14", "layers.0.self_attn.k_proj"))
     with pytest.raises(RecipeError, match=r"^adapters\.rank: got 121"):
-        build(recipe.with_changes({"adapters.rank": 121, "method": "centralized"}), materials)
+        build(recipe.with_changes({"adapters.rank": 121, "method": "centralized"}), run_data)
 
 
 def test_bounds_do_not_hinder_what_a_large_machine_may_have(recipe_file: Path) -> None:

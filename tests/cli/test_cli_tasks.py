@@ -268,9 +268,9 @@ def refused(recipe: Recipe, inputs: tuple[int, ...], *, first: bool = False) -> 
             for split, part in (("train", user.train), ("test", user.test))
         }
         users[i] = replace(user, **parts)
-    own = TASKS.materials(replace(task, users=tuple(users)))
+    own = TASKS.run_data(replace(task, users=tuple(users)))
     with pytest.raises(ComingleError) as error:
-        api.run(recipe, materials=own)
+        api.run(recipe, run_data=own)
     assert "\n" not in str(error.value)
     return str(error.value)
 

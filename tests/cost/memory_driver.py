@@ -43,7 +43,7 @@ def main() -> None:
     clients = build(recipe, RunData(kind=TEXT, base=base, users=as_users(users))).clients
     # One sequence first: the buffers of the matrix library belong to the process, not to the pass.
     steps = replace(clients.steps)
-    steps.portions = replace(clients.portions, sequences=1)
+    steps.pass_size = replace(clients.pass_size, sequences=1)
     window = torch.randint(200, (1, 1, recipe.training.context + 1))
     steps.gradient(clients.cohort([0], 0), window, clients.phases[0])
     gc.collect()

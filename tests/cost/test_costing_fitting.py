@@ -41,10 +41,10 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fits_everywhere(recipe: Recipe) -> None:
     """One process has all users; three have one each."""
-    materials = prepare(recipe)
-    whole = fit(recipe, materials)
+    run_data = prepare(recipe)
+    whole = fit(recipe, run_data)
     for number in range(3):
-        assert fit(recipe, share_out(materials, range(number, number + 1))) == whole
+        assert fit(recipe, share_out(run_data, range(number, number + 1))) == whole
 
 
 @pytest.mark.parametrize("changes", OF_ALL.values(), ids=OF_ALL)

@@ -360,35 +360,35 @@ def test_a_wrong_section_is_refused(data: Mapping[str, Any], wrong: str) -> None
 
 def test_what_a_template_refuses_names_user_file_and_row(tmp_path: Path) -> None:
     recipe = recipe_of({"users": {"ada": str(write(tmp_path / "ada.jsonl", [GOOD] * 4 + [chat("user", "assistant")]))}})
-    materials = prepare(recipe)
-    assert materials.base is not None and materials.base.tokenizer is not None  # noqa: PT018
-    materials.base.tokenizer.chat_template = (
+    run_data = prepare(recipe)
+    assert run_data.base is not None and run_data.base.tokenizer is not None  # noqa: PT018
+    run_data.base.tokenizer.chat_template = (
         "{% for m in messages %}{% if m['content'] == 'x' %}{{ raise_exception('roles must alternate') }}{% endif %}"
         "{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     )
     with pytest.raises(DataError) as found:
-        prepare(recipe, base=materials.base)
+        prepare(recipe, base=run_data.base)
     said = str(found.value)
     assert said.startswith(f"user 'ada': {tmp_path / 'ada.jsonl'}: line 5: ")
     assert "roles must alternate" in said
-    (ada,) = prepare(recipe.with_changes({"data.on_bad_row": "skip"}), base=materials.base).users
+    (ada,) = prepare(recipe.with_changes({"data.on_bad_row": "skip"}), base=run_data.base).users
     assert len(ada.train) + len(ada.valid) + len(ada.test) == 4
 
 
 def test_a_template_that_writes_earlier_turns_anew_trains_each_response_by_itself(tmp_path: Path) -> None:
     turns = chat("user", "assistant", "user", "assistant")
     recipe = recipe_of({"users": {"ada": str(write(tmp_path / "ada.jsonl", [turns] * 10))}})
-    materials = prepare(recipe)
-    assert materials.base is not None and materials.base.tokenizer is not None  # noqa: PT018
-    materials.base.tokenizer.chat_template = "{{ messages | length }}" + (
+    run_data = prepare(recipe)
+    assert run_data.base is not None and run_data.base.tokenizer is not None  # noqa: PT018
+    run_data.base.tokenizer.chat_template = "{{ messages | length }}" + (
         "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
     )
-    (ada,) = prepare(recipe, base=materials.base).users
+    (ada,) = prepare(recipe, base=run_data.base).users
     assert [len(ada.train), len(ada.valid), len(ada.test)] == [16, 2, 2]
     firsts = sorted({bytes(ada.train.tokens(number)[:1].tolist()) for number in range(len(ada.train))})
     assert firsts == [b"1", b"3"]
     with pytest.raises(DataError, match=r"^10 rows .*data\.loss_on: got all.*allowed: responses"):
-        prepare(recipe.with_changes({"data.loss_on": "all"}), base=materials.base)
+        prepare(recipe.with_changes({"data.loss_on": "all"}), base=run_data.base)
 
 
 def test_long_conversations_are_cut_at_whole_turns_or_left_out(tmp_path: Path, caplog: Any) -> None:
@@ -413,11 +413,11 @@ def test_users_with_too_little_are_refused_or_left_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^user 'few' .*test.*training\.context.*data\.on_small_user: skip"):
         build(recipe, prepare(recipe))
     recipe = recipe_of({"users": {"few": str(few), "many": str(many), "none": str(none)}, "on_small_user": "skip"})
-    materials = prepare(recipe)
-    assert [user.name for user in materials.users] == ["many"]
-    assert list(materials.skipped) == ["few", "none"]
-    assert materials.skipped["few"].endswith(" in test")
-    assert materials.skipped["none"].endswith(" in train and test")
+    run_data = prepare(recipe)
+    assert [user.name for user in run_data.users] == ["many"]
+    assert list(run_data.skipped) == ["few", "none"]
+    assert run_data.skipped["few"].endswith(" in test")
+    assert run_data.skipped["none"].endswith(" in train and test")
     with pytest.raises(DataError, match=r"^user 'none': no conversations"):
         prepare(recipe_of({"users": {"many": str(many), "none": str(none)}}))
 
@@ -431,9 +431,9 @@ def test_posts_of_real_users_are_responses(shared_data: Path) -> None:
     recipe = recipe_of(
         {"dataset": dataset, "prompt": "kind", "response": "text"}, **{"training.context": 2000, "base": LONG}
     )
-    materials = prepare(recipe.with_changes({"data.on_small_user": "skip"}))
-    assert len(materials.users) + len(materials.skipped) == 5
-    for user in materials.users:
+    run_data = prepare(recipe.with_changes({"data.on_small_user": "skip"}))
+    assert len(run_data.users) + len(run_data.skipped) == 5
+    for user in run_data.users:
         assert len(user.train) and len(user.test)  # noqa: PT018
         assert all(
             b"### User:" in bytes(t for t in user.test.tokens(i).tolist() if t < 256) for i in range(len(user.test))

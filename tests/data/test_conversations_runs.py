@@ -118,9 +118,9 @@ def test_scores_are_those_of_a_loop_over_conversations(
 ) -> None:
     recipe = recipe_of(tmp_path, {"name": "floral", "clusters": 2} if method == "floral" else method)
     base = chatml if template else load_base(BASE, dtype="float64", device="cpu")
-    materials = prepare(recipe, base=base)
-    run = api.run(recipe, materials=materials)
-    for user in materials.users:
+    run_data = prepare(recipe, base=base)
+    run = api.run(recipe, run_data=run_data)
+    for user in run_data.users:
         said = {tuple(user.test.tokens(i).tolist()) for i in range(len(user.test))}
         test = [turns for i in range(9) if tuple(by_hand(turns := chat(user.name, i), template=template)[0]) in said]
         assert len(test) == len(user.test) == 3
@@ -148,10 +148,10 @@ def test_the_loss_of_training_is_on_what_the_recipe_says(tmp_path: Path, on: str
 
 def test_every_response_is_asked_for_after_the_true_earlier_turns(tmp_path: Path, chatml: Base) -> None:
     recipe = recipe_of(tmp_path, **{"data.scores": ["exact_match", "rouge1"]})
-    materials = prepare(recipe, base=chatml)
-    run = api.run(recipe, materials=materials)
+    run_data = prepare(recipe, base=chatml)
+    run = api.run(recipe, run_data=run_data)
     clients = run.federation.clients
-    for user in materials.users:
+    for user in run_data.users:
         asked = 0
         for number in range(len(user.test)):
             tokens = user.test.tokens(number).tolist()

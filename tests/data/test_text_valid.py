@@ -47,9 +47,9 @@ def test_on_a_mixture_it_is_the_text_of_all(recipe: Recipe) -> None:
 
 def test_the_one_who_has_what_all_have_trains_on_it_too(recipe: Recipe) -> None:
     recipe = recipe.with_changes({"method": "centralized", **ON})
-    materials = prepare(recipe)
-    (everyone,) = build(recipe, materials).clients.trainers
-    assert torch.equal(everyone.train, torch.cat([user.train for user in materials.users]))
+    run_data = prepare(recipe)
+    (everyone,) = build(recipe, run_data).clients.trainers
+    assert torch.equal(everyone.train, torch.cat([user.train for user in run_data.users]))
 
 
 def test_steps_are_as_many(recipe: Recipe) -> None:

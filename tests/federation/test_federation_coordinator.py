@@ -225,7 +225,7 @@ class Unsteady(Direct):
             yield name, f"has not answered within {timeout:g} s" if late else answer
 
 
-EVERYBODY = ("ann", "bob", "cem")
+ALL_USERS = ("ann", "bob", "cem")
 QUICK = NetworkSection(min_participants=2, round_timeout=0.4, join_timeout=0.4)
 ALL_ROUNDS = range(1, 9)
 
@@ -253,13 +253,13 @@ def test_a_user_who_misses_a_round_was_not_in_it(
     name: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     channel = unsteady(tmp_path, name, QUICK, **{how: {"bob": [2]}})
-    assert_same_end(channel, with_members(tmp_path, EVERYBODY, OTHERS, EVERYBODY, name=name))
+    assert_same_end(channel, with_members(tmp_path, ALL_USERS, OTHERS, ALL_USERS, name=name))
     assert len([r for r in caplog.records if "the round continues" in r.getMessage()]) == 1
 
 
 def test_a_user_who_comes_in_the_middle_takes_part_from_then_on(tmp_path: Path) -> None:
     channel = unsteady(tmp_path, away={"bob": [1]})
-    assert_same_end(channel, with_members(tmp_path, OTHERS, EVERYBODY, EVERYBODY))
+    assert_same_end(channel, with_members(tmp_path, OTHERS, ALL_USERS, ALL_USERS))
 
 
 def test_a_user_who_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_too_few_end_the_run_in_one_line_and_it_goes_on(tmp_path: Path) -> None:
     patience = NetworkSection(min_participants=2, round_timeout=0.1, join_timeout=0.1)
     plan, nodes = started(tiny(tmp_path, "fedavg", users=3, training__rounds=3), tmp_path / "few", patience)
     server = tmp_path / "few" / "server"
-    nobody = Unsteady(nodes, away=dict.fromkeys(EVERYBODY, ALL_ROUNDS))
+    nobody = Unsteady(nodes, away=dict.fromkeys(ALL_USERS, ALL_ROUNDS))
     with pytest.raises(RunError, match=r"^0 of 3 users .*needed: 2; network.join_timeout is 0.1 s$"):
         run_federation(plan, nobody, server)
     few = Unsteady(nodes, away={"ann": [2], "bob": [2]})
@@ -288,7 +288,7 @@ def test_too_few_end_the_run_in_one_line_and_it_goes_on(tmp_path: Path) -> None:
         run_federation(plan, few, server, resume=True, observers=[few.see])
     steady = Direct(nodes)
     run_federation(plan, steady, server, resume=True)
-    assert_same_end(steady, with_members(tmp_path, EVERYBODY, EVERYBODY, EVERYBODY))
+    assert_same_end(steady, with_members(tmp_path, ALL_USERS, ALL_USERS, ALL_USERS))
 
 
 def test_nobody_left_is_one_line(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_nobody_left_is_one_line(tmp_path: Path) -> None:
         unsteady(
             tmp_path,
             patience=NetworkSection(round_timeout=0.1, join_timeout=0.1),
-            away={name: [2] for name in EVERYBODY},
+            away={name: [2] for name in ALL_USERS},
         )
 
 

@@ -68,7 +68,7 @@ def test_users_per_step_changes_nothing(federate: Any, trained: dict[str, Any], 
     rounds = 3 - users_per_step  # the second round, after an exchange, is worth its time once
     whole = federate(trained, changes=SHORT)
     parts = federate(trained, changes={**SHORT, "runtime.users_per_step": users_per_step})
-    assert parts.clients.portions.users == users_per_step
+    assert parts.clients.pass_size.users == users_per_step
     torch.testing.assert_close(trained_rows(parts, rounds), trained_rows(whole, rounds), **EXACT)
     for few, many in zip(parts.clients.evaluate(), whole.clients.evaluate(), strict=True):
         assert few.tokens == many.tokens
@@ -91,7 +91,7 @@ def test_micro_batches_change_nothing_with_two_experts(federate: Any, name: str)
 def compare_micro_batches(federate: Any, method: Any, changes: dict[str, Any], *, micro_batch: int) -> None:
     whole = federate(method, changes=changes)
     parts = federate(method, changes={**changes, "runtime.micro_batch": micro_batch})
-    assert (whole.clients.portions.sequences, parts.clients.portions.sequences) == (
+    assert (whole.clients.pass_size.sequences, parts.clients.pass_size.sequences) == (
         whole.clients.batch_size,
         micro_batch,
     )

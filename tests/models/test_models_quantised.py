@@ -96,11 +96,11 @@ def test_what_it_is_not_for_is_refused(recipe_file: Path, monkeypatch: pytest.Mo
         load_base("random:llama", quantise="4bit")
     recipe = load_recipe(recipe_file)
     wrapped = recipe.with_changes({"method": "floral"})
-    materials = prepare(wrapped)
+    run_data = prepare(wrapped)
     with pytest.raises(RecipeError, match="quantise: method floral"):
-        build(wrapped.with_changes({"quantise": "4bit"}), materials)
+        build(wrapped.with_changes({"quantise": "4bit"}), run_data)
     with pytest.raises(RecipeError, match=r"runtime\.gpu: method floral"):
-        build(wrapped.with_changes({"runtime.gpu": ["graphs"]}), materials)
+        build(wrapped.with_changes({"runtime.gpu": ["graphs"]}), run_data)
     with pytest.raises(RecipeError, match="quantise"):
         parse_recipe({"data": {"users": {"a": "b"}}, "quantise": "2bit"})
     base = load_base("random:llama", dtype="float32", device="cpu")

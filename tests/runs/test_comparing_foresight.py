@@ -60,9 +60,9 @@ def test_little_test_data_is_named_and_takes_five_seeds() -> None:
 
 def test_many_users_take_five_seeds_and_sampled_users_one() -> None:
     users = {name: words(number, 200) for number, name in enumerate(("ada", "ben", "cem"))}
-    recipe, materials = read(users, **ENOUGH)
-    assert choose_seeds(recipe, materials, "tokens") == (0, 1, 2, 3, 4)
-    assert choose_seeds(recipe.with_changes({"evaluation.users": 2}), materials, "tokens") == (0,)
+    recipe, run_data = read(users, **ENOUGH)
+    assert choose_seeds(recipe, run_data, "tokens") == (0, 1, 2, 3, 4)
+    assert choose_seeds(recipe.with_changes({"evaluation.users": 2}), run_data, "tokens") == (0,)
 
 
 def test_too_few_rounds_are_named_with_how_many_would_do() -> None:

@@ -39,9 +39,9 @@ def test_a_run_makes_its_method_once(tmp_path: Path, made: list[Method]) -> None
 
 def test_so_do_a_run_on_data_that_was_read_before_and_a_run_that_is_opened(tmp_path: Path, made: list[Method]) -> None:
     recipe = parse_recipe(tiny(tmp_path, "counted"))
-    materials = prepare(recipe)
+    run_data = prepare(recipe)
     made.clear()
-    comingle.run(recipe, materials=materials, out=tmp_path / "run")
+    comingle.run(recipe, run_data=run_data, out=tmp_path / "run")
     assert len(made) == 1
     comingle.load(tmp_path / "run")
     assert len(made) == 2

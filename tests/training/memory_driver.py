@@ -25,13 +25,13 @@ def address_space() -> int:
 def main() -> None:
     changes = {key: yaml.safe_load(value) for key, _, value in (given.partition("=") for given in sys.argv[3:])}
     recipe = load_recipe(sys.argv[1]).with_changes(changes)
-    materials = prepare(recipe)
+    run_data = prepare(recipe)
     small = recipe.with_changes({"training.rounds": 1, "training.batch_size": 1, "runtime.users_per_step": 1})
-    api.run(small, materials=prepare(small))  # whatever is imported or started on the way is there
+    api.run(small, run_data=prepare(small))  # whatever is imported or started on the way is there
     most = address_space() + int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
-        api.run(recipe, materials=materials)
+        api.run(recipe, run_data=run_data)
     except ComingleError as error:
         print(error)
         raise SystemExit(2) from None

@@ -33,7 +33,7 @@ from comingle.training.client import Clients, train
 from comingle.training.kinds import conversations as feeding
 from comingle.training.kinds.base import RunData, kind_of
 from comingle.training.kinds.conversations import AnswerBatchSource, training_tokens
-from comingle.training.settings import Portions, RunPlan
+from comingle.training.settings import PassSize, RunPlan
 from comingle.utils.errors import RecipeError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events
@@ -196,7 +196,7 @@ def test_test_losses_are_those_of_a_loop_over_questions(ask: Ask, method: str) -
             expected = naive(sim, list(user.test.windows), tensors, row, prompts=False)
             assert score.mean_loss == pytest.approx(float(expected), rel=1e-8)
         one_by_one = sim.batch_source.score(
-            partial(sim.scorer.predict, sim.models), [user.test], [row], Portions(users=1, sequences=1), None
+            partial(sim.scorer.predict, sim.models), [user.test], [row], PassSize(users=1, sequences=1), None
         )[0]
         assert one_by_one.mean_loss == pytest.approx(score.mean_loss, rel=1e-8)
 
@@ -260,7 +260,7 @@ def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, mo
         monkeypatch.setattr(feeding, "SPEAKING", speaking)
         for sequences in (16, 1):
             assert (
-                sim.batch_source.answers(generate, sets, sim.row_of, Portions(users=2, sequences=sequences)) == expected
+                sim.batch_source.answers(generate, sets, sim.row_of, PassSize(users=2, sequences=sequences)) == expected
             )
     assert len({tuple(texts) for texts in expected}) == 3
     scores = sim.evaluate()
@@ -279,9 +279,9 @@ def test_an_answer_ends_at_the_end_of_text_or_at_the_users_limit() -> None:
 
     first = answers("ann", "test", 4, 3)
     longer = Answers(**{**vars(answers("bob", "test", 1, 9)), "limit": 9})
-    found = batch_source.answers(count, [first, longer], [97, 110], Portions(users=2, sequences=3))
+    found = batch_source.answers(count, [first, longer], [97, 110], PassSize(users=2, sequences=3))
     assert found == [["abc"] * 4, ["nopqrstuv"]]
-    assert batch_source.answers(count, [first], [101], Portions(users=1, sequences=1)) == [["efghi"] * 4]
+    assert batch_source.answers(count, [first], [101], PassSize(users=1, sequences=1)) == [["efghi"] * 4]
 
 
 # ---------------------------------------------------------------- whole runs

@@ -21,7 +21,7 @@ from comingle.cost.memory import LiveBytes
 from comingle.methods import REGISTRY
 from comingle.runs.session import build, prepare
 from comingle.training.client import train
-from comingle.training.settings import Portions
+from comingle.training.settings import PassSize
 from comingle.utils.errors import RecipeError
 
 DRIVER = Path(__file__).with_name("memory_driver.py")
@@ -91,37 +91,37 @@ def test_other_mistakes_are_not_taken_for_memory(federate: Callable[..., Any]) -
     assert not isinstance(caught.value, RecipeError)
 
 
-def peak_of(recipe: Any, materials: Any) -> tuple[int, Portions]:
+def peak_of(recipe: Any, run_data: Any) -> tuple[int, PassSize]:
     """Bytes that a round adds at most to what is there before, and in what portions it went."""
-    federation = build(recipe, materials)
+    federation = build(recipe, run_data)
     with LiveBytes() as live:
         train(federation.clients, [0, 1, 2], 0)
-    return live.peak, federation.clients.portions
+    return live.peak, federation.clients.pass_size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["comigs-1g1s", "floral"])
 def test_auto_finds_a_pass_that_fits(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     recipe = load_recipe(recipe_file).with_changes({**WIDE, "method": name, "training.local_steps": 1})
-    materials, automatic = prepare(recipe), recipe.with_changes({"runtime.users_per_step": "auto"})
-    whole, portions = peak_of(recipe, materials)
+    run_data, automatic = prepare(recipe), recipe.with_changes({"runtime.users_per_step": "auto"})
+    whole, pass_size = peak_of(recipe, run_data)
     monkeypatch.setattr(planning, "free_bytes", lambda device: 10**12)
-    assert peak_of(automatic, materials)[1] == portions
+    assert peak_of(automatic, run_data)[1] == pass_size
     monkeypatch.setattr(planning, "free_bytes", lambda device: whole // 2)
-    least, chosen = peak_of(automatic, materials)
+    least, chosen = peak_of(automatic, run_data)
     assert least <= whole // 2
-    assert chosen.users * chosen.sequences < portions.users * portions.sequences
+    assert chosen.users * chosen.sequences < pass_size.users * pass_size.sequences
     monkeypatch.setattr(planning, "free_bytes", lambda device: 1000)
     with pytest.raises(RecipeError, match=r"users_per_step: auto: .* GB.*adapters\.rank"):
-        build(automatic, materials)
+        build(automatic, run_data)
 
 
 @pytest.mark.slow
 def test_auto_plans_for_every_kind_and_method(recipe_file: Path, federate_nets: Callable[..., Any]) -> None:
     """What is not given is as large as without `auto`, wherever there is room."""
     recipe = load_recipe(recipe_file).with_changes({"runtime.users_per_step": "auto"})
-    materials = prepare(recipe)
+    run_data = prepare(recipe)
     for name in ("centralized", "pretrained", "fdlora", "stacking"):
         assert name in REGISTRY
-        assert build(recipe.with_changes({"method": name}), materials).clients.portions.users > 1
-    assert federate_nets("floral", changes={"runtime.users_per_step": "auto"}).clients.portions.users > 1
+        assert build(recipe.with_changes({"method": name}), run_data).clients.pass_size.users > 1
+    assert federate_nets("floral", changes={"runtime.users_per_step": "auto"}).clients.pass_size.users > 1

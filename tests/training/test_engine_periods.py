@@ -39,9 +39,9 @@ def passes(federation: InProcess) -> tuple[list[int], int, int]:
     scored, events = 0, []
     score = federation.clients.batch_source.score
 
-    def counted(predict: Any, sets: Any, rows: Any, portions: Any, gates: Any) -> Any:
+    def counted(predict: Any, sets: Any, rows: Any, pass_size: Any, gates: Any) -> Any:
         nonlocal scored
-        found = score(predict, sets, rows, portions, gates)
+        found = score(predict, sets, rows, pass_size, gates)
         scored += sum(one.tokens for one in found)
         return found
 

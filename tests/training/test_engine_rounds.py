@@ -165,9 +165,9 @@ def recipe(recipe_file: Path) -> Recipe:
 
 def stopped(recipe: Recipe, folder: Path, spoil: Callable[[InProcess, dict[str, Any]], None] | None = None) -> str:
     """The one line with which a run stops; ``spoil`` may touch the federation at every event."""
-    materials = prepare(recipe)
-    sim = session.build(recipe, materials)
-    inputs = describe(materials, recipe)
+    run_data = prepare(recipe)
+    sim = session.build(recipe, run_data)
+    inputs = describe(run_data, recipe)
     observers = [lambda event: spoil(sim, event)] if spoil else []
     with open_folder(folder, recipe, inputs, resume=False, force=False), pytest.raises(DivergenceError) as caught:
         session.execute(sim, recipe, folder, observers=observers)

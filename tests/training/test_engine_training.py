@@ -13,7 +13,7 @@ from comingle.config.settings import RuntimeSection, TrainingSection
 from comingle.methods import make
 from comingle.training.plan import make_plan
 from comingle.training.server import averaging_weights
-from comingle.training.settings import TOKENS_PER_PASS, RunPlan, cohorts, participants, portions
+from comingle.training.settings import TOKENS_PER_PASS, RunPlan, cohorts, participants, pass_size
 from comingle.utils.errors import RecipeError
 from federations import exchange
 
@@ -91,15 +91,15 @@ def test_cohorts_are_consecutive_and_bounded() -> None:
 def test_portions_bound_the_tokens_of_a_pass() -> None:
     room = TOKENS_PER_PASS["cpu"]
     for batch, context in [(64, 128), (1, 16), (8, room), (3, 2 * room)]:
-        found = portions(make_run_plan(training=TrainingSection(context=context)), CPU, batch)
+        found = pass_size(make_run_plan(training=TrainingSection(context=context)), CPU, batch)
         assert found.users * found.sequences * context <= max(room, context)
         assert 1 <= found.sequences <= batch
-    chosen = portions(plan_of(context=16, users_per_step=3, micro_batch=2), CPU, 64)
+    chosen = pass_size(plan_of(context=16, users_per_step=3, micro_batch=2), CPU, 64)
     assert (chosen.users, chosen.sequences) == (3, 2)
 
 
 def test_a_micro_batch_is_no_larger_than_the_batch() -> None:
-    assert portions(plan_of(context=16, micro_batch=16), CPU, 4).sequences == 4
+    assert pass_size(plan_of(context=16, micro_batch=16), CPU, 4).sequences == 4
 
 
 @pytest.mark.parametrize(("weighting", "shares"), [("uniform", [0.5, 0.5]), ("tokens", [0.25, 0.75])])

@@ -512,7 +512,7 @@ class QuestionsKind(AnswersKind):
     name = "questions"
 
     def reader(self, request: DataRequest) -> QuestionReader | None:
-        """Return a reader of one language after another; None for questions that a program passes, which it cannot."""
+        """Return a reader of one language after another; None for questions that a program passes."""
         if request.given is not None:
             return None
         recipe = request.recipe

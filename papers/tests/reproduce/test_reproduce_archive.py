@@ -18,8 +18,8 @@ import pytest
 
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.records import read_metrics
-from comingle_papers.reproduce.archive import merge_records, plan_of, read_archive, take, write_archive
-from comingle_papers.reproduce.plan import Cell, Wanted, plan
+from comingle_papers.reproduce.archive import find_archived, merge_records, plan_of, read_archive, write_archive
+from comingle_papers.reproduce.plan import Cell, RunSelection, plan
 from comingle_papers.reproduce.published import ANYWHERE, list_experiments, placed
 from comingle_papers.reproduce.runner import MEASURED, RUNS, run_cells, scores
 from comingle_papers.reproduce.tables import build_table
@@ -70,14 +70,16 @@ def leak(folder: Path, *, methods: str = "local", seeds: str = "0") -> tuple[Any
 def planned(folder: Path, **wanted: Any) -> Cell:
     """The one run of local training."""
     columns, methods = ["multilingual"], ["local"]
-    return plan("comigs/leak", Wanted(scale="cpu", data=folder, columns=columns, methods=methods, **wanted)).cells[0]
+    return plan(
+        "comigs/leak", RunSelection(scale="cpu", data=folder, columns=columns, methods=methods, **wanted)
+    ).cells[0]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text, two runs on it in ``out``, and ``file.jsonl.xz`` with them."""
     place = tmp_path_factory.mktemp("made")
-    wanted = Wanted(
+    wanted = RunSelection(
         scale="cpu", base=BASE, data=write_folder(place / "data"), columns=["multilingual"], seeds=[0], changes=TINY
     )
     cells = plan("comigs/leak", replace(wanted, methods=["local", "fedavg"])).cells
@@ -233,8 +235,8 @@ def test_no_other_file_takes_the_place_of_a_missing_one(comingle: Any, tmp_path:
 
 def test_missing_seeds_of_a_row_are_told_first(file: Path) -> None:
     records = read_archive(file)
-    wanted = Wanted(scale="cpu", base=BASE, columns=["multilingual"], seeds=[0, 1], changes=TINY)
-    shown, found, told = take(plan_of(records, "comigs/leak", wanted), records, file)
+    wanted = RunSelection(scale="cpu", base=BASE, columns=["multilingual"], seeds=[0, 1], changes=TINY)
+    shown, found, told = find_archived(plan_of(records, "comigs/leak", wanted), records, file)
     assert told[1].startswith(
         "file.jsonl.xz lacks 28 of 30 runs: multilingual · local, seed 1, multilingual · fedavg, seed 1, "
     )
@@ -379,7 +381,7 @@ def test_published_runs_are_those_of_the_tables_as_they_are(path: Path) -> None:
     """Whoever changes a table's settings measures it again, or takes its runs out of the file."""
     records = read_archive(path)
     paper, _, scale = path.name.removesuffix(".jsonl.xz").partition("-")
-    wanted = Wanted(scale=scale, seeds=sorted({record.computed["seed"] for record in records.values()}))
+    wanted = RunSelection(scale=scale, seeds=sorted({record.computed["seed"] for record in records.values()}))
     tables = [name for name, one in list_experiments().items() if name.startswith(f"{paper}/") and one.kind == "runs"]
     known: set[str] = set()
     for name in tables:
@@ -392,8 +394,8 @@ def test_published_runs_are_those_of_the_tables_as_they_are(path: Path) -> None:
 
 def test_documented_orders_of_table_5_are_those_of_the_published_runs() -> None:
     """Kendall's tau, its p-value and the pairs in papers/docs/results.md, out of the file and the recipe's numbers."""
-    records, wanted = read_archive(PUBLISHED / "comigs-cpu.jsonl.xz"), Wanted(scale="cpu", seeds=[0, 1, 2])
-    shown, found, _ = take(plan_of(records, "comigs/table5", wanted), records, PUBLISHED)
+    records, wanted = read_archive(PUBLISHED / "comigs-cpu.jsonl.xz"), RunSelection(scale="cpu", seeds=[0, 1, 2])
+    shown, found, _ = find_archived(plan_of(records, "comigs/table5", wanted), records, PUBLISHED)
     columns = build_table(shown, scores(found, shown.cells, shown.experiment.metric))["columns"]
     page = (Path(__file__).parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
     section = page[page.index("## Table 5: all baselines") : page.index("## Table 6: load balancing")]

@@ -8,7 +8,7 @@ import pytest
 from tests.quick import quick
 
 from comingle.utils.errors import RunError
-from comingle_papers.reproduce.plan import Wanted, plan
+from comingle_papers.reproduce.plan import RunSelection, plan
 from comingle_papers.reproduce.published import load_experiment
 from comingle_papers.reproduce.runner import draw, layer_of, read_entries, run_cells
 
@@ -37,7 +37,7 @@ SHOWN = {
 def test_every_kind_of_figure_shows_what_was_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comingle_papers.reproduce.runner.LENGTH", 12)  # tokens, each of which is drawn
     methods = ["local", "comigs-2s"] if name == "figure9" else None
-    found = plan(f"comigs/{name}", Wanted(scale="smoke", methods=methods))
+    found = plan(f"comigs/{name}", RunSelection(scale="smoke", methods=methods))
     outcomes = {outcome.cell.folder: outcome for outcome in run_cells(found.cells, tmp_path)}
     entries = read_entries(found, outcomes)
     assert entries.keys() == {(cell.row, cell.column) for cell in found.cells}
@@ -54,7 +54,7 @@ def test_every_kind_of_figure_shows_what_was_run(name: str, tmp_path: Path, monk
 
 @pytest.mark.slow
 def test_entries_are_the_runs_of_all_seeds(tmp_path: Path) -> None:
-    wanted = Wanted(scale="smoke", methods=["4-4-2-2"], seeds=[0, 1])
+    wanted = RunSelection(scale="smoke", methods=["4-4-2-2"], seeds=[0, 1])
     found = plan("comigs/figure12", wanted)
     outcomes = {outcome.cell.folder: outcome for outcome in run_cells(found.cells, tmp_path)}
     (entry,) = read_entries(found, outcomes).values()
@@ -63,7 +63,7 @@ def test_entries_are_the_runs_of_all_seeds(tmp_path: Path) -> None:
 
 def test_a_figure_without_runs_is_said(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="comigs/figure4: no finished run"):
-        draw(plan("comigs/figure4", Wanted(scale="smoke")), {}, tmp_path)
+        draw(plan("comigs/figure4", RunSelection(scale="smoke")), {}, tmp_path)
 
 
 def test_each_kind_of_text_has_a_prompt_of_its_own() -> None:
@@ -92,7 +92,7 @@ def test_the_sweep_of_hetlora_has_the_papers_values() -> None:
 
 @pytest.mark.slow
 def test_the_sweep_of_hetlora_is_drawn_over_decades(tmp_path: Path) -> None:
-    found = plan("comigs/hetlora", Wanted(scale="smoke", columns=["slimpajama-2442"]))
+    found = plan("comigs/hetlora", RunSelection(scale="smoke", columns=["slimpajama-2442"]))
     outcomes = {outcome.cell.folder: outcome for outcome in run_cells(found.cells, tmp_path)}
     _, svg = draw(found, outcomes, tmp_path)
     text = svg.read_text(encoding="utf-8")

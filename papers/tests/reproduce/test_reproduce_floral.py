@@ -13,7 +13,7 @@ import pytest
 
 from comingle.models.nets import make_net
 from comingle.utils.errors import RecipeError
-from comingle_papers.reproduce.plan import Cell, Plan, Wanted, count_samples, net_size, plan
+from comingle_papers.reproduce.plan import Cell, Plan, RunSelection, count_samples, net_size, plan
 from comingle_papers.reproduce.published import load_experiment, printed
 from comingle_papers.reproduce.runner import RUNS, draw, run_cells, scores
 from comingle_papers.reproduce.tables import build_table, markdown, remarks
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def planned(name: str, scale: str = "paper", **wanted: Any) -> Plan:
-    return plan(f"floral/{name}", Wanted(scale=scale, **wanted))
+    return plan(f"floral/{name}", RunSelection(scale=scale, **wanted))
 
 
 def cells_of(found: Plan, column: str, seed: int = 0) -> dict[str, Cell]:

@@ -9,7 +9,7 @@ import pytest
 
 from comingle.methods import make
 from comingle.methods.fedmerge import Merge
-from comingle_papers.reproduce.plan import Wanted, plan
+from comingle_papers.reproduce.plan import RunSelection, plan
 from comingle_papers.reproduce.published import load_experiment
 from comingle_papers.reproduce.runner import run_cells, scores
 
@@ -39,8 +39,8 @@ def test_table_4_has_both_of_its_fixed_weights() -> None:
 @pytest.mark.slow
 def test_every_row_runs_on_images(tmp_path: Path, shared_data: Path) -> None:
     settings: dict[str, Any] = {"scale": "smoke", "data": shared_data, "columns": ["cluster-mnist"]}
-    found = plan("fedmerge/pruning", Wanted(**settings))
-    random = plan("fedmerge/table4", Wanted(**settings, methods=["fixed-5-random"]))
+    found = plan("fedmerge/pruning", RunSelection(**settings))
+    random = plan("fedmerge/table4", RunSelection(**settings, methods=["fixed-5-random"]))
     cells = (*found.cells, *random.cells)
     outcomes = {outcome.cell.folder: outcome for outcome in run_cells(cells, tmp_path)}
     assert len(outcomes) == 6

@@ -12,7 +12,7 @@ from comingle.config import Recipe
 from comingle.methods import REGISTRY, settings_of
 from comingle.utils.errors import RecipeError
 from comingle_papers.recipes import published_recipes
-from comingle_papers.reproduce.plan import Plan, Wanted, plan
+from comingle_papers.reproduce.plan import Plan, RunSelection, plan
 from comingle_papers.reproduce.published import (
     DataSet,
     Experiment,
@@ -33,7 +33,7 @@ PLANS.remove(("floral/figure7", "cpu"))  # CIFAR-100 alone, which that scale tak
 
 def planned(name: str, scale: str = "paper", **wanted: Any) -> Plan:
     small = "random:llama" if scale == "cpu" and name in (*COMIGS, "field/2026") else None
-    return plan(name, Wanted(**{"scale": scale, "base": small, **wanted}))
+    return plan(name, RunSelection(**{"scale": scale, "base": small, **wanted}))
 
 
 def data_of(recipe: Recipe) -> Any:
@@ -293,7 +293,7 @@ def test_local_text_is_named_by_option_or_environment(tmp_path: Path, monkeypatc
 )
 def test_mistakes_are_said(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as error:
-        plan("comigs/table1", Wanted(**wanted))
+        plan("comigs/table1", RunSelection(**wanted))
     assert message in str(error.value)
 
 

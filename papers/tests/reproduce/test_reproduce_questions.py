@@ -12,7 +12,7 @@ from comingle.config import Recipe
 from comingle.models.lora import lora_scale
 from comingle.utils.records import read_metrics
 from comingle_papers.questions import LABELS
-from comingle_papers.reproduce.plan import Plan, Wanted, plan
+from comingle_papers.reproduce.plan import Plan, RunSelection, plan
 from comingle_papers.reproduce.runner import run_cells, scores
 from comingle_papers.reproduce.tables import build_table, markdown
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def planned(scale: str = "paper", **wanted: Any) -> Plan:
-    return plan("fedmerge/table5", Wanted(scale=scale, **wanted))
+    return plan("fedmerge/table5", RunSelection(scale=scale, **wanted))
 
 
 def recipes(scale: str, row: str = "fedmerge-5", **wanted: Any) -> dict[str, Recipe]:
@@ -125,7 +125,7 @@ def test_questions_come_from_the_folder_or_the_hub(folder: Path) -> None:
 def test_a_table_tells_what_its_own_scale_is() -> None:
     found = build_table(planned("cpu", seeds=[0]), {})
     assert found["about_scale"].startswith("SmolLM2-135M in place of LLaMA3-8B")
-    studys = build_table(plan("fedmerge/table4", Wanted(scale="cpu", seeds=[0])), {})
+    studys = build_table(plan("fedmerge/table4", RunSelection(scale="cpu", seeds=[0])), {})
     assert studys["about_scale"].startswith("MNIST in place of CIFAR-100")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from comingle.utils.errors import RecipeError
-from comingle_papers.reproduce.plan import Plan, Wanted, plan
+from comingle_papers.reproduce.plan import Plan, RunSelection, plan
 from comingle_papers.reproduce.tables import build_table, markdown, remarks, write_tables
 
 SCORES = {
@@ -23,7 +23,7 @@ SCORES = {
 @pytest.fixture
 def small() -> Plan:
     """Three rows and two columns of Table 1."""
-    wanted = Wanted(
+    wanted = RunSelection(
         scale="smoke",
         methods=["local", "fedavg", "comigs-2s"],
         columns=["multilingual", "slimpajama"],

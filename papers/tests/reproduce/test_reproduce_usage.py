@@ -19,7 +19,7 @@ from comingle.runs.session import build, prepare
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import read_metrics
 from comingle_papers.reproduce.counted import Usage, count_usage, plan_usage, usage_figure
-from comingle_papers.reproduce.plan import Plan, Wanted, plan
+from comingle_papers.reproduce.plan import Plan, RunSelection, plan
 from comingle_papers.reproduce.published import Experiment, Plot, load_experiment
 from comingle_papers.reproduce.runner import draw, read_entries, run_cells
 from comingle_papers.reproduce.tables import build_table, markdown
@@ -148,7 +148,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(one: Experiment | None = None, **wanted: Any) -> Plan:
         monkeypatch.setattr("comingle_papers.reproduce.plan.load_experiment", lambda name: (study, one or published()))
-        return plan("floral/figure1", Wanted(**{"scale": "smoke", **wanted}))
+        return plan("floral/figure1", RunSelection(**{"scale": "smoke", **wanted}))
 
     return make
 
@@ -239,7 +239,7 @@ def test_a_scale_has_stand_ins_for_bases(planned: Any) -> None:
 
 def test_at_scale_cpu_images_of_domains_have_group_norm() -> None:
     for name in ("table2", "table3", "figure4", "figure6"):
-        found = plan(f"fedmerge/{name}", Wanted(scale="cpu", columns=["domain"], data=Path("tests")))
+        found = plan(f"fedmerge/{name}", RunSelection(scale="cpu", columns=["domain"], data=Path("tests")))
         assert {cell.recipe.base for cell in found.cells} <= {"net:resnet9-group", "net:resnet18-group"}
 
 
@@ -250,7 +250,7 @@ def test_a_plot_of_usage_says_of_what() -> None:
 
 
 def test_the_published_figures_have_the_papers_nets_and_models() -> None:
-    found = {number: plan(f"fedmerge/figure{number}", Wanted(seeds=[0])) for number in (3, 4, 6)}
+    found = {number: plan(f"fedmerge/figure{number}", RunSelection(seeds=[0])) for number in (3, 4, 6)}
     for number in (3, 6):
         cells = [cell for cell in found[number].cells if cell.column == "cluster"]
         for method in ("fedem", "ifca", "fedmerge"):
@@ -272,13 +272,13 @@ def test_the_published_figures_have_the_papers_nets_and_models() -> None:
 def test_the_published_models_are_those_of_the_best_round() -> None:
     """Section 4.1: the checkpoint with the minimum validation error is selected."""
     for number in (3, 4, 6):
-        cells = plan(f"fedmerge/figure{number}", Wanted(seeds=[0])).cells
+        cells = plan(f"fedmerge/figure{number}", RunSelection(seeds=[0])).cells
         assert {cell.recipe.evaluation.select for cell in cells} == {"best"}
 
 
 def test_figures_and_tables_share_runs() -> None:
-    six = {cell.folder for cell in plan("fedmerge/figure6", Wanted(seeds=[0])).cells}
-    three = [cell for cell in plan("fedmerge/table3", Wanted(seeds=[0])).cells if cell.row[:4] != "ifca"]
+    six = {cell.folder for cell in plan("fedmerge/figure6", RunSelection(seeds=[0])).cells}
+    three = [cell for cell in plan("fedmerge/table3", RunSelection(seeds=[0])).cells if cell.row[:4] != "ifca"]
     assert {cell.folder for cell in three} <= six
     for name in ("table2", "figure3"):
-        assert {cell.folder for cell in plan(f"fedmerge/{name}", Wanted(seeds=[0])).cells} <= six
+        assert {cell.folder for cell in plan(f"fedmerge/{name}", RunSelection(seeds=[0])).cells} <= six

@@ -15,7 +15,7 @@ from comingle.methods import REGISTRY
 from comingle.utils.errors import RunError
 from comingle.utils.records import read_metrics
 from comingle_papers.reproduce import runner
-from comingle_papers.reproduce.plan import Wanted, plan
+from comingle_papers.reproduce.plan import RunSelection, plan
 from comingle_papers.reproduce.published import list_experiments, load_experiment
 from comingle_papers.reproduce.runner import RUNS, run_cells
 
@@ -71,7 +71,7 @@ def rival(name: str) -> bool:
 def test_the_field_is_held_to_two_budgets() -> None:
     """In a model of Llama's shape: as many trained parameters as FedAvg's, or as many bytes sent, by a tenth."""
     base = load_skeleton("random:llama?layers=5&dim=64&heads=8&kv_heads=4&mlp=172", dtype="float32", device="cpu")
-    cells = plan("field/2026", Wanted(scale="smoke", columns=["languages", "languages-sent"])).cells
+    cells = plan("field/2026", RunSelection(scale="smoke", columns=["languages", "languages-sent"])).cells
     costs = {}
     for cell in cells:
         clients = federate_bare(cell.recipe, base, ("ann",)).clients
@@ -91,7 +91,9 @@ def test_a_table_of_tasks_runs_beside_the_public_code(comingle: Any, tmp_path: P
     rows = load_experiment("floral/table3")[1].rows
     assert list(table["rows"]) == list(rows)
     runs = {path.name: read_metrics(path)["mean_test_loss"] for path in (tmp_path / RUNS).iterdir()}
-    folders = {(cell.row, cell.column): cell.folder for cell in plan("floral/table3", Wanted(scale="smoke")).cells}
+    folders = {
+        (cell.row, cell.column): cell.folder for cell in plan("floral/table3", RunSelection(scale="smoke")).cells
+    }
     assert [column["name"] for column in table["columns"]] == ["linear", "mlp"]
     for column in table["columns"]:
         ours = {row: cell["ours"]["mean"] for row, cell in column["cells"].items()}
@@ -132,14 +134,14 @@ def test_what_needs_no_hub_does_not_ask_for_it(monkeypatch: pytest.MonkeyPatch, 
     """Generated samples, local text on a random base, and what the hub's cache holds."""
     asked: list[str] = []
     monkeypatch.setattr(runner, "is_hub_reachable", lambda endpoint: asked.append(endpoint) or False)
-    for task, wanted in (("floral/table3", Wanted(scale="cpu")), ("comigs/table1", Wanted(scale="smoke"))):
+    for task, wanted in (("floral/table3", RunSelection(scale="cpu")), ("comigs/table1", RunSelection(scale="smoke"))):
         runner.check_reach(plan(task, wanted))
     assert asked == []
     monkeypatch.setattr(runner, "cached_folder", lambda repository: tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     for name in ("wikimedia___wikipedia", "google___wiki40b"):
         (tmp_path / name).mkdir()
-    cached = plan("comigs/table1", Wanted(columns=["multilingual"]))
+    cached = plan("comigs/table1", RunSelection(columns=["multilingual"]))
     runner.check_reach(cached)
     assert asked == []
     (tmp_path / "google___wiki40b").rmdir()
@@ -199,7 +201,7 @@ def test_an_interrupted_run_goes_on_where_it_was(comingle: Any, tmp_path: Path) 
         if event["event"] == "round" and event["round"] == 3:
             raise KeyboardInterrupt
 
-    wanted = Wanted(
+    wanted = RunSelection(
         scale="smoke",
         columns=["multilingual"],
         methods=["comigs-1g1s"],

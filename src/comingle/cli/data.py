@@ -27,14 +27,14 @@ def data(
 
     try:
         with status("reading and tokenising"):
-            materials = prepare(read)
+            run_data = prepare(read)
     except BadRowsError as error:
         for problem in error.problems:
             console.print(words(problem), highlight=False, soft_wrap=True)
         raise DataError(f"{len(error.problems)} rows cannot be used; {BAD_ROWS_ADVICE}") from None
-    for part in preview(read, materials, all_users=all_users):
+    for part in preview(read, run_data, all_users=all_users):
         console.print(part, highlight=False)
-    warn_overlaps(materials)
+    warn_overlaps(run_data)
 
 
 def methods(

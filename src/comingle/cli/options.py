@@ -147,9 +147,9 @@ Out = Annotated[Path | None, out_option("Write to this folder (default: a folder
 
 
 def _check_exclusive(context: Any, given: bool) -> bool:
-    """Refuse ``--resume`` with ``--force``, as a callback of both.
+    """Refuse ``--resume`` together with ``--force``; the callback of both options.
 
-    When the second one is called, the first one is among the parameters.
+    typer calls it for one after the other, so that the second call sees both.
     """
     if given and (context.params.get("resume") or context.params.get("force")):
         raise RecipeError("--resume and --force: got both; --resume continues a run, --force replaces it")

@@ -138,16 +138,16 @@ def _raise_failure(codes: Sequence[int], folder: Path) -> None:
 T = TypeVar("T")
 
 
-def warn_overlaps(materials: RunData) -> None:
+def warn_overlaps(run_data: RunData) -> None:
     """Warn about users whose held-out text also occurs in their training text."""
-    overlaps = materials.overlaps()
+    overlaps = run_data.overlaps()
     lines = [
         f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
-        f"{overlap.test} of {overlap.test_documents} test {materials.documents} are {REPEATED}"
+        f"{overlap.test} of {overlap.test_documents} test {run_data.documents} are {REPEATED}"
         for overlap in overlaps[:MAX_LISTED_USERS]
     ]
     if more := len(overlaps) - len(lines):
-        lines.append(f"the same is true of {materials.documents} of {more} more users")
+        lines.append(f"the same is true of {run_data.documents} of {more} more users")
     for line in lines:
         errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
 
@@ -200,14 +200,14 @@ def train_here(
                     given = Given(date=recorded_date(folder) if resume else "")
                     method = each(lambda: get_ready(recipe))
                     if ranks is None:
-                        materials = prepare(recipe, given=given, method=method)
+                        run_data = prepare(recipe, given=given, method=method)
                     else:
-                        materials = read_shared(recipe, ranks, method, given)
-                    warn_overlaps(materials)
+                        run_data = read_shared(recipe, ranks, method, given)
+                    warn_overlaps(run_data)
                 if leads:
                     warn_unread(recipe, method)
                 run = run_in if ranks is None else partial(run_sharded, ranks=ranks)
-                done = run(folder, recipe, materials, resume=resume, force=force, method=method, observers=watch)
+                done = run(folder, recipe, run_data, resume=resume, force=force, method=method, observers=watch)
         return (folder, done) if leads else None
     except RankLostError:
         if PARENT in os.environ:
@@ -260,24 +260,24 @@ def choose_rows(
     return summary_rows + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
 
 
-def preview(recipe: Recipe, materials: RunData, *, all_users: bool) -> list[RenderableType]:
+def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[RenderableType]:
     """Return tables and samples of the users' data.
 
     Args:
         recipe: The recipe.
-        materials: Its data.
+        run_data: Its data.
         all_users: List all users, not only 24.
     """
-    if materials.users.sizes is not None:
-        return _preview_population(f"{recipe.base}: {materials.kind.name}", materials, materials.users, all_users)
+    if run_data.users.sizes is not None:
+        return _preview_population(f"{recipe.base}: {run_data.kind.name}", run_data, run_data.users, all_users)
     for holds, show in _PREVIEWS.items():
-        if issubclass(materials.kind.user, holds):
-            return show(recipe, materials, all_users)
-    title = f"{recipe.base}: {materials.kind.name}"
-    return [_count_table(title, materials, all_users)]
+        if issubclass(run_data.kind.user, holds):
+            return show(recipe, run_data, all_users)
+    title = f"{recipe.base}: {run_data.kind.name}"
+    return [_count_table(title, run_data, all_users)]
 
 
-def _preview_population(title: str, materials: RunData, users: UserCollection, all_users: bool) -> list[RenderableType]:
+def _preview_population(title: str, run_data: RunData, users: UserCollection, all_users: bool) -> list[RenderableType]:
     """Return the sizes of users that are stored in a file, with samples.
 
     Of many users only those with least and most data are listed.
@@ -285,8 +285,8 @@ def _preview_population(title: str, materials: RunData, users: UserCollection, a
     sizes = users.sizes
     assert sizes is not None
     table = Table("user", title=words(title, "table.title"), title_justify="left", box=None)
-    of_text = issubclass(materials.kind.user, UserData)
-    unit, why = ("tokens", "too little text") if of_text else (materials.kind.name, f"too few {materials.kind.name}")
+    of_text = issubclass(run_data.kind.user, UserData)
+    unit, why = ("tokens", "too little text") if of_text else (run_data.kind.name, f"too few {run_data.kind.name}")
     for split in SPLITS:
         table.add_column(f"{split} {unit}", justify="right")
     numbers: Sequence[int] = range(len(users))
@@ -302,17 +302,17 @@ def _preview_population(title: str, materials: RunData, users: UserCollection, a
     lines = [
         line
         for number in shown
-        for line in sample_lines(users.names[number], _samples_of_user(materials, users[number]))
+        for line in sample_lines(users.names[number], _samples_of_user(run_data, users[number]))
     ]
-    return [table, *skipped_lines(materials, why, all_users), *lines]
+    return [table, *skipped_lines(run_data, why, all_users), *lines]
 
 
-def _samples_of_user(materials: RunData, user: Any) -> dict[str, str | Text]:
+def _samples_of_user(run_data: RunData, user: Any) -> dict[str, str | Text]:
     """Return the beginning of a user's training and test text; conversations in the base's template."""
-    if materials.base is None or materials.base.tokenizer is None:
+    if run_data.base is None or run_data.base.tokenizer is None:
         return {}
     heads = {split: part for split, part in {"train": user.train, "test": user.test}.items() if len(part)}
-    decode: Any = materials.base.tokenizer.decode
+    decode: Any = run_data.base.tokenizer.decode
     return {
         split: shorten(decode(part[:_SAMPLE_CHARACTERS].tolist()))
         if isinstance(part, Tensor)
@@ -336,9 +336,9 @@ def _conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
     return shown
 
 
-def _preview_text(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
+def _preview_text(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of documents and tokens, skipped users, and beginnings of listed documents."""
-    summaries = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
+    summaries = [summarise(text, user) for text, user in zip(run_data.texts, run_data.users, strict=True)]
     title = words(f"{recipe.base}: documents and tokens", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
     for split in SPLITS:
@@ -353,23 +353,23 @@ def _preview_text(recipe: Recipe, materials: RunData, all_users: bool) -> list[R
     listed = {name for name, _ in rows}
     shown = [summary for summary in summaries if summary["user"] in listed]
     lines = [line for summary in shown for line in sample_lines(summary["user"], summary["samples"])]
-    return [table, *skipped_lines(materials, "too little text", all_users), *lines]
+    return [table, *skipped_lines(run_data, "too little text", all_users), *lines]
 
 
-def _preview_conversations(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
+def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of numbers and lengths of conversations, skipped users, and sample conversations."""
-    title = words(f"{recipe.base}: {materials.kind.name}", "table.title")
+    title = words(f"{recipe.base}: {run_data.kind.name}", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
     for name in _SIZES:
         table.add_column(name, justify="right")
-    rows = choose_rows({user.name: _sizes(user) for user in materials.users}, by=0, all_users=all_users)
+    rows = choose_rows({user.name: _sizes(user) for user in run_data.users}, by=0, all_users=all_users)
     for name, cells in rows:
         table.add_row(words(name), *cells)
     listed = dict(rows)
-    shown = [user for user in materials.users if user.name in listed] if materials.texts else []
-    lines = [line for user in shown for line in sample_lines(user.name, _samples_of_user(materials, user))]
+    shown = [user for user in run_data.users if user.name in listed] if run_data.texts else []
+    lines = [line for user in shown for line in sample_lines(user.name, _samples_of_user(run_data, user))]
     legend = [words(_LEGEND)] if lines else []
-    return [table, *skipped_lines(materials, "too few conversations", all_users), *legend, *lines]
+    return [table, *skipped_lines(run_data, "too few conversations", all_users), *legend, *lines]
 
 
 def _sizes(user: UserAnswers) -> list[int]:
@@ -378,22 +378,22 @@ def _sizes(user: UserAnswers) -> list[int]:
     return [*map(len, parts), round(sum(sizes) / len(sizes)), max(sizes), user.test.limit]
 
 
-def _preview_samples(recipe: Recipe, materials: RunData, all_users: bool) -> list[RenderableType]:
+def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
     """Return a table of numbers of samples and true clusters, with the net in its title."""
-    population = materials.common
+    population = run_data.common
     shape = " x ".join(str(size) for size in population.input_shape)
     title = f"{NETS}{net_name(recipe, population)}: samples of {shape}"
     if population.labels:
         title += f", classes {list_names(population.labels)}"
-    return [_count_table(title, materials, all_users)]
+    return [_count_table(title, run_data, all_users)]
 
 
-def _count_table(title: str, materials: RunData, all_users: bool) -> Table:
+def _count_table(title: str, run_data: RunData, all_users: bool) -> Table:
     table = Table("user", "cluster", title=words(title), title_justify="left", box=None)
     for split in SPLITS:
         table.add_column(split, justify="right")
-    clusters = {user.name: getattr(user, "cluster", None) for user in materials.users}
-    counts = {user.name: [len(getattr(user, split)) for split in SPLITS] for user in materials.users}
+    clusters = {user.name: getattr(user, "cluster", None) for user in run_data.users}
+    counts = {user.name: [len(getattr(user, split)) for split in SPLITS] for user in run_data.users}
     for name, cells in choose_rows(counts, by=0, all_users=all_users):
         cluster = clusters.get(name)
         table.add_row(words(name), "-" if cluster is None else str(cluster), *cells)
@@ -407,18 +407,18 @@ _PREVIEWS: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]
 }
 
 
-def skipped_lines(materials: RunData, why: str, all_users: bool) -> list[RenderableType]:
+def skipped_lines(run_data: RunData, why: str, all_users: bool) -> list[RenderableType]:
     """Return lines about skipped users.
 
     Args:
-        materials: The data.
+        run_data: The data.
         why: The common reason.
         all_users: List all of them.
     """
-    if not materials.skipped:
+    if not run_data.skipped:
         return []
-    shown = islice(materials.skipped.items(), None if all_users else LISTED_USERS)
-    heading = f"skipped users with {why}: {len(materials.skipped):,}"
+    shown = islice(run_data.skipped.items(), None if all_users else LISTED_USERS)
+    heading = f"skipped users with {why}: {len(run_data.skipped):,}"
     return [words(heading), *(words(f"  {name}: {what}") for name, what in shown)]
 
 

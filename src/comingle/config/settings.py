@@ -561,7 +561,7 @@ class AggregationSection(Section):
         return 4 * hostile + 3 if self.rule == "bulyan" else 2 * hostile + 1
 
 
-EVERYBODY = 1.0
+ALL_USERS = 1.0
 """Participation of all users, as a fraction of the population."""
 
 AUTO: Final = "auto"
@@ -620,7 +620,7 @@ class TrainingSection(Section):
     router: OptimizerSection = ROUTER_OPTIMIZER
     balance_weight: NotNegative = 0.01
     weighting: Literal["uniform", "tokens", "samples"] = "uniform"
-    participation: Annotated[float, Field(gt=0, le=1)] | list[list[str]] = EVERYBODY
+    participation: Annotated[float, Field(gt=0, le=1)] | list[list[str]] = ALL_USERS
     uploads: Format = "float32"
 
     @field_validator("router", mode="before")

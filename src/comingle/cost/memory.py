@@ -43,7 +43,7 @@ from comingle.training.cohort import Cohort, Scorer
 from comingle.training.kinds.base import DataRequest, Kind, RunData
 from comingle.training.kinds.conversations import NOTE, ConversationsKind, as_steps
 from comingle.training.kinds.text import TextKind, anybody_validates, section
-from comingle.training.settings import Portions
+from comingle.training.settings import PassSize
 from comingle.training.state import GRADIENTS, MOMENTS, State
 from comingle.training.steps import Steps
 from comingle.training.storage.disk import MAX_PENDING_WRITES
@@ -408,12 +408,12 @@ class Rehearsal:
     data_bytes: int = 0
     reads_cohorts: bool = False
     process_bytes: int = 0
-    known: dict[tuple[tuple[int, ...], Portions], tuple[int, int]] = field(default_factory=dict)
+    known: dict[tuple[tuple[int, ...], PassSize], tuple[int, int]] = field(default_factory=dict)
 
-    def in_portions(self, portions: Portions) -> Steps:
+    def with_pass_size(self, pass_size: PassSize) -> Steps:
         """Return a copy of the steps with other numbers of users and sequences in a pass."""
         steps = replace(self.steps)
-        steps.portions = portions
+        steps.pass_size = pass_size
         return steps
 
     def cohort(self, rows: Sequence[int]) -> Cohort:
@@ -467,15 +467,15 @@ def rehearse(
     )
 
 
-def memory(stage: Rehearsal, *, alone: bool = False, portions: Portions | None = None) -> MemoryCost:
+def memory(stage: Rehearsal, *, alone: bool = False, pass_size: PassSize | None = None) -> MemoryCost:
     """Return the peak memory on this machine.
 
     Args:
         stage: The rehearsal that is measured.
         alone: Return the peak on a device of one user instead: the user with the largest model.
-        portions: Numbers of users and sequences in a pass, if not those of the run.
+        pass_size: Numbers of users and sequences in a pass, if not those of the run.
     """
-    clients, chosen = stage.federation.clients, portions or stage.steps.portions
+    clients, chosen = stage.federation.clients, pass_size or stage.steps.pass_size
     count = 1 if alone else min(chosen.users, len(clients.state.rows))
     first = int(clients.mask.sum(1).argmax()) if count == 1 else 0
     peak, gradients = _worst_pass(stage, tuple(range(first, first + count)), chosen)
@@ -508,12 +508,12 @@ def _in_memory(stage: Rehearsal, share: float) -> tuple[int, int]:
     return int(share * models), int(share * (state.first.nbytes + state.second.nbytes))
 
 
-def _of_cohorts(stage: Rehearsal, portions: Portions) -> tuple[int, int]:
+def _of_cohorts(stage: Rehearsal, pass_size: PassSize) -> tuple[int, int]:
     """Return the bytes of models and of moments in memory while users are stored on disk."""
     clients = stage.federation.clients
     user, copies = user_bytes(clients.state, stage.store), clients.method.placement.copies
     rows = stage.trainers * copies
-    at_once = min(portions.users, stage.present * copies)
+    at_once = min(pass_size.users, stage.present * copies)
     # The cohort in training, prefetched ones, those waiting to be written (models or moments, counted once), and the
     # record offsets of all users.
     models = (
@@ -549,20 +549,20 @@ def _server_bytes(federation: InProcess, share: float) -> int:
     return int(sum(t.nbytes * (share if name in rows else 1) for name, t in server.kept.items()))
 
 
-def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> tuple[int, int]:
+def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], pass_size: PassSize) -> tuple[int, int]:
     """Return the peak bytes of a cohort's step, and the bytes of its gradients.
 
     Of several phases the one that trains the most tensors is measured: the others keep at most as many activations.
     """
     layout = stage.steps.model.layout
-    if (rows, portions) not in stage.known:
-        steps = stage.in_portions(portions)
+    if (rows, pass_size) not in stage.known:
+        steps = stage.with_pass_size(pass_size)
         phases = sorted(stage.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
         peak = step_peak(stage, rows, phases[-1], steps) if phases else (0, 0)
         if not phases or steps.batch_source.scores_more:
             peak = max(peak, (_evaluation_peak(stage, rows, steps), 0))
-        stage.known[rows, portions] = peak
-    return stage.known[rows, portions]
+        stage.known[rows, pass_size] = peak
+    return stage.known[rows, pass_size]
 
 
 def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> tuple[int, int]:
@@ -577,9 +577,9 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
         steps: Steps with other portions; None for those of the rehearsal.
     """
     steps, cohort = steps or stage.steps, stage.cohort(rows)
-    most = TRACED_BATCHES * steps.portions.sequences
+    most = TRACED_BATCHES * steps.pass_size.sequences
     drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
-    examples = empty_batch(stage, len(rows), steps.portions.sequences)
+    examples = empty_batch(stage, len(rows), steps.pass_size.sequences)
     hidden = steps.private is not None and steps.private.applies(phase, steps.model.layout)
     with ignore_grad_warning(), _shapes_only(stage), LiveBytes() as live:
         if hidden:
@@ -617,7 +617,7 @@ def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples:
 def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int:
     """Return the peak bytes of one forward pass of an evaluation, the only work of a method without training."""
     clients = stage.federation.clients
-    count = steps.batch_source.scored_at_once(clients.users, steps.portions)
+    count = steps.batch_source.scored_at_once(clients.users, steps.pass_size)
     inputs = empty_inputs(stage, len(rows), count)
     with ignore_grad_warning(), _shapes_only(stage), LiveBytes() as live:
         Scorer(steps=steps).predict(clients.models, rows, inputs)

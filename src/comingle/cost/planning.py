@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.config.settings import EVERYBODY, MEMORY, protects_examples
+from comingle.config.settings import ALL_USERS, MEMORY, protects_examples
 from comingle.cost.counts import BaseFlops, Load, count_exchanges, count_stacked, count_users, measured_base, text_load
 from comingle.cost.memory import (
     Rehearsal,
@@ -43,7 +43,7 @@ from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import RunData, adapt_base, check_recipe, kind_of
 from comingle.training.kinds.text import TextBatchSource
 from comingle.training.plan import make_plan, planned_releases, server_mechanisms
-from comingle.training.settings import Portions, portions, round_sizes
+from comingle.training.settings import PassSize, pass_size, round_sizes
 from comingle.training.storage.disk import check_storable
 from comingle.utils.errors import DataError, RecipeError
 
@@ -135,13 +135,13 @@ def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int, *, keep: i
         keep: Number of checkpoints that a run keeps.
     """
     method, machine = stage.federation.clients.method, memory(stage)
-    portions, fits = stage.steps.portions, machine.total_bytes <= free
+    pass_size, fits = stage.steps.pass_size, machine.total_bytes <= free
     return MethodCost(
         method=method.name,
         users=tuple(users),
         exchanges=count_exchanges(stage.federation),
-        users_per_step=min(portions.users, stage.trainers * method.placement.copies),
-        micro_batch=portions.sequences,
+        users_per_step=min(pass_size.users, stage.trainers * method.placement.copies),
+        micro_batch=pass_size.sequences,
         machine=machine,
         own_device=memory(stage, alone=True),
         fits=fits,
@@ -180,7 +180,7 @@ def advise(stage: Rehearsal, machine: MemoryCost, free: int) -> str:
     return NONE_FITS if smaller is None else f"{_USERS}={smaller.users} {_SEQUENCES}={smaller.sequences}"
 
 
-def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> Portions | None:
+def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> PassSize | None:
     """Return the largest smaller pass that fits into memory; None if none does.
 
     Args:
@@ -190,18 +190,14 @@ def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> Portions |
     """
     if machine.fixed_bytes > free:
         return None
-    candidates = _smaller(stage.steps.portions)
+    candidates = _smaller(stage.steps.pass_size)
     return next(
-        (
-            smaller_portions
-            for smaller_portions in candidates
-            if memory(stage, portions=smaller_portions).total_bytes <= free
-        ),
+        (smaller_size for smaller_size in candidates if memory(stage, pass_size=smaller_size).total_bytes <= free),
         None,
     )
 
 
-def _smaller(now: Portions) -> Iterator[Portions]:
+def _smaller(now: PassSize) -> Iterator[PassSize]:
     """Yield smaller portions: halve the number of users until it is 1, then the number of sequences."""
     while now.users * now.sequences > 1:
         now = replace(now, users=now.users // 2) if now.users > 1 else replace(now, sequences=now.sequences // 2)
@@ -272,7 +268,7 @@ def net_cost(
 def rehearse_nets(
     recipe: Recipe,
     population: Population,
-    participation: Participation = EVERYBODY,
+    participation: Participation = ALL_USERS,
     all_names: Sequence[str] | None = None,
 ) -> Rehearsal:
     """Build a federation of nets whose samples have no data.
@@ -434,7 +430,7 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
     alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
     numbers = range(len(names)) if here is None else here
     if alike and not placement.pooled:
-        numbers = numbers[: portions(plan, base.device, plan.training.batch_size).users]
+        numbers = numbers[: pass_size(plan, base.device, plan.training.batch_size).users]
     user_data = [_user_without_text(names[number]) for number in numbers]
     trainers = [_user_without_text("everyone")] if placement.pooled else user_data
     if placement.mixture is not None and not placement.mixture.trains_independently:
@@ -455,7 +451,7 @@ def _user_without_text(name: str) -> UserData:
 
 
 def method_cost(
-    recipe: Recipe, base: Base, names: tuple[str, ...], free: int, participation: Participation = EVERYBODY
+    recipe: Recipe, base: Base, names: tuple[str, ...], free: int, participation: Participation = ALL_USERS
 ) -> MethodCost:
     """Return the costs of one method of a language model.
 
@@ -479,7 +475,7 @@ def rehearse_text(
     recipe: Recipe,
     base: Base,
     names: tuple[str, ...],
-    participation: Participation = EVERYBODY,
+    participation: Participation = ALL_USERS,
     here: Sequence[int] | None = None,
 ) -> Rehearsal:
     """Build a federation of a language model whose users have no text.
@@ -548,7 +544,7 @@ FREE_SHARE = {"cuda": 0.9}
 """Usable fraction of a GPU's free memory. The rest allows for gaps of its allocator; an estimate, not measured."""
 
 
-def fit(recipe: Recipe, materials: RunData) -> Portions:
+def fit(recipe: Recipe, run_data: RunData) -> PassSize:
     """Choose how many users, and sequences of each, go through the model in one pass.
 
     These are the default numbers, or the largest smaller ones that fit into memory. Each process chooses for its own
@@ -556,16 +552,16 @@ def fit(recipe: Recipe, materials: RunData) -> Portions:
 
     Args:
         recipe: The recipe.
-        materials: Base and data.
+        run_data: Base and data.
 
     Raises:
         RecipeError: One sequence of one user does not fit.
     """
-    stage = _rehearsed(with_method(recipe, recipe.method.name), materials, recipe.training.participation)
+    stage = _rehearsed(with_method(recipe, recipe.method.name), run_data, recipe.training.participation)
     device = stage.steps.model.device
     loaded = stage.weights_bytes + stage.process_bytes + stage.data_bytes
     free = int(FREE_SHARE.get(device.type, 1.0) * free_bytes(device)) + loaded
-    machine, chosen = memory(stage), stage.steps.portions
+    machine, chosen = memory(stage), stage.steps.pass_size
     if machine.total_bytes > free:
         smaller = smaller_pass(stage, machine, free)
         if smaller is None:
@@ -576,10 +572,10 @@ def fit(recipe: Recipe, materials: RunData) -> Portions:
     return chosen
 
 
-def _rehearsed(recipe: Recipe, materials: RunData, participation: Participation) -> Rehearsal:
-    kind, users, all_names = kind_of(recipe), materials.present, materials.users.names
+def _rehearsed(recipe: Recipe, run_data: RunData, participation: Participation) -> Rehearsal:
+    kind, users, all_names = kind_of(recipe), run_data.present, run_data.users.names
     if not kind.needs_base:
-        return rehearse_nets(recipe, replace(materials.common, users=users), participation, all_names)
+        return rehearse_nets(recipe, replace(run_data.common, users=users), participation, all_names)
     (as_text,) = kind.as_text([recipe], len(users))[0] if users.in_memory else as_long(kind, [recipe], users)
-    assert materials.base is not None
-    return rehearse_text(as_text, materials.base, tuple(all_names), participation, materials.here)
+    assert run_data.base is not None
+    return rehearse_text(as_text, run_data.base, tuple(all_names), participation, run_data.here)

@@ -163,7 +163,7 @@ def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] |
         return federate(build_nets(recipe, population, plan))
     clusters = max(1, len({user.cluster for user in population.users}))  # fewer users could mean fewer clusters
     first = build_nets(recipe, replace(population, users=as_users(population.users[:clusters])), plan)
-    batch_source, users = cast(SampleBatchSource, first.batch_source), list(population.users[: first.portions.users])
+    batch_source, users = cast(SampleBatchSource, first.batch_source), list(population.users[: first.pass_size.users])
     if len(users) <= clusters:
         return federate(first)
     model = first.model.only(range(len(users)))

@@ -391,7 +391,7 @@ def measured(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, o
     size = 1 if ranks is None else ranks.size
     read = prepare(recipe)
     least = build(recipe, copy_users(read, 1)).clients
-    cohort, state = min(MAX_TRAINED, least.portions.users), user_bytes(least.state, MEMORY)
+    cohort, state = min(MAX_TRAINED, least.pass_size.users), user_bytes(least.state, MEMORY)
     per_process = max(own_users, cohort, min(MAX_SENDING, MAX_STATE_BYTES // max(1, state.params + state.moments)))
     federation = _federation(recipe, copy_users(read, per_process * size), ranks)
     clients, meet = federation.clients, _no_barrier if ranks is None else ranks.meet
@@ -420,22 +420,22 @@ def measured(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, o
     return times | (link_rates(ranks) if ranks is not None else {})
 
 
-def _federation(recipe: Recipe, materials: RunData, ranks: Ranks | None) -> InProcess:
+def _federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) -> InProcess:
     if ranks is None:
-        return build(recipe, materials)
+        return build(recipe, run_data)
     check_device(recipe, ranks.place)
-    here = spans(len(materials.users), ranks.size, 1)[ranks.rank]
-    return build_sharded(recipe, share_out(materials, here), make(recipe.method.name, **recipe.method.settings), ranks)
+    here = spans(len(run_data.users), ranks.size, 1)[ranks.rank]
+    return build_sharded(recipe, share_out(run_data, here), make(recipe.method.name, **recipe.method.settings), ranks)
 
 
 def _no_barrier() -> None:
     """Return at once: a single process has no others to wait for."""
 
 
-def copy_users(materials: RunData, count: int) -> RunData:
+def copy_users(run_data: RunData, count: int) -> RunData:
     """Return ``count`` users that are copies of the given ones under other names."""
-    users = tuple(replace(materials.users[i % len(materials.users)], name=f"user {i}") for i in range(count))
-    return materials.with_users(users)
+    users = tuple(replace(run_data.users[i % len(run_data.users)], name=f"user {i}") for i in range(count))
+    return run_data.with_users(users)
 
 
 def rounds_of(federation: InProcess, members_each: int, size: int) -> tuple[float, float]:

@@ -285,6 +285,11 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
 
 
 def _arrays(content: mmap.mmap, start: int) -> dict[str, Tensor]:
+    """Return the arrays of the record at ``start``, as views of the file.
+
+    A record is a padded line of JSON with key, dtype and shape of each array, and then the arrays, each padded to the
+    alignment.
+    """
     at = content.find(b"\n", start) + 1
     arrays: dict[str, Tensor] = {}
     for key, name, shape in json.loads(content[start:at]):

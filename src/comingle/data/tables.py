@@ -70,7 +70,7 @@ def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterato
         if document is None or any(other is None for other in others):
             continue
         with bad.row(f"{table.where}: {place}"):
-            text = _document(document, columns[0])
+            text = _check_document(document, columns[0])
             owners = [read_name(other, column) for other, column in zip(others, columns[1:], strict=True)]
             if text.strip():
                 yield text, *owners
@@ -83,7 +83,7 @@ def _require(missing: Sequence[str], names: Sequence[str], where: str) -> None:
         raise DataError(f"{where}: no column {column!r}; found: {list_names(names)}.{did_you_mean(column, names)}")
 
 
-def _document(value: object, column: str) -> str:
+def _check_document(value: object, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"column {column!r} holds {type(value).__name__}; allowed: text")
     if not is_unicode(value):

@@ -135,7 +135,7 @@ def _upload(session: ServerSession, name: str, answer: Answer, number: int) -> U
 
 
 def validation_losses(session: ServerSession, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
-    """Return users' validation losses, if these select the best round.
+    """Return users' validation losses if they are used to select the best round, otherwise nothing.
 
     Args:
         session: The session.

@@ -84,7 +84,7 @@ def serve(
             run_config={"federation": str(file.absolute()), "users": encode_names(plan.users)},
         )
         if port:
-            _require_port(link.host, link.port)
+            _require_free_port(link.host, link.port)
         listening = join_address(link.host, link.port)
         say(f"listening on {listening} for {len(plan.users)} users: {', '.join(plan.users)}")
         if not keys:
@@ -93,7 +93,7 @@ def serve(
     return read_metrics(folder)
 
 
-def _require_port(host: str, port: int) -> None:
+def _require_free_port(host: str, port: int) -> None:
     """Check that the port is free: clients would otherwise reach the process that already listens on it.
 
     Raises:

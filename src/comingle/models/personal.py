@@ -156,7 +156,7 @@ def _rank(change: Change) -> int:
 def why_not_merged(model: AdaptedModel, row: int) -> str:
     """Return why no weights can hold the model of a user, or an empty string if they can.
 
-    They can for one expert, and for experts that are averaged in each linear.
+    They can for one expert, and for experts that are averaged in each linear layer.
     """
     experts = int(model.adapters.present[row].sum())
     mlps = model.adapters.experts.values()

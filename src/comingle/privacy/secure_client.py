@@ -392,7 +392,7 @@ class Session:
 
     def _sealing(self, name: str, *, sends: bool) -> bytes:
         """Return the key that seals shares for another user, or from it."""
-        common = agree(self._secret("sealing"), self.roster[name][:KEY])
+        common = shared_secret(self._secret("sealing"), self.roster[name][:KEY])
         sender, receiver = (self.name, name) if sends else (name, self.name)
         return derive(common, "seal", self.terms.digest, sender, receiver)
 
@@ -439,7 +439,7 @@ def pair_mask(private: bytes, public: bytes, pair: tuple[str, str], terms: Terms
         pair: Names of the two users.
         terms: Terms of the sum.
     """
-    key = derive(agree(private, public), "mask", terms.digest, *sorted(pair))
+    key = derive(shared_secret(private, public), "mask", terms.digest, *sorted(pair))
     return mask(key, terms.entries, terms.word)
 
 
@@ -475,7 +475,7 @@ def public_of(private: bytes) -> bytes:
     return _part("asymmetric.x25519").X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def agree(private: bytes, public: bytes) -> bytes:
+def shared_secret(private: bytes, public: bytes) -> bytes:
     """Return the common secret of two users, from the private key of one and the public key of the other.
 
     Raises:

@@ -240,7 +240,7 @@ class BaselineComparison:
 
     @classmethod
     def read(cls, content: BaselineComparisonRecord) -> BaselineComparison:
-        """Return the object that :meth:`as_dict` converted."""
+        """Return the object of a record; inverse of :meth:`as_dict`."""
         verdicts = tuple(Verdict(**{**record, "seeds": tuple(record["seeds"])}) for record in content["methods"])
         baseline, measure, users = content["baseline"], content["measure"], content["users"]
         return cls(baseline=baseline, measure=measure, users=users, verdicts=verdicts)

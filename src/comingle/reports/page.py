@@ -180,7 +180,7 @@ def _cell_of(view: TokenView, row: int, column: int, layer: int, title: str) -> 
 def _grid(view: TokenView, rows: Sequence[Sequence[_Cell]], title: str) -> Figure:
     """Return a figure of equal cells with as many lines as the longest text needs, and a legend of the experts."""
     cells = [cell for row in rows for cell in row]
-    lines = max(_place(cell.tokens)[-1][1] + 1 if cell.tokens else 1 for cell in cells)
+    lines = max(_positions(cell.tokens)[-1][1] + 1 if cell.tokens else 1 for cell in cells)
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         for axis, cell in zip(axes, cells, strict=True):
@@ -195,7 +195,7 @@ def _grid(view: TokenView, rows: Sequence[Sequence[_Cell]], title: str) -> Figur
 
 
 def _fit(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Set the font size so that letters have the width that :func:`_place` assumes."""
+    """Set the font size so that letters have the width that :func:`_positions` assumes."""
     figure.draw_without_rendering()
     points = axes[0].get_window_extent().width / figure.dpi * 72
     for axis in axes:
@@ -207,7 +207,7 @@ def _paint(axis: Axes, cell: _Cell, lines: int) -> None:
     axis.set_axis_off()
     axis.set_xlim(0, COLUMNS)
     axis.set_ylim(lines, 0)
-    for token, (column, line), top in zip(cell.tokens, _place(cell.tokens), cell.gates.argmax(-1), strict=True):
+    for token, (column, line), top in zip(cell.tokens, _positions(cell.tokens), cell.gates.argmax(-1), strict=True):
         visible_text = visible(token)
         if not visible_text:
             continue
@@ -221,7 +221,7 @@ def visible(token: str) -> str:
     return "".join("⏎" if c == "\n" else c if c.isprintable() else "·" for c in token)
 
 
-def _place(tokens: Sequence[str]) -> list[tuple[int, int]]:
+def _positions(tokens: Sequence[str]) -> list[tuple[int, int]]:
     """Return column and line of every token."""
     places, column, line = [], 0, 0
     for token in tokens:

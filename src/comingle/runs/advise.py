@@ -36,7 +36,7 @@ _LEAST_READ = 0.25
 """Share of the training data that short runs must read to predict full ones."""
 
 
-def choose_seeds(recipe: Recipe, materials: RunData, unit: str) -> tuple[int, ...]:
+def choose_seeds(recipe: Recipe, run_data: RunData, unit: str) -> tuple[int, ...]:
     """Return the seeds that advice needs: three for two users with enough test data, else five.
 
     One seed where each would evaluate other users or leave other users out, which cannot be compared. With
@@ -44,48 +44,48 @@ def choose_seeds(recipe: Recipe, materials: RunData, unit: str) -> tuple[int, ..
 
     Args:
         recipe: The recipe of the short runs.
-        materials: The base model and the users' data.
+        run_data: The base model and the users' data.
         unit: The unit of the users' data, ``tokens`` or ``samples``.
     """
-    if recipe.evaluation.users or (materials.skipped and recipe.data.seed is None):
+    if recipe.evaluation.users or (run_data.skipped and recipe.data.seed is None):
         return SEEDS[:1]
-    small = any(len(user.test) < _FEW_TESTED.get(unit, 0) for user in materials.users)
-    return SEEDS if len(materials.users) == 2 and not small else tuple(range(_MANY))
+    small = any(len(user.test) < _FEW_TESTED.get(unit, 0) for user in run_data.users)
+    return SEEDS if len(run_data.users) == 2 and not small else tuple(range(_MANY))
 
 
-def foresee(recipe: Recipe, materials: RunData, seeds: Sequence[int], unit: str) -> Iterator[str]:
+def foresee(recipe: Recipe, run_data: RunData, seeds: Sequence[int], unit: str) -> Iterator[str]:
     """Yield warnings about what makes the advice weak or wrong, one line each.
 
     Args:
         recipe: The recipe of the short runs.
-        materials: The base model and the users' data.
+        run_data: The base model and the users' data.
         seeds: The seeds of the runs.
         unit: The unit of the users' data, ``tokens`` or ``samples``.
     """
     if len(seeds) == 1:
         yield "one seed gives no intervals, so no user can be shown to gain or be harmed; give --seeds 0,1,2"
-    yield from _equal(materials)
-    small = [user.name for user in materials.users if len(user.test) < _FEW_TESTED.get(unit, 0)]
+    yield from _equal(run_data)
+    small = [user.name for user in run_data.users if len(user.test) < _FEW_TESTED.get(unit, 0)]
     if small:
-        least = min(len(user.test) for user in materials.users)
+        least = min(len(user.test) for user in run_data.users)
         yield (
             f"little test data (from {least:,} {unit}): {list_names(small)}; intervals will be wide; give more test "
             "data or more --seeds to narrow them"
         )
-    yield from _barely_read(recipe, materials, unit)
-    for overlap in materials.overlaps():
+    yield from _barely_read(recipe, run_data, unit)
+    for overlap in run_data.overlaps():
         yield (
-            f"user {overlap.user}: {overlap.test} of {overlap.test_documents} test {materials.documents} are "
+            f"user {overlap.user}: {overlap.test} of {overlap.test_documents} test {run_data.documents} are "
             f"{REPEATED}, so local training will look better than it is"
         )
 
 
-def _equal(materials: RunData) -> Iterator[str]:
+def _equal(run_data: RunData) -> Iterator[str]:
     """Yield pairs of users with the same data, who gain only as from more steps on their data."""
-    pieces = _pieces(materials)
+    pieces = _pieces(run_data)
     if len(pieces) > _PAIRS_UP_TO:
         return
-    what = "documents" if materials.texts else "samples"
+    what = "documents" if run_data.texts else "samples"
     for (one, its), (other, theirs) in combinations(pieces.items(), 2):
         fewest = min(len(its), len(theirs))
         if fewest and (common := len(its & theirs)) >= _ALIKE * fewest:
@@ -95,10 +95,10 @@ def _equal(materials: RunData) -> Iterator[str]:
             )
 
 
-def _pieces(materials: RunData) -> dict[str, frozenset[int]]:
+def _pieces(run_data: RunData) -> dict[str, frozenset[int]]:
     """Return hashes of each user's documents or samples, over all splits because each user is split differently."""
-    if materials.texts:
-        return {t.name: frozenset(map(hash, (*t.train, *t.valid, *t.test))) for t in materials.texts}
+    if run_data.texts:
+        return {t.name: frozenset(map(hash, (*t.train, *t.valid, *t.test))) for t in run_data.texts}
     return {
         user.name: frozenset(
             hash((one.numpy().tobytes(), target.numpy().tobytes()))
@@ -106,17 +106,17 @@ def _pieces(materials: RunData) -> dict[str, frozenset[int]]:
             if isinstance(samples := getattr(user, split), Samples)
             for one, target in zip(samples.inputs, samples.targets, strict=True)
         )
-        for user in materials.present
+        for user in run_data.present
     }
 
 
-def _barely_read(recipe: Recipe, materials: RunData, unit: str) -> Iterator[str]:
+def _barely_read(recipe: Recipe, run_data: RunData, unit: str) -> Iterator[str]:
     """Compare the tokens of all rounds with the training text; epochs read all of it in each round."""
     training = recipe.training
     if unit != "tokens" or "training.local_steps" in recipe.data.unread:
         return
     read = training.rounds * training.local_steps * training.batch_size * training.context
-    typical = median(len(user.train) for user in materials.users)
+    typical = median(len(user.train) for user in run_data.users)
     if read < _LEAST_READ * typical:
         rounds = -(-typical * _LEAST_READ // (read / training.rounds))
         yield (
@@ -169,22 +169,22 @@ def advise_runs(
     groups: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes.values())
     with reporter.waiting(LOADING):
-        materials = prepare(recipes[LOCAL, first], validates=validates, given=given)
-    if len(materials.users) < 2:
-        raise RecipeError(f"data: got {len(materials.users)} user; allowed: 2 or more")
-    unit = "tokens" if materials.kind.needs_base else "samples"
-    chosen_seeds = choose_seeds(recipe, materials, unit) if seeds is None else seeds
+        run_data = prepare(recipes[LOCAL, first], validates=validates, given=given)
+    if len(run_data.users) < 2:
+        raise RecipeError(f"data: got {len(run_data.users)} user; allowed: 2 or more")
+    unit = "tokens" if run_data.kind.needs_base else "samples"
+    chosen_seeds = choose_seeds(recipe, run_data, unit) if seeds is None else seeds
     recipes = recipes_of(recipe, names, chosen_seeds)
-    for line in foresee(recipe, materials, chosen_seeds, unit):
+    for line in foresee(recipe, run_data, chosen_seeds, unit):
         logger.warning("advise: %s", line)
     for seed in chosen_seeds:
         if seed != first:
             with reporter.waiting(LOADING):
-                materials = prepare(recipes[LOCAL, seed], base=materials.base, validates=validates, given=given)
+                run_data = prepare(recipes[LOCAL, seed], base=run_data.base, validates=validates, given=given)
         for name in (LOCAL, *chosen):
-            metrics[name][seed] = _run(recipes[name, seed], materials, reporter, f"{name}, seed {seed}")
-        for numbers in groups_of(len(materials.users)):
-            some = of_users(materials, numbers)
+            metrics[name][seed] = _run(recipes[name, seed], run_data, reporter, f"{name}, seed {seed}")
+        for numbers in groups_of(len(run_data.users)):
+            some = of_users(run_data, numbers)
             names = tuple(user.name for user in some.users)
             smaller = _recipe_of(recipes[grouped, seed], numbers)
             title = f"{grouped} of {len(names)} users, seed {seed}"
@@ -216,9 +216,9 @@ def groups_of(users: int) -> list[tuple[int, ...]]:
     return [tuple(other for other in numbers if other != number) for number in numbers]
 
 
-def of_users(materials: RunData, numbers: Sequence[int]) -> RunData:
-    """Return the materials with some of the users."""
-    return materials.with_users(tuple(materials.users[number] for number in numbers))
+def of_users(run_data: RunData, numbers: Sequence[int]) -> RunData:
+    """Return the data with some of the users."""
+    return run_data.with_users(tuple(run_data.users[number] for number in numbers))
 
 
 def _recipe_of(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
@@ -226,7 +226,7 @@ def _recipe_of(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
     return recipe.with_changes(changes) if changes else recipe
 
 
-def _run(recipe: Recipe, materials: RunData, reporter: Reporter, title: str) -> JsonObject:
+def _run(recipe: Recipe, run_data: RunData, reporter: Reporter, title: str) -> JsonObject:
     return run_in(
-        None, recipe, materials, resume=False, force=False, observers=lambda clients: [reporter.watch(clients, title)]
+        None, recipe, run_data, resume=False, force=False, observers=lambda clients: [reporter.watch(clients, title)]
     ).metrics

@@ -91,11 +91,11 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
     def read() -> Sequence[Any]:
         try:
             with lending([given.method]):
-                materials = prepare(recipe, base=base, given=given, method=method)
+                run_data = prepare(recipe, base=base, given=given, method=method)
         except DataError as error:
             raise DataError(f"{folder}: this needs the users' data, which is not in a run folder: {error}") from None
-        check_users(folder, inputs, describe(materials, recipe))
-        return materials.users
+        check_users(folder, inputs, describe(run_data, recipe))
+        return run_data.users
 
     @cache
     def by_name() -> dict[str, Any]:
@@ -137,7 +137,7 @@ def run(
     resume: bool = False,
     force: bool = False,
     observers: Sequence[Observer] = (),
-    materials: RunData | None = None,
+    run_data: RunData | None = None,
     progress: bool = False,
     **changes: object,
 ) -> Run:
@@ -164,7 +164,7 @@ def run(
         resume: Whether to resume the run in that folder.
         force: Whether to replace that folder.
         observers: Functions that are called with each event, a mapping with the key ``event``.
-        materials: The base and the users' data of an earlier :func:`comingle.runs.session.prepare`.
+        run_data: The base and the users' data of an earlier :func:`comingle.runs.session.prepare`.
         progress: Whether to print progress to stderr, or below the cell in a notebook.
         changes: Keys of the recipe to replace, such as ``seed=1`` or ``**{"training.rounds": 3}``. A mapping keeps the
             rest of its section, as in ``training={"rounds": 3}``; None resets a section to its defaults.
@@ -184,14 +184,14 @@ def run(
         with reporter.waiting(LOADING):
             if resume and folder is not None:
                 given = replace(given, date=recorded_date(folder))
-            made = method_of(read, checked=materials is not None)
-            materials = materials or prepare(read, given=given, method=made)
+            made = method_of(read, checked=run_data is not None)
+            run_data = run_data or prepare(read, given=given, method=made)
 
         def watch(clients: Clients) -> list[Observer]:
             warn_unread(read, clients.method)
             return [*observers, reporter.watch(clients)]
 
-        done = run_in(folder, read, materials, resume=resume, force=force, method=made, observers=watch)
+        done = run_in(folder, read, run_data, resume=resume, force=force, method=made, observers=watch)
         for warning in done.metrics.get("warnings", ()):
             logger.warning("%s: %s", read.method.name, warning)
         return done
@@ -232,13 +232,13 @@ def load(
     with lending([method]) as [named]:
         _check_method(folder, recipe, named)
         inputs, made = read_inputs(folder), get_ready(recipe)
-        materials = reopen(folder, recipe, inputs, made, given)
+        run_data = reopen(folder, recipe, inputs, made, given)
         with own_errors(made):
-            federation = build(recipe, materials, method=made)
+            federation = build(recipe, run_data, method=made)
             if federation.clients.method.trains:
                 _check_round(folder, metrics, federation.restore(folder, recipe.fingerprint))
                 federation.clients.choose()
-    settings = materials.kind.settings(materials)
+    settings = run_data.kind.settings(run_data)
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
 
 

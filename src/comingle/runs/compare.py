@@ -224,7 +224,7 @@ def compare_runs(
     resume: bool = False,
     force: bool = False,
     given: Given = NOTHING,
-    ready: Callable[[RunData], None] = lambda materials: None,
+    ready: Callable[[RunData], None] = lambda run_data: None,
     among: Mapping[Key, Recipe] | None = None,
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
     """Run recipes one after another, on demand, and yield each run or its error.
@@ -254,20 +254,20 @@ def compare_runs(
     again = check_folders(recipes, folders, resume=resume, force=force)
     begun = next((folders[key] for key in recipes if again.get(key)), None)
     given = given if begun is None else replace(given, date=recorded_date(begun))
-    materials: RunData | None = None
+    run_data: RunData | None = None
     last_seed = None
     left: dict[str, list[str]] = {}
     for key, one in recipes.items():
         method, seed = key
-        if materials is None or seed != last_seed:
-            base, first = (materials.base, False) if materials else (None, True)
+        if run_data is None or seed != last_seed:
+            base, first = (run_data.base, False) if run_data else (None, True)
             with reporter.waiting(LOADING):
-                materials, last_seed = prepare(one, base=base, validates=validates, given=given), seed
+                run_data, last_seed = prepare(one, base=base, validates=validates, given=given), seed
             if len({s for _, s in recipes}) > 1 and getattr(one.data, "on_small_user", "") == "skip":
-                left[f"seed {seed}"] = sorted(materials.users.names)
+                left[f"seed {seed}"] = sorted(run_data.users.names)
                 require_same_users(list(left.items()))
             if first:
-                ready(materials)
+                ready(run_data)
         title = f"run {list(among).index(key) + 1} of {len(among)} · {method}, seed {seed}"
 
         def watch(clients: Clients, title: str = title) -> list[Observer]:
@@ -275,7 +275,7 @@ def compare_runs(
 
         place = folders.get(key)
         try:
-            found = run_in(place, one, materials, resume=again.get(key, False), force=force, observers=watch)
+            found = run_in(place, one, run_data, resume=again.get(key, False), force=force, observers=watch)
         except ComingleError as error:
             found = error
         yield key, found
@@ -326,7 +326,7 @@ def compare_beside(
     resume: bool = False,
     force: bool = False,
     quiet: bool = False,
-    ready: Callable[[RunData], None] = lambda materials: None,
+    ready: Callable[[RunData], None] = lambda run_data: None,
 ) -> Iterator[Ended]:
     """Run recipes in several processes and yield each run in the order in which they end.
 
@@ -349,10 +349,10 @@ def compare_beside(
     check_folders(recipes, folders_of(recipes, folder), resume=resume, force=force)
     silent = quiet or errors.is_terminal  # several bars would write over each other
     work = partial(_run_cells, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)
-    yield from in_processes(portions(list(recipes), jobs), work, jobs=jobs, label=_label_of)
+    yield from in_processes(pass_size(list(recipes), jobs), work, jobs=jobs, label=_label_of)
 
 
-def portions(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
+def pass_size(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
     """Return groups of runs that share a process: by seed, split further if there are more jobs than seeds."""
     seeds = list(dict.fromkeys(seed for _, seed in keys))
     parts = -(-jobs // len(seeds))

@@ -61,7 +61,7 @@ _RANK_HANDLER = _RankHandler()
 
 
 def read_shared(
-    recipe: Recipe, ranks: Ranks, method: Method, given: Given = NOTHING, materials: RunData | None = None
+    recipe: Recipe, ranks: Ranks, method: Method, given: Given = NOTHING, run_data: RunData | None = None
 ) -> RunData:
     """Return the base model and the data of the users of this process.
 
@@ -70,7 +70,7 @@ def read_shared(
         ranks: The processes of the run.
         method: The method of the recipe.
         given: Objects that a program passes instead of names and paths in the recipe.
-        materials: The base model and the data of all users, if they are read already.
+        run_data: The base model and the data of all users, if they are read already.
 
     Raises:
         ComingleError: As :func:`comingle.runs.session.prepare`, or there are more processes than users or GPUs.
@@ -80,7 +80,7 @@ def read_shared(
     ranks.each(lambda: check_device(recipe, ranks.place))
     take_threads(recipe, ranks.place)
     date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
-    whole = ranks.each(lambda: materials or prepare(recipe, given=replace(given, date=date), method=method))
+    whole = ranks.each(lambda: run_data or prepare(recipe, given=replace(given, date=date), method=method))
     at_once = recipe.runtime.users_per_step
     at_once = at_once if isinstance(at_once, int) else 1
     here = ranks.each(lambda: spans(len(whole.users), ranks.size, at_once)[ranks.rank])
@@ -108,41 +108,41 @@ def spans(users: int, processes: int, at_once: int) -> list[range]:
     return [range(*edge) for edge in pairwise(edges)]
 
 
-def share_out(materials: RunData, here: range) -> RunData:
-    """Return the materials with the data of the users in ``here``; of others only the names stay."""
+def share_out(run_data: RunData, here: range) -> RunData:
+    """Return the data with the data of the users in ``here``; of others only the names stay."""
 
-    if not materials.users.in_memory:  # reads a user's data on first access
-        return replace(materials, here=here, shared_out=True)
+    if not run_data.users.in_memory:  # reads a user's data on first access
+        return replace(run_data, here=here, shared_out=True)
 
     def left(user: AnyUser) -> AnyUser:
         def elsewhere() -> Any:
             raise AssertionError(f"user {user.name!r} is in another process")
 
-        return lazy_user(materials.kind.user, user.name, elsewhere, cluster=getattr(user, "cluster", None))
+        return lazy_user(run_data.kind.user, user.name, elsewhere, cluster=getattr(user, "cluster", None))
 
-    users = as_users(user if number in here else left(user) for number, user in enumerate(materials.users))
-    common = replace(materials.common, users=users) if hasattr(materials.common, "users") else materials.common
+    users = as_users(user if number in here else left(user) for number, user in enumerate(run_data.users))
+    common = replace(run_data.common, users=users) if hasattr(run_data.common, "users") else run_data.common
     names = {users[number].name for number in here}
-    texts = tuple(text for text in materials.texts if text.name in names)
-    return replace(materials, users=users, common=common, texts=texts, here=tuple(here), shared_out=True)
+    texts = tuple(text for text in run_data.texts if text.name in names)
+    return replace(run_data, users=users, common=common, texts=texts, here=tuple(here), shared_out=True)
 
 
-def build_sharded(recipe: Recipe, materials: RunData, method: Method, ranks: Ranks) -> Sharded:
+def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Ranks) -> Sharded:
     """Return this process's shard of a recipe's federation, before the first round.
 
     Args:
         recipe: The recipe.
-        materials: The base model and the data of the users of this process.
+        run_data: The base model and the data of the users of this process.
         method: The method of the recipe.
         ranks: The processes of the run.
 
     Raises:
         ComingleError: Settings, data and base do not fit together, or there are more processes than users.
     """
-    recipe = ranks.each(lambda: fitted(recipe, materials))
-    plan = make_plan(recipe, method, materials.users.names)
+    recipe = ranks.each(lambda: fitted(recipe, run_data))
+    plan = make_plan(recipe, method, run_data.users.names)
     plan = plan.updated("runtime", store=recipe.runtime.store)
-    federation = ranks.each(lambda: _built(recipe, materials, plan, ranks))
+    federation = ranks.each(lambda: _built(recipe, run_data, plan, ranks))
     clients = federation.clients
     _check_alike(federation)
     most = ranks.gather(lambda: clients.steps.local_steps)
@@ -165,7 +165,7 @@ def build_sharded(recipe: Recipe, materials: RunData, method: Method, ranks: Ran
 def run_sharded(
     folder: Path,
     recipe: Recipe,
-    materials: RunData,
+    run_data: RunData,
     *,
     resume: bool,
     force: bool,
@@ -178,7 +178,7 @@ def run_sharded(
     Args:
         folder: The run folder.
         recipe: The recipe.
-        materials: The base model and the data of the users of this process.
+        run_data: The base model and the data of the users of this process.
         resume: Whether to resume from the newest checkpoint in the folder.
         force: Whether to replace what is in the folder.
         method: The method of the recipe.
@@ -197,7 +197,7 @@ def run_sharded(
     return run_in(
         folder,
         recipe,
-        materials,
+        run_data,
         resume=resume,
         force=force,
         method=method,
@@ -207,16 +207,16 @@ def run_sharded(
     )
 
 
-def _built(recipe: Recipe, materials: RunData, plan: RunPlan, ranks: Ranks) -> Sharded:
+def _built(recipe: Recipe, run_data: RunData, plan: RunPlan, ranks: Ranks) -> Sharded:
     if plan.method.placement.pooled:
         raise RecipeError(f"method {plan.method.name}: trains one model on all users' data; allowed: one process")
-    names = materials.users.names
-    whole = materials.kind.model(recipe, materials, plan)
+    names = run_data.users.names
+    whole = run_data.kind.model(recipe, run_data, plan)
     server = start_server(whole, names, plan)
     server.check_rounds(plan)
-    here = materials.here
+    here = run_data.here
     assert here is not None
-    clients = materials.kind.clients(recipe, materials, plan)
+    clients = run_data.kind.clients(recipe, run_data, plan)
     clients.population_names = names
     clients.state.shard(ranks.rank, ranks.size, range(here[0], here[-1] + 1), len(names))
     return Sharded(
@@ -288,7 +288,7 @@ def run(
     resume: bool = False,
     force: bool = False,
     observers: Sequence[Observer] = (),
-    materials: RunData | None = None,
+    run_data: RunData | None = None,
     progress: bool = False,
     **changes: object,
 ) -> Run:
@@ -308,7 +308,7 @@ def run(
         resume: Whether to resume the run in that folder.
         force: Whether to replace that folder.
         observers: Functions that process 0 calls with each event.
-        materials: The base and the users' data, if they are read already.
+        run_data: The base and the users' data, if they are read already.
         progress: Whether process 0 prints progress.
         changes: Keys of the recipe to replace.
 
@@ -330,8 +330,8 @@ def run(
         with reporting(quiet=not (progress and place.leads)) as reporter:
             with reporter.waiting(LOADING):
                 given = replace(given, date=recorded_date(folder) if resume else "")
-                made = ranks.each(lambda: method_of(read, checked=materials is not None))
-                here = read_shared(read, ranks, made, given, materials)
+                made = ranks.each(lambda: method_of(read, checked=run_data is not None))
+                here = read_shared(read, ranks, made, given, run_data)
 
             def watch(clients: Clients) -> list[Observer]:
                 warn_unread(read, clients.method)

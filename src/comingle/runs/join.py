@@ -130,7 +130,7 @@ def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_ste
     method = run.federation.clients.method
     if name in run.users:
         raise DataError(f"--name: got {name!r}, a user of the run; give another name than: {', '.join(run.users)}")
-    check_takes(run, method)
+    check_joinable(run, method)
     if local_step and not holds(run.federation.clients):
         raise RecipeError(f"--local-step: {method.name} has no local roles to train first; leave --local-step out")
     passed = None if isinstance(data, str | os.PathLike) else {name: data}
@@ -138,13 +138,13 @@ def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_ste
         section_for(passed, run.recipe.data.model_dump())
     recipe = of_one_user(run.recipe, max)
     total = (rounds or recipe.training.rounds) + local_step
-    changes = {"training.rounds": total, "data": _data(run, name, data)}
+    changes = {"training.rounds": total, "data": _newcomer_section(run, name, data)}
     return Newcomer(
         name=name, recipe=recipe.with_changes(changes, where="--data"), passed=passed, tuned=int(local_step)
     )
 
 
-def check_takes(run: Run, method: Method) -> None:
+def check_joinable(run: Run, method: Method) -> None:
     """Check that the run has something to download.
 
     Raises:
@@ -174,7 +174,7 @@ def _is_single_user(folder: Path) -> bool:
     return (folder / JOINED).exists() or ((state / PUBLIC).exists() and (state / "answers").is_dir())
 
 
-def _data(run: Run, name: str, data: object) -> dict[str, Any]:
+def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
     """Return the section ``data`` of a newcomer: that of the run with other users."""
     section = run.recipe.data
     if "users" not in type(section).model_fields:
@@ -243,9 +243,9 @@ def join_run(
 def _join(run: Run, who: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:
     base = getattr(run.federation.clients.model, "base", None)
     with reporter.waiting(LOADING):
-        materials = prepare(who.recipe, base=base, given=replace(given, users=who.passed))
-    _check_alike(run, who, materials)
-    federation = build(who.recipe, materials, store="memory")
+        run_data = prepare(who.recipe, base=base, given=replace(given, users=who.passed))
+    _check_alike(run, who, run_data)
+    federation = build(who.recipe, run_data, store="memory")
     take(federation, run, rounds=who.recipe.training.rounds - who.tuned)
     clients = federation.clients
     shared_scores = clients.scorer.score(_shared_models(clients), [clients.users[0].test], [0])
@@ -254,8 +254,8 @@ def _join(run: Run, who: Newcomer, folder: Path | None, reporter: Reporter, *, g
     tunes = federation.clients.method.client.finetunes
     rounds = who.recipe.training.rounds + tunes
     for method in ("pretrained", "local"):
-        rows[method] = _alone(who, materials, method, rounds, reporter)
-    done = _trained(federation, who, materials, folder, reporter)
+        rows[method] = _alone(who, run_data, method, rounds, reporter)
+    done = _trained(federation, who, run_data, folder, reporter)
     seen = _seen(done, federation.clients) + tunes * federation.clients.batch_source.seen(0)
     rows["joined"] = {key: value for key, value in done.metrics["users"][who.name].items() if key in rows["shared"]}
     rows["joined"] |= {"train": seen}
@@ -282,13 +282,13 @@ def _shared_models(clients: Clients) -> Models:
     return replace(models, rows=lambda numbers: rows[list(numbers)])
 
 
-def _check_alike(run: Run, who: Newcomer, materials: RunData) -> None:
+def _check_alike(run: Run, who: Newcomer, run_data: RunData) -> None:
     """Check that samples have the run's shape, classes and loss.
 
     Raises:
         DataError: They do not.
     """
-    now = materials.kind.settings(materials)
+    now = run_data.kind.settings(run_data)
     for key, was in run.settings.items():
         if now[key] != was:
             problem = f"{key.replace('_', ' ')}: got {now[key]!r}; allowed: the run's, {was!r}"
@@ -317,10 +317,10 @@ def take(federation: InProcess, run: Run, *, rounds: int) -> None:
     federation.download([0])
 
 
-def _alone(who: Newcomer, materials: RunData, method: str, rounds: int, reporter: Reporter) -> JsonObject:
+def _alone(who: Newcomer, run_data: RunData, method: str, rounds: int, reporter: Reporter) -> JsonObject:
     """Return the newcomer's result without the federation, after the same number of rounds."""
     recipe = who.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
-    federation = build(recipe, materials, store="memory")
+    federation = build(recipe, run_data, store="memory")
     watching = [reporter.watch(federation.clients, f"{who.name} · {method}")]
     done = execute(federation, recipe, None, observers=watching)
     of_user = done.metrics["users"][who.name]
@@ -334,12 +334,12 @@ def _seen(run: Run, clients: Clients) -> int:
     return steps // clients.method.placement.copies
 
 
-def _trained(federation: InProcess, who: Newcomer, materials: RunData, folder: Path | None, reporter: Reporter) -> Run:
+def _trained(federation: InProcess, who: Newcomer, run_data: RunData, folder: Path | None, reporter: Reporter) -> Run:
     """Run the newcomer's rounds."""
     observers = [reporter.watch(federation.clients, f"{who.name} joins")]
     if folder is None:
         return execute(federation, who.recipe, None, observers=observers)
-    with open_folder(folder, who.recipe, describe(materials, who.recipe), resume=False, force=True):
+    with open_folder(folder, who.recipe, describe(run_data, who.recipe), resume=False, force=True):
         return execute(federation, who.recipe, folder, observers=observers)
 
 

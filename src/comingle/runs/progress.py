@@ -78,7 +78,7 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
 def steps_before(clients: Clients) -> Callable[[int], int]:
     """Return a function from a number of rounds to its number of cohort steps; participation repeats periodically."""
     plan, names = clients.plan, clients.population_names
-    copies, most, each = clients.method.placement.copies, clients.portions.users, clients.steps.local_steps
+    copies, most, each = clients.method.placement.copies, clients.pass_size.users, clients.steps.local_steps
     if isinstance(plan.participation, float | int) and len(names) == len(clients.trainers):
         whole = -(-sample_size(plan.participation, len(names)) * copies // most) * each
         return lambda rounds: rounds * whole

@@ -102,7 +102,7 @@ class Run:
             user = clients.users[self.users.index(name)]
             if not len(user.valid):
                 raise DataError(f"user {name!r}: no validation data")
-            return clients.steps.batch_source.score(losses, [user.valid], [0], clients.portions, gates)[0]
+            return clients.steps.batch_source.score(losses, [user.valid], [0], clients.pass_size, gates)[0]
 
         return ModelInfo(
             method=self.metrics.get("method", self.recipe.method.name),

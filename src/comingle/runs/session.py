@@ -59,7 +59,7 @@ _FIT = "comingle.cost.planning:fit"
 """The search for the largest pass that fits; imported by name, because it imports this module."""
 
 
-def fitted(recipe: Recipe, materials: RunData) -> Recipe:
+def fitted(recipe: Recipe, run_data: RunData) -> Recipe:
     """Return the recipe with a pass that fits into memory, if ``runtime.users_per_step`` is ``auto``.
 
     Raises:
@@ -67,7 +67,7 @@ def fitted(recipe: Recipe, materials: RunData) -> Recipe:
     """
     if recipe.runtime.users_per_step != AUTO:
         return recipe
-    chosen = load_object(_FIT)(recipe, materials)
+    chosen = load_object(_FIT)(recipe, run_data)
     return recipe.with_changes(
         {"runtime.users_per_step": chosen.users, "runtime.micro_batch": chosen.sequences}, where="runtime"
     )
@@ -171,26 +171,26 @@ def prepare(
     return with_clusters(recipe, store.read(kind, request))
 
 
-def with_clusters(recipe: Recipe, materials: RunData) -> RunData:
-    """Return the materials with each user's true cluster, where the recipe names them.
+def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
+    """Return the data with each user's true cluster, where the recipe names them.
 
     Raises:
         RecipeError: a cluster is missing, is of no user, or the users are too many to be named.
     """
     if not (clusters := recipe.data.cluster_numbers):
-        return materials
+        return run_data
     where = "data.clusters"
-    if not materials.users.in_memory:
+    if not run_data.users.in_memory:
         raise RecipeError(f"{where}: got runtime.store: {recipe.runtime.store}; allowed: memory")
-    names = [user.name for user in materials.users]
+    names = [user.name for user in run_data.users]
     for name in clusters:
-        if name not in names and name not in materials.skipped:
+        if name not in names and name not in run_data.skipped:
             raise RecipeError(f"{where}: no user {name!r}; there are: {list_names(names)}.{did_you_mean(name, names)}")
     if lacking := [name for name in names if name not in clusters]:
         raise RecipeError(
             f"{where}: no cluster for {list_names(lacking)}; give one for every user, such as {{{lacking[0]}: a}}"
         )
-    return materials.with_users(tuple(replace(user, cluster=clusters[user.name]) for user in materials.users))
+    return run_data.with_users(tuple(replace(user, cluster=clusters[user.name]) for user in run_data.users))
 
 
 def get_ready(recipe: Recipe) -> Method:
@@ -229,22 +229,22 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
             logger.warning("%s, so these keys have no effect: %s", why, ", ".join(keys))
 
 
-def describe(materials: RunData, recipe: Recipe) -> Inputs:
+def describe(run_data: RunData, recipe: Recipe) -> Inputs:
     """Return digests of the base and the data that a run of the recipe has read."""
-    kind, base, settings = materials.kind.name, digests_of(materials.base), materials.kind.settings(materials)
-    if not materials.users.in_memory:
-        names = digest_names(materials.users.names)
-        crowd = {"users": len(materials.users), "names": names, "data": materials.users.digest}
+    kind, base, settings = run_data.kind.name, digests_of(run_data.base), run_data.kind.settings(run_data)
+    if not run_data.users.in_memory:
+        names = digest_names(run_data.users.names)
+        crowd = {"users": len(run_data.users), "names": names, "data": run_data.users.digest}
         return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: crowd})
     lists = {"adapters.rank": recipe.adapters.rank, "specialists": recipe.method.settings.get("specialists")}
     users = {
         user.name: UserInputs(
             counts={split: len(getattr(user, split)) for split in SPLITS},
-            digests=materials.digests[user.name],
+            digests=run_data.digests[user.name],
             cluster=getattr(user, "cluster", None),
             given={key: values[i] for key, values in lists.items() if isinstance(values, list) and i < len(values)},
         )
-        for i, user in zip(materials.numbers, materials.present, strict=True)
+        for i, user in zip(run_data.numbers, run_data.present, strict=True)
     }
     return Inputs(kind=kind, **base, users=users, settings=settings)
 
@@ -252,23 +252,23 @@ def describe(materials: RunData, recipe: Recipe) -> Inputs:
 # -------------------------------------------------------------------- build
 
 
-def build(recipe: Recipe, materials: RunData, *, method: Method | None = None, store: str | None = None) -> InProcess:
+def build(recipe: Recipe, run_data: RunData, *, method: Method | None = None, store: str | None = None) -> InProcess:
     """Return the clients and the server of a recipe before the first round.
 
     Args:
         recipe: The recipe.
-        materials: The base model and the users' data.
+        run_data: The base model and the users' data.
         method: The method of the recipe; None: it is made now.
         store: Where users' tensors are, in place of the recipe's ``runtime.store``.
 
     Raises:
         ComingleError: settings, data and base do not fit each other.
     """
-    recipe = fitted(recipe, materials)
+    recipe = fitted(recipe, run_data)
     method = make(recipe.method.name, **recipe.method.settings) if method is None else method
-    plan = make_plan(recipe, method, materials.users.names)
+    plan = make_plan(recipe, method, run_data.users.names)
     plan = plan.updated("runtime", store=store or recipe.runtime.store)
-    federation = federate(materials.kind.clients(recipe, materials, plan))
+    federation = federate(run_data.kind.clients(recipe, run_data, plan))
     federation.server.check_rounds(plan)
     return federation
 
@@ -276,7 +276,7 @@ def build(recipe: Recipe, materials: RunData, *, method: Method | None = None, s
 def run_in(
     folder: Path | None,
     recipe: Recipe,
-    materials: RunData,
+    run_data: RunData,
     *,
     resume: bool,
     force: bool,
@@ -290,7 +290,7 @@ def run_in(
     Args:
         folder: The run folder; without one nothing is written.
         recipe: The recipe.
-        materials: The base model and the users' data.
+        run_data: The base model and the users' data.
         resume: Whether to resume from the newest checkpoint in the folder.
         force: Whether to replace what is in the folder.
         method: The method of the recipe; None: it is made now.
@@ -304,21 +304,21 @@ def run_in(
     method = make(recipe.method.name, **recipe.method.settings) if method is None else method
     with ExitStack() as entered:
         entered.enter_context(own_errors(method))
-        federation = building(recipe, materials, method=method)
+        federation = building(recipe, run_data, method=method)
         watching = observers(federation.clients) if federation.leads else ()
-        settings = materials.kind.settings(materials)
+        settings = run_data.kind.settings(run_data)
         if folder is None:
             return replace(execute(federation, recipe, None, observers=watching), settings=settings)
-        inputs = _described(federation, materials, recipe)
+        inputs = _described(federation, run_data, recipe)
         pooled = method.placement.pooled
         entering(entered, open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=pooled))
         done = execute(federation, recipe, folder, resume=resume, observers=watching)
     return replace(done, settings=settings)
 
 
-def _described(federation: InProcess, materials: RunData, recipe: Recipe) -> Inputs:
+def _described(federation: InProcess, run_data: RunData, recipe: Recipe) -> Inputs:
     """Return what the run has read; at the process that leads, of the users of all processes."""
-    found = federation.merge_users(lambda: asdict(describe(materials, recipe)))
+    found = federation.merge_users(lambda: asdict(describe(run_data, recipe)))
     users = {name: UserInputs(**of_user) for name, of_user in found.pop("users").items()}
     return Inputs(users=users, **found)
 

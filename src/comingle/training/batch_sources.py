@@ -20,7 +20,7 @@ from comingle.data.populations import UserCollection, as_users
 from comingle.data.samples.samples import epoch
 from comingle.methods.base import Phase, Stream
 from comingle.models.scoring import PAD, Gates, SampleScore, Score
-from comingle.training.settings import Portions, RunPlan
+from comingle.training.settings import PassSize, RunPlan
 from comingle.utils.seeds import generator
 
 AnyScore = Score | SampleScore | AnswerScore
@@ -77,9 +77,9 @@ class BatchShapes:
         """
         return self.blank(users, count, fake)
 
-    def scored_at_once(self, users: Sequence[AnyUser], portions: Portions) -> int:
+    def scored_at_once(self, users: Sequence[AnyUser], pass_size: PassSize) -> int:
         """Return the number of windows or samples of a user in one scoring pass."""
-        return portions.sequences
+        return pass_size.sequences
 
 
 class Batches(ABC):
@@ -115,7 +115,7 @@ class BatchSource(Batches, BatchShapes):
     trainers: UserCollection[AnyUser]
 
     @abstractmethod
-    def portions(self, device: torch.device, columns: int) -> Portions:
+    def pass_size(self, device: torch.device, columns: int) -> PassSize:
         """Return how many users and sequences one pass has on a device, with ``columns`` parameters per user."""
 
     @abstractmethod
@@ -170,7 +170,7 @@ class BatchSource(Batches, BatchShapes):
 
     @abstractmethod
     def score(
-        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
+        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> Sequence[AnyScore]:
         """Score set i with the model of row ``rows[i]``.
 
@@ -178,7 +178,7 @@ class BatchSource(Batches, BatchShapes):
             predict: Predictions of the models.
             sets: Splits to score.
             rows: Row of the model for each set.
-            portions: Number of users and sequences in one pass.
+            pass_size: Number of users and sequences in one pass.
             gates: Collects the gates of routers; None if there are none.
         """
 
@@ -188,7 +188,7 @@ class BatchSource(Batches, BatchShapes):
         generate: Generate,
         sets: Sequence[AnySplit],
         rows: Sequence[int],
-        portions: Portions,
+        pass_size: PassSize,
         gates: Gates | None,
     ) -> Sequence[AnyScore]:
         """Return the final scores of test sets, which may require generated text; by default those of :meth:`score`.
@@ -198,10 +198,10 @@ class BatchSource(Batches, BatchShapes):
             generate: Text that the models generate.
             sets: Splits to score.
             rows: Row of the model for each set.
-            portions: Number of users and sequences in one pass.
+            pass_size: Number of users and sequences in one pass.
             gates: Collects the gates of routers; None if there are none.
         """
-        return self.score(predict, sets, rows, portions, gates)
+        return self.score(predict, sets, rows, pass_size, gates)
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> BatchSource:
         """Return the source with ``fake`` tensors in place of the data of users."""

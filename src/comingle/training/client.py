@@ -49,7 +49,7 @@ from comingle.training.batch_sources import AnyScore, AnyUser, BatchSource
 from comingle.training.cohort import Cohort, Models, Scorer
 from comingle.training.events import JsonObject
 from comingle.training.plan import client_mechanisms
-from comingle.training.settings import Portions, RunPlan, cohorts
+from comingle.training.settings import PassSize, RunPlan, cohorts
 from comingle.training.state import State, draw, initial_state, true_clusters
 from comingle.training.steps import TUNING, Steps, diverged, find_broken, private_steps, within_memory
 from comingle.utils.errors import DataError
@@ -249,9 +249,9 @@ class Users(Roster):
         return self.steps.batch_source
 
     @property
-    def portions(self) -> Portions:
+    def pass_size(self) -> PassSize:
         """Number of users and sequences in one forward pass."""
-        return self.steps.portions
+        return self.steps.pass_size
 
     # ---------------------------------------------------------------- state
 
@@ -341,7 +341,7 @@ class Users(Roster):
     @property
     def users_per_message(self) -> int:
         """Largest number of users whose messages are made in one batch."""
-        users = self.portions.users
+        users = self.pass_size.users
         return users * max(1, MAX_MESSAGE_VALUES // (users * self.model.layout.columns))
 
     def cohort(
@@ -574,7 +574,7 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
         DivergenceError: The loss of a user is not finite; names the user and the round.
         RecipeError: A pass does not fit into memory; names the setting to lower.
     """
-    with within_memory(clients.portions, len(members), clients.model.device):
+    with within_memory(clients.pass_size, len(members), clients.model.device):
         return _train(clients, members, round_number, tick)
 
 
@@ -587,7 +587,7 @@ def _train(clients: Clients, members: Sequence[int], round_number: int, tick: Ti
     working = [copy * len(clients.trainers) + member for copy in copies for member in members]
     place = {member: i for i, member in enumerate(members)}
     firsts = clients.state.rows_of(members) if method.client.looks_across else None
-    groups = cohorts(working, clients.portions.users)
+    groups = cohorts(working, clients.pass_size.users)
     for rows, following in zip(groups, [*groups[1:], []], strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
         clients.state.prefetch(following)
@@ -677,7 +677,7 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
     trainers, copies = len(clients.trainers), clients.method.placement.copies
     some = range(trainers) if ends else clients.scored_trainers
     everything = [copy * trainers + trainer for copy in range(copies) for trainer in some] if parts else []
-    for rows in cohorts(everything, clients.portions.users):
+    for rows in cohorts(everything, clients.pass_size.users):
         cohort = clients.cohort(rows, clients.plan.training.rounds, state=clients.state.without_moments())
         for part in parts:
             part.settle(cohort)

@@ -18,7 +18,7 @@ from comingle.models.routers import Powers
 from comingle.models.scoring import PAD, Gates
 from comingle.training.batch_sources import AnyScore, AnySplit, AnyUser, BatchSource
 from comingle.training.cohort_state import CohortTensors, learning_rate
-from comingle.training.settings import Portions, cohorts
+from comingle.training.settings import PassSize, cohorts
 from comingle.training.steps import Steps, within_memory
 from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
 
@@ -58,9 +58,9 @@ class Scorer:
             batch_source.examine, partial(self.predict, models), partial(self.generate, models), sets, numbers
         )
         if not self.routed:
-            return score(self.steps.portions, None)
+            return score(self.steps.pass_size, None)
         with self.steps.model.record_gates() as gates:
-            return score(self.steps.portions, gates)
+            return score(self.steps.pass_size, gates)
 
     def score(
         self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int], gates: Gates | None = None
@@ -73,7 +73,7 @@ class Scorer:
             numbers: Number of the model for each set.
             gates: Collects the gates of routers.
         """
-        return self.steps.batch_source.score(partial(self.predict, models), sets, numbers, self.steps.portions, gates)
+        return self.steps.batch_source.score(partial(self.predict, models), sets, numbers, self.steps.pass_size, gates)
 
     def mean_loss(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> float:
         """Return the mean over sets of the mean loss in nats.
@@ -97,7 +97,7 @@ class Scorer:
             RecipeError: The pass does not fit into memory.
         """
         device, owners = self.steps.model.device, [models.owners[number] for number in numbers]
-        with within_memory(self.steps.portions, len(numbers), device):
+        with within_memory(self.steps.pass_size, len(numbers), device):
             return self.steps.model.predict(self.steps.tensors(models.rows(numbers)), owners, batch.to(device))
 
     def generate(
@@ -126,13 +126,13 @@ class TrainSweep:
     batch_source: BatchSource
     users: Sequence[int]
     round_number: int
-    portions: Portions
+    pass_size: PassSize
     device: torch.device
 
     @cached_property
     def _batches(self) -> list[Int[Tensor, "users batch ..."]]:
         drawn = self.batch_source.sweep(self.users, self.round_number)
-        return [part for batch in drawn for part in batch.split(self.portions.sequences, dim=1)]
+        return [part for batch in drawn for part in batch.split(self.pass_size.sequences, dim=1)]
 
     def losses_by_batch(self, losses: Losses) -> list[Float[Tensor, "users models batch ..."]]:
         """Return the losses of each batch; 0 at padding."""
@@ -269,7 +269,7 @@ class Cohort(CohortTensors):
         model, batch_source, tensors = self.steps.model, self.steps.batch_source, self.steps.tensors(self.part.rows)
         device, found, taken = self.part.rows.device, [], {} if powers is None else dict[str, Any](powers=powers)
         for drawn in batch_source.held_out(self.owners):
-            for part in drawn.to(device).split(self.steps.portions.sequences, dim=1):
+            for part in drawn.to(device).split(self.steps.pass_size.sequences, dim=1):
                 batch: Any = batch_source.read("valid", self.owners, part)
                 found.append(model.component_losses(tensors, self.owners, batch, **taken).flatten(2).double())
         return torch.cat(found, 2)
@@ -285,7 +285,7 @@ class Cohort(CohortTensors):
         for some, owners in self._with_data():
             tensors, seen = self.steps.tensors(self.part.rows[some]), self.part.rows.new_zeros(len(some), 1)
             for drawn in self._instances(owners, instances):
-                for part in drawn.split(self.steps.portions.sequences, dim=1):
+                for part in drawn.split(self.steps.pass_size.sequences, dim=1):
                     for name, x in self.steps.model.router_inputs(tensors, owners, part, whole=whole).items():
                         found[name][some] += F.normalize(x.to(found[name]), dim=-1).sum(1)
                 seen += (drawn != PAD).any(-1).sum(1, keepdim=True)
@@ -318,12 +318,12 @@ class Cohort(CohortTensors):
         """Yield the places and the trainers of users with training data, as many as fit one pass at a time."""
         trainers, owners = self.trainers, self.owners
         some = [i for i, owner in enumerate(owners) if len(trainers[owner].train)]
-        for group in cohorts(some, self.steps.portions.users):
+        for group in cohorts(some, self.steps.pass_size.users):
             yield group, [owners[i] for i in group]
 
     def _sweep(self, owners: Sequence[int]) -> TrainSweep:
         return TrainSweep(
-            self.steps.batch_source, owners, self.round_number, self.steps.portions, self.part.rows.device
+            self.steps.batch_source, owners, self.round_number, self.steps.pass_size, self.part.rows.device
         )
 
     def _losses(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from comingle.config.settings import (
+    ALL_USERS,
     AUTO,
-    EVERYBODY,
     SHORTEST,
     AggregationSection,
     CheckpointSection,
@@ -58,7 +58,7 @@ class RunPlan:
     privacy: PrivacySection | None = None
     aggregation: AggregationSection | None = None
     seed: int = 0
-    participation: float | tuple[tuple[int, ...], ...] = EVERYBODY
+    participation: float | tuple[tuple[int, ...], ...] = ALL_USERS
     users: tuple[str, ...] = ()
     sums: Sums | None = None
     test_limit: str = ""
@@ -104,7 +104,7 @@ TOKENS_PER_PASS = {"cpu": 2048, "cuda": 65536}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Portions:
+class PassSize:
     """Number of users, and of sequences or samples of each, in one pass."""
 
     users: int
@@ -117,7 +117,7 @@ class Portions:
         return batch, max(1, room // batch)
 
 
-def portions(plan: RunPlan, device: torch.device, batch_size: int) -> Portions:
+def pass_size(plan: RunPlan, device: torch.device, batch_size: int) -> PassSize:
     """Return the size of a pass: by default whole batches of as many users as fit into it.
 
     The number of sequences does not depend on ``users_per_step``, so neither do results.
@@ -129,7 +129,7 @@ def portions(plan: RunPlan, device: torch.device, batch_size: int) -> Portions:
     """
     room = max(1, TOKENS_PER_PASS.get(device.type, TOKENS_PER_PASS["cpu"]) // plan.training.context)
     sequences = min(plan.runtime.micro_batch or room, batch_size)
-    return Portions(users=plan.users_per_step or max(1, room // sequences), sequences=sequences)
+    return PassSize(users=plan.users_per_step or max(1, room // sequences), sequences=sequences)
 
 
 def participants(plan: RunPlan, round_number: int, users: Sequence[str]) -> list[int]:

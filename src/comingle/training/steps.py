@@ -38,18 +38,18 @@ from comingle.training.cohort_state import (
     learning_rate,
     take_step,
 )
-from comingle.training.settings import Portions, RunPlan, check_needs, work_of
+from comingle.training.settings import PassSize, RunPlan, check_needs, work_of
 from comingle.utils.errors import DivergenceError, RecipeError, lacks_memory
 from comingle.utils.seeds import generator
 from comingle.utils.trees import CLIENT_ROUTER, STATISTICS, Layout, Tree, restrict
 
 
 @contextmanager
-def within_memory(portions: Portions, users: int, device: torch.device) -> Iterator[None]:
+def within_memory(pass_size: PassSize, users: int, device: torch.device) -> Iterator[None]:
     """Convert out-of-memory errors in the block to a recipe error.
 
     Args:
-        portions: Number of users and sequences in one pass.
+        pass_size: Number of users and sequences in one pass.
         users: Number of users to pass; a pass has at most this many.
         device: Device of the model.
 
@@ -61,7 +61,7 @@ def within_memory(portions: Portions, users: int, device: torch.device) -> Itera
     except (RuntimeError, MemoryError) as error:
         if not lacks_memory(error):
             raise
-        at_once, sequences = min(portions.users, users), portions.sequences
+        at_once, sequences = min(pass_size.users, users), pass_size.sequences
         lower = (
             f"runtime.users_per_step={at_once // 2}, or auto" if at_once > 1
             else f"runtime.micro_batch={sequences // 2}" if sequences > 1
@@ -233,7 +233,7 @@ class PrivateSteps:
         self,
         model: Model,
         batch_source: BatchSource,
-        portions: Portions,
+        pass_size: PassSize,
         cohort: CohortTensors,
         phase: Phase,
         place: Sequence[int],
@@ -245,7 +245,7 @@ class PrivateSteps:
         Args:
             model: The model.
             batch_source: Source of examples.
-            portions: Number of sequences in one pass.
+            pass_size: Number of sequences in one pass.
             cohort: The cohort.
             phase: Phase of the step.
             place: Step of the round and repeat within the phase.
@@ -260,7 +260,7 @@ class PrivateSteps:
         if not at:
             return losses, own
         some = cohort if len(at) == len(cohort.rows) else cohort.only(at)
-        found, shared = self.gradients(model, batch_source, portions, some, phase, place)
+        found, shared = self.gradients(model, batch_source, pass_size, some, phase, place)
         if plain is None:
             losses[list(at)] = found
         return losses, self.merge(model.layout, phase, own, shared, at, len(cohort.rows))
@@ -269,7 +269,7 @@ class PrivateSteps:
         self,
         model: Model,
         batch_source: BatchSource,
-        portions: Portions,
+        pass_size: PassSize,
         cohort: CohortTensors,
         phase: Phase,
         place: Sequence[int],
@@ -279,7 +279,7 @@ class PrivateSteps:
         Args:
             model: The model.
             batch_source: Source of examples.
-            portions: Number of sequences in one pass.
+            pass_size: Number of sequences in one pass.
             cohort: Users of the step.
             phase: Phase of the step.
             place: Step of the round and repeat within the phase.
@@ -297,7 +297,7 @@ class PrivateSteps:
         def sums(part: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
             return self.clipped_sums(model, batch_source, tensors, leaves, cohort, part, bound)
 
-        step = PrivateStep(works=works, streams=streams, batch=portions.sequences, clipped_sums=sums)
+        step = PrivateStep(works=works, streams=streams, batch=pass_size.sequences, clipped_sums=sums)
         with model.randomness(self.mechanism.key, cohort.names[0], number, *place):  # no public seed
             means, found = self.mechanism.client_gradients(step)
         return means.float(), {name: t.to(rows.dtype) for name, t in found.items()}
@@ -455,9 +455,9 @@ class Steps:
         return source if device.type != "cuda" else Prefetcher(source, device)
 
     @cached_property
-    def portions(self) -> Portions:
+    def pass_size(self) -> PassSize:
         """Number of users and sequences in one pass."""
-        return self.batch_source.portions(self.model.device, self.model.layout.columns)
+        return self.batch_source.pass_size(self.model.device, self.model.layout.columns)
 
     @property
     def local_steps(self) -> int:
@@ -555,7 +555,7 @@ class Steps:
         at = [i for i, row in enumerate(cohort.rows) if row < self.trainers]
         names = private.local_leaves(phase, self.model.layout, everything=len(at) < len(cohort.rows))
         plain = self._plain(cohort, phase, step, repeat, names) if names else None
-        return private.step(self.model, self.batch_source, self.portions, cohort, phase, (step, repeat), at, plain)
+        return private.step(self.model, self.batch_source, self.pass_size, cohort, phase, (step, repeat), at, plain)
 
     def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
         """Return the optimizers that may have made a row non-finite; the first result of a round is cached."""
@@ -661,8 +661,8 @@ class Steps:
         model = self.model.without(phase.without) if phase.without else self.model
         total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
         # Gradients that go straight into a step keep the dtype that they were computed in.
-        wide = drawn.shape[1] > self.portions.sequences or bool(self.plan.method.client.parts) or names is not None
-        for part in self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1):
+        wide = drawn.shape[1] > self.pass_size.sequences or bool(self.plan.method.client.parts) or names is not None
+        for part in self.batches.move(drawn, rows.device).split(self.pass_size.sequences, dim=1):
             counted = self.batch_source.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
             batch: Any = self.batch_source.read(phase.stream, owners, part)

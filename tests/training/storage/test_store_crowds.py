@@ -129,16 +129,16 @@ def test_a_run_of_a_crowd_is_one_of_its_users(
     )
     base = prepare(recipe).base
     people = RunData(kind=TEXT, base=base, users=as_users(make_user(name) for name in NAMES))
-    api.run(recipe, materials=people, out=tmp_path / "people")
+    api.run(recipe, run_data=people, out=tmp_path / "people")
     lazy = RunData(kind=TEXT, base=base, users=crowd, unread=True)
     with pytest.raises(StoppedError):
-        api.run(recipe, materials=lazy, out=tmp_path / "crowd", observers=[stop_in_round_3])
-    api.run(recipe, materials=lazy, out=tmp_path / "crowd", resume=True)
+        api.run(recipe, run_data=lazy, out=tmp_path / "crowd", observers=[stop_in_round_3])
+    api.run(recipe, run_data=lazy, out=tmp_path / "crowd", resume=True)
     assert final(tmp_path / "crowd") == final(tmp_path / "people")
     assert not any(name in (tmp_path / "crowd" / "inputs.json").read_text() for name in NAMES)
     other = RunData(kind=TEXT, base=base, users=LazyPopulation(crowd.names, crowd.make, digest="other"), unread=True)
     with pytest.raises(RunError, match="the users or their data changed since the run began"):
-        api.run(recipe, materials=other, out=tmp_path / "crowd", resume=True)
+        api.run(recipe, run_data=other, out=tmp_path / "crowd", resume=True)
 
 
 def test_a_population_that_is_torn_is_said(tmp_path: Path, make_user: Callable[..., UserData]) -> None:

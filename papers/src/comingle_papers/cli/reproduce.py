@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from comingle.training.client import Clients
     from comingle.training.events import Observer
-    from comingle_papers.reproduce.plan import Cell, Plan, Wanted
+    from comingle_papers.reproduce.plan import Cell, Plan, RunSelection
     from comingle_papers.reproduce.runner import Outcome
     from comingle_papers.reproduce.tables import PaperTable
 
@@ -68,19 +68,19 @@ def print_table(table: PaperTable) -> None:
     """Print a table and its remarks."""
     from comingle.reports.comparisons import render as render_verdicts
     from comingle.utils.terminal import words
-    from comingle_papers.reproduce.tables import held, remarks, render
+    from comingle_papers.reproduce.tables import column_verdicts, remarks, render
 
     console.print(render(table))
     for remark in remarks(table):
         console.print(f"· {remark}", highlight=False)
-    for label, found in held(table):
+    for label, found in column_verdicts(table):
         console.print()
         console.print(words(label, "bold"))
         for part in render_verdicts(found):
             console.print(part)
 
 
-def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline: str | None) -> None:
+def show_measured(path: Path, name: str, wanted: RunSelection, out: Path, *, baseline: str | None) -> None:
     """Print and write a table of archived runs; this needs neither the data nor a run.
 
     Args:
@@ -91,11 +91,11 @@ def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline:
         baseline: A row or a method to compare the others with.
     """
     from comingle.utils.terminal import words
-    from comingle_papers.reproduce.archive import plan_of, read_archive, take
+    from comingle_papers.reproduce.archive import find_archived, plan_of, read_archive
     from comingle_papers.reproduce.tables import write_tables
 
     records = read_archive(path)
-    planned, outcomes, source = take(plan_of(records, name, wanted), records, path)
+    planned, outcomes, source = find_archived(plan_of(records, name, wanted), records, path)
     table: PaperTable = {**table_of(planned, outcomes, baseline), "measured": source}
     folder = out / f"{name.partition('/')[2]}-measured"
     write_tables(folder, table)
@@ -104,7 +104,7 @@ def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline:
 
 
 def check_measured(
-    path: Path, name: str, wanted: Wanted, out: Path, most: int, jobs: int | None, *, force: bool, quiet: bool
+    path: Path, name: str, wanted: RunSelection, out: Path, most: int, jobs: int | None, *, force: bool, quiet: bool
 ) -> None:
     """Run some of an archive's runs here, and print both results of each.
 
@@ -134,7 +134,7 @@ def check_measured(
         raise RunError(f"--check {path}: {others} of {len(cells)} runs differ by more than {ROUNDING:.1%}")
 
 
-def add_measured(path: Path, name: str, wanted: Wanted, out: Path, *, quiet: bool) -> None:
+def add_measured(path: Path, name: str, wanted: RunSelection, out: Path, *, quiet: bool) -> None:
     """Add finished runs to an archive.
 
     Args:
@@ -203,9 +203,9 @@ def reproduce(
     """Reproduce a published table or figure, and compare the numbers and their order with the paper's."""
     if name is None:
         return _list()
-    from comingle_papers.reproduce.plan import Wanted, plan
+    from comingle_papers.reproduce.plan import RunSelection, plan
 
-    wanted = Wanted(
+    wanted = RunSelection(
         scale=scale,
         methods=split_names(methods) if methods is not None else None,
         columns=split_names(columns) if columns is not None else None,

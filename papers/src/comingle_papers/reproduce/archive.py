@@ -22,7 +22,7 @@ from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.inputs import read_inputs
 from comingle.utils.records import measure_of, number, read_metrics, write_bytes
 from comingle_papers.recipes import RUNS_SUFFIX, published_runs
-from comingle_papers.reproduce.plan import Cell, Plan, Wanted, name_of, plan
+from comingle_papers.reproduce.plan import Cell, Plan, RunSelection, name_of, plan
 from comingle_papers.reproduce.published import ANYWHERE
 from comingle_papers.reproduce.runner import (
     RUNS,
@@ -156,7 +156,7 @@ def merge_records(path: Path, was: Records, new: Iterable[Record]) -> dict[str, 
 # -------------------------------------------------------------------- tables out of a file
 
 
-def plan_of(records: Records, name: str, wanted: Wanted) -> Plan:
+def plan_of(records: Records, name: str, wanted: RunSelection) -> Plan:
     """Return the plan whose runs an archive holds.
 
     Text comes from a folder, wherever that is, or from the hub.
@@ -178,7 +178,7 @@ def plan_of(records: Records, name: str, wanted: Wanted) -> Plan:
     return planned
 
 
-def take(planned: Plan, records: Records, path: Path) -> tuple[Plan, dict[str, Outcome], list[str]]:
+def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, dict[str, Outcome], list[str]]:
     """Split a plan into the runs that an archive holds and the rest.
 
     Args:
@@ -281,7 +281,7 @@ def _result(record: Record) -> str:
     return number(record.metrics[f"mean_test_{measure}"], measure)
 
 
-def add_runs(path: Path, name: str, wanted: Wanted, out: Path, waiting: Waiting) -> str:
+def add_runs(path: Path, name: str, wanted: RunSelection, out: Path, waiting: Waiting) -> str:
     """Add the finished runs of a plan to an archive; start no run.
 
     Runs and archive must have been measured with the inputs that are here: this is checked for one archived run of each
@@ -317,7 +317,7 @@ def add_runs(path: Path, name: str, wanted: Wanted, out: Path, waiting: Waiting)
     )
 
 
-def _check_columns(path: Path, records: Records, name: str, wanted: Wanted, shelf: Shelf) -> None:
+def _check_columns(path: Path, records: Records, name: str, wanted: RunSelection, shelf: Shelf) -> None:
     """Check that the archived runs of some columns read the inputs that are here; check one run per column."""
     seeds = sorted({record.computed["seed"] for record in records.values()})
     cells = plan(name, replace(wanted, methods=None, seeds=seeds)).cells if seeds else ()

@@ -155,7 +155,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class RunSelection:
     """Options of the command line; None leaves a value to the scale."""
 
     scale: str = "paper"
@@ -231,7 +231,7 @@ class Plan:
         return _columns_of(self.study, self.experiment, column)[1]
 
 
-def plan(name: str, wanted: Wanted) -> Plan:
+def plan(name: str, wanted: RunSelection) -> Plan:
     """Return the runs of a published table or figure.
 
     Raises:
@@ -301,7 +301,7 @@ def _is_run(study: Study, experiment: Experiment, scale: Scale, column: str, row
     return column not in experiment.rows[row].without and row not in _scaled(study, experiment, scale, column).without
 
 
-def _seeds(study: Study, experiment: Experiment, scale: Scale, column: str, wanted: Wanted) -> Sequence[int]:
+def _seeds(study: Study, experiment: Experiment, scale: Scale, column: str, wanted: RunSelection) -> Sequence[int]:
     """Return a column's seeds: those of the command line, else the scale's for this column, else the scale's."""
     fewer = _scaled(study, experiment, scale, column).seeds
     return next(seeds for seeds in (wanted.seeds, fewer, scale.seeds) if seeds is not None)
@@ -324,7 +324,7 @@ def _columns_of(study: Study, experiment: Experiment, name: str) -> tuple[Column
 
 
 def _obstacle(
-    study: Study, experiment: Experiment, scale: Scale, column: str, folder: Path | None, wanted: Wanted
+    study: Study, experiment: Experiment, scale: Scale, column: str, folder: Path | None, wanted: RunSelection
 ) -> str:
     """Return the reason why a column cannot be run; empty where it can."""
     column_setting, of = _columns_of(study, experiment, column)
@@ -349,7 +349,7 @@ def _recipe(
     row: Row,
     seed: int,
     folder: Path | None,
-    wanted: Wanted,
+    wanted: RunSelection,
 ) -> Recipe:
     """Merge all overlays in order and return the validated recipe."""
     column_setting, of = _columns_of(study, experiment, column)
@@ -377,7 +377,7 @@ def _recipe(
     return recipe
 
 
-def _base(row: Row, wanted: Wanted, scale: Scale, column: Column) -> str:
+def _base(row: Row, wanted: RunSelection, scale: Scale, column: Column) -> str:
     """Return the base model to train: the row's own, else the command line's, else the scale's, else the column's."""
     if wanted.base and not row.base:
         return wanted.base

@@ -247,16 +247,16 @@ def run_cells(
         begun = (folder / "recipe.yaml").exists()
         # Restart a run whose text has moved: its checkpoints are named after the old place.
         resume = begun and not force and load_recipe(folder).fingerprint == cell.recipe.fingerprint
-        materials = shelf.materials(cell)
+        run_data = shelf.run_data(cell)
         started = time.perf_counter()
         for name in (DIVERGED, MEASURED):
             (folder / name).unlink(missing_ok=True)
         watch, anew = partial(observers, cell), force or (begun and not resume)
         try:
-            run_in(folder, cell.recipe, materials, resume=resume, force=anew, observers=watch)
+            run_in(folder, cell.recipe, run_data, resume=resume, force=anew, observers=watch)
         except DivergenceError as error:
             write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
-        if not materials.kind.needs_base:
+        if not run_data.kind.needs_base:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         write_measured(folder, cell)
         yield Outcome(
@@ -337,12 +337,12 @@ class Shelf:
 
     def said(self, cell: Cell) -> dict[str, str]:
         """Return the digests of a cell's inputs."""
-        materials = self.materials(cell)
-        if self._said is None or self._said[0] is not materials:
-            self._said = materials, said(describe(materials, cell.recipe))
+        run_data = self.run_data(cell)
+        if self._said is None or self._said[0] is not run_data:
+            self._said = run_data, said(describe(run_data, cell.recipe))
         return self._said[1]
 
-    def materials(self, cell: Cell) -> RunData:
+    def run_data(self, cell: Cell) -> RunData:
         """Return a cell's data; reuse what is cached."""
         recipe = cell.recipe
         runtime = recipe.runtime.model_dump_json()

@@ -350,12 +350,12 @@ def markdown(table: PaperTable) -> str:
     lines += [table_line(row) for row in rows]
     told = remarks(table)
     lines += ["", *(f"- {one}" for one in told)]
-    for label, found in held(table):
+    for label, found in column_verdicts(table):
         lines += ["", f"## {label}: better, level or worse", "", *comparisons.markdown(found)]
     return "\n".join(lines) + "\n"
 
 
-def held(table: PaperTable) -> list[tuple[str, BaselineComparison]]:
+def column_verdicts(table: PaperTable) -> list[tuple[str, BaselineComparison]]:
     """Return the label and verdicts of each column that has verdicts."""
     columns = ((column["label"], column.get("against")) for column in table["columns"])
     return [(label, BaselineComparison.read(found)) for label, found in columns if found]

@@ -372,9 +372,9 @@ class TaskKind(NetKind):
 
     def make(self, recipe: Recipe) -> RunData:
         """Return the users of the task, which brings its net; no base model is loaded."""
-        return self.materials(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.data_seed))
+        return self.run_data(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.data_seed))
 
-    def materials(self, task: Task) -> RunData:
+    def run_data(self, task: Task) -> RunData:
         """Return the data of a task, which may be made in Python; warn once of labels that a user does not train on."""
         if task.loss == "cross_entropy":
             warn_unseen(task.users)
@@ -384,9 +384,9 @@ class TaskKind(NetKind):
         """Return the recipe with another number of users."""
         return recipe.with_changes({"data.task.users": users})
 
-    def settings(self, materials: RunData) -> dict[str, object]:
+    def settings(self, run_data: RunData) -> dict[str, object]:
         """Return the task's settings."""
-        return {key: getattr(materials.common, key) for key in SETTINGS}
+        return {key: getattr(run_data.common, key) for key in SETTINGS}
 
     def reopened(
         self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None

@@ -395,7 +395,7 @@ def rate_bound(found: Descent, cluster: Cluster, schedule: Schedule) -> Float[np
         schedule: Step sizes and local steps.
     """
     noise = 4 * found.variance * _squares(cluster.weights) + 4 * found.moment * found.mismatch**2
-    return _telescoped(found, cluster, schedule, noise, 8)
+    return _rate_bound_of(found, cluster, schedule, noise, 8)
 
 
 def routed_rate_bound(
@@ -412,12 +412,21 @@ def routed_rate_bound(
         clusters: Number of clusters, C.
     """
     noise = 4 * found.variance * _squares(cluster.weights) + _router_noise(found, cluster, clusters)
-    return _telescoped(found, cluster, schedule, np.full(len(found.rates), noise), 9)
+    return _rate_bound_of(found, cluster, schedule, np.full(len(found.rates), noise), 9)
 
 
-def _telescoped(
+def _rate_bound_of(
     found: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drifts: int
 ) -> Float[np.ndarray, " steps"]:
+    """Return the bound in the docstring of :func:`rate_bound`: one-step inequalities, summed with weights (t + s)^2.
+
+    Args:
+        found: Measured quantities of the run, for each step; ``moment`` is G^2.
+        cluster: The cluster whose clients take part, with moduli mu and L.
+        schedule: Step sizes, shift s and local steps H.
+        noise: A_t.
+        drifts: Factor of ``L H^2 G^2`` in B.
+    """
     mu, smooth = cluster.moduli
     times = np.arange(len(found.rates)) + schedule.shift
     drifted = drifts * smooth * schedule.local_steps**2 * found.moment

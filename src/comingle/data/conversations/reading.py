@@ -255,7 +255,7 @@ def split_records(
     split = split or data.split
     max_conversations, held_out = data.max_conversations_of(name), (split.test_name, split.valid_name or "")
     found = {key: _conversations(data, bad, name, records[:max_conversations]) for key, records in parts.items()}
-    read = repeated.drop(name, found, _words, held_out=held_out)
+    read = repeated.drop(name, found, _comparable_text, held_out=held_out)
     if not any(read.values()):
         raise NoTextError(f"user {name!r}: no conversations; at least one is needed")
     if not split.given:
@@ -289,7 +289,8 @@ def _conversations(
     return found
 
 
-def _words(placed: PlacedConversation) -> str:
+def _comparable_text(placed: PlacedConversation) -> str:
+    """Return a conversation as JSON with normalised white space, which is equal for duplicates."""
     messages = [
         {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in message.items()}
         for message in placed[1]

@@ -66,7 +66,7 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
     _check_names(layers)
     owners = _owners(model)
     chosen = {id(module) for module in layers.values()}
-    partners = {name: _partners(module, owners) for name, module in layers.items()}
+    partners = {name: _sharing_layers(module, owners) for name, module in layers.items()}
     free = {name: module for name, module in layers.items() if set(partners[name]) <= chosen}
     for name in free:
         others = [other for key, other in partners[name].items() if other != name and key != id(free[name])]
@@ -102,8 +102,8 @@ def _owners(model: nn.Module) -> dict[int, dict[int, str]]:
     return owners
 
 
-def _partners(module: nn.Module, owners: dict[int, dict[int, str]]) -> dict[int, str]:
-    """Return all modules that hold one of this module's parameters, itself included."""
+def _sharing_layers(module: nn.Module, owners: dict[int, dict[int, str]]) -> dict[int, str]:
+    """Return the names, by module id, of all modules that share a parameter with this one, including itself."""
     held = [owners[id(p)] for p in module._parameters.values() if p is not None]
     return {key: name for holders in held for key, name in holders.items()}
 

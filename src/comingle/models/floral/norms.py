@@ -123,15 +123,15 @@ class AdaptedBatchNorm(AdaptedNorm):
         return y + F.batch_norm(x, self.running_mean, self.running_var, gain, shift, False, 0.0, base.eps)
 
     def _gain_and_shift(self) -> tuple[Tensor, Tensor | None]:
-        """Return the mixed gain and shift, reparameterised for BatchNorA."""
+        """Return the mixed gain and shift; for BatchNorA ``s gamma_c`` and ``beta_c + m sg(gamma_c)``."""
         gain, shift = self.mixed()
         if not self.nora or self.running_mean is None:
             return gain, shift
-        ratio, drift = self._relative()
-        fixed = mix(self.shares(self.weight), self.weight.detach())  # keeps the gradient of the mixture
+        ratio, drift = self._relative_statistics()
+        fixed = mix(self.shares(self.weight), self.weight.detach())  # gradients reach only the mixture weights
         return ratio * gain, _sum(shift, drift * fixed)
 
-    def _relative(self) -> tuple[Tensor, Tensor]:
+    def _relative_statistics(self) -> tuple[Tensor, Tensor]:
         """Return ``sigma_local / sigma`` and ``(mu_local - mu) / sigma``."""
         mean, var, own_mean, own_var = self._statistics()
         eps = cast(_BatchNorm, self.base).eps
@@ -189,7 +189,7 @@ class AdaptedBatchNorm(AdaptedNorm):
             )
         base = cast(_BatchNorm, self.base)
         gain, shift = mix(shares.to(self.weight.dtype), self.weight), mix(shares.to(self.bias.dtype), self.bias)
-        ratio, drift = self._relative()
+        ratio, drift = self._relative_statistics()
         base.weight.data.add_(gain / ratio)
         base.bias.data.add_(shift - drift / ratio * gain)
         return base

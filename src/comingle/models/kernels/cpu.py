@@ -31,9 +31,9 @@ _library: ctypes.CDLL | None = None
 
 
 def enable(cache: Path) -> bool:
-    """Load the code from ``cache`` (compile it if necessary); return whether this succeeded.
+    """Load the native softmax and attention from ``cache`` (compile them if necessary); return whether this succeeded.
 
-    It is used while the native code of :mod:`comingle.models.kernels.expert_mlp` is in use.
+    They are used only while the native kernels of :mod:`comingle.models.kernels.expert_mlp` are enabled.
     """
     global _library
     _library = _library or _load(cache)

@@ -145,7 +145,7 @@ class Card:
         name: The user.
         base: The base.
         library: The library that opens the export.
-        form: Description of what was written.
+        form: Sentence on the format that was written.
         usage: Code that opens the model.
         about: Facts about the user's data and scores; None if unknown.
         example: Example that generates a text; None without a tokenizer.
@@ -182,6 +182,7 @@ class Card:
         ]
 
     def _head(self) -> list[str]:
+        """Return the lines of the card up to the example: title, what the model is, its format, and its usage."""
         made = f"with the method {self.about.method}" if self.about else "with adapters"
         others = f", in a federation of {self.about.users} users" if self.about and self.about.users > 1 else ""
         first = f"The personal language model of one user, {self.name}: {name_of(self.base)} fine-tuned {made}{others}."

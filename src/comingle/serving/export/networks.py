@@ -186,7 +186,7 @@ def cast_parameters(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedM
 
 
 def check_sparse(name: str, config: PreTrainedConfig) -> None:
-    """Check that transformers has a sparse architecture over this base.
+    """Check that transformers has a sparse architecture for this base.
 
     Raises:
         DataError: It has none; the message names the reason and a format that works.

@@ -80,7 +80,7 @@ def largest_terms(tensors: Tree, weights: Tree) -> Float[Tensor, " tensors"]:
 
 
 def _largest(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
-    found = [terms(some, of).abs().max() for some, of in _portions(t, weights) if some.numel()]
+    found = [terms(some, of).abs().max() for some, of in _chunks(t, weights) if some.numel()]
     return torch.stack(found).max().cpu() if found else torch.zeros((), dtype=torch.float64)
 
 
@@ -114,7 +114,7 @@ def whole_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Ten
 
 def _whole(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
     total = torch.zeros(t.shape[1:], dtype=torch.int64, device=t.device)
-    for some, of in _portions(t, weights):
+    for some, of in _chunks(t, weights):
         total += _scaled(terms(some, of), shift).round().long().sum(0)
     return total
 
@@ -160,7 +160,7 @@ def reduced(
     return sums_of(total(whole_sums(tensors, weights, shifts)), tensors, shifts)
 
 
-def _portions(t: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _chunks(t: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
     size = max(1, _AT_ONCE // max(1, t[:1].numel()))
     return list(zip(t.split(size), weights.split(size), strict=True))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from comingle.config import Recipe
 from comingle.config.files import check_used
-from comingle.config.settings import EVERYBODY, KINDS
+from comingle.config.settings import ALL_USERS, KINDS
 from comingle.data.populations import UserCollection, as_users
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Overlap, UserText, find_overlap
@@ -215,12 +215,12 @@ class Kind(ABC):
         return False
 
     @abstractmethod
-    def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
+    def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
         """Return the model that all users of the run train; reads no data.
 
         Args:
             recipe: The recipe.
-            materials: Base model and users of the run.
+            run_data: Base model and users of the run.
             plan: Plan of the run.
 
         Raises:
@@ -228,12 +228,12 @@ class Kind(ABC):
         """
 
     @abstractmethod
-    def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
+    def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
         """Return the users on this machine, with the model that they train.
 
         Args:
             recipe: The recipe.
-            materials: Base model and users of the run.
+            run_data: Base model and users of the run.
             plan: Plan of the run.
 
         Raises:
@@ -257,7 +257,7 @@ class Kind(ABC):
             row: Row of the user in the federation.
         """
 
-    def settings(self, materials: RunData) -> JsonObject:
+    def settings(self, run_data: RunData) -> JsonObject:
         """Return what a run folder stores besides names and digests, so that the run opens without its data."""
         return {}
 
@@ -315,35 +315,35 @@ def kind_of(recipe: Recipe) -> Kind:
 
 def with_full_participation(plan: RunPlan) -> RunPlan:
     """Return a plan in which the one trainer of pooled data takes part in every round."""
-    return replace(plan, participation=EVERYBODY) if plan.method.placement.pooled else plan
+    return replace(plan, participation=ALL_USERS) if plan.method.placement.pooled else plan
 
 
-def model_here(model: Model, materials: RunData) -> Model:
+def model_here(model: Model, run_data: RunData) -> Model:
     """Return the model restricted to the users whose data is on this machine."""
-    return model if materials.here is None else model.only(materials.here)
+    return model if run_data.here is None else model.only(run_data.here)
 
 
 def users_and_trainers(
-    kind: Kind, materials: RunData, method: Method
+    kind: Kind, run_data: RunData, method: Method
 ) -> tuple[UserCollection[AnyUser], UserCollection[AnyUser]]:
     """Return the users on this machine and the trainers: the same, or the one trainer of pooled data.
 
     Args:
         kind: Kind of the data.
-        materials: Users of the run.
+        run_data: Users of the run.
         method: Method of the run.
     """
-    users = materials.present
+    users = run_data.present
     if not method.placement.pooled:
         return users, users
-    if materials.unread:
+    if run_data.unread:
         return users, as_users([lazy_user(kind.user, "everyone", lambda: kind.pooled(users))])
     return users, as_users([kind.pooled(users)])
 
 
-def count_trainers(materials: RunData, method: Method) -> int:
+def count_trainers(run_data: RunData, method: Method) -> int:
     """Return the number of trainers in the whole run."""
-    return 1 if method.placement.pooled else len(materials.users)
+    return 1 if method.placement.pooled else len(run_data.users)
 
 
 class _LazyUser:

@@ -47,7 +47,7 @@ from comingle.training.kinds.base import (
     with_full_participation,
 )
 from comingle.training.kinds.text import LanguageKind, anybody_validates
-from comingle.training.settings import Portions, RunPlan, portions
+from comingle.training.settings import PassSize, RunPlan, pass_size
 from comingle.utils.errors import DataError
 from comingle.utils.inputs import DATE
 
@@ -80,13 +80,13 @@ class AnswerBatchSource(PassBatchSource):
         owner = self.trainers[trainer]
         return owner.valid if stream == "valid" else owner.train
 
-    def portions(self, device: torch.device, columns: int) -> Portions:
-        """Return the size of a pass, by tokens, as if all conversations were as long as the longest."""
+    def pass_size(self, device: torch.device, columns: int) -> PassSize:
+        """Return how many users and sequences one pass takes, as if all conversations were as long as the longest."""
         longest = self.trainers.about.get("most_width")
         if longest is None:
             longest = max(trainer.train.windows.shape[1] for trainer in self.trainers)
         context = self.plan.training.context if self.even else longest
-        return portions(self.plan.updated("training", context=context), device, self.batch_size)
+        return pass_size(self.plan.updated("training", context=context), device, self.batch_size)
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
@@ -134,10 +134,10 @@ class AnswerBatchSource(PassBatchSource):
         return len(part) * (1 + any(name in JUDGES for name in part.measures))
 
     def score(
-        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
+        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> list[AnswerScore]:
         """Return the losses of the responses of set i under the model of row ``rows[i]``, each token once."""
-        batch, slots = portions.slots(SCORED_PER_SLOT)
+        batch, slots = pass_size.slots(SCORED_PER_SLOT)
         parts = [[_trim(part.windows[at]) for at in _by_width(part.windows).split(batch)] for part in sets]
         windows_scores = score_windows(predict, parts, rows, slots=slots, gates=gates)
         return [
@@ -150,18 +150,18 @@ class AnswerBatchSource(PassBatchSource):
         generate: Generate,
         sets: Sequence[AnySplit],
         rows: Sequence[int],
-        portions: Portions,
+        pass_size: PassSize,
         gates: Gates | None,
     ) -> list[AnswerScore]:
         """Return the losses of the responses and, if a measure requires it, scores of generated responses."""
-        scores = self.score(predict, sets, rows, portions, gates)
+        scores = self.score(predict, sets, rows, pass_size, gates)
         if not any(name in JUDGES for part in sets for name in part.measures):
             return scores
-        given = self.answers(generate, sets, rows, portions)
+        given = self.answers(generate, sets, rows, pass_size)
         return [judge(score, texts, part.references) for score, texts, part in zip(scores, given, sets, strict=True)]
 
     def answers(
-        self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], portions: Portions
+        self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], pass_size: PassSize
     ) -> list[list[str]]:
         """Return the greedy response of the model of row ``rows[i]`` to each prompt of set i.
 
@@ -171,9 +171,9 @@ class AnswerBatchSource(PassBatchSource):
             generate: Text that the models generate.
             sets: Sets with the prompts.
             rows: Row of the model for each set.
-            portions: Number of users and sequences in one pass.
+            pass_size: Number of users and sequences in one pass.
         """
-        batch, slots = _slots_to_speak(sets, portions)
+        batch, slots = _slots_to_speak(sets, pass_size)
         texts = [[""] * len(part.references) for part in sets]
         jobs = [
             _Job(i, at) for i, part in enumerate(sets) for at in part.prompt_tokens.argsort(stable=True).split(batch)
@@ -201,10 +201,10 @@ Each further token reads all weights, however many responses there are. With lar
 would need more memory than training."""
 
 
-def _slots_to_speak(sets: Sequence[Answers], portions: Portions) -> tuple[int, int]:
+def _slots_to_speak(sets: Sequence[Answers], pass_size: PassSize) -> tuple[int, int]:
     """Return the number of prompts per slot and the number of slots in a generation pass."""
     longest = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
-    rows = max(portions.users * portions.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest)))
+    rows = max(pass_size.users * pass_size.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest)))
     most = max((len(part.references) for part in sets), default=1)
     batch = max(1, min(most, rows // max(1, len(sets))))
     return batch, max(1, rows // batch)
@@ -273,36 +273,36 @@ class AnswersKind(LanguageKind):
         for user in users:
             check_answers(user, needs_validation=method.client.needs_validation)
 
-    def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
+    def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
         """Return the model; whether it is compiled depends on the training tokens of the users on this machine."""
-        assert materials.base is not None
-        if not materials.users.in_memory:
-            tokens = plan.training.rounds * plan.training.local_epochs * materials.users.about.get("tokens", 0)
+        assert run_data.base is not None
+        if not run_data.users.in_memory:
+            tokens = plan.training.rounds * plan.training.local_epochs * run_data.users.about.get("tokens", 0)
         else:
-            read = not materials.unread and materials.present
-            tokens = training_tokens(users_and_trainers(self, materials, plan.method)[1], plan) if read else 0
-        return language_model(recipe, materials.base, plan.method, count_trainers(materials, plan.method), tokens)
+            read = not run_data.unread and run_data.present
+            tokens = training_tokens(users_and_trainers(self, run_data, plan.method)[1], plan) if read else 0
+        return language_model(recipe, run_data.base, plan.method, count_trainers(run_data, plan.method), tokens)
 
-    def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
+    def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
         """Return the users on this machine; batches are even if the method balances the load of experts."""
         plan = with_full_participation(plan)
-        assert materials.base is not None
-        if not materials.unread:
-            self.check_enough(materials.present, plan.method)
-            for user in materials.present:
-                require_rows(materials.base, user)
-        users, trainers = users_and_trainers(self, materials, plan.method)
+        assert run_data.base is not None
+        if not run_data.unread:
+            self.check_enough(run_data.present, plan.method)
+            for user in run_data.present:
+                require_rows(run_data.base, user)
+        users, trainers = users_and_trainers(self, run_data, plan.method)
         size = batch_size(plan, len(users))
         even = plan.method.placement.routed and plan.training.balance_weight > 0
         return Clients(
-            model_here(self.model(recipe, materials, plan), materials),
+            model_here(self.model(recipe, run_data, plan), run_data),
             plan,
             trainers=trainers,
             users=users,
-            batch_source=AnswerBatchSource(trainers, plan, size, tokenizer=tokenizer_of(materials.base), even=even),
-            reads=materials.reads,
-            skipped=materials.skipped,
-            skipped_rows=materials.skipped_rows,
+            batch_source=AnswerBatchSource(trainers, plan, size, tokenizer=tokenizer_of(run_data.base), even=even),
+            reads=run_data.reads,
+            skipped=run_data.skipped,
+            skipped_rows=run_data.skipped_rows,
         )
 
     def pooled(self, users: Sequence[AnyUser]) -> UserAnswers:
@@ -339,9 +339,9 @@ class ConversationsKind(AnswersKind):
         """Check that every user has enough conversations; names all users that do not."""
         check_shortages(users, needs_validation=method.client.needs_validation)
 
-    def settings(self, materials: RunData) -> dict[str, Any]:
+    def settings(self, run_data: RunData) -> dict[str, Any]:
         """Return the date that the base model's chat template writes, if it writes the current date."""
-        date = None if materials.base is None else materials.base.date
+        date = None if run_data.base is None else run_data.base.date
         return {} if date is None else {DATE: date.isoformat()}
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from comingle.models.stacked import StackedModel, gated_pair, stack
 from comingle.training.batch_sources import AnySplit, AnyUser, PassBatchSource, Predict
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import ADAPTOR_SETS, NETS, lazy_user, with_full_participation
-from comingle.training.settings import Portions, RunPlan
+from comingle.training.settings import PassSize, RunPlan
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import derive, generator
 
@@ -80,15 +80,15 @@ class SampleBatchSource(PassBatchSource):
         owner = self.trainers[trainer]
         return len(owner.valid if stream == "valid" else owner.train)
 
-    def portions(self, device: torch.device, columns: int) -> Portions:
-        """Return the size of a pass, by parameters: copies of the net dominate the memory of small batches."""
+    def pass_size(self, device: torch.device, columns: int) -> PassSize:
+        """Return how many users and samples one pass takes; copies of the net dominate its memory."""
         sequences = min(self.plan.runtime.micro_batch or self.batch_size, self.batch_size)
         privacy = self.plan.privacy
         copies = (
             sequences if privacy is not None and privacy.protects == "example" else 1
         )  # a copy of the net per sample
         users = self.plan.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns * copies))
-        return Portions(users=users, sequences=sequences)
+        return PassSize(users=users, sequences=sequences)
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
@@ -137,11 +137,11 @@ class SampleBatchSource(PassBatchSource):
         return (drawn != PAD).sum(1)
 
     def score(
-        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
+        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> list[SampleScore]:
         """Return the loss, and the accuracy of classifiers, of set i under the model of row ``rows[i]``."""
         bank = self._bank(sets)
-        slots = max(1, min(portions.users, len(rows)))
+        slots = max(1, min(pass_size.users, len(rows)))
 
         def forward(owners: Sequence[int], inputs: Tensor) -> Tensor:
             return predict([rows[owner] for owner in owners], inputs)
@@ -179,7 +179,7 @@ class SampleBatchSource(PassBatchSource):
         inputs = self.banks["train"].inputs
         return fake(torch.empty(users, count, *inputs.shape[1:], dtype=inputs.dtype, device="meta"))
 
-    def scored_at_once(self, users: Sequence[AnyUser], portions: Portions) -> int:
+    def scored_at_once(self, users: Sequence[AnyUser], pass_size: PassSize) -> int:
         """Return the size of the largest test set, up to a limit."""
         return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
 

@@ -155,14 +155,14 @@ class NetKind(Kind):
         """Check that the method supports nets: no adapters of a language model and no token routers."""
         check_on_nets(method)
 
-    def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
+    def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
         """Return the net, or the nets that are mixed."""
-        return net_model(recipe, materials.common, plan.method)
+        return net_model(recipe, run_data.common, plan.method)
 
-    def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
+    def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
         """Return the users with their copies of the net."""
-        unread, here, reads = materials.unread, materials.here, materials.reads
-        return build_nets(recipe, materials.common, plan, unread=unread, here=here, reads=reads)
+        unread, here, reads = run_data.unread, run_data.here, run_data.reads
+        return build_nets(recipe, run_data.common, plan, unread=unread, here=here, reads=reads)
 
     def pooled(self, users: Sequence[AnyUser]) -> UserSamples:
         """Return one user with the samples of all users."""
@@ -208,9 +208,9 @@ class SamplesKind(NetKind):
         """Return whether ``data`` is a PyTorch dataset, a pair of arrays, or splits of these."""
         return is_user_samples(data)
 
-    def settings(self, materials: RunData) -> dict[str, Any]:
+    def settings(self, run_data: RunData) -> dict[str, Any]:
         """Return the shapes, and the names of the net and of the loss if they have names."""
-        common = cast(Population, materials.common)
+        common = cast(Population, run_data.common)
         return {
             "net": common.net if isinstance(common.net, str) else OWN,
             "loss": common.measure.name,

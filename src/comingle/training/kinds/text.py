@@ -35,7 +35,7 @@ from comingle.training.kinds.base import (
     users_and_trainers,
     with_full_participation,
 )
-from comingle.training.settings import Portions, RunPlan, portions
+from comingle.training.settings import PassSize, RunPlan, pass_size
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree
@@ -62,9 +62,9 @@ class TextBatchSource(BatchSource):
         require_bytes(f"training.batch_size: {batch_size:,} windows of {window:,} tokens", 8 * batch_size * window)
         self._cut: dict[int, Int[Tensor, "windows window"]] = {}
 
-    def portions(self, device: torch.device, columns: int) -> Portions:
-        """Return the size of a pass, by tokens: adapters are small compared with activations."""
-        return portions(self.plan, device, self.batch_size)
+    def pass_size(self, device: torch.device, columns: int) -> PassSize:
+        """Return how many users and sequences one pass takes; activations dominate its memory."""
+        return pass_size(self.plan, device, self.batch_size)
 
     def steps(self, trainer: int) -> int:
         """Return the number of local steps of a round, which is the same for all trainers."""
@@ -127,10 +127,10 @@ class TextBatchSource(BatchSource):
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
     def score(
-        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], portions: Portions, gates: Gates | None
+        self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> list[Score]:
         """Return the losses of whole streams, in one exact pass over each."""
-        batch, slots = portions.slots(SCORED_PER_SLOT)
+        batch, slots = pass_size.slots(SCORED_PER_SLOT)
         cut = {"context": self.plan.training.context, "begin": self.begin}
         return score_streams(predict, sets, rows, batch=batch, slots=slots, gates=gates, **cut)
 
@@ -199,32 +199,32 @@ class TextKind(LanguageKind):
         """Return whether ``data`` is documents, a table with a column of them, a path, or splits of these."""
         return is_user_text(data)
 
-    def model(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Model:
+    def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
         """Return the model; all users have equally many training tokens, which decide whether it is compiled."""
-        assert materials.base is not None
-        trainers = count_trainers(materials, plan.method)
+        assert run_data.base is not None
+        trainers = count_trainers(run_data, plan.method)
         tokens = trainers * plan.iterations * plan.training.batch_size * plan.training.context
-        return language_model(recipe, materials.base, plan.method, trainers, tokens)
+        return language_model(recipe, run_data.base, plan.method, trainers, tokens)
 
-    def clients(self, recipe: Recipe, materials: RunData, plan: RunPlan) -> Clients:
+    def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
         """Return the users on this machine; every stream that the run uses must be long enough."""
-        assert materials.base is not None
-        plan, begin = with_full_participation(plan), materials.base.begin
-        if not materials.unread:
+        assert run_data.base is not None
+        plan, begin = with_full_participation(plan), run_data.base.begin
+        if not run_data.unread:
             needed = {"needs_validation": plan.method.client.needs_validation, "begins": begin is not None}
-            check(materials.present, context=plan.training.context, **needed)
-            for user in materials.present:
-                require_rows(materials.base, user)
-        users, trainers = users_and_trainers(self, materials, plan.method)
+            check(run_data.present, context=plan.training.context, **needed)
+            for user in run_data.present:
+                require_rows(run_data.base, user)
+        users, trainers = users_and_trainers(self, run_data, plan.method)
         return Clients(
-            model_here(self.model(recipe, materials, plan), materials),
+            model_here(self.model(recipe, run_data, plan), run_data),
             plan,
             trainers=trainers,
             users=users,
             batch_source=TextBatchSource(trainers, plan, batch_size(plan, len(users)), begin=begin),
-            reads=materials.reads,
-            skipped=materials.skipped,
-            skipped_rows=materials.skipped_rows,
+            reads=run_data.reads,
+            skipped=run_data.skipped,
+            skipped_rows=run_data.skipped_rows,
         )
 
     def pooled(self, users: Sequence[AnyUser]) -> UserData:
