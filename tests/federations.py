@@ -10,6 +10,8 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
+from comingle.data.populations import as_users
+from comingle.data.samples.samples import UserSamples
 from comingle.methods.base import Phase
 from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients, LocalRound, train
@@ -62,8 +64,11 @@ def crossing(federation: InProcess, members: Sequence[int]) -> tuple[int, int]:
     return federation.clock.upload_bytes - up, federation.clock.download_bytes - down
 
 
-def read_anew(clients: Clients) -> None:
-    """Have users whose samples have been exchanged train on those that they have now."""
+def replace_user(clients: Clients, number: int, user: UserSamples) -> None:
+    """Replace a user by one with other samples, before the first round."""
+    users = list(clients.trainers)
+    users[number] = user
+    clients.users = clients.trainers = as_users(users)
     model = clients.model
     like = {"device": model.device, "dtype": model.dtype, "loss": model.loss}
     batch_source = SampleBatchSource(clients.trainers, clients.plan, clients.batch_size, **like)

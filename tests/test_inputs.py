@@ -12,6 +12,7 @@ import pytest
 
 from comingle.cli.compare import compare_methods
 from comingle.config import Recipe, load_recipe, parse_recipe
+from comingle.data.populations import as_users
 from comingle.models.loading import load_base
 from comingle.runs import api
 from comingle.runs.session import prepare
@@ -184,9 +185,9 @@ def test_samples_of_a_task_are_part_of_it(tmp_path: Path) -> None:
     task = run_data.common
     assert task is not None
     spoilt = replace(task.users[1], test=task.users[0].test)
-    other = TASKS.run_data(replace(task, users=(task.users[0], spoilt, task.users[2])))
-    with pytest.raises(RunError, match="user 'user-1': the test data changed since the run began"):
-        api.run(recipe, out=tmp_path / "run", resume=True, run_data=other)
+    other = TASKS.run_data(replace(task, users=as_users([task.users[0], spoilt, task.users[2]])))
+    with pytest.raises(RunError, match=r"user 'user-1'.* test "), pytest.warns(DeprecationWarning, match="run_data"):
+        api.run(recipe, out=tmp_path / "run", resume=True, materials=other)
     api.run(recipe, out=tmp_path / "run", resume=True)
 
 

@@ -14,6 +14,7 @@ from test_cli_mistakes import one_line
 
 from comingle.config import Recipe, load_recipe
 from comingle.config.sections import FloralSection
+from comingle.data.populations import as_users
 from comingle.data.samples.samples import Samples
 from comingle.models.floral.layers import CONV_FORMS
 from comingle.runs import api
@@ -268,7 +269,7 @@ def refused(recipe: Recipe, inputs: tuple[int, ...], *, first: bool = False) -> 
             for split, part in (("train", user.train), ("test", user.test))
         }
         users[i] = replace(user, **parts)
-    own = TASKS.run_data(replace(task, users=tuple(users)))
+    own = TASKS.run_data(replace(task, users=as_users(users)))
     with pytest.raises(ComingleError) as error:
         api.run(recipe, run_data=own)
     assert "\n" not in str(error.value)

@@ -17,7 +17,7 @@ from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.training.backends.local import InProcess
 from comingle.training.evaluation import merged_mixtures_event, own_mixtures
 from comingle.utils.trees import CLIENT_ROUTER
-from federations import download_all, exchange, local_round, read_anew
+from federations import download_all, exchange, local_round, replace_user
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 EVERYONE = [0, 1, 2, 3]
@@ -129,8 +129,7 @@ def test_users_of_unequal_size_take_their_own_number_of_steps(federate_nets: Any
         clients = federation.clients
         few = clients.trainers[2]
         short = Samples(inputs=few.train.inputs[:43], targets=few.train.targets[:43])
-        clients.trainers[2] = replace(few, train=short)
-        read_anew(clients)
+        replace_user(clients, 2, replace(few, train=short))
         return federation
 
     together, apart = cut(federate_nets(netted)), cut(federate_nets(netted, changes={"runtime.users_per_step": 1}))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comingle.training.backends.local import InProcess
-from federations import read_anew
+from federations import replace_user
 
 RATE = 0.05
 LINEAR = {"data.task.name": "linear", "training.batch_size": 3, "evaluation.model": "exchanged"}
@@ -20,8 +20,7 @@ Own = dict[str, Tensor]
 def unequal(federation: InProcess) -> InProcess:
     """User 2 has fewer samples than the others, so that means are weighted."""
     few = federation.clients.trainers[2]
-    federation.clients.trainers[2] = replace(few, train=few.train.first(4))
-    read_anew(federation.clients)
+    replace_user(federation.clients, 2, replace(few, train=few.train.first(4)))
     return federation
 
 

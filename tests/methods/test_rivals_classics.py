@@ -11,7 +11,7 @@ from by_hand import EVERYONE, RATE, ByHand, Own, played, same
 
 from comingle.data.samples.samples import UserSamples
 from comingle.utils.errors import RecipeError
-from federations import read_anew
+from federations import replace_user
 
 ROUNDS = [EVERYONE, [0, 2, 3], EVERYONE]
 
@@ -19,8 +19,7 @@ ROUNDS = [EVERYONE, [0, 2, 3], EVERYONE]
 def few(federation: Any) -> Any:
     """User 2 has fewer samples than the others, so that means are weighted and it takes fewer steps."""
     one = federation.clients.trainers[2]
-    federation.clients.trainers[2] = UserSamples(**{**vars(one), "train": one.train.first(43)})
-    read_anew(federation.clients)
+    replace_user(federation.clients, 2, UserSamples(**{**vars(one), "train": one.train.first(43)}))
     return federation
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from comingle.data.samples.samples import UserSamples
 from comingle.methods.momentum_clustering import CENTRES, MOVED, OWN, Centres, threshold_step
 from comingle.utils.seeds import generator
-from federations import read_anew
+from federations import replace_user
 
 ROUNDS = [EVERYONE, [0, 2, 3], EVERYONE]
 DECAY, SERVER_RATE, QUANTILE, ITERATIONS, CLUSTERS = 0.6, 0.7, 0.5, 3, 2
@@ -46,8 +46,7 @@ def test_rounds_equal_the_algorithm_written_out(federate_nets: Any) -> None:
     settings = {"momentum": DECAY, "quantile": QUANTILE, "iterations": ITERATIONS, "server_rate": SERVER_RATE}
     federation = federate_nets({"name": "momentum-clustering", "clusters": CLUSTERS, **settings})
     few = federation.clients.trainers[2]
-    federation.clients.trainers[2] = UserSamples(**{**vars(few), "train": few.train.first(43)})
-    read_anew(federation.clients)
+    replace_user(federation.clients, 2, UserSamples(**{**vars(few), "train": few.train.first(43)}))
     hand = ByHand(federation)
     owns, momenta, centres = hand.rows(), {}, []
     for number, members in enumerate(ROUNDS):

@@ -148,7 +148,7 @@ def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file.
 
     Raises:
-        RecipeError: It cannot be read, or as for :func:`comingle.config.files.read_text`.
+        RecipeError: The file cannot be read or is not YAML; see :func:`read_text`.
     """
     try:
         if (size := path.stat().st_size) > MAX_BYTES:

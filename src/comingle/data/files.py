@@ -200,7 +200,7 @@ MAX_WORD_CHARACTERS = 1 << 20
 """Largest number of characters without white space; tokenizers need gigabytes of memory for a longer word."""
 
 
-def word_problem(text: str) -> str | None:
+def long_word_problem(text: str) -> str | None:
     """Return an error text if a word has more than a million characters, as Base64 may have; None otherwise."""
     if len(text) <= MAX_WORD_CHARACTERS or max(map(len, text.split()), default=0) <= MAX_WORD_CHARACTERS:
         return None
@@ -472,6 +472,6 @@ def _decode(content: bytes, *, final: bool = True) -> str:
         at = error.start + len(content) - len(error.object)
         coding = "it is UTF-16" if content.startswith(UTF_16) else f"byte {content[at]:#04x} at offset {at}"
         raise _NotText(f"not UTF-8 text ({coding}); convert it to UTF-8 first") from None
-    if problem := word_problem(text):
+    if problem := long_word_problem(text):
         raise _NotText(f"{problem}; break it into lines")
     return text.replace("\r\n", "\n")

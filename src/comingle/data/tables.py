@@ -27,8 +27,8 @@ from comingle.data.files import (
     has_rows,
     is_saved,
     list_row_files,
+    long_word_problem,
     looks_like_path,
-    word_problem,
 )
 from comingle.data.row_files import BadRows, Row, Table, describe_cause, open_table, read_name
 from comingle.utils.errors import DataError, did_you_mean, list_names
@@ -88,7 +88,7 @@ def _check_document(value: object, column: str) -> str:
         raise ValueError(f"column {column!r} holds {type(value).__name__}; allowed: text")
     if not is_unicode(value):
         raise ValueError(f"column {column!r} holds an unpaired surrogate; allowed: valid Unicode text")
-    if problem := word_problem(value):
+    if problem := long_word_problem(value):
         raise ValueError(f"column {column!r} holds {problem}")
     return value
 

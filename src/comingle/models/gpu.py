@@ -124,7 +124,10 @@ class TritonBackend:
         d_gated: Last,
         factors: bool,
     ) -> tuple[list[SharedHidden], First, Gates, list[Factor], Factor | None]:
-        """Compute :func:`comingle.models.kernels.expert_mlp.backward` with Triton. Args: as there."""
+        """Compute :func:`comingle.models.kernels.expert_mlp.backward` with Triton. Args: as there.
+
+        A plain MLP has one pre-activation, a gated one two: the first and the last of ``bases`` and of ``b`` may be one.
+        """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
         chunks = -(-hidden // COLUMNS)
@@ -147,9 +150,9 @@ class TritonBackend:
                     *given, parts[0], parts[-2], parts[-1], *numbers, SPAN, **sizes
                 )
             found = [part.sum(0).to(a.dtype) for part in parts]
-        thin = (d_gated.float() * last.float()).view(users, n, experts, rank).sum(-1)
+        d_last_gates = (d_gated.float() * last.float()).view(users, n, experts, rank).sum(-1)
         *d_b, d_a = found or [None]
-        return d_bases, d_z.sum(0).mul_(scale).to(z.dtype), d_gates.sum(0) + thin, d_b, d_a  # type: ignore[return-value]
+        return d_bases, d_z.sum(0).mul_(scale).to(z.dtype), d_gates.sum(0) + d_last_gates, d_b, d_a  # type: ignore[return-value]
 
 
 def _leading_arguments(

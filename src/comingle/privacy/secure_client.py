@@ -476,7 +476,7 @@ def public_of(private: bytes) -> bytes:
 
 
 def shared_secret(private: bytes, public: bytes) -> bytes:
-    """Return the common secret of two users, from the private key of one and the public key of the other.
+    """Return the X25519 secret that two users share, from the private key of one and the public key of the other.
 
     Raises:
         MessageError: The public key is invalid.

@@ -59,11 +59,11 @@ from comingle.reports.runs import (
     baselines,
     bound,
     brief_list,
+    common_measures,
     compared,
     cost,
     expert_curves,
     final,
-    measured,
     verdicts,
 )
 from comingle.reports.tables import judged_tables, ledger
@@ -320,11 +320,11 @@ def user_records(runs: Sequence[Path]) -> list[dict[str, object]]:
             "run": run.name,
             **{key: metrics[key] for key in ("method", "seed", "base", "rounds")},
             "user": user,
-            **measured,
+            **common_measures,
         }
         for run in finished
         for metrics in [read_metrics(run)]
-        for user, measured in metrics["users"].items()
+        for user, common_measures in metrics["users"].items()
     ]
 
 
@@ -493,7 +493,7 @@ def _heading(entries: Sequence[Entry]) -> str:
 
 
 def _palette(entries: Sequence[Entry]) -> list[Colour]:
-    """Return every colour in the figures of these entries once."""
+    """Return the distinct colours in the figures of these entries."""
     colours = [INK, MUTED, LINE, PAPER, *(style.colour for style in styles([entry.method for entry in entries]))]
     for entry in entries:
         experts = {name for names in entry.first.evaluations[-1].experts.values() for name in names}
@@ -553,7 +553,7 @@ def _against(found: BaselineComparison | None) -> dict[str, object] | None:
 
 def _curves(entries: Sequence[Entry], drawn: Drawn) -> Iterator[tuple[str, Markup]]:
     """Yield titles and figures of learning curves, for accuracies also of losses."""
-    names = measured(entries)
+    names = common_measures(entries)
     for name in names:
         prefix = f"{name} " if len(names) > 1 else ""
         for start, suffix in ((True, "from the start"), (False, "without the start, so that late differences show")):

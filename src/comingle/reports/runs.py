@@ -454,7 +454,7 @@ def _curve(entry: Entry, value: Any) -> Curve:
     return Curve(iterations=tuple(sorted(by_round)), values=tuple(spread(by_round[x]) for x in sorted(by_round)))
 
 
-def measured(entries: Sequence[Entry]) -> list[str]:
+def common_measures(entries: Sequence[Entry]) -> list[str]:
     """Return the measures of the final evaluations.
 
     The first is the one that models are compared by; others are those that all runs have.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import protects_examples
@@ -172,6 +173,9 @@ def run(
     Raises:
         ComingleError: There is a problem that the user can correct; the message is one line.
     """
+    if "materials" in changes:
+        warnings.warn("comingle.run(materials=) is now run_data=", DeprecationWarning, stacklevel=3)
+        run_data = cast(RunData, changes.pop("materials"))
     given = given_of(users, base, method, loss)
     with lending([method]) as [named], reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=named, changes=changes)

@@ -60,12 +60,12 @@ def in_processes(
         while left or running:
             while left and len(running) < jobs:
                 group = left.pop(0)
-                place = min(set(range(jobs)) - {taken for *_, taken in running.values()})
+                slot = min(set(range(jobs)) - {used for *_, used in running.values()})
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work_group, args=(theirs, work, group, min(jobs, len(groups)), place))
+                process = context.Process(target=_work_group, args=(theirs, work, group, min(jobs, len(groups)), slot))
                 process.start()
                 theirs.close()
-                running[ours] = process, group, place
+                running[ours] = process, group, slot
             ready = wait(list(running))
             for connection in [connection for connection in running if connection in ready]:
                 try:

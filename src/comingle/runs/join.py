@@ -145,10 +145,11 @@ def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_ste
 
 
 def check_joinable(run: Run, method: Method) -> None:
-    """Check that the run has something to download.
+    """Check that the run has a server with a model that a new user can download.
 
     Raises:
-        RunError: The method shares nothing, its server keeps nothing, or it has not aggregated anything yet.
+        RunError: The method pools all text, shares nothing or is peer-to-peer; the run has one user; or its server has
+            not aggregated yet.
     """
     where = run.folder or "the run"
     if method.placement.pooled:
@@ -184,7 +185,7 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
     content = {key: value for key, value in content.items() if key not in ("users", "given", "held_out")}
     content = {key: value for key, value in content.items() if key not in _PER_NAME or not isinstance(value, dict)}
     content |= {"kind": section.kind}
-    if run.settings.get("whole"):  # of all users; the newcomer may lack some
+    if run.settings.get("whole"):  # classes were collected from all users; the newcomer may lack some
         content["classes"] = list(run.settings["labels"]) or run.settings["classes"]
     if "on_small_user" in content:  # there is no other user
         content["on_small_user"] = "refuse"

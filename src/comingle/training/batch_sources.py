@@ -238,10 +238,13 @@ class PassBatchSource(BatchSource):
         return full + (rest >= self.least)
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the batch sizes of one pass, without and with batches smaller than ``least``."""
+        """Return the sizes of the batches in one pass that are trained on, and of all batches.
+
+        A last batch of fewer than ``least`` samples is not trained on.
+        """
         count, size = len(user.train), self.batch_size
         every = tuple(min(size, count - first) for first in range(0, count, size))
-        return tuple(one for one in every if one == size or one >= self.least), every
+        return tuple(batch for batch in every if batch == size or batch >= self.least), every
 
     def steps(self, trainer: int) -> int:
         """Return the number of batches of all local epochs."""

@@ -462,6 +462,10 @@ class Clients(Users):
         )
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
+        """Return what users upload besides tensors: amounts of data as weights, and the reports of client hooks.
+
+        With differential privacy amounts are not reported, as they would reveal data.
+        """
         counts = {COUNT: torch.tensor([len(self.trainers[member].train) for member in members])}
         reports = counts if self.plan.training.weighting != "uniform" and self.plan.privacy is None else {}
         for part in self.method.client.parts:

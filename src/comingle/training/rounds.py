@@ -85,6 +85,7 @@ def _worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[str]:
 
 
 def _remedy(metrics: JsonMapping) -> str:
+    """Return advice for a run whose models are worse than the base."""
     rate = "A lower training.experts.learning_rate, fewer rounds or more data may"
     if (privacy := metrics.get("privacy")) is None:
         return f"{rate} help"

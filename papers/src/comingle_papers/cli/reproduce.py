@@ -65,7 +65,7 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
 
 
 def print_table(table: PaperTable) -> None:
-    """Print a table and its remarks."""
+    """Print a table, its remarks, and its comparisons with a baseline."""
     from comingle.reports.comparisons import render as render_verdicts
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.tables import column_verdicts, remarks, render

@@ -19,7 +19,7 @@ from comingle.data.conversations.messages import Columns, Messages, messages_of
 from comingle.data.conversations.scoring import same_words
 from comingle.data.conversations.section import ConversationRows, ConversationsSection
 from comingle.data.duplicates import Repeated, warn_same_files
-from comingle.data.files import word_problem
+from comingle.data.files import long_word_problem
 from comingle.data.row_files import BadRows, Row, read_name
 from comingle.data.streaming import ListedRows, Rows, read_each
 from comingle.data.tables import choose_users, field_of, has_column, read_tables, table_of
@@ -203,6 +203,8 @@ def read_files(
 ) -> UserConversations:
     """Read and split the conversations of a user in the recipe.
 
+    A user has one file that is split here, or a file for each split.
+
     Args:
         data: The recipe's section.
         bad: Collects bad rows.
@@ -211,7 +213,7 @@ def read_files(
         name: Name of the user.
         seed: Seed of the splits.
     """
-    given = source.path is None
+    has_own_splits = source.path is None
     paths = {"train": source.train or source.path, "valid": source.valid, "test": source.test}
     max_conversations = data.max_conversations_of(name)
     parts = {
@@ -220,8 +222,9 @@ def read_files(
         if path is not None
     }
     valid_name = "valid" if source.valid is not None else None
-    split = data.split.model_copy(update={"given": given, "train_name": "train", "valid_name": valid_name})
-    return split_records(data, bad, repeated, parts, name, seed, split=split.model_copy(update={"test_name": "test"}))
+    names = {"train_name": "train", "valid_name": valid_name, "test_name": "test"}
+    section = data.split.model_copy(update={"given": has_own_splits, **names})
+    return split_records(data, bad, repeated, parts, name, seed, split=section)
 
 
 def _renamed(records: Iterable[Record], split: str) -> list[Record]:
@@ -282,7 +285,9 @@ def _conversations(
         place = f"user {name!r}: {where}"
         with bad.row(place):
             messages = messages_of(row, data.columns, read=read, remark=partial(bad.remark, place))
-            if problem := next(filter(None, (word_problem(str(message["content"])) for message in messages)), None):
+            if problem := next(
+                filter(None, (long_word_problem(str(message["content"])) for message in messages)), None
+            ):
                 raise ValueError(f"a message holds {problem}")
             _check_labels(messages, data.labels)
             found.append((where, messages))

@@ -189,7 +189,7 @@ class ConnectedNodes:
         )
 
     def _listen(self) -> None:
-        """Process the answers that have arrived; forget nodes that failed, so that they are asked again."""
+        """Process the replies that have arrived; a node with a transient failure is asked again, others are refused."""
         while not self._replies.empty():
             node, reply = self._replies.get()
             hello = Failure(line=reply.line, accident=True) if isinstance(reply, NoReply) else unwrap_hello(reply)

@@ -149,7 +149,10 @@ def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _scores(tokens: tuple[str, ...], merges: list[tuple[str, str]]) -> tuple[float, ...]:
-    """Return each token's score: the negative rank of its first merge. sentencepiece merges high scores first."""
+    """Return each token's score: the negative rank of its first merge.
+
+    GGUF stores scores in place of merges; sentencepiece merges tokens with high scores first.
+    """
     ranks: dict[str, int] = {}
     for rank, (first, second) in enumerate(merges):
         ranks.setdefault(first + second, rank)
