@@ -126,7 +126,7 @@ class TritonBackend:
     ) -> tuple[list[SharedHidden], First, Gates, list[Factor], Factor | None]:
         """Compute :func:`comingle.models.kernels.expert_mlp.backward` with Triton. Args: as there.
 
-        A plain MLP has one pre-activation, a gated one two: the first and the last of ``bases`` and of ``b`` may be one.
+        A plain MLP has one pre-activation, a gated one two: the first and last of ``bases`` and ``b`` may be the same.
         """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
