@@ -65,6 +65,7 @@ def test_more_delta_proves_less() -> None:
 # -------------------------------------------------------------------- what the account promises of a replacement
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.8, 2.0, 5.0])
 def test_replacing_doubles_a_gaussians_sensitivity(noise: float) -> None:
     pytest.importorskip("dp_accounting")

@@ -31,6 +31,7 @@ def test_a_newcomer_sees_everything_with_units(comingle: Any, recipe_file: Path)
         assert re.search(rf"^{name}: fits: needs [\d.]+ GB, [\d.]+ GB free on cpu$", answer.out, re.MULTILINE), name
 
 
+@pytest.mark.slow
 def test_json_has_what_a_run_then_counts(comingle: Any, recipe_file: Path) -> None:
     """The recipe's own method is the default."""
     found = json.loads(comingle("cost", recipe_file, "--json").out)
@@ -106,6 +107,7 @@ def test_cost_refuses_what_a_run_refuses_in_the_same_words(comingle: Any, recipe
         assert cost.err == run.err
 
 
+@pytest.mark.slow
 def test_users_who_would_be_left_out_are_not_counted(comingle: Any, recipe_file: Path) -> None:
     (recipe_file.parent / "texts" / "cem.txt").write_text("few words")
     found = json.loads(comingle("cost", recipe_file, "--set", "data.on_small_user=skip", "--json").out)

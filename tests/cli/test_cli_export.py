@@ -56,6 +56,7 @@ def test_names_are_folders_below_that_of_to_and_nowhere_else(comingle: Any, reci
     assert {child.name for child in (tmp_path / "all" / "%2E%2E").iterdir()} >= {"adapter_config.json"}
 
 
+@pytest.mark.slow
 def test_a_run_of_a_comparison_is_named(comingle: Any, run: Path, tmp_path: Path) -> None:
     recipe = run.parent / "project" / "tiny.yaml"
     compare(recipe, ["fedit", "local"], seeds=[0, 1], out=tmp_path / "runs")

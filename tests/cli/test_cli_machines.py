@@ -37,6 +37,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "measure", lambda *args: FOUND)
 
 
+@pytest.mark.slow
 def test_a_plan_for_machines_is_a_table_and_json(known: None, comingle: Any, recipe_file: Path) -> None:
     words = ["--method", "fedavg", "--machines", 4, "--processes", 2, "--cores", 8, "--price", 3]
     answer = comingle("cost", recipe_file, *words)

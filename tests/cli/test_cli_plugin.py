@@ -98,6 +98,7 @@ def test_every_process_of_a_command_loads_it(place: Path) -> None:
     assert federated.returncode == 0, federated.stderr
 
 
+@pytest.mark.slow
 def test_methods_lists_it_and_a_recipe_never_runs_it(place: Path) -> None:
     (place / "two.py").write_text(PLAIN.replace("NAME,", '"two",').replace("def near", "def two"))
     listed = comingle(place, "methods", "--plugin", "near.py", "--plugin", "two.py")

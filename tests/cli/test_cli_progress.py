@@ -105,6 +105,7 @@ def test_reproduce_says_a_line_a_round(comingle: Any, tmp_path: Path) -> None:
     assert (quiet.code, quiet.err, quiet.progress) == (0, "", ())
 
 
+@pytest.mark.slow
 def test_thousands_of_short_rounds_do_not_fill_a_log(
     comingle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,8 +91,8 @@ def test_without_a_home_runs_go_and_the_cache_is_asked_for(tmp_path: Path) -> No
     assert (unknown.returncode, "~nosuchperson/c: no user nosuchperson" in unknown.stderr) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coding", ["ascii", "latin-1", "cp1252"])
-@pytest.mark.sampled(1)
 def test_characters_that_the_terminal_lacks_are_replaced(tmp_path: Path, coding: str) -> None:
     recipe, out = recipe_in(tmp_path), tmp_path / "out"
     found = call(COMMAND, "run", recipe, "--out", out, PYTHONIOENCODING=coding)

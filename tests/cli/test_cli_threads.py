@@ -35,12 +35,12 @@ def stderr_of(program: str, given: dict[str, str]) -> str:
     return subprocess.run(command, env=clean | given, capture_output=True, text=True, check=True).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "spins"),
     [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
 @pytest.mark.parametrize("program", [COMMAND, PROGRAM])
-@pytest.mark.sampled(1)
 def test_waiting_threads_soon_sleep_unless_the_user_says_otherwise(
     program: str, given: dict[str, str], spins: str
 ) -> None:

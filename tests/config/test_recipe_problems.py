@@ -67,6 +67,7 @@ def test_a_recipe_without_problems_has_its_method() -> None:
     assert check_recipe(parse_recipe(RECIPE)).name == "fedavg"
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_a_line_for_each(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(

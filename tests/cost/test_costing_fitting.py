@@ -47,8 +47,8 @@ def fits_everywhere(recipe: Recipe) -> None:
         assert fit(recipe, share_out(run_data, range(number, number + 1))) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", OF_ALL.values(), ids=OF_ALL)
-@pytest.mark.sampled(1)
 def test_what_a_recipe_says_of_all_users_holds_where_some_are(recipe_file: Path, changes: dict[str, Any]) -> None:
     fits_everywhere(load_recipe(recipe_file).with_changes({"runtime.users_per_step": "auto"} | changes))
 

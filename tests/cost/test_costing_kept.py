@@ -72,6 +72,7 @@ def numbers_of(cost: Any) -> int:
     return cost.users[0].trainable_parameters
 
 
+@pytest.mark.slow
 def test_bytes_on_disk_are_those_of_whoever_took_part() -> None:
     """All 4 of 4 users in 4 rounds with a checkpoint every 5: a record of model and moments each."""
     cost = on_disk("disk", 4)

@@ -141,6 +141,7 @@ def test_parts_that_are_there_all_the_time_are_those_of_the_real_federation(fede
     assert found.total_bytes == found.fixed_bytes + found.pass_bytes + found.allocator_bytes
 
 
+@pytest.mark.slow
 def test_users_who_are_alike_need_not_all_be_built() -> None:
     """A pass takes two of them; the state is still everybody's."""
     base, changes = "random:gpt2", {"training.batch_size": 2, "training.context": 16, "runtime.users_per_step": 2}
@@ -153,6 +154,7 @@ def test_users_who_are_alike_need_not_all_be_built() -> None:
     assert memory(few, alone=True).pass_bytes < memory(few).pass_bytes
 
 
+@pytest.mark.slow
 def test_the_phase_that_trains_most_is_the_one_that_holds_most() -> None:
     stage = planned(recipe_of("random:llama", "comigs-1g1s"))
     experts, router = (step_peak(stage, (0, 1), phase)[0] for phase in stage.federation.clients.phases)

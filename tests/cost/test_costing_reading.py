@@ -68,6 +68,7 @@ def texts(folder: Path, **counts: int) -> dict[str, str]:
     return {name: str(folder / f"{name}.txt") for name in counts}
 
 
+@pytest.mark.slow
 def test_text_is_read_once_for_costs_and_run(tmp_path: Path, reads: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     users = texts(tmp_path, ann=3, bob=4, eve=0)
     data = {"users": users, "on_small_user": "skip"}

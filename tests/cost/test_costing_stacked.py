@@ -127,6 +127,7 @@ def test_users_with_unequal_numbers_of_samples_are_counted_each(tmp_path: Path) 
     agrees(few, build(recipe, prepare(recipe)), user=3)
 
 
+@pytest.mark.slow
 def test_convolutions_of_several_models_are_counted_once_each(tmp_path: Path) -> None:
     images(tmp_path, 16)
     task = {"name": "cifar10", "users": 2, "clusters": 2, "path": str(tmp_path)}
@@ -189,6 +190,7 @@ def test_a_step_without_data_holds_what_a_real_one_does(method: str, optimizer: 
     assert step_peak(rehearse(made(), 4), users, phase) == (live.peak, size)
 
 
+@pytest.mark.slow
 def test_a_tasks_plan_has_its_users_and_its_samples() -> None:
     recipe = task_recipe("fedavg", **{"data.task.users": 12})
     few, many = plan(recipe, users=4), plan(recipe)
@@ -204,6 +206,7 @@ def test_a_tasks_plan_has_its_users_and_its_samples() -> None:
     assert many.methods[0].machine.data_bytes == 2 * sum(part.inputs.nbytes + part.targets.nbytes for part in parts)
 
 
+@pytest.mark.slow
 def test_fewer_users_in_a_pass_hold_less() -> None:
     whole, part = (
         plan(task_recipe("fedavg", **{"data.task.users": 12, "runtime.users_per_step": n})).methods[0] for n in (12, 3)

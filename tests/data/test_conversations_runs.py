@@ -324,6 +324,7 @@ def test_the_command_line_from_files_to_a_report(comingle: Any, tmp_path: Path, 
 DATED = "{{ '<|bos|>Now: ' + strftime_now('%d %b %Y %H:%M:%S') + '\n' }}" + CHATML
 
 
+@pytest.mark.slow
 def test_the_date_in_a_template_is_that_of_the_run(tmp_path: Path, chatml: Base) -> None:
     """Seconds stand for days: a run goes on, opens and speaks with the date that it began with."""
     assert chatml.tokenizer is not None

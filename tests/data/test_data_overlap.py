@@ -91,6 +91,7 @@ def test_after_dropping_no_part_repeats_the_rest():
         assert find_overlap(UserText(name="anna", train=rest, test=(document,))).total == 0
 
 
+@pytest.mark.slow
 def test_after_dropping_no_part_of_a_document_cut_in_two_repeats_the_rest():
     source = random.Random(2)
     own = [words(5000 + 100 * number, source.randrange(1, 60)) for number in range(60)]

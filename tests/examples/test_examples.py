@@ -51,6 +51,7 @@ def numbers(text: str, pattern: str) -> list[float]:
     return [float(found) for found in re.findall(pattern, text, re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_quickstart(tmp_path: Path) -> None:
     told = printed("quickstart.py", tmp_path)
     rows = re.findall(r"^(ada|ben|cem) +([\d.]+) +([\d.]+) +([\d.]+)$", told, re.MULTILINE)

@@ -101,7 +101,7 @@ def test_a_connection_logs_in_whatever_became_of_its_first_requests(how: str, tm
         with proxy.disturbed(how):
             thread = threading.Thread(target=activate, daemon=True)
             thread.start()
-            time.sleep(5)
+            time.sleep(2)
         until = time.monotonic() + 60
         while not any(True for _ in online(states.state())) and not failed:
             assert time.monotonic() < until, said

@@ -384,6 +384,7 @@ def test_too_few_because_of_a_refusal_says_who_refused_and_why(tmp_path: Path) -
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_users_who_have_come_and_are_loading_are_waited_for_beyond_the_time(tmp_path: Path) -> None:
     """Each loads for longer than join_timeout."""
     content, patience = tiny(tmp_path, "fedavg", users=3), NetworkSection(min_participants=3, join_timeout=0.5)
@@ -580,6 +581,7 @@ def test_a_round_that_changed_nothing_says_nothing_of_the_rule(tmp_path: Path) -
     assert [event["round"] for event in events if event["event"] == "no_sum"] == [2]
 
 
+@pytest.mark.slow
 def test_a_federation_from_before_templates_were_told_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = tiny(tmp_path, "fedavg", training__rounds=3)
     whole = federated(content, tmp_path / "whole")[1]

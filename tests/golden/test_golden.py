@@ -63,6 +63,7 @@ def test_a_commit_is_run_beside_this_checkout() -> None:
     assert "golden" not in subprocess.run(["git", "worktree", "list"], capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_an_unknown_commit_is_refused() -> None:
     status, said = golden("--base", "no-such-commit")
     assert status

@@ -118,6 +118,7 @@ def test_without_a_noise_multiplier_each_user_has_its_own(tmp_path: Path) -> Non
     assert metrics["noise_multipliers"]["ann"] < metrics["noise_multipliers"]["cem"] == metrics["noise_multiplier"]
 
 
+@pytest.mark.slow
 def test_rounds_count_in_which_a_user_takes_part(tmp_path: Path) -> None:
     listed = [["ann", "bob"], ["ann"], ["ann", "cem"], ["ann"]]
     done = run(recipe(tmp_path, training__participation=listed), tmp_path / "run")
@@ -134,6 +135,7 @@ def test_what_shares_nothing_reveals_nothing(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- the budget
 
 
+@pytest.mark.slow
 def test_who_has_too_few_examples_takes_no_part_and_the_run_ends_before_anybody_exceeds_the_budget(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

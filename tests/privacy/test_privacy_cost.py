@@ -43,6 +43,7 @@ def test_a_budget_says_how_many_rounds_it_is_enough_for(comingle: Any, recipe_fi
     assert 0 < said["releases"] < said["planned_releases"] == 39
 
 
+@pytest.mark.slow
 def test_it_is_said_in_words(comingle: Any, recipe_file: Path) -> None:
     sets = ["--set", "privacy.mechanism=local", "--set", "privacy.noise_multiplier=2"]
     answer = comingle("cost", recipe_file, "--method", "fedavg,local", *PRIVACY, *sets)

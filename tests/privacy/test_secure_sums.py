@@ -303,6 +303,7 @@ def test_a_grid_that_is_too_coarse_for_so_many_entries_is_refused() -> None:
         coarse.check_size(10**8)
 
 
+@pytest.mark.slow
 def test_what_is_planned_is_what_is_sent(tmp_path: Path) -> None:
     """`comingle cost` counts the messages of the sum, keys and shares among them."""
     content = tiny(tmp_path, "comigs-1g1s", users=3, evaluation__model="exchanged")

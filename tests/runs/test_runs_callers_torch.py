@@ -152,8 +152,8 @@ def of_several_runs(folder: Path) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inference_mode", "float64", "within meta"])
-@pytest.mark.sampled(1)
 def test_several_runs_are_those_of_a_new_process(tmp_path: Path, name: str) -> None:
     with settings()[name]:
         found = of_several_runs(tmp_path)

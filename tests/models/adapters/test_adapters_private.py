@@ -145,6 +145,7 @@ def test_the_mark_is_left_where_nobody_else_can_write(
     assert (tmp_path / "mark").exists()
 
 
+@pytest.mark.slow
 def test_a_compiler_that_takes_too_long_ends_with_all_that_it_started(
     cache: Path, tmp_path: Path, enable: Callable[[Path], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
