@@ -18,13 +18,13 @@ from comingle.reports.runs import (
     Spread,
     baseline_comparison,
     baselines,
+    common_measures,
     compared,
     cost,
     expert_curves,
     final,
     gains,
     learning_curve,
-    measured,
     read_entries,
     verdicts,
 )
@@ -113,9 +113,9 @@ def test_losses_differ_by_a_factor(write_run: Any) -> None:
 
 def test_what_else_was_measured_is_known(write_run: Any) -> None:
     nets = entry(write_run, "floral", (0.5, 0.75), measure="accuracy")
-    assert measured([nets]) == ["accuracy", "loss"]
+    assert common_measures([nets]) == ["accuracy", "loss"]
     assert learning_curve(nets, "ann", "loss").values[-1] == Spread(mean=1.0)
-    assert measured([entry(write_run, "local", (4.0, 8.0))]) == ["perplexity"]
+    assert common_measures([entry(write_run, "local", (4.0, 8.0))]) == ["perplexity"]
 
 
 @pytest.mark.parametrize(

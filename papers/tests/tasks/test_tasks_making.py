@@ -146,7 +146,7 @@ def test_each_cluster_of_cifar100_has_labels_of_its_own(make_folder: MakeFolder)
 
 def augmented(task: Task, rows: list[int], seed: str) -> Tensor:
     bank = bank_of([user.train for user in task.users])
-    inputs, _, _ = bank.find_archived(rows, torch.arange(6).expand(len(rows), -1))
+    inputs, _, _ = bank.take(rows, torch.arange(6).expand(len(rows), -1))
     return task.augmented(rows, inputs, generator("augment", seed))
 
 
@@ -185,7 +185,7 @@ def crop(image: Tensor, top: int, left: int, fill: Tensor) -> Tensor:
 def test_images_turned_by_other_angles_are_only_cropped(make_folder: MakeFolder) -> None:
     task = make_task("cifar10", seed=0, users=3, clusters=3, path=make_folder("cifar10"))
     bank = bank_of([user.train for user in task.users])
-    inputs, _, _ = bank.find_archived([1, 2], torch.arange(4).expand(2, -1))
+    inputs, _, _ = bank.take([1, 2], torch.arange(4).expand(2, -1))
     black = [-0.4914 / 0.2023, -0.4822 / 0.1994, -0.4465 / 0.2010]
     expected = image_tasks.crop_randomly(inputs.flatten(0, 1), generator("a"), fill=black)
     assert torch.equal(task.augmented([1, 2], inputs, generator("a")), expected.view(inputs.shape))
