@@ -91,7 +91,7 @@ def unmet(cells: Cells, data: str) -> list[str]:
     for (attack, share, _), runs in cells.items():
         of_seeds = {seed: run for seed, run in runs.items() if seed in clean}
         good[attack, share] = good.get((attack, share), False) or close(data, of_seeds, clean)
-    return [f"{attack} at {share:.0%}" for (attack, share), column_verdicts in good.items() if not column_verdicts]
+    return [f"{attack} at {share:.0%}" for (attack, share), held in good.items() if not held]
 
 
 def main() -> None:

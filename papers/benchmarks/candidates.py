@@ -307,12 +307,12 @@ def leftover(run: Run) -> dict[str, Perplexities]:
             views[slot.name].copy_(shared[slot.name][:, 0])
         elif GENERALIST in slot.roles:
             views[slot.name][:, :2] = shared[slot.name][:, 0]
-    column_verdicts = clients.model.layout.mask({ATTENTION, GENERALIST})
-    before = clients.state.rows[:, column_verdicts].clone()
-    clients.steps.frozen_columns = FrozenColumns(columns=column_verdicts, rounds=clients.plan.training.rounds)
+    held = clients.model.layout.mask({ATTENTION, GENERALIST})
+    before = clients.state.rows[:, held].clone()
+    clients.steps.frozen_columns = FrozenColumns(columns=held, rounds=clients.plan.training.rounds)
     clients.shares = False  # nothing of it moves, so nothing is sent
     run_rounds(federation, observe=lambda event: None)
-    assert torch.equal(clients.state.rows[:, column_verdicts], before)
+    assert torch.equal(clients.state.rows[:, held], before)
     return {"leftover": perplexities(clients)}
 
 

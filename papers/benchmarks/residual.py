@@ -64,8 +64,8 @@ def measure(run: Run) -> dict[str, Any]:
     shared = layout.mask({GENERALIST})
     started.rows[:, shared] = state.rows[:, shared]
     clients.state, clients.model = started, together
-    column_verdicts = FrozenColumns(columns=~layout.mask({SPECIALIST}), rounds=clients.plan.training.rounds)
-    clients.steps = replace(clients.steps, model=together, frozen_columns=column_verdicts)
+    held = FrozenColumns(columns=~layout.mask({SPECIALIST}), rounds=clients.plan.training.rounds)
+    clients.steps = replace(clients.steps, model=together, frozen_columns=held)
     clients.scorer = Scorer(steps=clients.steps)
     for number in range(clients.plan.training.rounds):
         train(clients, range(len(clients.trainers)), number)

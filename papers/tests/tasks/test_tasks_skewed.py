@@ -60,7 +60,7 @@ def numbers(images: Tensor, name: str) -> list[int]:
     return (256 * high + low).tolist()
 
 
-def column_verdicts(user: UserSamples, name: str) -> list[int]:
+def held(user: UserSamples, name: str) -> list[int]:
     return [number for split in SPLITS for number in numbers(user.split(split).inputs, name)]
 
 
@@ -73,7 +73,7 @@ def test_every_image_goes_to_one_split_of_one_user(make_folder: MakeFolder, name
     files = TASKS[name].images
     folder = make_folder(files, labels=TASKS[name].classes if files != "cifar100" else 20)
     task = make_task(name, seed=0, path=folder, **({} if name == "pacs" else {"users": 12}))
-    assert sorted(number for user in task.users for number in column_verdicts(user, name)) == list(range(1080))
+    assert sorted(number for user in task.users for number in held(user, name)) == list(range(1080))
     assert task.input_shape == ((1, 8, 8) if files == "mnist" else (3, 8, 8))
     assert (task.loss, task.net, task.augment, task.classes) == ("cross_entropy", "resnet9", False, TASKS[name].classes)
     path = next(folder.glob("*-test.npz"), None)
@@ -82,7 +82,7 @@ def test_every_image_goes_to_one_split_of_one_user(make_folder: MakeFolder, name
         found = {
             number: label
             for user in task.users
-            for number, label in zip(column_verdicts(user, name), labels_of(user).tolist(), strict=True)
+            for number, label in zip(held(user, name), labels_of(user).tolist(), strict=True)
         }
         assert {number: found[number] for number in known} == known
 
@@ -132,20 +132,20 @@ def test_domains_are_users(make_folder: MakeFolder) -> None:
     assert [(user.name, user.cluster) for user in task.users] == list(zip(DOMAINS, range(4), strict=True))
     assert task.clusters == 4
     for k, user in enumerate(task.users):
-        assert set(domain[column_verdicts(user, "pacs")]) == {k}
+        assert set(domain[held(user, "pacs")]) == {k}
     more = make_task("pacs", seed=0, users=6, path=folder)
     assert [user.name for user in more.users] == [
         "art_painting-0", "art_painting-1", "cartoon-0", "cartoon-1", "photo", "sketch"
     ]  # fmt: skip
     assert [user.cluster for user in more.users] == [0, 0, 1, 1, 2, 3]
-    assert set(domain[column_verdicts(more.users[3], "pacs")]) == {1}
+    assert set(domain[held(more.users[3], "pacs")]) == {1}
 
 
 def test_personal_users_have_few_labels(make_folder: MakeFolder) -> None:
     pytest.importorskip("flwr_datasets", reason="PACKAGE ABSENT: pip install flwr-datasets", exc_type=ImportError)
     folder = make_folder("cifar10", train=3000, test=600)
     task = make_task("cifar10-personal", seed=0, users=10, path=folder)
-    assert sorted(n for user in task.users for n in column_verdicts(user, "cifar10-personal")) == list(range(3600))
+    assert sorted(n for user in task.users for n in held(user, "cifar10-personal")) == list(range(3600))
     assert {user.cluster for user in task.users} == {None}
     even = make_task("cifar10-personal", seed=0, users=10, alpha=1000, path=folder)
     few, many = ([len(user.train.targets.unique()) for user in t.users] for t in (task, even))

@@ -180,5 +180,5 @@ def test_the_printed_rate_fails_without_noise_where_ours_holds(condition: float)
     t = np.arange(8000) + 4 * condition
     assert found.averaged[-1] == pytest.approx((((4 * condition - 1) * t**2 / (t - 1)).sum() / (t**2).sum()) ** 2 / 2)
     ours = as_it_holds(cluster, np.ones(1), 1)
-    column_verdicts = descent(ours)
-    assert (column_verdicts.averaged <= rate_bound(column_verdicts, cluster, ours)).all()
+    held = descent(ours)
+    assert (held.averaged <= rate_bound(held, cluster, ours)).all()

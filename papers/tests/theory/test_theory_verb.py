@@ -176,11 +176,11 @@ def test_a_bound_that_fails_is_counted_and_shown() -> None:
         return Curve(scheme="scheme", instance=0, residuals=(1.0,), claims=(claim,), rates={}, notes={})
 
     (row,) = summarise([curve(0.5, 0.6), curve(0.7, 0.6), curve(0.9, None)])
-    assert (row.instances, row.covered, row.column_verdicts, row.measured, row.bound) == (3, 2, 1, 0.7, 0.6)
+    assert (row.instances, row.covered, row.held, row.measured, row.bound) == (3, 2, 1, 0.7, 0.6)
     (low,) = summarise([curve(0.5, 0.6, at_least=True), curve(0.7, 0.6, at_least=True)])
-    assert (low.column_verdicts, low.measured) == (1, 0.5)
+    assert (low.held, low.measured) == (1, 0.5)
     (none,) = summarise([curve(0.9, None)])
-    assert (none.covered, none.column_verdicts, none.bound) == (0, 0, None)
+    assert (none.covered, none.held, none.bound) == (0, 0, None)
     table = render([row, none])
     cells = [list(column.cells) for column in table.columns]
     assert cells[4] == ["", "1 of 2, 1 without bound", "1 without bound"]

@@ -88,7 +88,7 @@ def render(rows: list[Row]) -> Table:
             scheme = row.scheme
             table.add_row(words(scheme, "bold"))
         relation = "" if row.bound is None else ("≥" if row.at_least else "≤")
-        style = "" if row.column_verdicts == row.covered else "red"
+        style = "" if row.held == row.covered else "red"
         bound = "none" if row.bound is None else number(row.bound)
         table.add_row(f"  {row.statement}", number(row.measured), relation, bound, _count(row), style=style)
     table.caption = (
@@ -102,8 +102,8 @@ def render(rows: list[Row]) -> Table:
 
 def _count(row: Row) -> str:
     without = row.instances - row.covered
-    column_verdicts = f"{row.column_verdicts} of {row.covered}" if row.covered else ""
-    return ", ".join(part for part in (column_verdicts, f"{without} without bound" if without else "") if part)
+    held = f"{row.held} of {row.covered}" if row.covered else ""
+    return ", ".join(part for part in (held, f"{without} without bound" if without else "") if part)
 
 
 def number(value: float) -> str:

@@ -149,7 +149,7 @@ def merge_records(path: Path, was: Records, new: Iterable[Record]) -> dict[str, 
         known = merged.setdefault(record.run, record)
         check_same(f"{path}: {record.run}", known.inputs, record.inputs)
         if not (apart := difference(known.metrics, record.metrics)) <= ROUNDING:
-            raise RunError(f"{path}: {record.run}: differs by {apart:.2%}, than what is in it")
+            raise RunError(f"{path}: {record.run}: differs by {apart:.2%} from the run in the archive")
     return merged
 
 

@@ -435,15 +435,15 @@ def _names(images: Images, sizes: Sequence[int]) -> list[str]:
 def _split(
     labels: Int64[Tensor, " n"], part: Int64[Tensor, " m"], fraction: float, name: str
 ) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " test"]]:
-    kept, column_verdicts = hold_out(labels[part], TEST_SHARE)
-    if not len(column_verdicts):
+    kept, held = hold_out(labels[part], TEST_SHARE)
+    if not len(held):
         got = f"no two of {len(part)} images share a label, so none can be held out for testing"
         raise DataError(
             f"user {name!r}: {got}; allowed: more images, fewer users, or a larger alpha where there is one"
         )
     train = part[kept]
     wanted = max(REDUCED_MINIMUM, round(fraction * len(train)))
-    return train[hold_out(labels[train], 1 - wanted / len(train))[0]], part[column_verdicts]
+    return train[hold_out(labels[train], 1 - wanted / len(train))[0]], part[held]
 
 
 def _samples(images: Images, places: Int64[Tensor, " m"], setting: Setting) -> Samples:

@@ -54,13 +54,13 @@ def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
         return user
     targets = user.train.targets
     labels = torch.zeros(len(targets), dtype=torch.int64) if targets.is_floating_point() else targets.long()
-    kept, column_verdicts = hold_out(labels, share)
-    if not len(column_verdicts):
+    kept, held = hold_out(labels, share)
+    if not len(held):
         got = f"{len(targets)} train samples of {len(labels.unique())} labels"
         raise DataError(
             f"user {user.name!r}: valid={share} of {got}: no sample can be held out; allowed: 0, or more samples"
         )
-    return replace(user, train=select_samples(user.train, kept), valid=select_samples(user.train, column_verdicts))
+    return replace(user, train=select_samples(user.train, kept), valid=select_samples(user.train, held))
 
 
 def check_labels(users: Sequence[UserSamples]) -> None:

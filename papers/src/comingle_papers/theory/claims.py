@@ -64,7 +64,7 @@ class Row:
     statement: str
     instances: int
     covered: int
-    column_verdicts: int
+    held: int
     measured: float
     bound: float | None
     at_least: bool
@@ -94,7 +94,7 @@ def _row(scheme: str, statement: str, claims: list[Claim]) -> Row:
         statement=statement,
         instances=len(claims),
         covered=len(covered),
-        column_verdicts=sum(claim.holds for claim in covered),
+        held=sum(claim.holds for claim in covered),
         measured=tightest.measured,
         bound=tightest.bound,
         at_least=tightest.at_least,
