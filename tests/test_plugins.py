@@ -172,7 +172,7 @@ def test_an_installed_net_is_trained(site: Site, tmp_path: Path) -> None:
     )
     assert ran[0] == 0, ran
     assert json.loads((out / "metrics.json").read_text())["base"] == "net:narrow"
-    assert (wrong[0], "no net 'narow'. Did you mean 'narrow'?" in wrong[2]) == (2, True)
+    assert (wrong[0], "base: no net 'narow'. Did you mean 'narrow'?" in wrong[2]) == (2, True)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,20 +153,19 @@ def test_users_from_whom_no_sample_can_be_spared(recipe_of: Any, refuse: Refuse,
     assert "none can be held out" in line
 
 
-DAMAGED = {
-    "empty": (b"", "mnist-train.npz: not a readable npz file: no complete zip archive"),
-    "torn": (None, "mnist-train.npz: not a readable npz file: no complete zip archive"),
-    "text": (b"images", "mnist-train.npz: not a readable npz file: no complete zip archive"),
-}
+DAMAGED = {"empty": b"", "torn": None, "text": b"images"}
+"""Contents of a file; None: half of the whole one."""
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_a_damaged_file_of_images(recipe_of: Any, refuse: Refuse, images: Path, tmp_path: Path, kind: str) -> None:
-    content, said = DAMAGED[kind]
-    whole = (images / "mnist-train.npz").read_bytes()
-    (tmp_path / "mnist-train.npz").write_bytes(whole[: len(whole) // 2] if content is None else content)
+    whole, damaged = (images / "mnist-train.npz").read_bytes(), DAMAGED[kind]
+    content = whole[: len(whole) // 2] if damaged is None else damaged
+    path = tmp_path / "mnist-train.npz"
+    path.write_bytes(content)
     (tmp_path / "mnist-test.npz").write_bytes((images / "mnist-test.npz").read_bytes())
-    assert refuse(recipe_of({"path": str(tmp_path)})) == f"{tmp_path}/{said}"
+    line = refuse(recipe_of({"path": str(tmp_path)}))
+    assert re.match(f"{re.escape(str(path))}: .*got {len(content)} bytes, .*zip", line)
 
 
 def test_a_damaged_file_of_compressed_bytes(recipe_of: Any, refuse: Refuse, tmp_path: Path) -> None:

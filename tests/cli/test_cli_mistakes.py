@@ -58,7 +58,7 @@ SETTINGS = {
     ),
     "somebody who is no user": (
         "training.participation=[[ann, dan]]",
-        "training.participation: no user 'dan'; there are: ann, bob, cem",
+        "training.participation: no user 'dan'; allowed: ann, bob, cem",
     ),
     "a wrong dtype": (
         "runtime.dtype=float8",
@@ -238,7 +238,7 @@ def test_out_must_be_a_folder(comingle: Any, recipe_file: Path, tmp_path: Path) 
         (["--methods", "comigs-1g1s", "--set", "method.router_every=0"], "method comigs-1g1s: router_every is 0"),
         (
             ["--methods", "local,fedavg", "--against", "fedvag"],
-            "--against",
+            "--against 'fedvag': ",
         ),
     ],
 )

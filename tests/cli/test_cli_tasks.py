@@ -94,7 +94,7 @@ ON_TASKS = {
         "base=smollm2-135m",
         "base: got 'smollm2-135m' for data.task; allowed: net:NAME, ",
     ),
-    "an unknown net": ("base=net:mlpp", "no net 'mlpp'. Did you mean 'mlp'? Allowed: linear, mlp, cnn, "),
+    "an unknown net": ("base=net:mlpp", "base: no net 'mlpp'. Did you mean 'mlp'? Allowed: linear, mlp, cnn, "),
     "a net for images": (
         "base=net:cifar10",
         "net 'cifar10': inputs of shape (10,); allowed: (channels, height",
@@ -102,7 +102,7 @@ ON_TASKS = {
     "nobody": ("training.participation=[[]]", "--set: training.participation: a round without users; list at least"),
     "a stranger": (
         "training.participation=[[user-9]]",
-        "training.participation: no user 'user-9'; there are: user-0, user-1, user-2, user-3",
+        "training.participation: no user 'user-9'; allowed: user-0, user-1, user-2, user-3",
     ),
 }
 

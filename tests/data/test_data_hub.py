@@ -51,8 +51,8 @@ def test_the_parts_of_a_name() -> None:
     [
         ("hub:o/n?splt=s", "'splt'. Did you mean 'split'? Allowed: config, split, files, documents"),
         ("hub:o/n?documents=0", "documents is '0'"),
-        ("hub:o/n?split=", "empty"),
-        ("hub:?split=s", "empty"),
+        ("hub:o/n?split=", "write hub:OWNER/NAME?"),
+        ("hub:?split=s", "write hub:OWNER/NAME?"),
     ],
 )
 def test_a_wrong_name_is_said(name: str, message: str) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -320,7 +321,7 @@ def one_image(folder: Path) -> None:
         (empty, "{folder}/ada: no subfolders"),
         (without_images, "{folder}/ada: no images .*cat; .*[.]bmp"),
         (damaged, "{folder}/ada/cat/0.png: .*image: "),
-        (a_text_file, "user 'ada': {folder}/ada: .*allowed: an .npz file"),
+        (a_text_file, "user 'ada': {folder}/ada: got .*''; allowed: an .npz file"),
         (one_image, "user 'ada': 1 sample.*data.split.test"),
     ],
 )
@@ -330,6 +331,14 @@ def test_a_folder_that_cannot_be_read_is_one_line(make: Callable[[Path], None], 
     with pytest.raises(ComingleError, match=f"^{message.format(folder=re.escape(str(tmp_path)))}") as error:
         prepare(recipe)
     assert "\n" not in str(error.value)
+
+
+def test_without_pillow_the_file_and_the_extra_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_images(tmp_path / "ada")
+    recipe = load_recipe(recipe_in(tmp_path, {"ada": str(tmp_path / "ada")}))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(DataError, match=rf"^{re.escape(str(tmp_path))}/ada/.*\.png: .*pip install 'comingle\[data\]'$"):
+        prepare(recipe)
 
 
 # ---------------------------------------------------------------- npz
@@ -398,7 +407,7 @@ def test_arrays_that_are_no_samples_are_one_line(arrays: dict[str, Any], message
 def test_a_file_that_is_no_npz_and_kinds_side_by_side_are_one_line(tmp_path: Path) -> None:
     write_images(tmp_path / "ada")
     (tmp_path / "bob.npz").write_bytes(b"no zip")
-    with pytest.raises(DataError, match=r"bob\.npz: .*zip archive"):
+    with pytest.raises(DataError, match=r"bob\.npz: .*got 6 bytes, .*zip archive"):
         prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada", "bob": "bob.npz"})))
     np.savez(tmp_path / "bob.npz", x=np.zeros((5, 2)), y=np.zeros(5))
     with pytest.raises(DataError, match=r"^user 'bob': .*\.npz file.*folders"):

@@ -278,10 +278,10 @@ def test_a_net_that_cannot_be_trained_is_one_line(net: Any, message: str) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data.loss": "cros_entropy"}, "'cros_entropy'.*Did you mean 'cross_entropy'"),
+        ({"data.loss": "cros_entropy"}, r"^data\.loss: .*'cros_entropy'.*Did you mean 'cross_entropy'"),
         ({"data.image_size": 8}, r"^data\.image_size and grayscale "),
         ({"base": "smollm2-135m"}, "^base: got 'smollm2-135m'.*; allowed: net:NAME"),
-        ({"base": "net:cn"}, "'cn'.*Did you mean 'cnn'"),
+        ({"base": "net:cn"}, "^base: .*'cn'.*Did you mean 'cnn'"),
         ({"training.context": 64}, r"^training\.context: got 64.*samples"),
         ({"quantise": "8bit"}, "^quantise: got '8bit'.*samples"),
         ({"runtime.gpu": ["graphs"]}, r"^runtime\.gpu: got \['graphs'\].*samples"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -142,15 +143,16 @@ def assert_as_in_one_process(federation: Federation, folder: Path, recipe: Recip
 
 
 WRONG: dict[int, tuple[str, str]] = {
-    2: ("truncated", "message: got "),
+    2: ("truncated", r"message: got \d+ bytes, header says \d{1,9};"),
     3: ("another version", "format 2; allowed: 1"),
     4: ("wrong shapes", "has shape"),
     5: ("NaN", "is not finite"),
     6: ("message of 10 GB", "header says 100000"),
     7: ("tensor of 10 GB", "message: not a valid"),
     8: ("answer of 10 GB", "declares 100000"),
-    9: ("answer cut off", "answer: got "),
+    9: ("answer cut off", r"answer: got \d+ bytes; its header declares \d{1,9}$"),
 }
+"""Fault of each round, and a pattern of its reason; sizes of fewer than ten digits are those of ordinary messages."""
 
 
 def test_what_one_user_sends_wrong_harms_nobody_else(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_what_one_user_sends_wrong_harms_nobody_else(tmp_path: Path) -> None:
     reasons = federation.reasons("cem")
     assert all(line.isprintable() and len(line) < 500 for line in reasons)
     for fault, why in WRONG.values():
-        assert [line for line in reasons if why in line], (fault, reasons)
+        assert [line for line in reasons if re.search(why, line)], (fault, reasons)
     assert not federation.reasons("ann")
     assert 0 < federation.peak_bytes < 2 << 30
 
@@ -214,7 +216,7 @@ def test_users_who_come_late_are_late_or_never_come_back(tmp_path: Path) -> None
     assert not federation.reasons("ann")
     assert any(line == f"comingle: {REVERTED_NOTICE}" for line in federation.told("bob"))
     (line,) = refused
-    assert line.startswith("refused: ann: ")
+    assert re.match("refused: ann: .*connected client", line)
     assert federation.said.count(line) == 1
 
 
@@ -276,7 +278,7 @@ def test_when_too_many_are_killed_nothing_is_summed_and_the_model_stays(tmp_path
     federation = Federation(tmp_path / "apart", recipe, patience, faults)
     (found,) = [e for e in killed_in("mask", {"bob", "cem"}, federation) if e["event"] == "no_sum"]
     assert found["round"] == 2
-    assert found["reason"].startswith("round 2: 1 of 3 users ")
+    assert re.match(r"round 2: 1 of 3 users .*'mask'; needed: 2;", found["reason"])
     api.run(recipe.with_changes({"training.rounds": 1}), out=tmp_path / "together")
     (state,) = (federation.folder / "users" / "ann").glob("run-*")
     mine, together = tensors_of(state), tensors_of(tmp_path / "together")

@@ -169,7 +169,7 @@ def test_losses_are_found_and_registered_by_name() -> None:
     LOSSES.register("doubled", lambda outputs, targets: 2 * (outputs - targets).square().mean(-1))
     outputs, targets = torch.randn(5, 2), torch.randn(5, 2)
     assert torch.equal(find_loss("doubled", classes=False)(outputs, targets), 2 * MSE(outputs, targets))
-    with pytest.raises(RecipeError, match=r"loss.*'ms'"):
+    with pytest.raises(RecipeError, match=r"^data\.loss: .*'ms'"):
         find_loss("ms", classes=False)
 
 

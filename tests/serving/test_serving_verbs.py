@@ -133,7 +133,7 @@ def test_conversations_are_answered_with_what_was_said_before(runs: Path, people
     ("arguments", "told"),
     [
         (["--user", "eve"], "no user 'eve'"),
-        (["--method", "fedavg"], "no run of 'fedavg'; there are: comigs-1g1s, local."),
+        (["--method", "fedavg"], "no run of 'fedavg'; allowed: comigs-1g1s, local."),
         ([], "is a comparison; say which run with --method: comigs-1g1s, local"),
     ],
 )

@@ -135,10 +135,10 @@ def test_without_a_seed_two_nets_differ() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("resnet10", (3, 32, 32), "no net 'resnet10'. Did you mean 'resnet101'?"),
+        ("resnet10", (3, 32, 32), "base: no net 'resnet10'. Did you mean 'resnet101'?"),
         ("resnet9", (3, 32, 7), "net 'resnet9': inputs of shape (3, 32, 7); allowed: (channels, height, width) with"),
         ("resnet9-group", (3, 7, 32), "net 'resnet9-group': inputs of shape (3, 7, 32); allowed: (channels, height,"),
-        ("mnst", (1, 28, 28), "no net 'mnst'. Did you mean 'mnist'? Allowed: linear, mlp, cnn, cifar10"),
+        ("mnst", (1, 28, 28), "base: no net 'mnst'. Did you mean 'mnist'? Allowed: linear, mlp, cnn, cifar10"),
         ("mlp-norm", (1, 28, 28), "net 'mlp-norm': inputs of shape (1, 28, 28); allowed: (d,)"),
         ("cnn", (784,), "net 'cnn': inputs of shape (784,); allowed: (channels, height, width) with sides of at"),
         ("mnist", (784,), "net 'mnist': inputs of shape (784,); allowed: (channels, height, width) with sides of at"),

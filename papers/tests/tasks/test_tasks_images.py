@@ -194,7 +194,8 @@ def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataError) as error:
         read_npz(tmp_path / "a.npz")
-    assert str(error.value) == "reading images needs the package pillow: pip install 'comingle[data]'"
+    assert str(error.value).startswith(f"{tmp_path / 'a.npz'}: ")
+    assert str(error.value).endswith("pip install 'comingle[data]'")
 
 
 def test_files_that_are_no_npz_are_said(tmp_path: Path) -> None:

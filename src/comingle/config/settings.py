@@ -369,17 +369,15 @@ class SecureSection(Section):
         return WORDS[0] if needed <= WORDS[0] else WORDS[1]
 
 
-def no_sum(done: int, there: int, expected: int, what: str, least: int) -> str:
+def no_sum(done: int, fact: str, least: int) -> str:
     """Return a one-line message for a round without a sum.
 
     Args:
         done: The round.
-        there: Number of users of which ``what`` is true.
-        expected: Number of participants.
-        what: Action of these users, for example "have advertised".
+        fact: Number of users who completed a step, as a clause: "1 of 3 users completed step 'mask'".
         least: Number of users that a sum requires.
     """
-    return f"round {done}: {there} of {expected} users {what}; needed: {least}; the round ends without a sum"
+    return f"round {done}: {fact}; needed: {least}; the round ends without a sum"
 
 
 @dataclass(frozen=True, kw_only=True)

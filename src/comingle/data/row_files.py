@@ -434,7 +434,7 @@ def _open_parquet(path: Path) -> tuple[tuple[str, ...], Callable[[BadRows, Seque
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise DataError("reading .parquet needs the package datasets: pip install 'comingle[data]'") from error
+        raise DataError(f"{path}: reading .parquet needs the package datasets: pip install 'comingle[data]'") from error
 
     def opened() -> Any:
         compressed = path.suffix.lower() != ".parquet"

@@ -262,7 +262,7 @@ def open_splits(
         stream: Stream rows; only of sources named as ``hub:NAME``.
         decoded: Decode values such as images; ``datasets`` then reads local files as well.
     """
-    datasets = _import_datasets()
+    datasets = _import_datasets(source)
     with _quietly(datasets), tempfile.TemporaryDirectory(prefix="comingle-") as cache:
         yield _load(datasets, source, name, data_files, cache, stream, decoded)
 
@@ -326,12 +326,12 @@ def _own_tables(builder: Any) -> list[tuple[str, Table]] | None:
     return [(split, open_table(file, split=split, sep=sep)) for split, file in files]
 
 
-def _import_datasets() -> ModuleType:
+def _import_datasets(source: str) -> ModuleType:
     try:
         import datasets
     except ImportError as error:
         raise DataError(
-            "reading data sets of the hub needs the package datasets: pip install 'comingle[data]'"
+            f"{source}: reading data sets of the hub needs the package datasets: pip install 'comingle[data]'"
         ) from error
     return datasets
 

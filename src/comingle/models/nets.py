@@ -37,7 +37,7 @@ def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = 
         PluginError: A plug-in's builder is unusable.
     """
     if name not in NETS:
-        raise RecipeError(f"no net {name!r}.{NETS.hint(name)} Allowed: {', '.join(NETS)}")
+        raise RecipeError(f"base: no net {name!r}.{NETS.hint(name)} Allowed: {', '.join(NETS)}")
     if seed is None:
         return _build(name, input_shape, outputs)
     with torch.random.fork_rng(devices=()):

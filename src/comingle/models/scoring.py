@@ -387,7 +387,7 @@ def find_loss(named: str | Loss | LossFunction, *, classes: bool) -> Loss:
     found: Any = named
     if isinstance(named, str):
         if named not in LOSSES:
-            raise RecipeError(f"no loss {named!r}.{LOSSES.hint(named)} Allowed: {', '.join(LOSSES)}")
+            raise RecipeError(f"data.loss: no loss {named!r}.{LOSSES.hint(named)} Allowed: {', '.join(LOSSES)}")
         found = LOSSES[named]
     if isinstance(found, Loss):
         return found

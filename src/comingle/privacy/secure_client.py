@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -244,8 +245,8 @@ def _single_tensor(message: Upload | Download | None, name: str, done: int, what
 def _contents(message: Upload | Download | None, name: str, done: int) -> tuple[tuple[str, ...], Tree]:
     if not isinstance(message, Download) or message.users != (name,) or message.version != done:
         raise MessageError(f"secure aggregation: not a message for user {name!r} in round {done}")
-    if len(set(message.senders)) != len(message.senders):
-        raise MessageError("secure aggregation: a user occurs twice")
+    if twice := [sender for sender, count in Counter(message.senders).items() if count > 1]:
+        raise MessageError(f"secure aggregation: user {twice[0][:70]!r} occurs twice in round {done}; allowed: once")
     return message.senders, message.tensors
 
 
@@ -333,7 +334,7 @@ class Session:
         """
         if not set(sealed) <= set(self.roster) - {self.name}:
             raise MessageError("secure aggregation: shares from a user who has not advertised")
-        self._require(len(sealed) + 1, "have shared")
+        self._require(len(sealed) + 1, "share")
         for name, text in sealed.items():
             self._opened(name, text)  # raises before anything is sent
         asked = {name: text.hex() for name, text in sealed.items()}
@@ -354,7 +355,7 @@ class Session:
         everyone = self.sharers
         if len(set(survivors)) != len(survivors) or not {self.name} <= set(survivors) <= set(everyone):
             raise MessageError("secure aggregation: the sum has a user who has not shared, or lacks this user")
-        self._require(len(survivors), "are in the sum")
+        self._require(len(survivors), "mask")
         self._once("unmask", sorted(survivors), after="masked")
         return {name: self._share_of(name, 0 if name in survivors else 1) for name in everyone}
 
@@ -392,7 +393,7 @@ class Session:
 
     def _sealing(self, name: str, *, sends: bool) -> bytes:
         """Return the key that seals shares for another user, or from it."""
-        common = shared_secret(self._secret("sealing"), self.roster[name][:KEY])
+        common = shared_secret(self._secret("sealing"), self.roster[name][:KEY], name)
         sender, receiver = (self.name, name) if sends else (name, self.name)
         return derive(common, "seal", self.terms.digest, sender, receiver)
 
@@ -414,9 +415,12 @@ class Session:
             self.done[what] = digest
             self.save(self.record)
 
-    def _require(self, there: int, what: str) -> None:
+    def _require(self, there: int, step: str) -> None:
         if there < self.terms.threshold:
-            raise MessageError(f"secure aggregation: {there} users {what}; allowed: at least {self.terms.threshold}")
+            raise MessageError(
+                f"secure aggregation: got {there} users who completed step {step!r}; allowed: at least "
+                f"{self.terms.threshold}"
+            )
 
     def _check_roster(self, roster: Mapping[str, bytes]) -> None:
         if not set(roster) <= set(self.terms.users) or len(set(roster.values())) != len(roster):
@@ -427,7 +431,7 @@ class Session:
             raise MessageError(
                 f"secure aggregation: {len(roster)} users in the roster; allowed: up to {self.terms.expected}"
             )
-        self._require(len(roster), "have advertised")
+        self._require(len(roster), "advertise")
 
 
 def pair_mask(private: bytes, public: bytes, pair: tuple[str, str], terms: Terms) -> np.ndarray:
@@ -436,10 +440,10 @@ def pair_mask(private: bytes, public: bytes, pair: tuple[str, str], terms: Terms
     Args:
         private: Private masking key of one user.
         public: Public masking key of the other.
-        pair: Names of the two users.
+        pair: Names of the two users, the owner of the private key first.
         terms: Terms of the sum.
     """
-    key = derive(shared_secret(private, public), "mask", terms.digest, *sorted(pair))
+    key = derive(shared_secret(private, public, pair[1]), "mask", terms.digest, *sorted(pair))
     return mask(key, terms.entries, terms.word)
 
 
@@ -475,8 +479,13 @@ def public_of(private: bytes) -> bytes:
     return _part("asymmetric.x25519").X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def shared_secret(private: bytes, public: bytes) -> bytes:
+def shared_secret(private: bytes, public: bytes, owner: str) -> bytes:
     """Return the X25519 secret that two users share, from the private key of one and the public key of the other.
+
+    Args:
+        private: Private key of one user.
+        public: Public key of the other.
+        owner: Name of the other, for the message.
 
     Raises:
         MessageError: The public key is invalid.
@@ -486,7 +495,7 @@ def shared_secret(private: bytes, public: bytes) -> bytes:
         other = x25519.X25519PublicKey.from_public_bytes(public)
         return x25519.X25519PrivateKey.from_private_bytes(private).exchange(other)
     except ValueError:
-        raise MessageError("secure aggregation: invalid public key") from None
+        raise MessageError(f"secure aggregation: invalid public key of user {owner!r}") from None
 
 
 def mask(key: bytes, entries: int, word: int) -> np.ndarray:

@@ -77,19 +77,19 @@ class SumCollector:
         """Return the shares that the other users sealed for a user."""
         return {other: self.sealed[other][name] for other in self.sharers if other != name}
 
-    def require(self, there: Sequence[str] | Mapping[str, object], what: str) -> None:
+    def require(self, there: Sequence[str] | Mapping[str, object], step: str) -> None:
         """Check that enough users have completed a step.
 
         Args:
             there: Users who have.
-            what: The step, for the message.
+            step: Name of the step, for the message.
 
         Raises:
             NoSumError: Too few users have, so nothing is revealed of any user.
         """
         if len(there) < self.terms.threshold:
-            terms = self.terms
-            raise NoSumError(no_sum(terms.round, len(there), terms.expected, what, terms.threshold))
+            fact = f"{len(there)} of {self.terms.expected} users completed step {step!r}"
+            raise NoSumError(no_sum(self.terms.round, fact, self.terms.threshold))
 
     # ---------------------------------------------------------------- the sum
 
@@ -102,7 +102,7 @@ class SumCollector:
         Raises:
             NoSumError: Too few users have revealed their shares, or the result is out of range.
         """
-        self.require(self.opened, "have unmasked")
+        self.require(self.opened, "unmask")
         assert self.masked is not None
         total = self.masked.copy()
         for name in self.survivors:
@@ -178,13 +178,13 @@ class SimulatedSum:
             if self.answers("advertise", name):
                 message = self._up("advertise", name, secure_client.keys_message(name, done, user.advertise()))
                 server.advertised(name, secure_client.read_keys(message, name, done))
-        server.require(server.roster, "have advertised")
+        server.require(server.roster, "advertise")
         for name in [user for user in server.roster if self.answers("share", user)]:
             self._share(name, done)
-        server.require(server.sealed, "have shared")
+        server.require(server.sealed, "share")
         for name in [user for user in server.sharers if self.answers("mask", user)]:
             self._mask(name, done)
-        server.require(server.survivors, "have masked")
+        server.require(server.survivors, "mask")
         for name in [user for user in server.survivors if self.answers("unmask", user)]:
             self._unmask(name, done)
         return server.total(largest)

@@ -363,7 +363,8 @@ class Sums:
             NoSumError: They are not.
         """
         if there < (least := self.least(done)):
-            raise NoSumError(no_sum(done, there, self.expected(done), "have advertised", least))
+            fact = f"{there} of {self.expected(done)} users completed step 'advertise'"
+            raise NoSumError(no_sum(done, fact, least))
 
     def mean(self, total: np.ndarray | Int[Tensor, " entries"], like: Tree, senders: int, done: int) -> Tree:
         """Return the mean change, float64.

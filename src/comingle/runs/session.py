@@ -185,7 +185,7 @@ def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
     names = [user.name for user in run_data.users]
     for name in clusters:
         if name not in names and name not in run_data.skipped:
-            raise RecipeError(f"{where}: no user {name!r}; there are: {list_names(names)}.{did_you_mean(name, names)}")
+            raise RecipeError(f"{where}: no user {name!r}; allowed: {list_names(names)}.{did_you_mean(name, names)}")
     if lacking := [name for name in names if name not in clusters]:
         raise RecipeError(
             f"{where}: no cluster for {list_names(lacking)}; give one for every user, such as {{{lacking[0]}: a}}"

@@ -40,7 +40,7 @@ def find_run(folder: Path, method: str | None = None, seed: int | None = None) -
         raise RunError(f"{folder}: is a comparison; say which run with --method: {', '.join(known)}")
     name = method if method is not None else known[0]
     if name not in known:
-        raise RunError(f"{folder}: no run of {name!r}; there are: {', '.join(known)}.{did_you_mean(name, known)}")
+        raise RunError(f"{folder}: no run of {name!r}; allowed: {', '.join(known)}.{did_you_mean(name, known)}")
     by_seed = {number: path for label, number, path in runs if label == name}
     if seed is not None and seed not in by_seed:
         raise RunError(f"--seed: got {seed}; allowed for {name}: {', '.join(map(str, sorted(by_seed)))}")

@@ -33,7 +33,7 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
     if isinstance(listed, list):
         for name in (n for members in listed for n in members):
             if name not in names:
-                raise RecipeError(f"training.participation: no user {name!r}; there are: {list_names(names)}")
+                raise RecipeError(f"training.participation: no user {name!r}; allowed: {list_names(names)}")
         participation = tuple(tuple(names.index(n) for n in members) for members in listed)
     else:
         participation = listed

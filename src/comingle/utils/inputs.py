@@ -128,7 +128,10 @@ def check_users(where: Path, was: Inputs, now: Inputs) -> None:
         RunError: A user was added or removed, or has other data.
     """
     if (POPULATION in was.settings) != (POPULATION in now.settings):
-        raise RunError(f"{where}: the run was started with another runtime.store; resume it with the same one")
+        kept, got = ("disk", "memory") if POPULATION in was.settings else ("memory", "disk")
+        raise RunError(
+            f"{where}: the run was started with runtime.store: {kept}; got {got}; resume it with the same one"
+        )
     if was.settings.get(POPULATION) != now.settings.get(POPULATION):
         raise RunError(f"{where}: the users or their data changed since the run began; {_ADVICE}")
     for name in [*now.users, *was.users]:

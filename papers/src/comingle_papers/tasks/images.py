@@ -355,33 +355,34 @@ def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
         or bool((np.diff(offset.astype(int)) < 0).any())
     ):
         raise DataError(f"{path}: offset should rise from 0 to {len(jpeg)}, the length of jpeg; truncated or damaged")
-    _import_pillow()
+    pillow = _import_pillow(path)
     content = jpeg.tobytes()
     places = zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True)
     try:
-        images = [_open_image(content[start:stop]) for start, stop in places]
+        images = [_open_image(pillow, content[start:stop]) for start, stop in places]
     except Exception as error:  # Pillow's readers raise errors of many types
         raise DataError(f"{path}: a damaged JPEG image: {describe_cause(error)}") from error
     return stack(images, str(path))
 
 
-def _import_pillow() -> ModuleType:
+def _import_pillow(path: Path) -> ModuleType:
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError("reading images needs the package pillow: pip install 'comingle[data]'") from error
+        raise DataError(f"{path}: reading images needs the package pillow: pip install 'comingle[data]'") from error
     return Image
 
 
-def _open_image(content: bytes) -> np.ndarray:
-    with _import_pillow().open(io.BytesIO(content)) as image:
+def _open_image(pillow: ModuleType, content: bytes) -> np.ndarray:
+    with pillow.open(io.BytesIO(content)) as image:
         return np.asarray(image)
 
 
 def scale(image: Any, largest: int) -> Any:
     """Resize a Pillow image to a square (Lanczos) if one of its sides is longer than ``largest``."""
-    resampling = _import_pillow().Resampling.LANCZOS
-    return image.resize((largest, largest), resampling) if max(image.size) > largest else image
+    from PIL import Image
+
+    return image.resize((largest, largest), Image.Resampling.LANCZOS) if max(image.size) > largest else image
 
 
 def stack(images: Sequence[np.ndarray], where: str) -> np.ndarray:

@@ -204,7 +204,7 @@ def _read_one(path: Path, image_format: ImageFormat) -> np.ndarray:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise DataError("images need Pillow: pip install 'comingle[data]'") from error
+        raise DataError(f"{path}: reading images needs the package pillow: pip install 'comingle[data]'") from error
     try:
         with Image.open(path) as image:
             upright = _in_8_bits(ImageOps.exif_transpose(image), image).convert("L" if image_format.grey else "RGB")

@@ -271,7 +271,8 @@ def _is_file(path: Path, where: str) -> bool:
         raise DataError(f"{where}: {path}: no such file or folder")
     if path.is_file() and path.suffix.lower() != ".npz":
         raise DataError(
-            f"{where}: {path}: allowed: an .npz file, or a folder with a subfolder of images for each class"
+            f"{where}: {path}: got a file with suffix {path.suffix!r}; allowed: an .npz file, or a folder with a "
+            "subfolder of images for each class"
         )
     return path.is_file()
 

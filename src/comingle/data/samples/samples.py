@@ -237,8 +237,9 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         DataError: The file does not exist, is not an npz file, or is damaged.
     """
     if not is_zipfile(path):  # np.load would read another file as a pickle or as a single array
-        problem = "not a readable npz file: no complete zip archive" if path.is_file() else "no such file"
-        raise DataError(f"{path}: {problem}")
+        if not path.is_file():
+            raise DataError(f"{path}: no such file")
+        raise DataError(f"{path}: not a readable npz file: got {path.stat().st_size} bytes, no complete zip archive")
     try:
         with path.open("rb") as raw, np.load(raw) as file:  # np.load(path) would not close a damaged file
             return {key: file[key] for key in file.files}
