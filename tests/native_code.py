@@ -22,11 +22,12 @@ def seeded_on_one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def compile_once(factory: pytest.TempPathFactory, name: str, enable: Callable[[Path], bool]) -> Path:
-    """A cache folder of this name with what ``enable`` compiles in it alone; processes of pytest-xdist share it."""
+def compile_once(factory: pytest.TempPathFactory, name: str, library: str, enable: Callable[[Path], bool]) -> Path:
+    """A cache folder of this name with a library that ``enable`` compiles; processes of pytest-xdist share it."""
     alone = "PYTEST_XDIST_WORKER" not in os.environ
-    cache = factory.mktemp(name) if alone else factory.getbasetemp().parent / name
-    with FileLock(f"{cache}.lock"):  # who comes second finds what the first has compiled
+    cache = (factory.getbasetemp() if alone else factory.getbasetemp().parent) / name
+    cache.mkdir(mode=0o700, exist_ok=True)
+    with FileLock(f"{cache}-{library}.lock"):  # the second process finds what the first has compiled
         if not enable(cache):
             pytest.skip("no C++ compiler that makes the native code")
     return cache

@@ -249,6 +249,7 @@ def test_canaries_in_conversations_are_found() -> None:
 # -------------------------------------------------------------------- the page
 
 
+@pytest.mark.slow
 def test_a_page_names_what_was_attacked_and_what_was_not() -> None:
     found = comingle.audit(trained(), trials=1, rounds=1, shadows=3, users=CHATS)
     assert (found.kind, found.recoveries) == ("conversations", [])

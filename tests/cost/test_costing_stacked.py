@@ -96,8 +96,8 @@ def agrees(cost: UserCost, federation: InProcess, user: int = 0) -> None:
 # ---------------------------------------------------------------- nets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", quick(NETS, *NETS[3:6]))
-@pytest.mark.sampled(1)
 def test_a_task_costs_what_its_federation_does(method: Any) -> None:
     # A sweep fills its last batch up, and padding is not counted.
     recipe = task_recipe(method, **({"training.batch_size": 97} if method in SWEEPING else {}))

@@ -395,6 +395,7 @@ EXPANDS = "200 times"
 ROW = b'{"user": "ada", "text": "' + b"a " * 500 + b'"}\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "head", "body", "times", "message"),
     [
@@ -412,7 +413,6 @@ ROW = b'{"user": "ada", "text": "' + b"a " * 500 + b'"}\n'
         ("rows.csv", b'user,text\nada,"', b"a " * 500, 80_000, "line 2.* 64 MiB"),
     ],
 )
-@pytest.mark.sampled(1)
 def test_a_source_made_to_fill_memory_is_one_line(
     tmp_path: Path, name: str, head: bytes, body: bytes, times: int, message: str
 ) -> None:

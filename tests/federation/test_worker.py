@@ -96,6 +96,7 @@ def test_a_worker_that_takes_long_says_that_it_is_alive_and_one_that_hangs_is_ki
     assert ask(state, b"who") != first
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_in_its_work_is_killed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calling, "_SILENT_SECONDS", 8.0)
     ask(state, b"who")

@@ -111,14 +111,12 @@ def test_compressed_uploads(form: str, name: str, tmp_path: Path) -> None:
     assert_equal(text_recipe(tmp_path, method(name), **PART, **ranks, **{"training.uploads": form}), tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("title", each([title for title, (name, own) in VARIANTS.items() if "centre" not in own]))
 def test_settings_that_pull_apart(title: str, tmp_path: Path) -> None:
     name, own = VARIANTS[title]
     assert_equal(text_recipe(tmp_path, method(name, **own), **{"training.participation": 0.75}), tmp_path)
 
 
-@pytest.mark.slow
 def test_gradients_that_wait_and_validation_text_to_train_on(tmp_path: Path) -> None:
     """Ann has no router; what waits is kept by its user."""
     own = method("comigs", specialists=[0, 1, 2, 1], accumulate_gradients=True)
@@ -172,7 +170,6 @@ def arrays(folder: Path) -> Mapping[str, str]:
     return found
 
 
-@pytest.mark.slow
 def test_rows_of_a_data_set_are_read_by_each_user_for_itself(tmp_path: Path) -> None:
     draw = random.Random(0)
     rows = [

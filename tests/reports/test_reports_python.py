@@ -76,8 +76,8 @@ def compared(recipe: comingle.Recipe, tmp_path_factory: pytest.TempPathFactory) 
     return comingle.compare(recipe, ["local", "fedavg"], seeds=[0, 1], out=out, against="fedavg")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--no-tokens"], ["--text", "one two"], ["--users", "ada"]])
-@pytest.mark.sampled(1)
 def test_the_page_is_that_of_the_command(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:

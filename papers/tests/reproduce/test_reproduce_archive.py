@@ -375,8 +375,8 @@ def test_what_cannot_be_asked_for_is_one_line(file: Path, made: Path, comingle: 
 # -------------------------------------------------------------------- what is published
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.jsonl.xz")), ids=lambda path: path.name)
-@pytest.mark.sampled(1)
 def test_published_runs_are_those_of_the_tables_as_they_are(path: Path) -> None:
     """Whoever changes a table's settings measures it again, or takes its runs out of the file."""
     records = read_archive(path)
