@@ -74,12 +74,16 @@ def test_a_recipe_named_by_a_relative_path_still_names_absolute_ones(
     assert users["ann"].path == str(tmp_path / "project" / "ann.txt")
 
 
-def test_absolute_paths_through_symlinks_stay_as_they_are(tmp_path: Path) -> None:
-    """A run in Python has them in its fingerprint, and finds its checkpoints by it when it is loaded."""
+def test_a_run_folder_has_the_paths_that_its_run_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are part of the fingerprint by which its checkpoints are found."""
+    monkeypatch.setenv("HOME", str(tmp_path / "real"))
     save(tmp_path / "real" / "ann.txt", "text")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    given = {"base": str(tmp_path / "link"), "data": {"users": {"ann": str(tmp_path / "link" / "ann.txt")}}}
-    assert load_recipe(save(tmp_path / "mine.yaml", given)).fingerprint == parse_recipe(given).fingerprint
+    users = {"ann": str(tmp_path / "link" / "ann.txt"), "bob": "~/ann.txt"}
+    given = {"base": str(tmp_path / "link"), "data": {"users": users, "add_bos_token": True}}
+    save(tmp_path / "run" / "recipe.yaml", given)
+    found, passed = load_recipe(tmp_path / "run"), parse_recipe(given)
+    assert (found.base, found.data) == (passed.base, passed.data)
 
 
 def test_data_sets_and_bases_are_anchored_where_they_exist_and_hub_names_left_alone(tmp_path: Path) -> None:

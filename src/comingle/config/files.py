@@ -125,7 +125,10 @@ def _problem(place: Any, text: str) -> RecipeError:
 
 
 def load_recipe(path: str | Path, *, change: Callable[[object], object] = lambda content: content) -> Recipe:
-    """Read a recipe file, or the recipe of a run folder. Relative paths in it are relative to the file.
+    """Read a recipe file, or the recipe of a run folder.
+
+    Relative paths in a file are relative to it. Those of a run folder stay unchanged, as they are part of the run's
+    fingerprint.
 
     Args:
         path: The file or run folder.
@@ -141,7 +144,8 @@ def load_recipe(path: str | Path, *, change: Callable[[object], object] = lambda
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
     content = complete_older(read_yaml(path)) if is_run else read_yaml(path)
-    return _anchor(parse_recipe(change(content), where=str(path)), path.parent)
+    recipe = parse_recipe(change(content), where=str(path))
+    return recipe if is_run else _anchor(recipe, path.parent)
 
 
 def read_yaml(path: Path) -> Any:
@@ -180,9 +184,7 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
         if not isinstance(source, str) or is_named(source):
             return source
         source = os.path.expandvars(os.path.expanduser(source))
-        if os.path.isabs(source) or not os.path.exists(folder / source):
-            return source  # The fingerprint of a run in Python has its absolute paths as they are given.
-        return str((folder / source).resolve())
+        return str((folder / source).resolve()) if os.path.exists(folder / source) else source
 
     content["data"] |= recipe.data.anchored(anchored)
     if os.path.exists(folder / recipe.base):
