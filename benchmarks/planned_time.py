@@ -1,4 +1,4 @@
-"""Comparison of round times planned by ``comingle cost --machines`` and measured in ``comingle run --processes``.
+"""Round times planned by ``comingle cost --machines``, compared with times measured in ``comingle run --processes``.
 
 ``python benchmarks/planned_time.py [CASE ...] [--processes 1,2,3,4] [--turns 3] [--clock wall|processor]`` prints one
 JSON line for each case and number of processes on this machine:

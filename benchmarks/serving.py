@@ -81,9 +81,7 @@ def people_of(base: str, method: str, users: int, dtype: str) -> dict[str, Perso
     )
     text = torch.arange(2000, dtype=torch.int32)
     made = as_users(UserData(name=name, train=text, valid=text, test=text) for name in names)
-    federation = build(
-        recipe, RunData(kind=KIND, base=load_base(base, dtype=dtype, device="cpu"), users=as_users(made))
-    )
+    federation = build(recipe, RunData(kind=KIND, base=load_base(base, dtype=dtype, device="cpu"), users=made))
     rows = federation.clients.state.rows
     rows.add_(0.003 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
     run = Run(folder=None, recipe=recipe, metrics={}, federation=federation)

@@ -86,11 +86,11 @@ def test_a_worker_that_is_too_slow_is_waited_for_no_longer(state: Path) -> None:
 def test_a_worker_that_takes_long_says_that_it_is_alive_and_one_that_hangs_is_killed(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calling, "_SILENT_SECONDS", 6.0)
+    monkeypatch.setattr(calling, "_SILENT_SECONDS", 8.0)
     first = ask(state, b"sleep 12")
     worker = read_worker(state)
     os.kill(worker.pid, signal.SIGSTOP)
-    with pytest.raises(WorkerError, match=r" 6 s; it was killed"):
+    with pytest.raises(WorkerError, match=r" 8 s; it was killed"):
         ask(state, b"who", timeout=60)
     assert not worker.is_alive()
     assert ask(state, b"who") != first
@@ -101,7 +101,7 @@ def test_a_worker_that_is_stopped_in_its_work_is_killed(state: Path, monkeypatch
     monkeypatch.setattr(calling, "_SILENT_SECONDS", 8.0)
     ask(state, b"who")
     worker = read_worker(state)
-    stop = threading.Timer(1.0, os.kill, (worker.pid, signal.SIGSTOP))
+    stop = threading.Timer(2.0, os.kill, (worker.pid, signal.SIGSTOP))
     stop.start()
     with pytest.raises(WorkerError, match=r" 8 s; it was killed"):
         ask(state, b"sleep 50", timeout=60)

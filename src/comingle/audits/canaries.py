@@ -79,7 +79,7 @@ RecordView = Callable[[str, Sequence[int], Tree], None]
 
 @dataclass(kw_only=True)
 class ObservedFederation(InProcess):
-    """In-process federation that records uploads and published models through ``record_view``."""
+    """Federation in one process that passes uploads and published models to ``record_view``."""
 
     record_view: RecordView = lambda view, users, tensors: None
 

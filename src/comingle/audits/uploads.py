@@ -193,8 +193,7 @@ def invert(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inversion]:
         RunError: The net's first layer is not linear with a bias, or is not shared.
     """
     one = {"training.batch_size": 1, "training.local_epochs": 1}
-    first = tuple(replace(user, train=user.train.first(1)) for user in run_data.users)
-    alone = run_data.with_users(first)
+    alone = run_data.with_users(replace(user, train=user.train.first(1)) for user in run_data.users)
     whole = shortened(1) | {"evaluation.model": "exchanged"}
     return [
         _attack_net("one step on one sample", recipe.with_changes(whole | one), alone, watch),

@@ -23,7 +23,6 @@ from torch import Tensor
 from comingle.cli.options import default_folder, read_recipe
 from comingle.config import Recipe
 from comingle.data.conversations.encoding import Answers, UserAnswers
-from comingle.data.populations import UserCollection
 from comingle.data.samples.samples import SPLITS, UserSamples
 from comingle.data.splits import REPEATED, UserText
 from comingle.data.streaming import MAX_LISTED_USERS
@@ -238,7 +237,7 @@ LISTED_USERS = 24
 def choose_rows(
     counts: Mapping[str, Sequence[int]], by: int, *, all_users: bool = False
 ) -> list[tuple[str, list[str]]]:
-    """Return table rows, one per user or a summary.
+    """Return the rows of a table, one per user or a summary.
 
     Up to 24 users have one row each. For more, the rows are the minimum, median and maximum of each column, and the
     users with the smallest and largest number.
@@ -269,7 +268,7 @@ def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[Rende
         all_users: List all users, not only 24.
     """
     if run_data.users.sizes is not None:
-        return _preview_population(f"{recipe.base}: {run_data.kind.name}", run_data, run_data.users, all_users)
+        return _preview_population(f"{recipe.base}: {run_data.kind.name}", run_data, all_users)
     for holds, show in _PREVIEWS.items():
         if issubclass(run_data.kind.user, holds):
             return show(recipe, run_data, all_users)
@@ -277,12 +276,12 @@ def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[Rende
     return [_count_table(title, run_data, all_users)]
 
 
-def _preview_population(title: str, run_data: RunData, users: UserCollection, all_users: bool) -> list[RenderableType]:
+def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[RenderableType]:
     """Return the sizes of users that are stored in a file, with samples.
 
     Of many users only those with least and most data are listed.
     """
-    sizes = users.sizes
+    users, sizes = run_data.users, run_data.users.sizes
     assert sizes is not None
     table = Table("user", title=words(title, "table.title"), title_justify="left", box=None)
     of_text = issubclass(run_data.kind.user, UserData)

@@ -191,14 +191,11 @@ def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> PassSize |
     if machine.fixed_bytes > free:
         return None
     candidates = _smaller(stage.steps.pass_size)
-    return next(
-        (smaller_size for smaller_size in candidates if memory(stage, pass_size=smaller_size).total_bytes <= free),
-        None,
-    )
+    return next((size for size in candidates if memory(stage, pass_size=size).total_bytes <= free), None)
 
 
 def _smaller(now: PassSize) -> Iterator[PassSize]:
-    """Yield smaller portions: halve the number of users until it is 1, then the number of sequences."""
+    """Yield smaller sizes: halve the number of users until it is 1, then the number of sequences."""
     while now.users * now.sequences > 1:
         now = replace(now, users=now.users // 2) if now.users > 1 else replace(now, sequences=now.sequences // 2)
         yield now

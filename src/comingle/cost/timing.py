@@ -434,8 +434,8 @@ def _no_barrier() -> None:
 
 def copy_users(run_data: RunData, count: int) -> RunData:
     """Return ``count`` users that are copies of the given ones under other names."""
-    users = tuple(replace(run_data.users[i % len(run_data.users)], name=f"user {i}") for i in range(count))
-    return run_data.with_users(users)
+    users = run_data.users
+    return run_data.with_users(replace(users[i % len(users)], name=f"user {i}") for i in range(count))
 
 
 def rounds_of(federation: InProcess, members_each: int, size: int) -> tuple[float, float]:

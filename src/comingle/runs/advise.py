@@ -218,7 +218,7 @@ def groups_of(users: int) -> list[tuple[int, ...]]:
 
 def of_users(run_data: RunData, numbers: Sequence[int]) -> RunData:
     """Return the data with some of the users."""
-    return run_data.with_users(tuple(run_data.users[number] for number in numbers))
+    return run_data.with_users(run_data.users.select(numbers))
 
 
 def _recipe_of(recipe: Recipe, numbers: Sequence[int]) -> Recipe:

@@ -182,7 +182,7 @@ def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
     where = "data.clusters"
     if not run_data.users.in_memory:
         raise RecipeError(f"{where}: got runtime.store: {recipe.runtime.store}; allowed: memory")
-    names = [user.name for user in run_data.users]
+    names = run_data.users.names
     for name in clusters:
         if name not in names and name not in run_data.skipped:
             raise RecipeError(f"{where}: no user {name!r}; allowed: {list_names(names)}.{did_you_mean(name, names)}")
@@ -190,7 +190,7 @@ def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
         raise RecipeError(
             f"{where}: no cluster for {list_names(lacking)}; give one for every user, such as {{{lacking[0]}: a}}"
         )
-    return run_data.with_users(tuple(replace(user, cluster=clusters[user.name]) for user in run_data.users))
+    return run_data.with_users(replace(user, cluster=clusters[user.name]) for user in run_data.users)
 
 
 def get_ready(recipe: Recipe) -> Method:

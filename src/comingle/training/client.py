@@ -68,7 +68,7 @@ MAX_MESSAGE_VALUES = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """Where a run keeps its users' tensors and data; this class keeps them in memory.
+    """Storage of a run's users, tensors and data; this class keeps them in memory.
 
     Args:
         moments: Dtype of optimiser moments in the store; None for their own.

@@ -158,7 +158,7 @@ class Note(Section):
 
 
 class Plot(Section):
-    """A figure; ``x`` and ``series`` name the two settings of a sweep.
+    """Figure of a table's runs; ``x`` and ``series`` name the two settings of a sweep.
 
     Curves show ``measure``, by default the metric by which models are compared. ``mixtures`` also draws the routers of
     users who mix adapters, as users x clusters over rounds. ``usage`` lists what results are plotted against, one row

@@ -84,7 +84,7 @@ class RunData:
     def with_users(self, users: Iterable[AnyUser]) -> RunData:
         """Return the same data with other users, or with some of them."""
         users = as_users(users)
-        names = {user.name for user in users}
+        names = set(users.names)
         common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
         return replace(self, users=users, common=common, texts=tuple(t for t in self.texts if t.name in names))
 
@@ -200,12 +200,13 @@ class Kind(ABC):
         about, lines = reader.summary()
         for line in lines:
             logger.warning("%s", line)
+        collection = as_users(users)
         return RunData(
             kind=self,
             base=reader.base,
-            users=as_users(users),
+            users=collection,
             texts=tuple(texts),
-            common=reader.common(tuple(users), about),
+            common=reader.common(collection, about),
             skipped=skipped,
             skipped_rows=about.get("skipped_rows", 0),
         )
