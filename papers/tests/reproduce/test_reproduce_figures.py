@@ -35,7 +35,7 @@ SHOWN = {
 @pytest.mark.parametrize("name", quick(SHOWN, "figure5"))
 @pytest.mark.slow
 def test_every_kind_of_figure_shows_what_was_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comingle_papers.reproduce.runner.LENGTH", 12)  # tokens, each of which is drawn
+    monkeypatch.setattr("comingle_papers.reproduce.runner.MAX_PROMPT_TOKENS", 12)  # tokens, each of which is drawn
     methods = ["local", "comigs-2s"] if name == "figure9" else None
     found = plan(f"comigs/{name}", RunSelection(scale="smoke", methods=methods))
     outcomes = {outcome.cell.folder: outcome for outcome in run_cells(found.cells, tmp_path)}

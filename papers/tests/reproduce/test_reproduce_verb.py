@@ -135,18 +135,18 @@ def test_what_needs_no_hub_does_not_ask_for_it(monkeypatch: pytest.MonkeyPatch, 
     asked: list[str] = []
     monkeypatch.setattr(runner, "is_hub_reachable", lambda endpoint: asked.append(endpoint) or False)
     for task, wanted in (("floral/table3", RunSelection(scale="cpu")), ("comigs/table1", RunSelection(scale="smoke"))):
-        runner.check_reach(plan(task, wanted))
+        runner.check_hub(plan(task, wanted))
     assert asked == []
     monkeypatch.setattr(runner, "cached_folder", lambda repository: tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     for name in ("wikimedia___wikipedia", "google___wiki40b"):
         (tmp_path / name).mkdir()
     cached = plan("comigs/table1", RunSelection(columns=["multilingual"]))
-    runner.check_reach(cached)
+    runner.check_hub(cached)
     assert asked == []
     (tmp_path / "google___wiki40b").rmdir()
     with pytest.raises(RunError, match="needs google/wiki40b from the hub"):
-        runner.check_reach(cached)
+        runner.check_hub(cached)
     assert len(asked) == 1
 
 

@@ -48,10 +48,10 @@ def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool
 
 
 def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) -> PaperTable:
-    """Return the table of the outcomes so far.
+    """Return the paper's table with the numbers of the runs that have finished so far.
 
     Args:
-        planned: The plan.
+        planned: The plan of all runs.
         outcomes: The outcomes by run name.
         baseline: A row or a method to compare the others with.
     """
@@ -60,8 +60,10 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
 
     failed = [f"{o.cell.column}, {o.cell.row}: {o.diverged}" for o in outcomes.values() if o.diverged]
     metric, cells = planned.experiment.metric, planned.cells
-    users = results(outcomes, cells, metric)
-    return build_table(planned, scores(outcomes, cells, metric), diverged=failed, results=users, baseline=baseline)
+    results_by_user = results(outcomes, cells, metric)
+    return build_table(
+        planned, scores(outcomes, cells, metric), diverged=failed, results=results_by_user, baseline=baseline
+    )
 
 
 def print_table(table: PaperTable) -> None:
@@ -73,20 +75,20 @@ def print_table(table: PaperTable) -> None:
     console.print(render(table))
     for remark in remarks(table):
         console.print(f"· {remark}", highlight=False)
-    for label, found in column_verdicts(table):
+    for label, comparison in column_verdicts(table):
         console.print()
         console.print(words(label, "bold"))
-        for part in render_verdicts(found):
+        for part in render_verdicts(comparison):
             console.print(part)
 
 
-def show_measured(path: Path, name: str, wanted: RunSelection, out: Path, *, baseline: str | None) -> None:
+def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, baseline: str | None) -> None:
     """Print and write a table of archived runs; this needs neither the data nor a run.
 
     Args:
         path: The archive.
         name: The experiment, as ``comigs/table1``.
-        wanted: The options of the command line.
+        selection: The options of the command line.
         out: The folder to write to.
         baseline: A row or a method to compare the others with.
     """
@@ -95,7 +97,7 @@ def show_measured(path: Path, name: str, wanted: RunSelection, out: Path, *, bas
     from comingle_papers.reproduce.tables import write_tables
 
     records = read_archive(path)
-    planned, outcomes, source = find_archived(plan_of(records, name, wanted), records, path)
+    planned, outcomes, source = find_archived(plan_of(records, name, selection), records, path)
     table: PaperTable = {**table_of(planned, outcomes, baseline), "measured": source}
     folder = out / f"{name.partition('/')[2]}-measured"
     write_tables(folder, table)
@@ -104,16 +106,24 @@ def show_measured(path: Path, name: str, wanted: RunSelection, out: Path, *, bas
 
 
 def check_measured(
-    path: Path, name: str, wanted: RunSelection, out: Path, most: int, jobs: int | None, *, force: bool, quiet: bool
+    path: Path,
+    name: str,
+    selection: RunSelection,
+    out: Path,
+    max_runs: int,
+    jobs: int | None,
+    *,
+    force: bool,
+    quiet: bool,
 ) -> None:
     """Run some of an archive's runs here, and print both results of each.
 
     Args:
         path: The archive.
         name: The experiment, as ``comigs/table1``.
-        wanted: The options of the command line.
+        selection: The options of the command line.
         out: The folder of the runs made here.
-        most: The largest number of runs.
+        max_runs: The largest number of runs to repeat.
         jobs: The number of parallel runs; None for the plan's.
         force: Run again what has been run.
         quiet: Show no progress.
@@ -121,26 +131,27 @@ def check_measured(
     Raises:
         RunError: The data or the base model differ from those of the archived runs, or a result differs.
     """
-    from comingle_papers.reproduce.archive import ROUNDING, choose, compare, read_archive
+    from comingle_papers.reproduce.archive import ROUNDING, choose_cells, compare_run, read_archive
     from comingle_papers.reproduce.plan import plan
 
-    planned, records, others = plan(name, wanted), read_archive(path), 0
-    cells = choose(planned, records, path, most)
+    planned, records = plan(name, selection), read_archive(path)
+    num_different = 0
+    cells = choose_cells(planned, records, path, max_runs)
     for outcome in run_all(cells, out, jobs or planned.jobs, force=force, quiet=quiet):
-        line, same = compare(records[outcome.cell.folder], outcome)
-        others += not same
+        line, is_same = compare_run(records[outcome.cell.folder], outcome)
+        num_different += not is_same
         console.print(line, highlight=False)
-    if others:
-        raise RunError(f"--check {path}: {others} of {len(cells)} runs differ by more than {ROUNDING:.1%}")
+    if num_different:
+        raise RunError(f"--check {path}: {num_different} of {len(cells)} runs differ by more than {ROUNDING:.1%}")
 
 
-def add_measured(path: Path, name: str, wanted: RunSelection, out: Path, *, quiet: bool) -> None:
+def add_measured(path: Path, name: str, selection: RunSelection, out: Path, *, quiet: bool) -> None:
     """Add finished runs to an archive.
 
     Args:
         path: The archive.
         name: The experiment, as ``comigs/table1``.
-        wanted: The options of the command line.
+        selection: The options of the command line.
         out: The folder of the finished runs.
         quiet: Show no progress.
     """
@@ -148,7 +159,7 @@ def add_measured(path: Path, name: str, wanted: RunSelection, out: Path, *, quie
     from comingle_papers.reproduce.archive import add_runs
 
     with reporting(quiet=quiet) as reporter:
-        summary = add_runs(path, name, wanted, out, reporter.waiting)
+        summary = add_runs(path, name, selection, out, reporter.waiting)
     console.print(summary, highlight=False)
 
 
@@ -202,10 +213,10 @@ def reproduce(
 ) -> None:
     """Reproduce a published table or figure, and compare the numbers and their order with the paper's."""
     if name is None:
-        return _list()
+        return _list_experiments()
     from comingle_papers.reproduce.plan import RunSelection, plan
 
-    wanted = RunSelection(
+    selection = RunSelection(
         scale=scale,
         methods=split_names(methods) if methods is not None else None,
         columns=split_names(columns) if columns is not None else None,
@@ -214,7 +225,7 @@ def reproduce(
         data=data,
         changes=changes(sets),
     )
-    folder = out or _default_out(name, scale)
+    folder = out or _default_folder(name, scale)
     if measured is None and (add or check is not None):
         raise RecipeError(f"{'--add' if add else '--check'}: give a file with --measured FILE")
     if add and check is not None:
@@ -223,25 +234,27 @@ def reproduce(
         from comingle_papers.reproduce.archive import find_archive
 
         if add:
-            return add_measured(measured, name, wanted, folder, quiet=quiet)
+            return add_measured(measured, name, selection, folder, quiet=quiet)
         measured = find_archive(measured)
-        show_measured(measured, name, wanted, folder, baseline=against)
+        show_measured(measured, name, selection, folder, baseline=against)
         if check is not None:
-            check_measured(measured, name, wanted, folder, check, jobs, force=force, quiet=quiet)
+            check_measured(measured, name, selection, folder, check, jobs, force=force, quiet=quiet)
         return None
-    planned = plan(name, wanted)
+    planned = plan(name, selection)
     if dry_run:
-        return _show(planned)
+        return _print_plan(planned)
     if planned.experiment.kind == "cost":
-        return _count(planned, folder, force=force or resume)
-    return _run(planned, folder, jobs, resume=resume, force=force, quiet=quiet, baseline=against)
+        return _count_costs(planned, folder, force=force or resume)
+    return _run_plan(planned, folder, jobs, resume=resume, force=force, quiet=quiet, baseline=against)
 
 
-def _default_out(name: str, scale: str) -> Path:
+def _default_folder(name: str, scale: str) -> Path:
+    """Return the folder of an experiment's runs without ``--out``: ``runs/PAPER-SCALE``."""
     return Path("runs") / f"{name.partition('/')[0]}-{scale}"
 
 
-def _list() -> None:
+def _list_experiments() -> None:
+    """Print name, title and source of every published table and figure."""
     from rich.table import Table
 
     from comingle_papers.reproduce.published import list_experiments
@@ -252,10 +265,11 @@ def _list() -> None:
     console.print(table)
 
 
-def _show(planned: Plan) -> None:
-    from comingle_papers.reproduce.runner import unique
+def _print_plan(planned: Plan) -> None:
+    """Print the runs of a plan with their run names, then the columns and rows that are not run."""
+    from comingle_papers.reproduce.runner import unique_cells
 
-    for cell in unique(planned.cells):
+    for cell in unique_cells(planned.cells):
         console.print(f"{cell.column}  {cell.row}  seed {cell.seed}  {cell.folder}", highlight=False)
     for column, why in planned.left_out.items():
         console.print(f"left out: {column} ({why})", highlight=False)
@@ -263,50 +277,68 @@ def _show(planned: Plan) -> None:
         console.print(f"missing: {row} (no such method yet)", highlight=False)
 
 
-def _run(
+def _run_plan(
     planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool, baseline: str | None
 ) -> None:
+    """Run a plan, write its table after every run, and print the table at the end.
+
+    Args:
+        planned: The plan.
+        out: The folder for the table's folder and ``runs``.
+        jobs: The number of parallel runs; None for the plan's.
+        resume: Continue an existing table.
+        force: Replace an existing table and run again what has been run.
+        quiet: Show no progress.
+        baseline: A row or a method to compare the others with.
+    """
     from comingle.utils.terminal import errors, words
-    from comingle_papers.reproduce.runner import Estimate, check_out, check_reach, unique
+    from comingle_papers.reproduce.runner import Estimate, check_hub, experiment_folder, unique_cells
     from comingle_papers.reproduce.tables import baseline_row, write_tables
 
     baseline_row(planned, baseline)  # raises before the first run
-    check_reach(planned)
-    folder = check_out(out, planned.name, resume=resume, force=force)
-    cells, jobs = unique(planned.cells), jobs or planned.jobs
+    check_hub(planned)
+    folder = experiment_folder(out, planned.name, resume=resume, force=force)
+    cells, jobs = unique_cells(planned.cells), jobs or planned.jobs
     estimate = Estimate()
     outcomes: dict[str, Outcome] = {}
     table: PaperTable | None = None
     for outcome in run_all(cells, out, jobs, force=force, quiet=quiet):
         outcomes[outcome.cell.folder] = outcome
         estimate.learn(outcome)
-        left = estimate.left(_left(cells, outcomes, out, force))
-        line = _describe(outcome, len(outcomes), len(cells), None if left is None else left / jobs)
+        seconds_left = estimate.left(_remaining_cells(cells, outcomes, out, force))
+        line = _progress_line(outcome, len(outcomes), len(cells), None if seconds_left is None else seconds_left / jobs)
         if not quiet:
             errors.print(line, soft_wrap=True)  # one line per run, also when written to a file
         table = table_of(planned, outcomes, baseline)
         write_tables(folder, table)
-    drawn = " · figures as .png and .svg" if planned.experiment.plot else ""
-    if drawn:
+    figures_note = " · figures as .png and .svg" if planned.experiment.plot else ""
+    if figures_note:
         from comingle_papers.reproduce.runner import draw
 
         draw(planned, outcomes, folder)
     assert table is not None  # a plan has at least one cell
     print_table(table)
-    console.print(words(f"{folder}/  table.md · table.json{drawn}; the runs are in {out}/runs", "dim"))
+    console.print(words(f"{folder}/  table.md · table.json{figures_note}; the runs are in {out}/runs", "dim"))
 
 
-def _count(planned: Plan, out: Path, *, force: bool) -> None:
-    """Count a table of costs; nothing is trained."""
+def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
+    """Count a table of costs, print it and write it to files; nothing is trained.
+
+    Args:
+        planned: The plan of a table of kind ``cost``.
+        out: The folder for the table's folder.
+        force: Replace an existing table.
+    """
     from comingle.cost.planning import plan as count
     from comingle.utils.terminal import words
     from comingle_papers.reproduce.counted import count_cells, write_costs
-    from comingle_papers.reproduce.runner import check_out
+    from comingle_papers.reproduce.runner import experiment_folder
 
-    folder = check_out(out, planned.name, resume=False, force=force)
+    folder = experiment_folder(out, planned.name, resume=False, force=force)
     recipe, costs = planned.cells[-1].recipe, None
     with status("counting"):
         if recipe.data.kind == "text":
+            # The only such table on text is CoMiGS's Table 3, which has four users.
             costs = count(recipe, [cell.recipe.method.name for cell in planned.cells], users=4)
         counts = count_cells(planned, costs)
     for line in write_costs(folder, planned, counts, costs):
@@ -314,16 +346,30 @@ def _count(planned: Plan, out: Path, *, force: bool) -> None:
     console.print(words(f"{folder}/  table.md · table.json", "dim"))
 
 
-def _left(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force: bool) -> list[Cell]:
-    """Return the cells that remain to run."""
+def _remaining_cells(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force: bool) -> list[Cell]:
+    """Return the cells that remain to run.
+
+    Args:
+        cells: Cells that differ in what they compute.
+        outcomes: The outcomes so far, by run name.
+        out: The folder that contains ``runs``.
+        force: Whether finished runs are run again.
+    """
     from comingle_papers.reproduce.runner import RUNS, is_measured
 
-    rest = [cell for cell in cells if cell.folder not in outcomes]
-    return [cell for cell in rest if force or not is_measured(out / RUNS / cell.folder)]
+    without_outcome = [cell for cell in cells if cell.folder not in outcomes]
+    return [cell for cell in without_outcome if force or not is_measured(out / RUNS / cell.folder)]
 
 
-def _describe(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
-    """Return one line about a finished run."""
+def _progress_line(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
+    """Return one line about a finished run: result, time, and time left.
+
+    Args:
+        outcome: The outcome of the run.
+        done: The number of finished runs, this one included.
+        total: The number of all runs.
+        left: Estimated seconds for the remaining runs; None if unknown.
+    """
     from rich.text import Text
 
     from comingle.utils.records import measure_of, number

@@ -26,17 +26,17 @@ from comingle_papers.reproduce.plan import Cell, Plan, RunSelection, name_of, pl
 from comingle_papers.reproduce.published import ANYWHERE
 from comingle_papers.reproduce.runner import (
     RUNS,
+    InputCache,
     Outcome,
-    Shelf,
     Waiting,
-    check_same,
+    check_same_inputs,
+    digest_inputs,
     is_measured,
     read_diverged,
     read_measured,
     run_cells,
-    said,
     title_of,
-    unique,
+    unique_cells,
 )
 
 ROUNDING = 0.005
@@ -45,11 +45,12 @@ ROUNDING = 0.005
 Other machines sum in another order; a hundred training steps amplify the rounding.
 """
 _LISTED = 5
+"""Largest number of absent runs that a remark names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A finished run: what it computes, digests of its inputs (:func:`said`), how it was made, and its results."""
+    """A finished run: what it computes, digests of its inputs (:func:`digest_inputs`), its origin and its results."""
 
     run: str
     computed: dict[str, Any]
@@ -72,16 +73,23 @@ def record_of(folder: Path) -> Record:
     diverged = read_diverged(folder)
     # The base model's local path is private to this machine.
     metrics = None if diverged else {k: v for k, v in read_metrics(folder).items() if k != "base"}
-    inputs = said(read_inputs(folder))
+    inputs = digest_inputs(read_inputs(folder))
     return Record(run=folder.name, **read_measured(folder), inputs=inputs, metrics=metrics, diverged=diverged)
 
 
-def difference(was: dict[str, Any] | None, now: dict[str, Any] | None) -> float:
-    """Return the relative difference of two results; infinite where only one of them is a number."""
-    one, two = (None if found is None else found[f"mean_test_{measure_of(found)}"] for found in (was, now))
-    if one == two:
+def relative_difference(was: dict[str, Any] | None, now: dict[str, Any] | None) -> float:
+    """Return the relative difference of the mean test results of two runs.
+
+    It is infinite where only one of them has a result, since the other diverged, or where the first result is zero.
+
+    Args:
+        was: Metrics of the first run; None if it diverged.
+        now: Metrics of the second run; None if it diverged.
+    """
+    before, after = (None if metrics is None else metrics[f"mean_test_{measure_of(metrics)}"] for metrics in (was, now))
+    if before == after:
         return 0.0
-    return math.inf if not one or two is None else abs(two / one - 1)
+    return math.inf if not before or after is None else abs(after / before - 1)
 
 
 # -------------------------------------------------------------------- the file
@@ -147,8 +155,8 @@ def merge_records(path: Path, was: Records, new: Iterable[Record]) -> dict[str, 
     merged = dict(was)
     for record in new:
         known = merged.setdefault(record.run, record)
-        check_same(f"{path}: {record.run}", known.inputs, record.inputs)
-        if not (apart := difference(known.metrics, record.metrics)) <= ROUNDING:
+        check_same_inputs(f"{path}: {record.run}", known.inputs, record.inputs)
+        if not (apart := relative_difference(known.metrics, record.metrics)) <= ROUNDING:
             raise RunError(f"{path}: {record.run}: differs by {apart:.2%} from the run in the archive")
     return merged
 
@@ -156,25 +164,26 @@ def merge_records(path: Path, was: Records, new: Iterable[Record]) -> dict[str, 
 # -------------------------------------------------------------------- tables out of a file
 
 
-def plan_of(records: Records, name: str, wanted: RunSelection) -> Plan:
-    """Return the plan whose runs an archive holds.
+def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
+    """Return the plan of the runs that an archive may hold; it reads no data.
 
-    Text comes from a folder, wherever that is, or from the hub.
+    Archived runs are named as if their data came from a folder. If the archive has none of these, the plan is made with
+    the selection's own source of data, so that runs on the hub's data are found.
 
     Args:
         records: The records of the archive.
         name: The experiment, as ``comigs/table1``.
-        wanted: The options of the command line.
+        selection: The options of the command line.
 
     Raises:
         RecipeError: As :func:`comingle_papers.reproduce.plan.plan`.
     """
-    planned = plan(name, replace(wanted, data=ANYWHERE))
+    planned = plan(name, replace(selection, data=ANYWHERE))
     if planned.experiment.kind == "cost":
         raise RecipeError(f"--measured: {name} is counted without runs; omit --measured")
     if not any(cell.folder in records for cell in planned.cells):
         with suppress(RecipeError):
-            return plan(name, wanted)
+            return plan(name, selection)
     return planned
 
 
@@ -193,72 +202,81 @@ def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, di
         RunError: The archive holds none of the runs.
     """
     cells = tuple(cell for cell in planned.cells if cell.folder in records)
-    some = {(cell.row, cell.column) for cell in cells}
-    absent = [cell for cell in unique(planned.cells) if cell.folder not in records]
+    archived_pairs = {(cell.row, cell.column) for cell in cells}
+    absent = [cell for cell in unique_cells(planned.cells) if cell.folder not in records]
     # First the rows with fewer seeds than their neighbours, which are easy to miss.
-    lacking = [title_of(cell) for cell in sorted(absent, key=lambda cell: (cell.row, cell.column) not in some)]
+    lacking = [
+        title_of(cell) for cell in sorted(absent, key=lambda cell: (cell.row, cell.column) not in archived_pairs)
+    ]
     if not cells:
         raise RunError(
             f"--measured {path}: none of the {len(lacking)} runs that are asked for is in it, as {lacking[0]}; "
             f"it has {len(records)} others, maybe of another --scale or other settings"
         )
-    found = {cell.folder: _outcome(cell, records[cell.folder]) for cell in cells}
-    shown = replace(
+    outcomes = {cell.folder: _archived_outcome(cell, records[cell.folder]) for cell in cells}
+    reduced = replace(
         planned,
         cells=cells,
         rows=tuple(row for row in planned.rows if any(cell.row == row for cell in cells)),
         columns=tuple(column for column in planned.columns if any(cell.column == column for cell in cells)),
         seeds=tuple(dict.fromkeys(cell.seed for cell in cells)),
     )
-    told = [f"No run was started: our numbers are from {path.name}, {_made([records[run] for run in found])}."]
+    remarks = [
+        f"No run was started: our numbers are from {path.name}, {_describe_origin([records[run] for run in outcomes])}."
+    ]
     if lacking:
-        names = ", ".join(lacking[:_LISTED]) + (f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else "")
-        told.append(f"{path.name} lacks {len(lacking)} of {len(lacking) + len(found)} runs: {names}.")
+        more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
+        names = ", ".join(lacking[:_LISTED]) + more
+        remarks.append(f"{path.name} lacks {len(lacking)} of {len(lacking) + len(outcomes)} runs: {names}.")
     if planned.experiment.plot:
-        told.append(f"No figure: {path.name} has results alone, not how they came about.")
-    return shown, found, told
+        remarks.append(f"No figure: {path.name} has results alone, not how they came about.")
+    return reduced, outcomes, remarks
 
 
-def _outcome(cell: Cell, record: Record) -> Outcome:
+def _archived_outcome(cell: Cell, record: Record) -> Outcome:
+    """Return a cell's archived result as an outcome: it has no folder, and its base is the cell's."""
     metrics = record.metrics and {**record.metrics, "base": cell.recipe.base}
     return Outcome(cell=cell, folder=Path(), seconds=0.0, ran=False, diverged=record.diverged, published=metrics)
 
 
-def _made(records: Sequence[Record]) -> str:
+def _describe_origin(records: Sequence[Record]) -> str:
     """Describe when, with which versions and on what machines runs were made."""
     dates = sorted({record.made["date"] for record in records})
-    makers = Counter(f"{_version(record.made)} on {record.made['machine']}" for record in records).most_common()
-    told = "; ".join(f"{count} with {maker}" for maker, count in makers)
-    return f"measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {told}"
+    counted = Counter(
+        f"{_describe_version(record.made)} on {record.made['machine']}" for record in records
+    ).most_common()
+    counts = "; ".join(f"{count} with {maker}" for maker, count in counted)
+    return f"measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {counts}"
 
 
-def _version(made: Mapping[str, str]) -> str:
+def _describe_version(made: Mapping[str, str]) -> str:
+    """Return "comingle" with version and, if known, commit, from a record's ``made``."""
     return f"comingle {made['version']}" + (f" (commit {made['commit']})" if made["commit"] else "")
 
 
 # -------------------------------------------------------------------- runs that are made here
 
 
-def choose(planned: Plan, records: Records, path: Path, most: int) -> list[Cell]:
-    """Choose at most ``most`` runs of an archive, evenly spaced over the plan, to run again.
+def choose_cells(planned: Plan, records: Records, path: Path, max_runs: int) -> list[Cell]:
+    """Choose at most ``max_runs`` runs of an archive, evenly spaced over the plan, to run again.
 
     Args:
         planned: The plan.
         records: The records of the archive.
         path: The archive, for error messages.
-        most: The largest number of runs.
+        max_runs: The largest number of runs.
 
     Raises:
         RunError: The archive holds none of the plan's runs.
     """
-    cells = [cell for cell in unique(planned.cells) if cell.folder in records]
+    cells = [cell for cell in unique_cells(planned.cells) if cell.folder in records]
     if not cells:
         raise RunError(f"--check: {path} has none of the {len(planned.cells)} runs that are asked for")
-    most = min(most, len(cells))
-    return [cells[i * len(cells) // most] for i in range(most)]
+    max_runs = min(max_runs, len(cells))
+    return [cells[i * len(cells) // max_runs] for i in range(max_runs)]
 
 
-def compare(record: Record, outcome: Outcome) -> tuple[str, bool]:
+def compare_run(record: Record, outcome: Outcome) -> tuple[str, bool]:
     """Compare an archived run with the same run made here.
 
     Returns:
@@ -267,21 +285,24 @@ def compare(record: Record, outcome: Outcome) -> tuple[str, bool]:
     Raises:
         RunError: The two runs read different inputs.
     """
-    check_same(f"{title_of(outcome.cell)}: {record.run}", record.inputs, said(read_inputs(outcome.folder)))
-    here = record_of(outcome.folder)
-    apart = difference(record.metrics, here.metrics)
-    told = f"{title_of(outcome.cell)}: published {_result(record)}, here {_result(here)}"
-    return f"{told} ({apart:.3%} apart)", apart <= ROUNDING
+    check_same_inputs(
+        f"{title_of(outcome.cell)}: {record.run}", record.inputs, digest_inputs(read_inputs(outcome.folder))
+    )
+    repeated = record_of(outcome.folder)
+    apart = relative_difference(record.metrics, repeated.metrics)
+    description = f"{title_of(outcome.cell)}: published {_describe_result(record)}, here {_describe_result(repeated)}"
+    return f"{description} ({apart:.3%} apart)", apart <= ROUNDING
 
 
-def _result(record: Record) -> str:
+def _describe_result(record: Record) -> str:
+    """Return the mean test result of an archived run as text, or "diverged"."""
     if record.metrics is None:
         return "diverged"
     measure = measure_of(record.metrics)
     return number(record.metrics[f"mean_test_{measure}"], measure)
 
 
-def add_runs(path: Path, name: str, wanted: RunSelection, out: Path, waiting: Waiting) -> str:
+def add_runs(path: Path, name: str, selection: RunSelection, out: Path, waiting: Waiting) -> str:
     """Add the finished runs of a plan to an archive; start no run.
 
     Runs and archive must have been measured with the inputs that are here: this is checked for one archived run of each
@@ -290,7 +311,7 @@ def add_runs(path: Path, name: str, wanted: RunSelection, out: Path, waiting: Wa
     Args:
         path: The archive.
         name: The experiment, as ``comigs/table1``.
-        wanted: The options of the command line.
+        selection: The options of the command line.
         out: The folder with the finished runs.
         waiting: Shows what is being waited for.
 
@@ -301,25 +322,39 @@ def add_runs(path: Path, name: str, wanted: RunSelection, out: Path, waiting: Wa
         RunError: No run is finished; some runs were measured with other inputs; or a run is in the archive with another
             result.
     """
-    planned, was = plan(name, wanted), read_archive(path) if path.exists() else {}
-    asked = unique(planned.cells)
-    done = [cell for cell in asked if is_measured(out / RUNS / cell.folder)]
-    if not done:
-        raise RunError(f"{out / RUNS}: none of the {len(asked)} runs that are asked for is finished there")
-    outcomes = list(run_cells(done, out, waiting=waiting))
-    _check_columns(path, was, name, replace(wanted, columns=sorted({cell.column for cell in done})), Shelf(waiting))
-    merged = merge_records(path, was, (record_of(outcome.folder) for outcome in outcomes))
+    planned = plan(name, selection)
+    archived = read_archive(path) if path.exists() else {}
+    cells = unique_cells(planned.cells)
+    finished = [cell for cell in cells if is_measured(out / RUNS / cell.folder)]
+    if not finished:
+        raise RunError(f"{out / RUNS}: none of the {len(cells)} runs that are asked for is finished there")
+    outcomes = list(run_cells(finished, out, waiting=waiting))
+    columns = sorted({cell.column for cell in finished})
+    _check_columns(path, archived, name, replace(selection, columns=columns), InputCache(waiting))
+    merged = merge_records(path, archived, (record_of(outcome.folder) for outcome in outcomes))
     write_archive(path, merged.values())
-    added = len(merged) - len(was)
+    added = len(merged) - len(archived)
     return (
-        f"{path}: {added} runs added, {len(done) - added} were in it, {len(merged)} now; "
-        f"{len(asked) - len(done)} of the {len(asked)} that are asked for are not finished"
+        f"{path}: {added} runs added, {len(finished) - added} were in it, {len(merged)} now; "
+        f"{len(cells) - len(finished)} of the {len(cells)} that are asked for are not finished"
     )
 
 
-def _check_columns(path: Path, records: Records, name: str, wanted: RunSelection, shelf: Shelf) -> None:
-    """Check that the archived runs of some columns read the inputs that are here; check one run per column."""
+def _check_columns(path: Path, records: Records, name: str, selection: RunSelection, cache: InputCache) -> None:
+    """Check that archived runs read the base model and data that are here.
+
+    Args:
+        path: The archive, for error messages.
+        records: The records of the archive.
+        name: The experiment, as ``comigs/table1``.
+        selection: The columns to check, and options that determine the runs; rows and seeds are those of the archive.
+        cache: Cache of the inputs that are here.
+
+    Raises:
+        RunError: The inputs of an archived run differ; one run of each column is checked.
+    """
     seeds = sorted({record.computed["seed"] for record in records.values()})
-    cells = plan(name, replace(wanted, methods=None, seeds=seeds)).cells if seeds else ()
-    for cell in {cell.column: cell for cell in cells if cell.folder in records}.values():
-        check_same(f"{path}: {cell.folder}", records[cell.folder].inputs, shelf.said(cell))
+    cells = plan(name, replace(selection, methods=None, seeds=seeds)).cells if seeds else ()
+    one_per_column = {cell.column: cell for cell in cells if cell.folder in records}
+    for cell in one_per_column.values():
+        check_same_inputs(f"{path}: {cell.folder}", records[cell.folder].inputs, cache.input_digests(cell))

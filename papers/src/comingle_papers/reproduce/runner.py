@@ -54,12 +54,13 @@ MEASURED = "measured.json"
 """File in a finished run's folder: what the run computes, and how it was made."""
 DIVERGED = "diverged.txt"
 """File in the folder of a run whose training diverged: the reason."""
-_DIGITS = 16
+_DIGEST_LENGTH = 16
+"""Hexadecimal digits kept of each input's digest."""
 
 
 def write_measured(folder: Path, cell: Cell) -> None:
     """Mark a run as finished and record how it was made."""
-    write_json(folder / MEASURED, {"computed": cell.computed, "made": _made()})
+    write_json(folder / MEASURED, {"computed": cell.computed, "made": _provenance()})
 
 
 def is_measured(folder: Path) -> bool:
@@ -95,8 +96,8 @@ def read_measured(folder: Path) -> dict[str, Any]:
         raise RunError(f"{path}: damaged ({error!r}); delete it to repeat the run") from None
 
 
-def _made() -> dict[str, str]:
-    """Return the version, the time and the kind of machine."""
+def _provenance() -> dict[str, str]:
+    """Return version and commit of comingle, today's date and the kind of machine, for ``measured.json``."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     processor = [line.partition(": ")[2] for line in lines if line.startswith("model name")][:1]
@@ -111,27 +112,27 @@ def _commit() -> str:
     root = Path(comingle.__file__).parents[2]
     if not (root / ".git").exists():
         return ""
-    asked = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
+    command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 
 
-def said(inputs: Inputs) -> dict[str, str]:
+def digest_inputs(inputs: Inputs) -> dict[str, str]:
     """Return digests of a run's base model and of every user's data.
 
     The tokenizer's digest is left out: it changes with its library, and its effect on the text is part of the data's
     digests.
     """
-    found = {"the base": inputs.base} if inputs.base else {}
-    found |= {f"the data of {name!r}": digest_all(user.digests) for name, user in inputs.users.items()}
-    found |= {"the users": digest_all(inputs.settings[POPULATION])} if POPULATION in inputs.settings else {}
-    return {what: digest[:_DIGITS] for what, digest in found.items()}
+    digests = {"the base": inputs.base} if inputs.base else {}
+    digests |= {f"the data of {name!r}": digest_all(user.digests) for name, user in inputs.users.items()}
+    digests |= {"the users": digest_all(inputs.settings[POPULATION])} if POPULATION in inputs.settings else {}
+    return {what: digest[:_DIGEST_LENGTH] for what, digest in digests.items()}
 
 
-def check_same(where: object, was: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Check that a run read the inputs that are here, by the digests of :func:`said`.
+def check_same_inputs(where: object, was: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Check that a run read the inputs that are here, by the digests of :func:`digest_inputs`.
 
     Args:
         where: The run, for error messages.
@@ -201,7 +202,7 @@ class Estimate:
         return sum(cell.weight * pace.get(cell.recipe.base, mean) for cell in cells)
 
 
-def unique(cells: Sequence[Cell]) -> list[Cell]:
+def unique_cells(cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells to run: of several that compute the same, the first."""
     first: dict[str, Cell] = {}
     for cell in cells:
@@ -237,23 +238,23 @@ def run_cells(
     Raises:
         RunError: A run folder belongs to something else, or was made with other text or another base model.
     """
-    shelf = Shelf(waiting)
-    for cell in unique(cells):
+    cache = InputCache(waiting)
+    for cell in unique_cells(cells):
         folder = out / RUNS / cell.folder
         if not force and is_measured(folder):
-            check_same(folder, said(read_inputs(folder)), shelf.said(cell))
+            check_same_inputs(folder, digest_inputs(read_inputs(folder)), cache.input_digests(cell))
             yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=read_diverged(folder))
             continue
         begun = (folder / "recipe.yaml").exists()
         # Restart a run whose text has moved: its checkpoints are named after the old place.
         resume = begun and not force and load_recipe(folder).fingerprint == cell.recipe.fingerprint
-        run_data = shelf.run_data(cell)
+        run_data = cache.run_data(cell)
         started = time.perf_counter()
         for name in (DIVERGED, MEASURED):
             (folder / name).unlink(missing_ok=True)
-        watch, anew = partial(observers, cell), force or (begun and not resume)
+        restart = force or (begun and not resume)
         try:
-            run_in(folder, cell.recipe, run_data, resume=resume, force=anew, observers=watch)
+            run_in(folder, cell.recipe, run_data, resume=resume, force=restart, observers=partial(observers, cell))
         except DivergenceError as error:
             write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
         if not run_data.kind.needs_base:
@@ -264,7 +265,7 @@ def run_cells(
         )
 
 
-def check_out(out: Path, name: str, *, resume: bool, force: bool) -> Path:
+def experiment_folder(out: Path, name: str, *, resume: bool, force: bool) -> Path:
     """Return the folder of one table below ``out``; refuse an existing one without ``resume`` or ``force``.
 
     Args:
@@ -298,7 +299,7 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
         outcome = outcomes.get(cell.folder)
         if outcome is None or outcome.diverged:
             continue
-        by_cell.setdefault((cell.row, cell.column), []).append(factor * _read(outcome.metrics, metric))
+        by_cell.setdefault((cell.row, cell.column), []).append(factor * _metric_value(outcome.metrics, metric))
     return by_cell
 
 
@@ -320,41 +321,52 @@ def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str)
     return by_column
 
 
-def _read(metrics: Mapping[str, Any], metric: str) -> float:
-    """Return a metric of a run, or its mean over users (ROUGE-1 where models are compared by accuracy)."""
+def _metric_value(metrics: Mapping[str, Any], metric: str) -> float:
+    """Return a run's value of a metric.
+
+    A metric that ``metrics.json`` does not have as a mean over users, such as ROUGE-1 where models are compared by
+    accuracy, is averaged over users here.
+    """
     key = metric.removeprefix("mean_")
     return metrics[metric] if metric in metrics else statistics.fmean(user[key] for user in metrics["users"].values())
 
 
-class Shelf:
-    """Cache of the base model and the data loaded last."""
+class InputCache:
+    """Cache of the base model and the data loaded last, so that consecutive cells with the same inputs share them.
+
+    Args:
+        waiting: Shows that a base model is being loaded.
+    """
 
     def __init__(self, waiting: Waiting = nullcontext) -> None:
         self._waiting = waiting
         self._base: tuple[str, Base] | None = None
-        self._materials: tuple[str, RunData] | None = None
-        self._said: tuple[RunData, dict[str, str]] | None = None
+        self._run_data: tuple[str, RunData] | None = None
+        self._digests: tuple[RunData, dict[str, str]] | None = None
 
-    def said(self, cell: Cell) -> dict[str, str]:
-        """Return the digests of a cell's inputs."""
+    def input_digests(self, cell: Cell) -> dict[str, str]:
+        """Return the digests of a cell's base model and data, as :func:`digest_inputs` makes them."""
         run_data = self.run_data(cell)
-        if self._said is None or self._said[0] is not run_data:
-            self._said = run_data, said(describe(run_data, cell.recipe))
-        return self._said[1]
+        if self._digests is None or self._digests[0] is not run_data:
+            self._digests = run_data, digest_inputs(describe(run_data, cell.recipe))
+        return self._digests[1]
 
     def run_data(self, cell: Cell) -> RunData:
-        """Return a cell's data; reuse what is cached."""
+        """Return a cell's base model and data.
+
+        Data is loaded anew if base, runtime, seed or section ``data`` differ from the last cell's; the base model is
+        loaded anew if base or runtime differ.
+        """
         recipe = cell.recipe
-        runtime = recipe.runtime.model_dump_json()
-        base_key = f"{recipe.base} {runtime}"
-        key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
-        if self._materials is None or self._materials[0] != key:
+        base_key = f"{recipe.base} {recipe.runtime.model_dump_json()}"
+        data_key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
+        if self._run_data is None or self._run_data[0] != data_key:
             base = self._base[1] if self._base is not None and self._base[0] == base_key else None
-            self._materials = None  # free the old base model before loading the next
+            self._run_data = None  # free the old base model before loading the next
             with self._waiting(LOADING):
-                self._materials = (key, prepare(recipe, base=base))
-            self._base = (base_key, loaded) if (loaded := self._materials[1].base) is not None else None
-        return self._materials[1]
+                self._run_data = (data_key, prepare(recipe, base=base))
+            self._base = (base_key, loaded) if (loaded := self._run_data[1].base) is not None else None
+        return self._run_data[1]
 
 
 def run_parallel(
@@ -375,16 +387,27 @@ def run_parallel(
     Raises:
         ComingleError: A process failed; raised when the others are done.
     """
-    groups = [list(group) for _, group in groupby(unique(cells), key=lambda cell: (cell.column, cell.seed))]
-    silent = quiet or errors.is_terminal  # several progress bars would overwrite each other
-    yield from in_processes(groups, partial(_work, out=out, force=force, quiet=silent), jobs=jobs, label=_label_of)
+    groups = [list(group) for _, group in groupby(unique_cells(cells), key=lambda cell: (cell.column, cell.seed))]
+    quiet_workers = quiet or errors.is_terminal  # several progress bars would overwrite each other
+    yield from in_processes(
+        groups, partial(_run_group, out=out, force=force, quiet=quiet_workers), jobs=jobs, label=_group_label
+    )
 
 
-def _label_of(group: Sequence[Cell]) -> str:
+def _group_label(group: Sequence[Cell]) -> str:
+    """Return the label of cells that run in one process: their column and seed."""
     return f"{group[0].column}, seed {group[0].seed}"
 
 
-def _work(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> Iterator[Outcome]:
+def _run_group(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> Iterator[Outcome]:
+    """Run cells in a process of their own and yield their outcomes, as :func:`run_cells` does.
+
+    Args:
+        cells: Cells of one column and seed.
+        out: The folder that contains ``runs``.
+        force: Run again what has been run.
+        quiet: Log no rounds.
+    """
     with reporting(quiet=quiet) as reporter:
 
         def observers(cell: Cell, clients: Clients) -> list[Observer]:
@@ -394,9 +417,10 @@ def _work(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> Iterato
 
 
 _LISTED = 3
+"""Largest number of missing inputs that an error message names."""
 
 
-def check_reach(plan: Plan) -> None:
+def check_hub(plan: Plan) -> None:
     """Raise an error if a plan reads the hub and the hub is unreachable.
 
     The hub's own client would retry for half a minute and then name a single file.
@@ -404,7 +428,7 @@ def check_reach(plan: Plan) -> None:
     Raises:
         RunError: Something is neither cached nor reachable; the message says what can be run instead.
     """
-    missing = _missing(plan)
+    missing = _uncached(plan)
     if not missing:
         return
     from huggingface_hub import constants
@@ -413,11 +437,11 @@ def check_reach(plan: Plan) -> None:
         return
     why = "HF_HUB_OFFLINE is set" if is_offline() else f"the hub ({constants.ENDPOINT}) cannot be reached"
     listed = ", ".join(missing[:_LISTED]) + (f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else "")
-    raise RunError(f"reproduce {plan.name}: needs {listed} from the hub, and {why}; {_advice(plan)}")
+    raise RunError(f"reproduce {plan.name}: needs {listed} from the hub, and {why}; {_offline_commands(plan)}")
 
 
-def _advice(plan: Plan) -> str:
-    """Return commands that need no network."""
+def _offline_commands(plan: Plan) -> str:
+    """Return a sentence part with the commands that reproduce the plan, or something close to it, without network."""
     ways = []
     if "cpu" in plan.study.scales:
         ways.append("--scale cpu --data FOLDER runs it on local files (layout: papers/docs/results.md)")
@@ -430,37 +454,41 @@ def _advice(plan: Plan) -> str:
     return "; ".join(ways) or "--scale smoke runs it on text that comes with comingle"
 
 
-def _missing(plan: Plan) -> list[str]:
-    """Return names on the hub that its cache lacks."""
+def _uncached(plan: Plan) -> list[str]:
+    """Return the names of base models and data sets that a plan reads from the hub and the hub's cache lacks."""
     names: dict[str, None] = {}
     for cell in plan.cells:
         base = cell.recipe.base
         if "/" in base and is_public(base) and not expand_home(base).exists() and cached_folder(base) is None:
             names[base] = None
-        for name in _data_sets(plan, cell):
+        for name in _uncached_data_sets(plan, cell):
             names[name] = None
     return list(names)
 
 
-def _data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
-    """Yield data sets of the hub that a cell reads and the cache lacks."""
-    content = cell.recipe.data.model_dump()
-    for source in _strings(content):
+def _uncached_data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
+    """Yield the data sets that a cell reads from the hub and the hub's cache lacks.
+
+    Images and questions without a ``path`` always count, because their cache is not looked up.
+    """
+    data_section = cell.recipe.data.model_dump()
+    for source in _all_strings(data_section):
         if source.startswith(HUB_PREFIX) and not _is_cached(name := parse_hub_name(source).name):
             yield name
-    data = plan.study.data[plan.column_of(cell.column).data]
-    made = content.get("task") or content.get("questions") or {}
-    if (data.images or data.questions) and made.get("path") is None:
-        yield data.images or data.label
+    data_set = plan.study.data[plan.column_of(cell.column).data]
+    task = data_section.get("task") or data_section.get("questions") or {}
+    if (data_set.images or data_set.questions) and task.get("path") is None:
+        yield data_set.images or data_set.label
 
 
-def _strings(content: object) -> Iterator[str]:
+def _all_strings(content: object) -> Iterator[str]:
+    """Yield every string in nested mappings and lists; keys of mappings are not included."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict):
-        yield from (found for part in content.values() for found in _strings(part))
+        yield from (text for part in content.values() for text in _all_strings(part))
     elif isinstance(content, list | tuple):
-        yield from (found for part in content for found in _strings(part))
+        yield from (text for part in content for text in _all_strings(part))
 
 
 def _is_cached(name: str) -> bool:
@@ -471,12 +499,14 @@ def _is_cached(name: str) -> bool:
     return (Path(folder) / name.replace("/", "___")).is_dir()
 
 
-LENGTH = 160
+MAX_PROMPT_TOKENS = 160
 """Largest number of tokens of a prompt."""
 
 
 def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterator[tuple[str, Figure]]:
-    """Yield for each column and row the prompts of its data set, routed by the models of the first seed.
+    """Yield figures of the study's prompts with each token coloured by its expert, with the suffix of the file name.
+
+    The models are those of each column's and row's first seed. Without ``plot.own`` there is one figure per layer.
 
     Raises:
         RunError: The users are not those that the prompts are written for.
@@ -487,7 +517,8 @@ def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterato
     assert plot is not None
     for (row, column), entry in entries.items():
         view = prompts_view(plan, column, entry)
-        layers = list(dict.fromkeys(layer_of(name, view.layers) for name in plot.tokens))  # one of a single layer
+        # Without duplicates: in a small model the first, middle and last layer may be the same.
+        layers = list(dict.fromkeys(layer_of(name, view.layers) for name in plot.tokens))
         if plot.own:
             yield f"{column}-{row}", own_texts_figure(view, layers)
         else:
@@ -501,26 +532,27 @@ def layer_of(name: str, layers: int) -> int:
 
 
 def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
-    """Return the prompts in every user's model, each assigned to the user who has text of its kind.
+    """Return the study's prompts in every user's model, each assigned to the user who has text of its kind.
 
     Args:
         plan: The figure's plan.
         column: The column.
-        entry: The runs of a row and column.
+        entry: The runs of a row and column; only the first is shown.
+
+    Raises:
+        RunError: There are not as many prompts as users.
     """
     import comingle
     from comingle.runs.views import view_of
 
     run = comingle.load(entry.first.folder)
-    prompts, users = (
-        plan.study.prompts[plan.column_of(column).data],
-        [user.name for user in run.federation.clients.users],
-    )
+    prompts = plan.study.prompts[plan.column_of(column).data]
+    users = [user.name for user in run.federation.clients.users]
     if len(prompts) != len(users):
         raise RunError(f"{plan.name}: prompts for {', '.join(prompts)}, and users {', '.join(users)}")
-    view = view_of(run, entry.label, list(prompts.items()), users, LENGTH)
-    owned = zip(view.texts, users, strict=True)  # names differ where text is from the hub, their order does not
-    return replace(view, texts=tuple(replace(text, owner=user) for text, user in owned), in_distribution=True)
+    view = view_of(run, entry.label, list(prompts.items()), users, MAX_PROMPT_TOKENS)
+    text_owners = zip(view.texts, users, strict=True)  # by order: users of the hub's text have other names
+    return replace(view, texts=tuple(replace(text, owner=user) for text, user in text_owners), in_distribution=True)
 
 
 Entries = Mapping[tuple[str, str], Any]
@@ -550,7 +582,7 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
     from comingle_papers.reproduce.counted import draw_usage
 
     assert plan.experiment.plot is not None
-    kinds: dict[str, Callable[[Plan, Entries], Figures]] = {
+    figures_by_kind: dict[str, Callable[[Plan, Entries], Figures]] = {
         "curves": _curves,
         "scores": _scores,
         "sweep": _sweep,
@@ -558,14 +590,14 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
         "tokens": draw_routes,
     }
     stem = plan.name.partition("/")[2]
-    figures = list(kinds[plan.experiment.plot.kind](plan, read_entries(plan, outcomes)))
+    figures = list(figures_by_kind[plan.experiment.plot.kind](plan, read_entries(plan, outcomes)))
     if not figures:
         raise RunError(f"{plan.name}: no finished run has the data of this figure")
-    return [path for end, figure in figures for path in save(figure, folder, f"{stem}-{end}")]
+    return [path for suffix, figure in figures for path in save(figure, folder, f"{stem}-{suffix}")]
 
 
 def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str, str], Entry]:
-    """Return the finished runs, grouped by row and column and named after the rows."""
+    """Return the finished runs of each (row, column), labelled with the row's label; diverged runs are left out."""
     from comingle.reports.runs import Entry, read_run
 
     runs: dict[tuple[str, str], list[Any]] = {}
@@ -575,7 +607,8 @@ def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str,
             runs.setdefault((cell.row, cell.column), []).append(read_run(outcome.folder))
     rows = plan.experiment.rows
     return {
-        key: Entry(label=rows[key[0]].label or key[0], runs=tuple(runs_of_key)) for key, runs_of_key in runs.items()
+        (row, column): Entry(label=rows[row].label or row, runs=tuple(of_all_seeds))
+        for (row, column), of_all_seeds in runs.items()
     }
 
 
@@ -586,16 +619,22 @@ def _curves(plan: Plan, entries: Entries) -> Figures:
     plot = plan.experiment.plot
     assert plot is not None
     for column in plan.columns:
-        shown = [entries[row, column] for row in plan.rows if (row, column) in entries]
-        if shown:
+        drawn_rows = [entries[row, column] for row in plan.rows if (row, column) in entries]
+        if drawn_rows:
             # Leave out the evaluation before training: the base model's perplexity would set the scale.
-            yield column, curves_figure(shown, start=False, measure=plot.measure)
+            yield column, curves_figure(drawn_rows, start=False, measure=plot.measure)
         if plot.mixtures:
-            yield from _mixtures([(row, entries[row, column]) for row in plan.rows if (row, column) in entries], column)
+            named_entries = [(row, entries[row, column]) for row in plan.rows if (row, column) in entries]
+            yield from _mixtures(named_entries, column)
 
 
 def _mixtures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
-    """Yield users x adapters over the rounds of the first seed, for each row whose users learn to mix adapters."""
+    """Yield a figure of mixture weights, users x adapters over rounds, for each row whose users learn to mix adapters.
+
+    Args:
+        entries: Names of rows with their runs; the first seed is drawn.
+        column: The column of all of them.
+    """
     from comingle.reports.figures import mixtures_figure, read_mixtures
 
     for row, entry in entries:
@@ -631,6 +670,13 @@ def _sweep(plan: Plan, entries: Entries) -> Figures:
 
 
 def _sweep_figure(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str) -> Figure:
+    """Draw the mean test perplexity of each value of ``x``, with deviations and one line per value of ``series``.
+
+    Args:
+        lines: Results by value of ``series``, then by value of ``x``; each a ``Spread`` over seeds.
+        x: Name of the setting on the x axis.
+        series: Name of the setting that has one line per value.
+    """
     from comingle.reports.canvas import draw as draw_axes
     from comingle.reports.canvas import styles
 
@@ -639,7 +685,7 @@ def _sweep_figure(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str
         for value, style in zip(sorted(lines), looks, strict=True):
             points = sorted(lines[value].items())
             axes[0].errorbar(
-                [at for at, _ in points],
+                [x_value for x_value, _ in points],
                 [point.mean for _, point in points],
                 yerr=[point.std or 0.0 for _, point in points],
                 color=style.colour.light,
@@ -647,7 +693,8 @@ def _sweep_figure(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str
                 marker=style.marker,
                 label=f"{series} {value}",
             )
-        values_of_x = [at for points in lines.values() for at in points]
+        values_of_x = [x_value for points in lines.values() for x_value in points]
+        # Values over more than a decade are usually chosen geometrically.
         if min(values_of_x) > 0 and max(values_of_x) > 20 * min(values_of_x):
             axes[0].set_xscale("log")
         axes[0].set_xlabel(x)
