@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from comingle.config import Recipe
 from comingle.cost.counts import download_of, upload_of
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from comingle.reports.runs import Entry, Spread
 
 
-WORDS = {"server": "kept by the server", "communicate": "sent by a user in a round", "client": "held by a user"}
+AXIS_LABELS = {"server": "kept by the server", "communicate": "sent by a user in a round", "client": "held by a user"}
 """Axis labels of the counted quantities."""
 
-_FEW = 8
+_KEPT_SAMPLES = 8
 """Samples kept of each user; the number of samples does not change the number of parameters."""
 
 
@@ -74,40 +74,54 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
 
     All users of nets have the same usage, so a single user is built.
 
+    Args:
+        recipe: The recipe with the method.
+        task: The task; of its users only the first is used, and their number.
+
     Raises:
         RecipeError: The method does not support nets.
     """
-    user = _with_few(task.users[0])
+    user = _reduce_samples(task.users[0])
     recipe = with_method(recipe, recipe.method.name)  # participation may name other methods
     method = make(recipe.method.name, **recipe.method.settings)
     # Weighted means send a count of samples, which is not a parameter.
     settings = make_plan(recipe, method, [user.name]).updated("training", weighting="uniform")
     federation = federate(build_nets(recipe, replace(task, users=as_users([user])), settings))
     clients = federation.clients
-    sent, received = (), ()
+    sent_tensors: tuple[Tensor, ...] = ()
+    received_tensors: tuple[Tensor, ...] = ()
     if clients.shares:
         upload = upload_of(federation, 0)
-        said = [t for name, t in upload.reports.items() if name != LOSS]
-        sent, received = (*upload.tensors.values(), *said), download_of(federation, 0, [user.name]).tensors.values()
+        reported = [t for name, t in upload.reports.items() if name != LOSS]
+        sent_tensors = (*upload.tensors.values(), *reported)
+        received_tensors = tuple(download_of(federation, 0, [user.name]).tensors.values())
     return Usage(
-        server=_server(federation.server, len(task.users)),
-        communicate=sum(t.numel() for t in sent),
-        received=sum(t.numel() for t in received),
+        server=_count_server_state(federation.server, len(task.users)),
+        communicate=sum(t.numel() for t in sent_tensors),
+        received=sum(t.numel() for t in received_tensors),
         client=int(clients.mask[0].sum()) + sum(t.numel() for t in clients.state.kept.values()),
     )
 
 
-def _server(server: ServerHalf, users: int) -> int:
+def _count_server_state(server: ServerHalf, users: int) -> int:
     """Count the numbers that the server stores between rounds.
 
-    The server was built for one user; its per-user rows are counted ``users`` times.
+    Args:
+        server: A server that was built for one user; its per-user rows are counted ``users`` times.
+        users: The number of users of the run.
     """
-    rows = server.method.server.by_user
-    return sum(t.numel() * (users if name in rows else 1) for name, t in server.kept.items())
+    per_user_names = server.method.server.by_user
+    return sum(t.numel() * (users if name in per_user_names else 1) for name, t in server.kept.items())
 
 
-def _with_few(user: UserSamples) -> UserSamples:
-    return replace(user, train=user.train.first(_FEW), valid=user.valid.first(_FEW), test=user.test.first(_FEW))
+def _reduce_samples(user: UserSamples) -> UserSamples:
+    """Return a user with at most the first few samples of each split, so that counting is fast."""
+    return replace(
+        user,
+        train=user.train.first(_KEPT_SAMPLES),
+        valid=user.valid.first(_KEPT_SAMPLES),
+        test=user.test.first(_KEPT_SAMPLES),
+    )
 
 
 def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
@@ -118,26 +132,26 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
     """
     usage: dict[tuple[str, str], Usage] = {}
     for column in plan.columns:
-        cells = _cells(plan, column)
+        cells = _cells_of_column(plan, column)
         if not cells:
             continue
         first = next(iter(cells.values())).recipe
         assert first.data.kind == "task", f"{plan.name}: usage is counted on nets"
         task = prepare(first).common
-        plain = with_method(first, "fedavg").with_changes({"base": NETS + column_net(plan, column)})
-        unit = count_usage(plain, task).client
+        fedavg_recipe = with_method(first, "fedavg").with_changes({"base": NETS + column_net(plan, column)})
+        unit = count_usage(fedavg_recipe, task).client
         usage |= {(row, column): count_usage(cell.recipe, task).over(unit) for row, cell in cells.items()}
     return usage
 
 
 def column_net(plan: Plan, column: str) -> str:
     """Return the net that a column's rows train unless they name another."""
-    cells = _cells(plan, column)
-    named = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
-    return (named[0] if named else plan.scaled.stand_in(plan.column_of(column).base)).removeprefix(NETS)
+    cells = _cells_of_column(plan, column)
+    bases = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
+    return (bases[0] if bases else plan.scaled.stand_in(plan.column_of(column).base)).removeprefix(NETS)
 
 
-def _cells(plan: Plan, column: str) -> dict[str, Cell]:
+def _cells_of_column(plan: Plan, column: str) -> dict[str, Cell]:
     """Return a column's cells with the first seed, by row."""
     cells: dict[str, Cell] = {}
     for cell in plan.cells:
@@ -199,29 +213,33 @@ def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Map
     from comingle.reports.formatting import axis_label
 
     assert plan.experiment.plot is not None
-    kinds, lines = plan.experiment.plot.usage, _lines(plan)
-    looks = dict(zip(lines, styles([plan.experiment.rows[rows[0]].method for rows in lines.values()]), strict=True))
+    kinds = plan.experiment.plot.usage
+    lines = _group_rows_by_line(plan)
+    methods = [plan.experiment.rows[rows[0]].method for rows in lines.values()]
+    styles_of_lines = dict(zip(lines, styles(methods), strict=True))
     measure = next(iter(entries.values())).first.measure
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         for number, axis in enumerate(axes):
-            kind, column = kinds[number // len(plan.columns)], plan.columns[number % len(plan.columns)]
+            panel_row, panel_column = divmod(number, len(plan.columns))
+            kind, column = kinds[panel_row], plan.columns[panel_column]
             for name, rows in lines.items():
-                _line(axis, _points(rows, column, kind, entries, used), looks[name])
-            _label(axis, measure, f"{WORDS[kind]},\nmultiples of {column_net(plan, column)}")
-            if number < len(plan.columns):
+                _draw_line(axis, _points_of_line(rows, column, kind, entries, used), styles_of_lines[name])
+            _format_axes(axis, measure, f"{AXIS_LABELS[kind]},\nmultiples of {column_net(plan, column)}")
+            if panel_row == 0:
                 axis.set_title(plan.label(column))
-            if number % len(plan.columns) == 0:
+            if panel_column == 0:
                 axis.set_ylabel(axis_label(measure))
-        shown = {row for row, _ in entries}
-        _legend(figure, {name: looks[name] for name, rows in lines.items() if any(row in shown for row in rows)})
+        rows_with_runs = {row for row, _ in entries}
+        drawn_lines = [name for name, rows in lines.items() if any(row in rows_with_runs for row in rows)]
+        _draw_legend(figure, {name: styles_of_lines[name] for name in drawn_lines})
 
-    alone = len(kinds) * len(plan.columns) == 1
-    return draw(len(kinds), len(plan.columns), (4.6, 3.2) if alone else (3.3, 2.5), paint)
+    has_one_panel = len(kinds) * len(plan.columns) == 1
+    return draw(len(kinds), len(plan.columns), (4.6, 3.2) if has_one_panel else (3.3, 2.5), paint)
 
 
-def _lines(plan: Plan) -> dict[str, list[str]]:
-    """Group rows by the part of their label before a comma."""
+def _group_rows_by_line(plan: Plan) -> dict[str, list[str]]:
+    """Return the rows of each line of the figure; rows whose labels agree up to a comma are on one line."""
     lines: dict[str, list[str]] = {}
     for row in plan.rows:
         label = plan.experiment.rows[row].label or row
@@ -233,37 +251,55 @@ Point = tuple[float, "Spread", float]
 """Position on the x axis, test results, and the area of the mark."""
 
 
-def _points(
+def _points_of_line(
     rows: list[str],
     column: str,
     kind: str,
     entries: Mapping[tuple[str, str], Entry],
     used: Mapping[tuple[str, str], Usage],
 ) -> list[Point]:
+    """Return the points of one line in one panel; rows without finished runs have none.
+
+    Args:
+        rows: The rows of the line, from few or small models to many or large ones; the area of the mark grows with the
+            position.
+        column: The column of the panel.
+        kind: The attribute of ``Usage`` on the x axis.
+        entries: The finished runs, by row and column.
+        used: The usage, by row and column.
+    """
     from comingle.reports.runs import final
 
     points: list[Point] = []
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         entry = entries.get((row, column))
-        if entry is not None and (last := final(entry)) is not None:
-            points.append((getattr(used[row, column], kind), last, 26.0 + 9.0 * place))
+        if entry is not None and (spread := final(entry)) is not None:
+            points.append((getattr(used[row, column], kind), spread, 26.0 + 9.0 * position))
     return points
 
 
-def _line(axis: Axes, points: list[Point], style: Style) -> None:
+def _draw_line(axis: Axes, points: list[Point], style: Style) -> None:
+    """Draw the points of one line with error bars of one standard deviation; draw nothing without points."""
     from comingle.reports.canvas import PAPER
 
     if not points:
         return
-    at, spreads, areas = (list(part) for part in zip(*points, strict=True))
+    x_values, spreads, areas = (list(part) for part in zip(*points, strict=True))
     means, colour = [spread.mean for spread in spreads], style.colour.light
     bars = [spread.std or 0.0 for spread in spreads]
-    axis.errorbar(at, means, yerr=bars, color=colour, linestyle=style.line, linewidth=1.2, elinewidth=0.9)
+    axis.errorbar(x_values, means, yerr=bars, color=colour, linestyle=style.line, linewidth=1.2, elinewidth=0.9)
     edge = {"edgecolors": PAPER.light, "linewidths": 0.5}  # separates overlapping marks
-    axis.scatter(at, means, s=areas, color=colour, marker=style.marker, zorder=3, **edge)
+    axis.scatter(x_values, means, s=areas, color=colour, marker=style.marker, zorder=3, **edge)
 
 
-def _label(axis: Axes, measure: str, below: str) -> None:
+def _format_axes(axis: Axes, measure: str, x_label: str) -> None:
+    """Format both axes of a panel; the x axis starts at zero or below.
+
+    Args:
+        axis: The panel.
+        measure: The metric on the y axis, which determines the format of its ticks.
+        x_label: The label of the x axis.
+    """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     from comingle.reports.formatting import tick
@@ -271,20 +307,24 @@ def _label(axis: Axes, measure: str, below: str) -> None:
     axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # whole per cents
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
     axis.set_xlim(left=min(0.0, axis.get_xlim()[0]))
-    axis.set_xlabel(below)
+    axis.set_xlabel(x_label)
 
 
-def _legend(figure: Figure, looks: Mapping[str, Style]) -> None:
+def _draw_legend(figure: Figure, styles_of_lines: Mapping[str, Style]) -> None:
+    """Draw a legend of the lines above all panels, titled with the meaning of the marks' sizes."""
     from matplotlib.lines import Line2D
 
     from comingle.reports.canvas import legend_above
 
-    handles = [Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in looks.values()]
-    about = "larger marks: more models, or a larger net"
-    legend_above(figure, handles, list(looks), title=about, alignment="left")
+    handles = [
+        Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in styles_of_lines.values()
+    ]
+    title = "larger marks: more models, or a larger net"
+    legend_above(figure, handles, list(styles_of_lines), title=title, alignment="left")
 
 
 _IMAGE = (3, 32, 32)
+"""Channels, height and width of the images of CIFAR."""
 
 
 def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str], float]:
@@ -297,68 +337,88 @@ def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str],
     Raises:
         RecipeError: A cell's recipe does not have that quantity.
     """
-    found: dict[tuple[str, str], float] = {}
+    counts: dict[tuple[str, str], float] = {}
     for number, cell in enumerate(plan.cells):
-        what = plan.experiment.rows[cell.row].count
-        assert what is not None, f"{plan.name}: {cell.row} counts no quantity"
-        found[cell.row, cell.column] = _forward(costs, number) if what == "forward" else _COUNTS[what](cell)
-    return found
+        quantity = plan.experiment.rows[cell.row].count
+        assert quantity is not None, f"{plan.name}: {cell.row} counts no quantity"
+        counts[cell.row, cell.column] = (
+            _forward_overhead(costs, number) if quantity == "forward" else _COUNTS[quantity](cell)
+        )
+    return counts
 
 
-def _forward(costs: Costs | None, number: int) -> float:
-    """Return the cost that adapters and routers add to the frozen base's forward pass, in per cent."""
+def _forward_overhead(costs: Costs | None, number: int) -> float:
+    """Return the cost that adapters and routers add to the frozen base's forward pass, in per cent.
+
+    Args:
+        costs: The costs of the plan's methods.
+        number: The index of the method; its users all cost the same.
+    """
     assert costs is not None
     return 100 * (costs.methods[number].users[0].forward.total / costs.base_flops - 1)
 
 
-def _users(cell: Cell) -> float:
-    return _of_task(cell.recipe, "users")
+def _count_users(cell: Cell) -> float:
+    """Return the number of users of a cell's task."""
+    return _task_value(cell.recipe, "users")
 
 
-def _clusters(cell: Cell) -> float:
-    return _of_task(cell.recipe, "clusters")
+def _count_clusters(cell: Cell) -> float:
+    """Return the number of clusters of a cell's task."""
+    return _task_value(cell.recipe, "clusters")
 
 
-def _of_task(recipe: Recipe, what: str) -> int:
+def _task_value(recipe: Recipe, key: str) -> int:
+    """Return a value of the recipe's task: its own, or the task's default.
+
+    Raises:
+        RecipeError: The recipe has no task.
+    """
     section = recipe.data.model_dump().get("task")
     if not section:
-        raise RecipeError(f"reproduce: {what} are counted on tasks; got a recipe without data.task")
-    return section[what] or getattr(TASKS[section["name"]], what)
+        raise RecipeError(f"reproduce: {key} are counted on tasks; got a recipe without data.task")
+    return section[key] or getattr(TASKS[section["name"]], key)
 
 
-def _participation(cell: Cell) -> float:
+def _participation_percent(cell: Cell) -> float:
+    """Return the share of users who participate in a round, in per cent."""
     share = cell.recipe.training.participation
     assert isinstance(share, float | int)
     return 100 * share
 
 
-def _parameters(cell: Cell) -> float:
+def _parameter_ratio(cell: Cell) -> float:
     """Count the parameters of the server's initial models without the classifier, in multiples of ResNet-9's.
 
     FedMerge's Table 1 has these ratios without the classifier, whose size depends on the number of classes.
     """
     method = make(cell.recipe.method.name, **cell.recipe.method.settings)
-    return method.server.server_models * _body(cell.recipe.base.removeprefix(NETS)) / _body("resnet9")
+    return (
+        method.server.server_models
+        * _body_parameters(cell.recipe.base.removeprefix(NETS))
+        / _body_parameters("resnet9")
+    )
 
 
-def _body(name: str) -> int:
+def _body_parameters(name: str) -> int:
+    """Count the parameters of a net without its last linear layer, the classifier."""
     net = make_net(name, _IMAGE, 10, seed=0)
     (*_, head) = [module for module in net.modules() if isinstance(module, nn.Linear)]
     return sum(p.numel() for p in net.parameters()) - sum(p.numel() for p in head.parameters())
 
 
 _COUNTS: dict[str, Callable[[Cell], float]] = {
-    "users": _users,
-    "clusters": _clusters,
-    "participation": _participation,
-    "parameters": _parameters,
+    "users": _count_users,
+    "clusters": _count_clusters,
+    "participation": _participation_percent,
+    "parameters": _parameter_ratio,
 }
 
 
 Counts = Mapping[tuple[str, str], float]
 """The counted value of each cell, by row and column."""
 
-_HEAD = ["what", "paper", "counted as the paper does", "true"]
+_TABLE3_HEADINGS = ["what", "paper", "counted as the paper does", "true"]
 
 
 def write_costs(folder: Path, plan: Plan, counts: Counts, costs: Costs | None) -> list[str]:
@@ -372,15 +432,15 @@ def write_costs(folder: Path, plan: Plan, counts: Counts, costs: Costs | None) -
         counts: The counted values, by row and column.
         costs: The costs of the methods of CoMiGS's Table 3, if the plan has them.
     """
-    about = f"{plan.study.source}; {plan.experiment.source}."
+    source_line = f"{plan.study.source}; {plan.experiment.source}."
     if costs is not None:
-        about += f" Base {costs.base}, {costs.dtype}. MiB = 2^20 bytes."
-    lines = [f"# {plan.experiment.title}", "", about, ""]
-    lines += [*_table3(costs), ""] if costs is not None else []
-    lines += [*_counted(plan, counts), "", *(f"- {note.text}" for note in plan.experiment.notes)]
+        source_line += f" Base {costs.base}, {costs.dtype}. MiB = 2^20 bytes."
+    lines = [f"# {plan.experiment.title}", "", source_line, ""]
+    lines += [*_table3_lines(costs), ""] if costs is not None else []
+    lines += [*_counted_lines(plan, counts), "", *(f"- {note.text}" for note in plan.experiment.notes)]
     folder.mkdir(parents=True, exist_ok=True)
     counted = [
-        {"row": row, "column": column, "counted": count, "paper": _paper(plan, row, column)}
+        {"row": row, "column": column, "counted": count, "paper": _paper_value(plan, row, column)}
         for (row, column), count in counts.items()
     ]
     write_json(folder / "table.json", {**(costs.as_dict() if costs is not None else {}), "counted": counted})
@@ -388,35 +448,43 @@ def write_costs(folder: Path, plan: Plan, counts: Counts, costs: Costs | None) -
     return lines
 
 
-def _counted(plan: Plan, counts: Counts) -> list[str]:
+def _counted_lines(plan: Plan, counts: Counts) -> list[str]:
     """Return the counted rows in Markdown: for each column our value and the paper's."""
     heads = [part for column in plan.columns for part in (plan.label(column), plan.experiment.reference)]
     lines = [table_line(["", *heads]), "|" + "---|" * (1 + len(heads))]
     for row in plan.rows:
         cells = [plan.experiment.rows[row].label or row]
         for column in plan.columns:
-            paper = _paper(plan, row, column)
+            paper = _paper_value(plan, row, column)
             cells += [f"{counts[row, column]:.4g}", "" if paper is None else f"{paper:g}"]
         lines.append(table_line(cells))
     return lines
 
 
-def _paper(plan: Plan, row: str, column: str) -> float | None:
+def _paper_value(plan: Plan, row: str, column: str) -> float | None:
+    """Return the number that the paper printed for a cell; None where it printed none."""
     cells = plan.experiment.rows[row].paper
     cell = None if cells is None else cells[plan.experiment.column_names.index(column)]
     return None if cell is None else printed(cell)[0]
 
 
-def _table3(costs: Costs) -> list[str]:
+def _table3_lines(costs: Costs) -> list[str]:
     """Return CoMiGS's Table 3 in Markdown: the paper's value, its way of counting, the actual cost, the difference."""
-    lines = [table_line(_HEAD), "|" + "---|" * len(_HEAD)]
+    lines = [table_line(_TABLE3_HEADINGS), "|" + "---|" * len(_TABLE3_HEADINGS)]
     for one in costs.table3:
-        theirs = _difference(one.theirs, one.theirs_share, one.unit)
-        lines.append(table_line([one.what, one.paper, theirs, _difference(one.true, one.true_share, one.unit)]))
+        theirs = _format_difference(one.theirs, one.theirs_share, one.unit)
+        lines.append(table_line([one.what, one.paper, theirs, _format_difference(one.true, one.true_share, one.unit)]))
     return [*lines, "", *(f"- {one.what}: {one.why}" for one in costs.table3)]
 
 
-def _difference(value: float | None, share: float | None, unit: str) -> str:
+def _format_difference(value: float | None, share: float | None, unit: str) -> str:
+    """Return a difference of two costs as text, with its sign.
+
+    Args:
+        value: The difference, in FLOPs or bytes; None if it was not counted.
+        share: The difference as a share of the compared cost, if known.
+        unit: "FLOPs", shown as TFLOPs or MFLOPs; any other unit is shown in MiB.
+    """
     if value is None:
         return "not counted"
     share_of = "" if share is None else f" ({share:+.2%})"

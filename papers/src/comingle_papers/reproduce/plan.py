@@ -37,55 +37,73 @@ from comingle_papers.reproduce.published import (
     data_folder,
     data_section,
     find_absent,
-    find_hubs,
-    inside,
+    find_on_hub,
     limits_by_name,
     load_experiment,
     merge,
     placed,
+    resolve_inside,
 )
 from comingle_papers.tasks.image_tasks import REDUCED_MINIMUM, TASKS
 from comingle_papers.tasks.kind import TaskDataSection, TaskSection
 from comingle_papers.tasks.synthetic import DIMENSION, OUTPUTS
 
-_IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}
+_NUM_IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}
 """Numbers of train and test images of the data sets on the hub."""
-_STEP, _PARAMETER = 2e7, 20
+_STEP_COST, _PARAMETER_COST = 2e7, 20
 """Cost of an optimiser step besides its samples, in multiply-adds: per step, and per parameter of each user in it
 (copies, gradients, means)."""
 
 
 def weigh(recipe: Recipe) -> float:
-    """Estimate the work of a run: tokens through a language model, or multiply-adds of a net.
+    """Estimate the work of a run, to predict how long it takes compared with others of the same base model.
 
-    A token or sample that is trained on counts three times.
+    A token or sample that is trained on counts three times as much as one that is evaluated.
+
+    Returns:
+        Tokens through a language model, or multiply-adds of a net.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    weighed = {"task": _weigh_task, "questions": _weigh_questions, "text": _weigh_text, "conversations": _weigh_chats}
-    return weighed[recipe.data.kind](recipe, method)
+    work_by_kind = {
+        "task": _weigh_task,
+        "questions": _weigh_questions,
+        "text": _weigh_text,
+        "conversations": _weigh_chats,
+    }
+    return work_by_kind[recipe.data.kind](recipe, method)
 
 
-def _period(recipe: Recipe) -> int:
-    """Return the smallest number of rounds between two evaluations."""
+def _evaluation_interval(recipe: Recipe) -> int:
+    """Return the number of rounds between two evaluations; with ``every: auto`` the smallest possible one."""
     return SHORTEST if recipe.evaluation.every == AUTO else recipe.evaluation.every
 
 
 def _weigh_text(recipe: Recipe, method: Method) -> float:
+    """Estimate the work in tokens that are trained on.
+
+    The users are taken to be four, as in CoMiGS. Without a limit each is taken to have 50,000 tokens of test text.
+    """
     training = recipe.training
     users, limit = 4, cast(TextSection, recipe.data).max_test_tokens
-    scored = (sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users) / 3
-    batch = training.batch_size * training.context * users
+    test_tokens = sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users
+    evaluation_work = test_tokens / 3  # without backward pass
+    batch_tokens = training.batch_size * training.context * users
     steps = training.rounds * training.local_steps * sum(p.steps / p.every / p.turns for p in method.client.phases)
-    return steps * batch + scored * (1 + training.rounds // _period(recipe) * method.trains)
+    evaluations = 1 + training.rounds // _evaluation_interval(recipe) * method.trains
+    return steps * batch_tokens + evaluation_work * evaluations
 
 
 def _weigh_chats(recipe: Recipe, method: Method) -> float:
-    """Estimate the work as if every conversation filled the context and all of them were training data."""
-    rows = cast(ConversationsSection, recipe.data).dataset
-    training, users = recipe.training, len(rows.users) if rows is not None and isinstance(rows.users, list) else 4
-    most = (rows.max_conversations if rows is not None else None) or 1_000
+    """Estimate the work in tokens, as if every conversation filled the context and all of them were training data.
+
+    Without a list of users there are taken to be four, and without a limit 1,000 conversations of each.
+    """
+    training, dataset = recipe.training, cast(ConversationsSection, recipe.data).dataset
+    users = len(dataset.users) if dataset is not None and isinstance(dataset.users, list) else 4
+    conversations = (dataset.max_conversations if dataset is not None else None) or 1_000
     rounds = training.rounds if method.trains else 0
-    return users * most * training.context * (rounds * training.local_epochs + rounds // _period(recipe) + 1)
+    passes = rounds * training.local_epochs + rounds // _evaluation_interval(recipe) + 1
+    return users * conversations * training.context * passes
 
 
 def _weigh_questions(recipe: Recipe, method: Method) -> float:
@@ -93,62 +111,79 @@ def _weigh_questions(recipe: Recipe, method: Method) -> float:
 
     Scoring a question takes about as long as training on it: it is read twice and answered token by token.
     """
-    asked = cast(QuestionsDataSection, recipe.data).questions
-    setting, training = QUESTIONS[asked.name], recipe.training
-    users, train = len(asked.languages or setting.languages), asked.train or setting.train
+    section = cast(QuestionsDataSection, recipe.data).questions
+    setting, training = QUESTIONS[section.name], recipe.training
+    users = len(section.languages or setting.languages)
+    train = section.train or setting.train
     rounds = training.rounds if method.trains else 0
-    evaluations = max(1, ceil(rounds / _period(recipe)) + (rounds > 0 and recipe.evaluation.first))
-    passed = rounds * training.local_epochs * train + evaluations * (asked.test or setting.test or train)
-    return users * training.context * passed
+    evaluations = max(1, ceil(rounds / _evaluation_interval(recipe)) + (rounds > 0 and recipe.evaluation.first))
+    questions_read = rounds * training.local_epochs * train + evaluations * (section.test or setting.test or train)
+    return users * training.context * questions_read
 
 
 def _weigh_task(recipe: Recipe, method: Method) -> float:
+    """Estimate the work in multiply-adds: forward and backward passes, optimiser steps and evaluations.
+
+    The participants of a round step together, so the fixed cost of a step counts once. Where each component of a
+    mixture has its own passes, the work is multiplied by their number.
+    """
     task = cast(TaskDataSection, recipe.data).task
     training, (users, train, test) = recipe.training, count_samples(task)
-    part = training.participation
-    members = sum(map(len, part)) / len(part) if isinstance(part, list) else users * part
+    participation = training.participation
+    participants = (
+        sum(map(len, participation)) / len(participation) if isinstance(participation, list) else users * participation
+    )
     net = recipe.base.removeprefix(NETS) if recipe.base.startswith(NETS) else ""
     per_sample, parameters = net_size(task.name, net)
     mixture = method.placement.mixture
-    passes = (
-        mixture.clusters
-        if mixture is not None and (mixture.of == "models" or mixture.at in ("losses", "samples"))
-        else 1
-    )
+    has_pass_per_component = mixture is not None and (mixture.of == "models" or mixture.at in ("losses", "samples"))
+    components = mixture.clusters if mixture is not None and has_pass_per_component else 1
     steps = training.local_epochs * ceil(train / training.batch_size)
-    operations = 3 * training.local_epochs * train * per_sample + steps * _PARAMETER * parameters
-    scored = users * test * per_sample
+    user_work = 3 * training.local_epochs * train * per_sample + steps * _PARAMETER_COST * parameters
+    evaluation_work = users * test * per_sample
     rounds = training.rounds if method.trains else 0
-    return passes * (rounds * (steps * _STEP + members * operations) + scored * (1 + rounds // _period(recipe)))
+    training_work = rounds * (steps * _STEP_COST + participants * user_work)
+    return components * (training_work + evaluation_work * (1 + rounds // _evaluation_interval(recipe)))
 
 
 def count_samples(task: TaskSection) -> tuple[int, int, int]:
-    """Estimate the number of users and the train and test samples of each, without reading an image."""
+    """Estimate the size of a task without reading an image.
+
+    Returns:
+        The number of users, and the numbers of train and test samples of each.
+    """
     setting = TASKS[task.name]
     users = task.users or setting.users
-    images = _IMAGES.get(task.name)
-    train, test = (setting.train, setting.test) if images is None else (ceil(n / users) for n in images)
-    return users, min(train, max(REDUCED_MINIMUM, round(task.fraction * train))), task.test_samples or test
+    num_images = _NUM_IMAGES.get(task.name)
+    train, test = (setting.train, setting.test) if num_images is None else (ceil(n / users) for n in num_images)
+    kept = min(train, max(REDUCED_MINIMUM, round(task.fraction * train)))
+    return users, kept, task.test_samples or test
 
 
 @cache
 @torch.no_grad()
 def net_size(task: str, net: str = "") -> tuple[int, int]:
-    """Return the multiply-adds of one sample and the number of parameters of a net, by default the task's own net."""
+    """Return the multiply-adds of one sample and the number of parameters of a net.
+
+    Args:
+        task: Name of the task, which determines the shapes of inputs and outputs.
+        net: Name of the net; empty for the task's own.
+    """
     setting = TASKS[task]
     shape = (DIMENSION,) if not setting.hub else (3, 32, 32) if setting.coloured else (1, 28, 28)
-    outputs = setting.classes if setting.hub else {str(kind): size for kind, size in OUTPUTS.items()}[task]
-    sizes: list[int] = []
+    outputs_of_synthetic = {str(kind): size for kind, size in OUTPUTS.items()}
+    outputs = setting.classes if setting.hub else outputs_of_synthetic[task]
+    multiply_adds: list[int] = []
 
     def count(module: nn.Module, _: object, output: Tensor) -> None:
         if isinstance(module, nn.Linear | nn.Conv2d):  # each output position uses every weight once
-            sizes.append(module.weight.numel() * output.numel() // len(module.weight))
+            multiply_adds.append(module.weight.numel() * output.numel() // len(module.weight))
 
-    built = make_net(net or setting.net, shape, outputs, seed=0).eval()
-    for module in built.modules():
+    model = make_net(net or setting.net, shape, outputs, seed=0).eval()
+    for module in model.modules():
         module.register_forward_hook(count)
-    built(torch.zeros(1, *shape))
-    return sum(sizes), sum(parameter.numel() for parameter in built.parameters())
+    model(torch.zeros(1, *shape))
+    return sum(multiply_adds), sum(parameter.numel() for parameter in model.parameters())
 
 
 logger = logging.getLogger(__name__)
@@ -156,7 +191,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunSelection:
-    """Options of the command line; None leaves a value to the scale."""
+    """Options of the command line; None leaves a value to the scale.
+
+    ``methods`` are names of rows or methods, ``base`` a base model, ``data`` the folder of local text and images, and
+    ``changes`` the recipe keys of ``--set``.
+    """
 
     scale: str = "paper"
     methods: Sequence[str] | None = None
@@ -195,7 +234,7 @@ class Cell:
 
 
 def name_of(computed: Mapping[str, Any]) -> str:
-    """Return the name of the run that computes this, given :attr:`Cell.computed`."""
+    """Return the run name for :attr:`Cell.computed`: method, seed and a digest of everything computed."""
     digest = hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:16]
     return f"{computed['method']['name']}-seed{computed['seed']}-{digest}"
 
@@ -222,53 +261,60 @@ class Plan:
     """Columns that are not run, with the reason."""
 
     def label(self, column: str) -> str:
-        """Return a column's heading."""
-        column_setting, of = _columns_of(self.study, self.experiment, column)
-        return column_setting.label or of.label
+        """Return a column's heading: the experiment's label, else the study's."""
+        column_setting, study_column = _column_settings(self.study, self.experiment, column)
+        return column_setting.label or study_column.label
 
     def column_of(self, column: str) -> Column:
         """Return the study's column that a column of the experiment refers to."""
-        return _columns_of(self.study, self.experiment, column)[1]
+        return _column_settings(self.study, self.experiment, column)[1]
 
 
-def plan(name: str, wanted: RunSelection) -> Plan:
-    """Return the runs of a published table or figure.
+def plan(name: str, selection: RunSelection) -> Plan:
+    """Return the runs of a published table or figure, seed by seed.
+
+    Args:
+        name: The experiment, as ``comigs/table1``.
+        selection: The options of the command line.
 
     Raises:
         RecipeError: There is no such experiment, scale, row or column, or no run is left.
     """
     study, experiment = load_experiment(name)
-    scale = _scale(study, experiment, wanted.scale)
-    rows = _choose("--methods", wanted.methods, experiment.rows, {k: r.method for k, r in experiment.rows.items()})
-    columns = _choose("--columns", wanted.columns, experiment.column_names)
+    scale = _scale(study, experiment, selection.scale)
+    rows = _select_names(
+        "--methods", selection.methods, experiment.rows, {k: r.method for k, r in experiment.rows.items()}
+    )
+    columns = _select_names("--columns", selection.columns, experiment.column_names)
     missing = tuple(row for row in rows if experiment.rows[row].method not in REGISTRY)
     rows = [row for row in rows if row not in missing]
-    folder = data_folder(wanted.data)
-    left_out = {c: why for c in columns if (why := _obstacle(study, experiment, scale, c, folder, wanted))}
+    folder = data_folder(selection.data)
+    left_out = {c: why for c in columns if (why := _reason_not_run(study, experiment, scale, c, folder, selection))}
     columns = [column for column in columns if column not in left_out]
     for column in columns:
-        data = study.data[_columns_of(study, experiment, column)[1].data]
-        if folder is not None and (lacks := find_hubs(data, folder)):
-            logger.warning("%s: %s, so the hub's are read", column, lacks)
-    seeds = {column: _seeds(study, experiment, scale, column, wanted) for column in columns}
+        data = study.data[_column_settings(study, experiment, column)[1].data]
+        if folder is not None and (lacking := find_on_hub(data, folder)):
+            logger.warning("%s: %s, so the hub's are read", column, lacking)
+    seeds = {column: _seeds(study, experiment, scale, column, selection) for column in columns}
+    all_seeds = dict.fromkeys(seed for of_column in seeds.values() for seed in of_column)  # in order, each once
     cells = tuple(
         Cell(row=row, column=column, seed=seed, recipe=recipe, data=folder)
-        for seed in dict.fromkeys(seed for of_row in seeds.values() for seed in of_row)
+        for seed in all_seeds
         for column in columns
         if seed in seeds[column]
         for row in rows
         if _is_run(study, experiment, scale, column, row)
-        for recipe in [_recipe(study, experiment, scale, column, experiment.rows[row], seed, folder, wanted)]
+        for recipe in [_build_recipe(study, experiment, scale, column, experiment.rows[row], seed, folder, selection)]
     )
     if not cells:
         reasons = [f"{c}: {why}" for c, why in left_out.items()] + [f"{m}: no such method yet" for m in missing]
-        reasons += [f"{c}: no such row at scale {wanted.scale}" for c in columns]
+        reasons += [f"{c}: no such row at scale {selection.scale}" for c in columns]
         raise RecipeError(f"reproduce {name}: nothing to run; {'; '.join(reasons)}")
     return Plan(
         name=name,
         study=study,
         experiment=experiment,
-        scale=wanted.scale,
+        scale=selection.scale,
         scaled=scale,
         jobs=(os.cpu_count() or 1) if scale.jobs == "cores" else 1,
         seeds=tuple(dict.fromkeys(cell.seed for cell in cells)),
@@ -290,58 +336,83 @@ def _scale(study: Study, experiment: Experiment, name: str) -> Scale:
     return Scale.model_validate(merge(*parts))
 
 
-def _scaled(study: Study, experiment: Experiment, scale: Scale, column: str) -> ScaledColumn:
-    """Return the scale's changes to a column."""
-    column_setting, _ = _columns_of(study, experiment, column)
+def _scaled_column(study: Study, experiment: Experiment, scale: Scale, column: str) -> ScaledColumn:
+    """Return the scale's changes to a column; empty changes if it has none."""
+    column_setting, _ = _column_settings(study, experiment, column)
     return scale.columns.get(column_setting.of or column, ScaledColumn())
 
 
 def _is_run(study: Study, experiment: Experiment, scale: Scale, column: str, row: str) -> bool:
     """Return whether a column has a row, at this scale too."""
-    return column not in experiment.rows[row].without and row not in _scaled(study, experiment, scale, column).without
+    return (
+        column not in experiment.rows[row].without
+        and row not in _scaled_column(study, experiment, scale, column).without
+    )
 
 
-def _seeds(study: Study, experiment: Experiment, scale: Scale, column: str, wanted: RunSelection) -> Sequence[int]:
+def _seeds(study: Study, experiment: Experiment, scale: Scale, column: str, selection: RunSelection) -> Sequence[int]:
     """Return a column's seeds: those of the command line, else the scale's for this column, else the scale's."""
-    fewer = _scaled(study, experiment, scale, column).seeds
-    return next(seeds for seeds in (wanted.seeds, fewer, scale.seeds) if seeds is not None)
+    fewer = _scaled_column(study, experiment, scale, column).seeds
+    return next(seeds for seeds in (selection.seeds, fewer, scale.seeds) if seeds is not None)
 
 
-def _choose(
-    option: str, wanted: Sequence[str] | None, known: Mapping[str, object] | Sequence[str], also: Mapping[str, str] = {}
+def _select_names(
+    option: str,
+    wanted: Sequence[str] | None,
+    known: Mapping[str, object] | Sequence[str],
+    methods: Mapping[str, str] = {},
 ) -> list[str]:
-    """Return the known names that are wanted, in the paper's order; ``also`` maps alternative names to known ones."""
+    """Return the known names that are wanted, in the paper's order; all of them if ``wanted`` is None.
+
+    Args:
+        option: The option's name, for error messages.
+        wanted: Names given by the user, either known names or methods.
+        known: All names of rows or columns.
+        methods: The method of each row, by row; a wanted method selects all its rows.
+
+    Raises:
+        RecipeError: A wanted name is neither a known name nor a method.
+    """
     for name in wanted or ():
-        if name not in known and name not in also.values():
+        if name not in known and name not in methods.values():
             raise RecipeError(f"{option}: no {name!r} in it.{did_you_mean(name, known)} Allowed: {', '.join(known)}")
-    return [name for name in known if wanted is None or name in wanted or also.get(name) in wanted]
+    return [name for name in known if wanted is None or name in wanted or methods.get(name) in wanted]
 
 
-def _columns_of(study: Study, experiment: Experiment, name: str) -> tuple[Column, Column]:
-    """Return the experiment's column and the study's column that it refers to."""
+def _column_settings(study: Study, experiment: Experiment, name: str) -> tuple[Column, Column]:
+    """Return the experiment's settings of a column and the study's column that it refers to, by ``of`` or by name."""
     column_setting = experiment.columns[name] if isinstance(experiment.columns, dict) else Column()
     return column_setting, study.columns[column_setting.of or name]
 
 
-def _obstacle(
-    study: Study, experiment: Experiment, scale: Scale, column: str, folder: Path | None, wanted: RunSelection
+def _reason_not_run(
+    study: Study, experiment: Experiment, scale: Scale, column: str, folder: Path | None, selection: RunSelection
 ) -> str:
-    """Return the reason why a column cannot be run; empty where it can."""
-    column_setting, of = _columns_of(study, experiment, column)
-    name = column_setting.of or column
-    if scale.only is not None and name not in scale.only:
-        return f"not at scale {wanted.scale}, which has {', '.join(scale.only)}"
-    if folder is None and "{data}" in (scale.base or "") and wanted.base is None:
-        return f"scale {wanted.scale} takes its base from a folder; give --data FOLDER or --base MODEL"
-    if _scaled(study, experiment, scale, column).local:
+    """Return the reason why a column cannot be run; empty if it can.
+
+    Args:
+        study: The paper's study.
+        experiment: The table or figure.
+        scale: The scale with the experiment's changes.
+        column: The experiment's column.
+        folder: The folder of local text and images, if there is one.
+        selection: The options of the command line.
+    """
+    column_setting, study_column = _column_settings(study, experiment, column)
+    study_name = column_setting.of or column
+    if scale.only is not None and study_name not in scale.only:
+        return f"not at scale {selection.scale}, which has {', '.join(scale.only)}"
+    if folder is None and "{data}" in (scale.base or "") and selection.base is None:
+        return f"scale {selection.scale} takes its base from a folder; give --data FOLDER or --base MODEL"
+    if _scaled_column(study, experiment, scale, column).local:  # never read from the hub
         scale = scale.model_copy(update={"text": "local"})
-    return find_absent(study.data[of.data], scale, folder)
+    return find_absent(study.data[study_column.data], scale, folder)
 
 
 # -------------------------------------------------------------------- one recipe
 
 
-def _recipe(
+def _build_recipe(
     study: Study,
     experiment: Experiment,
     scale: Scale,
@@ -349,18 +420,34 @@ def _recipe(
     row: Row,
     seed: int,
     folder: Path | None,
-    wanted: RunSelection,
+    selection: RunSelection,
 ) -> Recipe:
-    """Merge all overlays in order and return the validated recipe."""
-    column_setting, of = _columns_of(study, experiment, column)
-    shrunk = _scaled(study, experiment, scale, column)
-    overlays = [study, of, column_setting, scale, shrunk, row]
-    data, names = data_section(study, study.data[of.data], folder, demo=scale.text == "demo")
-    known = settings_of(row.method)
-    settings = {k: v for part in overlays for k, v in part.settings.items() if k in known}
-    if unknown := sorted(set(row.settings) - set(known)):
-        raise RecipeError(f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known)}")
-    base = inside(_base(row, wanted, scale, of).replace("{data}", str(folder)), folder)
+    """Merge all overlays in order and return the validated recipe of one run.
+
+    Args:
+        study: The paper's study.
+        experiment: The table or figure.
+        scale: The scale with the experiment's changes.
+        column: The experiment's column.
+        row: The experiment's row.
+        seed: The run's seed.
+        folder: The folder of local text and images, if there is one.
+        selection: The options of the command line.
+
+    Raises:
+        RecipeError: The row sets an unknown setting, or the merged recipe is invalid.
+    """
+    column_setting, study_column = _column_settings(study, experiment, column)
+    scaled_column = _scaled_column(study, experiment, scale, column)
+    overlays = [study, study_column, column_setting, scale, scaled_column, row]
+    data, names = data_section(study, study.data[study_column.data], folder, demo=scale.text == "demo")
+    known_settings = settings_of(row.method)
+    settings = {k: v for part in overlays for k, v in part.settings.items() if k in known_settings}
+    if unknown := sorted(set(row.settings) - set(known_settings)):
+        raise RecipeError(
+            f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known_settings)}"
+        )
+    base = resolve_inside(_choose_base(row, selection, scale, study_column).replace("{data}", str(folder)), folder)
     content = merge({"data": data}, *(part.recipe for part in overlays))
     content = {
         **content,
@@ -371,23 +458,31 @@ def _recipe(
     }
     where = f"{experiment.source}, column {column}, row {row.label or row.method}"
     # Published runs precede `data.add_bos_token`; completing them as older recipes keeps their names.
-    recipe = parse_recipe(complete_older(_filled(content, column_setting.values)), where=where)
-    recipe = recipe.with_changes(wanted.changes, where="--set") if wanted.changes else recipe
+    recipe = parse_recipe(complete_older(_fill_values(content, column_setting.values)), where=where)
+    recipe = recipe.with_changes(selection.changes, where="--set") if selection.changes else recipe
     make(recipe.method.name, **recipe.method.settings)  # raises before the first run if a setting is wrong
     return recipe
 
 
-def _base(row: Row, wanted: RunSelection, scale: Scale, column: Column) -> str:
+def _choose_base(row: Row, selection: RunSelection, scale: Scale, column: Column) -> str:
     """Return the base model to train: the row's own, else the command line's, else the scale's, else the column's."""
-    if wanted.base and not row.base:
-        return wanted.base
+    if selection.base and not row.base:
+        return selection.base
     return scale.stand_in(row.base or scale.base or column.base)
 
 
-def _filled(content: object, values: Mapping[str, object]) -> Any:
-    """Replace ``$NAME`` by the column's value."""
+def _fill_values(content: object, values: Mapping[str, object]) -> Any:
+    """Replace each string ``$NAME`` in nested mappings by the column's value of that name.
+
+    Args:
+        content: Part of a recipe.
+        values: The column's values.
+
+    Raises:
+        RecipeError: The column has no such value.
+    """
     if isinstance(content, Mapping):
-        return {key: _filled(value, values) for key, value in content.items()}
+        return {key: _fill_values(value, values) for key, value in content.items()}
     if isinstance(content, str) and content.startswith("$"):
         if content[1:] not in values:
             raise RecipeError(f"reproduce: a row asks for {content!r}, which its column does not have")

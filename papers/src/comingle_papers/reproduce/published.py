@@ -28,8 +28,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 STUDY = "study"
 _NO_EXPERIMENT = (STUDY, "theory")
+"""Names of YAML files in a paper's folder that are no tables and no figures."""
 _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 _PRINTED = re.compile(rf"({_NUMBER})(?: \(({_NUMBER})\))?|{_NUMBER}(?: / {_NUMBER})+")
+"""A number with or without its deviation, ``46.36 (0.16)``, or a number per seed, ``7.9 / 1.8 / 0.80``."""
 
 
 class Overlay(Section):
@@ -59,10 +61,16 @@ class DataSet(Section):
     note: str = ""
 
     @model_validator(mode="after")
-    def _one_kind(self) -> DataSet:
-        text, others = [self.users, self.hub, self.local, self.tokens or self.chats], [self.task, self.questions]
-        alone = [one for one in others if one is not None]
-        if not (not any(text) and len(alone) == 1 if alone else all(text)):
+    def _check_one_kind(self) -> DataSet:
+        """Check that a data set is complete text, a task alone or questions alone, and that questions have a name.
+
+        Raises:
+            ValueError: It is none of these, or a mixture.
+        """
+        keys_of_text = [self.users, self.hub, self.local, self.tokens or self.chats]
+        others = [kind for kind in (self.task, self.questions) if kind is not None]
+        is_valid = not any(keys_of_text) and len(others) == 1 if others else all(keys_of_text)
+        if not is_valid:
             raise ValueError("give users, hub, local and tokens of text, or a task alone, or questions alone")
         if self.questions is not None and "name" not in self.questions:
             raise ValueError("questions without a name; give one, as {name: xnli}")
@@ -104,7 +112,14 @@ class Row(Overlay):
 
     @field_validator("paper", mode="before")
     @classmethod
-    def _printed(cls, paper: object) -> Any:
+    def _check_printed(cls, paper: object) -> Any:
+        """Convert the cells of ``paper`` to strings and check that each is a printed number or None.
+
+        Anything but a list is returned unchanged, for pydantic to report.
+
+        Raises:
+            ValueError: A cell is no printed number.
+        """
         if not isinstance(paper, list):
             return paper
         cells = [None if cell is None else str(cell) for cell in paper]
@@ -177,9 +192,10 @@ class Plot(Section):
     own: bool = False
 
     @model_validator(mode="after")
-    def _against_something(self) -> Plot:
-        for kind, what in (("usage", self.usage), ("tokens", self.tokens)):
-            if (self.kind == kind) != bool(what):
+    def _check_kind_of_plot(self) -> Plot:
+        """Check that ``usage`` and ``tokens`` are given for plots of these kinds and for no others."""
+        for kind, values in (("usage", self.usage), ("tokens", self.tokens)):
+            if (self.kind == kind) != bool(values):
                 raise ValueError(f"kind {kind} and what {kind}: give both or neither")
         return self
 
@@ -209,7 +225,12 @@ class Experiment(Section):
         return list(self.columns)
 
     @model_validator(mode="after")
-    def _complete(self) -> Experiment:
+    def _check_rows_and_notes(self) -> Experiment:
+        """Check that rows fit the kind of the table and its columns, and that notes refer to existing rows and columns.
+
+        Raises:
+            ValueError: They do not.
+        """
         for name, row in self.rows.items():
             if (self.kind == "cost") != (row.count is not None):
                 raise ValueError(f"row {name!r}: give count in tables of kind cost, and in no others")
@@ -235,11 +256,18 @@ class Study(Overlay):
 
 
 def printed(cell: str) -> tuple[float, float | None]:
-    """Parse a printed number, or several separated by slashes, and return mean and standard deviation."""
+    """Parse a printed number, or several separated by slashes.
+
+    Args:
+        cell: ``46.36``, ``46.36 (0.16)`` with its standard deviation, or ``7.9 / 1.8 / 0.80`` with a number per seed.
+
+    Returns:
+        Mean and standard deviation; the deviation is None where the paper has none.
+    """
     match = _PRINTED.fullmatch(cell)
     assert match, cell
     if match[1] is None:
-        seeds = [float(one) for one in cell.split(" / ")]
+        seeds = [float(number) for number in cell.split(" / ")]
         return statistics.fmean(seeds), statistics.stdev(seeds)
     return float(match[1]), None if match[2] is None else float(match[2])
 
@@ -248,8 +276,10 @@ def list_experiments() -> dict[str, Experiment]:
     """Return every published table and figure that comes with comingle, by name, as ``comigs/table1``."""
     root = published_recipes()
     folders = sorted(path.parent for path in root.glob(f"*/{STUDY}.yaml"))
-    paths = [path for folder in folders for path in sorted(folder.glob("*.yaml"), key=_natural) if _is_one(path)]
-    return {f"{path.parent.name}/{path.stem}": _read(path, Experiment) for path in paths}
+    paths = [
+        path for folder in folders for path in sorted(folder.glob("*.yaml"), key=_sort_key) if _is_experiment(path)
+    ]
+    return {f"{path.parent.name}/{path.stem}": _read_model(path, Experiment) for path in paths}
 
 
 def load_experiment(name: str) -> tuple[Study, Experiment]:
@@ -260,40 +290,50 @@ def load_experiment(name: str) -> tuple[Study, Experiment]:
     """
     folder, _, stem = name.partition("/")
     path = published_recipes() / folder / f"{stem}.yaml"
-    if not (path.is_file() and _is_one(path)):
+    if not (path.is_file() and _is_experiment(path)):
         known = list(list_experiments())
         raise RecipeError(
             f"reproduce: no table or figure {name!r}.{did_you_mean(name, known)} Allowed: {', '.join(known)}"
         )
-    return _read(path.parent / f"{STUDY}.yaml", Study), _read(path, Experiment)
+    return _read_model(path.parent / f"{STUDY}.yaml", Study), _read_model(path, Experiment)
 
 
-def _is_one(path: Path) -> bool:
+def _is_experiment(path: Path) -> bool:
+    """Return whether a YAML file is a table or figure of a paper, which has a study."""
     return path.stem not in _NO_EXPERIMENT and (path.parent / f"{STUDY}.yaml").is_file()
 
 
-def _natural(path: Path) -> tuple[str, int]:
+def _sort_key(path: Path) -> tuple[str, int]:
+    """Return a key that puts tables before figures and "table10" after "table9"."""
     letters, digits = re.sub(r"\d", "", path.stem), re.sub(r"\D", "", path.stem)
     return ("" if letters == "table" else letters), int(digits or 0)
 
 
-def _read(path: Path, model: type[Model]) -> Model:
+def _read_model(path: Path, model: type[Model]) -> Model:
+    """Read a YAML file into a pydantic model.
+
+    Raises:
+        RecipeError: A value is invalid; the first one is reported.
+    """
     try:
-        return model.model_validate(_content(path))
+        return model.model_validate(_read_content(path))
     except ValidationError as error:
         raise RecipeError(f"{path}: {first_problem(error, model)}") from None
 
 
-def _content(path: Path) -> Any:
-    """Read a file and merge what it inherits from another one."""
+def _read_content(path: Path) -> Any:
+    """Read a YAML file; with ``like`` it inherits metric, columns, scales and rows of another file of the folder.
+
+    The rows are inherited without the paper's numbers.
+    """
     content = read_yaml(path)
     like = content.pop("like", None) if isinstance(content, dict) else None
     if like is None:
         return content
-    other = _content(path.parent / f"{like}.yaml")
-    kept = {key: other[key] for key in ("metric", "better", "columns", "scales") if key in other}
+    other = _read_content(path.parent / f"{like}.yaml")
+    inherited = {key: other[key] for key in ("metric", "better", "columns", "scales") if key in other}
     rows = {name: {key: value for key, value in row.items() if key != "paper"} for name, row in other["rows"].items()}
-    return {**kept, "rows": rows, **content}
+    return {**inherited, "rows": rows, **content}
 
 
 def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,8 +341,12 @@ def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
-            both = isinstance(merged.get(key), dict) and isinstance(value, Mapping)
-            merged[key] = merge(merged[key], value) if both else merge(value) if isinstance(value, Mapping) else value
+            if not isinstance(value, Mapping):
+                merged[key] = value
+            elif isinstance(merged.get(key), dict):
+                merged[key] = merge(merged[key], value)
+            else:
+                merged[key] = merge(value)  # a copy
     return merged
 
 
@@ -331,7 +375,12 @@ def data_folder(given: Path | None) -> Path | None:
 
 
 def placed(content: object, folder: Path | None) -> Any:
-    """Replace the folder of text and base model in part of a recipe by :data:`ANYWHERE`, as on every machine."""
+    """Replace the folder of text and base model by :data:`ANYWHERE`, so that the result is equal on every machine.
+
+    Args:
+        content: Part of a recipe.
+        folder: The folder; None replaces nothing.
+    """
     if isinstance(content, Mapping):
         return {key: placed(value, folder) for key, value in content.items()}
     if isinstance(content, list):
@@ -341,11 +390,16 @@ def placed(content: object, folder: Path | None) -> Any:
     return str(PurePosixPath(ANYWHERE, *Path(content).relative_to(folder).parts))
 
 
-def inside(path: str, folder: Path | None) -> str:
-    """Return the resolved path of a base model in the folder, however it is spelt; return other names unchanged."""
-    found = expand_home(path)
-    within = folder is not None and found.is_dir() and found.resolve().is_relative_to(folder)
-    return str(found.resolve()) if within else path
+def resolve_inside(path: str, folder: Path | None) -> str:
+    """Return the resolved path of a base model in the folder, so that its spelling does not matter.
+
+    Args:
+        path: A path or name of a base model; anything outside of the folder is returned unchanged.
+        folder: The folder, if there is one.
+    """
+    expanded = expand_home(path)
+    is_inside = folder is not None and expanded.is_dir() and expanded.resolve().is_relative_to(folder)
+    return str(expanded.resolve()) if is_inside else path
 
 
 def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
@@ -359,14 +413,16 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     if scale.text == "demo" or folder == ANYWHERE:
         return ""
     if data.task is not None or data.questions is not None or folder is None:
-        what = find_hubs(data, folder) if folder is not None else "there is no folder; give --data FOLDER"
-        made = data.task is not None and not data.images
-        return "" if made or not what or scale.text == "real" else f"{what}, and this scale does not use the hub"
+        lacking = find_on_hub(data, folder) if folder is not None else "there is no folder; give --data FOLDER"
+        is_synthetic = data.task is not None and not data.images
+        if is_synthetic or not lacking or scale.text == "real":  # needs no data, or has it, or may read the hub
+            return ""
+        return f"{lacking}, and this scale does not use the hub"
     absent = [path for path in _local_paths(data) if not (folder / path).exists()]
     return f"{folder / absent[0]} does not exist" if absent else ""
 
 
-def _found_below(data: DataSet, folder: Path | None) -> Path | None:
+def _find_in_folder(data: DataSet, folder: Path | None) -> Path | None:
     """Return the path of the images or questions in the folder; None where they come from the hub."""
     if folder is None:
         return None
@@ -377,9 +433,9 @@ def _found_below(data: DataSet, folder: Path | None) -> Path | None:
     return images if folder == ANYWHERE or has_images(data.images, images) else None
 
 
-def find_hubs(data: DataSet, folder: Path) -> str:
+def find_on_hub(data: DataSet, folder: Path) -> str:
     """Return what the folder lacks, images or questions, and the hub provides; empty where the folder has it."""
-    if not (data.images or data.questions) or _found_below(data, folder) is not None:
+    if not (data.images or data.questions) or _find_in_folder(data, folder) is not None:
         return ""
     if data.questions is not None:
         return f"{folder / data.questions['name']} does not exist"
@@ -387,6 +443,7 @@ def find_hubs(data: DataSet, folder: Path) -> str:
 
 
 def _local_paths(data: DataSet) -> list[str]:
+    """Return the paths of a data set's local text, relative to the folder."""
     if "users" in data.local:
         return [source if isinstance(source, str) else source["path"] for source in data.local["users"].values()]
     path = data.local["dataset"]["path"]
@@ -394,33 +451,45 @@ def _local_paths(data: DataSet) -> list[str]:
 
 
 def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the recipe's section ``data`` and the users' names in the paper's order.
+    """Return the recipe's section ``data`` and the users' names.
 
     Args:
         study: The study that the column belongs to.
         data: The column's data set.
         folder: The folder with local text and images, if there is one.
         demo: Whether users get the study's demo texts.
+
+    Returns:
+        The section, and the users' names in the order of the paper's numbers; no names for tasks and questions.
     """
     if data.task is not None or data.questions is not None:
-        place = _found_below(data, folder) if data.images or data.questions else None
-        section = {**(data.task or data.questions or {}), **({} if place is None else {"path": str(place)})}
+        path = _find_in_folder(data, folder) if data.images or data.questions else None
+        section = {**(data.task or data.questions or {}), **({} if path is None else {"path": str(path)})}
         return {"questions" if data.task is None else "task": section}, []
     if demo:
         texts = dict(zip(data.users, study.demo, strict=True))
         held_out = {key: data.local[key] for key in ("held_out",) if key in data.local}
         return {"users": texts, **held_out}, data.users
-    section = data.hub if folder is None else _anchored(data.local, folder)
+    section = data.hub if folder is None else _anchor_paths(data.local, folder)
     names = list(section["users"]) if "users" in section else list(section["dataset"]["users"])
     limits = {f"max_{split}_tokens": data.tokens[split] for split in SPLITS if not data.chats}
     return {**section, **limits}, names
 
 
-def _anchored(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a copy of the section with its paths below the folder."""
+def _anchor_paths(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a copy of a data set's ``local`` section with its paths below the folder.
+
+    Args:
+        local: A section ``data`` with relative paths, of users or of one dataset.
+        folder: The folder with local text.
+    """
     if "users" in local:
-        users = {n: {"path": s} if isinstance(s, str) else dict(s) for n, s in local["users"].items()}
-        return {**local, "users": {n: {**s, "path": str(folder / s["path"])} for n, s in users.items()}}
+        sources = {
+            name: {"path": source} if isinstance(source, str) else dict(source)
+            for name, source in local["users"].items()
+        }
+        anchored = {name: {**source, "path": str(folder / source["path"])} for name, source in sources.items()}
+        return {**local, "users": anchored}
     path = local["dataset"]["path"]
     paths = str(folder / path) if isinstance(path, str) else [str(folder / one) for one in path]
     return {**local, "dataset": {**local["dataset"], "path": paths}}
@@ -428,5 +497,5 @@ def _anchored(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def limits_by_name(data: Mapping[str, object], names: Sequence[str]) -> dict[str, Any]:
     """Replace limits that are lists, one number per user in the paper's order, by mappings from user to limit."""
-    lists = {key: value for key, value in data.items() if key.endswith("_tokens") and isinstance(value, list)}
-    return {**data, **{key: dict(zip(names, value, strict=True)) for key, value in lists.items()}}
+    limits = {key: value for key, value in data.items() if key.endswith("_tokens") and isinstance(value, list)}
+    return {**data, **{key: dict(zip(names, limit, strict=True)) for key, limit in limits.items()}}

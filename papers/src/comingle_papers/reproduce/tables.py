@@ -29,6 +29,7 @@ from comingle_papers.reproduce.plan import Plan
 from comingle_papers.reproduce.published import Note, printed
 
 _LISTED = 8
+"""Largest number of pairs of rows that a sentence lists."""
 
 Entry = tuple[float, float | None]
 """Mean and standard deviation over seeds; the deviation is None where unknown."""
@@ -62,7 +63,9 @@ def ranks(means: Mapping[str, float], *, lower_is_better: bool = True) -> dict[s
 
 
 def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, lower_is_better: bool = True) -> Order:
-    """Compare the orders of the rows that both sides have.
+    """Compare the orders of the rows that both sides have, pair by pair.
+
+    A pair agrees if the difference has the same sign on both sides, or is zero on both.
 
     Args:
         paper: The paper's numbers by row.
@@ -75,14 +78,15 @@ def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, low
     agreeing = 0
     swapped: list[tuple[str, str]] = []
     unclear: list[tuple[str, str]] = []
-    for one, two in pairs:
-        said, our_difference = paper[two][0] - paper[one][0], ours[two][0] - ours[one][0]
-        if said * our_difference > 0 or said == our_difference == 0:
+    for first, second in pairs:
+        paper_difference, our_difference = paper[second][0] - paper[first][0], ours[second][0] - ours[first][0]
+        if paper_difference * our_difference > 0 or paper_difference == our_difference == 0:
             agreeing += 1
             continue
-        better, worse = (one, two) if sign * said >= 0 else (two, one)
-        clear = abs(said) > _noise(paper, one, two) and abs(our_difference) > _noise(ours, one, two)
-        (swapped if clear else unclear).append((better, worse))
+        better, worse = (first, second) if sign * paper_difference >= 0 else (second, first)
+        is_clear_in_paper = abs(paper_difference) > _summed_deviations(paper, first, second)
+        is_clear_here = abs(our_difference) > _summed_deviations(ours, first, second)
+        (swapped if is_clear_in_paper and is_clear_here else unclear).append((better, worse))
     tau, p_value = _kendall([paper[n][0] for n in names], [ours[n][0] for n in names])
     return Order(
         rows=len(names),
@@ -96,11 +100,16 @@ def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, low
     )
 
 
-def _noise(entries: Mapping[str, Entry], one: str, two: str) -> float:
-    return (entries[one][1] or 0.0) + (entries[two][1] or 0.0)
+def _summed_deviations(entries: Mapping[str, Entry], first: str, second: str) -> float:
+    """Return the sum of two rows' standard deviations; unknown ones count as zero."""
+    return (entries[first][1] or 0.0) + (entries[second][1] or 0.0)
 
 
 def _kendall(paper: list[float], ours: list[float]) -> tuple[float | None, float | None]:
+    """Return Kendall's tau-b of two lists of numbers and its p-value.
+
+    Both are None for fewer than two rows, or where all numbers of one side are equal.
+    """
     if len(paper) < 2:
         return None, None
     from scipy.stats import kendalltau  # takes half a second to import
@@ -125,39 +134,41 @@ def sentence(label: str, order: Order, reference: str = "paper") -> str:
     head = f"{label}: tau = {order.tau:.2f} (p = {order.p_value:.2g}) over {order.rows} rows; "
     if order.agreeing == order.pairs:
         return head + f"the {reference}'s order is reproduced."
-    told = f"{order.agreeing} of {order.pairs} pairs are in the {reference}'s order"
+    agreement = f"{order.agreeing} of {order.pairs} pairs are in the {reference}'s order"
     if not order.swapped:
-        return f"{head}{told}, and the others differ by no more than their deviations: {_list(order.unclear)}."
+        return (
+            f"{head}{agreement}, and the others differ by no more than their deviations: {_list_pairs(order.unclear)}."
+        )
     verdict = "the order is mostly reproduced" if order.agreeing > 0.8 * order.pairs else "the order is not reproduced"
     beyond = "beyond the deviations" if order.deviations else "with one seed, so that our deviations are unknown"
-    clear = f"reversed, {beyond}: {_list(order.swapped)}"
-    rest = f"; within the deviations: {_list(order.unclear)}" if order.unclear else ""
-    return f"{head}{verdict}: {told}; {clear}{rest}."
+    clear = f"reversed, {beyond}: {_list_pairs(order.swapped)}"
+    rest = f"; within the deviations: {_list_pairs(order.unclear)}" if order.unclear else ""
+    return f"{head}{verdict}: {agreement}; {clear}{rest}."
 
 
-def _list(pairs: tuple[tuple[str, str], ...]) -> str:
+def _list_pairs(pairs: tuple[tuple[str, str], ...]) -> str:
     """List pairs in the paper's order; shorten long lists, which ``table.json`` has in full."""
     shown = [f"{better} before {worse}" for better, worse in pairs[:_LISTED]]
     return ", ".join(shown) + (f" and {len(pairs) - _LISTED} more" if len(pairs) > _LISTED else "")
 
 
-_FORMATS = {"mean_test_accuracy": ",.1f", "mean_test_rouge1": ".3f", "mean_test_loss": ",.3g"}
-_FORMAT = ",.2f"
+_NUMBER_FORMATS = {"mean_test_accuracy": ",.1f", "mean_test_rouge1": ".3f", "mean_test_loss": ",.3g"}
+_DEFAULT_FORMAT = ",.2f"
 
 Scores = Mapping[tuple[str, str], Sequence[float]]
 """Every seed's score, by (row, column)."""
 
 
-Shown = Mapping[str, float | int | None]
+CellNumbers = Mapping[str, float | int | None]
 """``mean``, ``std`` and ``rank`` of a cell."""
 
 
 class CellRecord(TypedDict):
     """A cell of a table: our scores, the paper's, and the numbers of its notes."""
 
-    ours: Shown | None
+    ours: CellNumbers | None
     scores: list[float]
-    paper: Shown | None
+    paper: CellNumbers | None
     notes: list[int]
 
 
@@ -228,7 +239,7 @@ def build_table(
     experiment = plan.experiment
     chosen = baseline_row(plan, baseline)
     columns: list[ColumnRecord] = [
-        {**_column(plan, name, scores), "against": _against(plan, results.get(name, {}), chosen)}
+        {**_column_record(plan, name, scores), "against": _compare_with_baseline(plan, results.get(name, {}), chosen)}
         for name in plan.columns
     ]
     return {
@@ -266,29 +277,46 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
     return baseline_of(plan.rows, ",".join(names))
 
 
-def _against(plan: Plan, results: Results, baseline: str) -> BaselineComparisonRecord | None:
-    """Compare every row with the baseline, where the baseline was run, under the names of the table's rows."""
+def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> BaselineComparisonRecord | None:
+    """Compare every row of a column with the baseline, under the rows' labels.
+
+    Args:
+        plan: The table.
+        results: Each user's metric, by row and seed.
+        baseline: The baseline row, or several with commas between them.
+
+    Returns:
+        None if the metric does not rank models, the baseline was not run, or there is nothing to compare.
+    """
     measure = plan.experiment.metric.removeprefix("mean_test_")
     if measure not in MEASURES or not results.keys() >= {*baseline_methods(baseline)}:
         return None
-    found = compare_with_baseline(results, measure, baseline)
-    if found is None:
+    comparison = compare_with_baseline(results, measure, baseline)
+    if comparison is None:
         return None
-    names = {row: plan.experiment.rows[row].label or row for row in results}
-    verdicts = tuple(replace(one, method=names[one.method]) for one in found.verdicts)
-    return replace(
-        found, baseline=baseline_text([names[row] for row in baseline_methods(baseline)]), verdicts=verdicts
-    ).as_dict()
+    labels = {row: plan.experiment.rows[row].label or row for row in results}
+    verdicts = tuple(replace(verdict, method=labels[verdict.method]) for verdict in comparison.verdicts)
+    baseline_label = baseline_text([labels[row] for row in baseline_methods(baseline)])
+    return replace(comparison, baseline=baseline_label, verdicts=verdicts).as_dict()
 
 
-def _column(plan: Plan, name: str, scores: Scores) -> _Column:
+def _column_record(plan: Plan, name: str, scores: Scores) -> _Column:
+    """Return a column of ``table.json``: numbers and ranks of all rows, and how well their order fits the paper's.
+
+    Args:
+        plan: The table.
+        name: The column.
+        scores: Every seed's score, by (row, column).
+    """
     lower = plan.experiment.better == "lower"
-    paper = _paper(plan, name)
-    ours: dict[str, Entry] = {row: _spread(scores[row, name]) for row in plan.rows if (row, name) in scores}
-    both = [row for row in plan.rows if row in paper and row in ours]
-    said = ranks({row: paper[row][0] for row in both}, lower_is_better=lower)
-    our_ranks = ranks({row: ours[row][0] for row in both}, lower_is_better=lower)
-    order = compare_orders({r: paper[r] for r in both}, {r: ours[r] for r in both}, lower_is_better=lower)
+    paper = _paper_numbers(plan, name)
+    ours: dict[str, Entry] = {row: _mean_and_deviation(scores[row, name]) for row in plan.rows if (row, name) in scores}
+    rows_of_both = [row for row in plan.rows if row in paper and row in ours]
+    paper_ranks = ranks({row: paper[row][0] for row in rows_of_both}, lower_is_better=lower)
+    our_ranks = ranks({row: ours[row][0] for row in rows_of_both}, lower_is_better=lower)
+    order = compare_orders(
+        {r: paper[r] for r in rows_of_both}, {r: ours[r] for r in rows_of_both}, lower_is_better=lower
+    )
     label = plan.label(name)
     return {
         "name": name,
@@ -297,10 +325,10 @@ def _column(plan: Plan, name: str, scores: Scores) -> _Column:
         "base": sorted({cell.recipe.base for cell in plan.cells if cell.column == name}),
         "cells": {
             row: {
-                "ours": _entry(ours.get(row), our_ranks.get(row)),
+                "ours": _cell_numbers(ours.get(row), our_ranks.get(row)),
                 "scores": list(scores.get((row, name), [])),
-                "paper": _entry(paper.get(row), said.get(row)),
-                "notes": _notes(plan, row, name),
+                "paper": _cell_numbers(paper.get(row), paper_ranks.get(row)),
+                "notes": _note_indices(plan, row, name),
             }
             for row in plan.rows
         },
@@ -309,13 +337,15 @@ def _column(plan: Plan, name: str, scores: Scores) -> _Column:
     }
 
 
-def _paper(plan: Plan, column: str) -> dict[str, Entry]:
+def _paper_numbers(plan: Plan, column: str) -> dict[str, Entry]:
+    """Return the numbers that the paper printed in a column, by row; rows without one are left out."""
     index = plan.experiment.column_names.index(column)
     cells = {name: row.paper[index] for name, row in plan.experiment.rows.items() if row.paper is not None}
     return {name: printed(cell) for name, cell in cells.items() if cell is not None}
 
 
-def _notes(plan: Plan, row: str, column: str) -> list[int]:
+def _note_indices(plan: Plan, row: str, column: str) -> list[int]:
+    """Return the indices of the notes on a cell, counted among the notes on some cells."""
     notes = [note for note in plan.experiment.notes if _on_cells(note)]
     return [i for i, note in enumerate(notes) if row in note.rows and column in note.columns]
 
@@ -325,12 +355,17 @@ def _on_cells(note: Note) -> bool:
     return bool(note.rows or note.columns)
 
 
-def _spread(values: Sequence[float]) -> Entry:
+def _mean_and_deviation(values: Sequence[float]) -> Entry:
+    """Return mean and sample standard deviation over seeds; the deviation is None for one seed."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-def _entry(value: Entry | None, rank: int | None) -> Shown | None:
-    return None if value is None else {"mean": value[0], "std": value[1], "rank": rank}
+def _cell_numbers(mean_and_deviation: Entry | None, rank: int | None) -> CellNumbers | None:
+    """Return a cell's numbers for ``table.json``; None without a mean. Rows that one side lacks have no rank."""
+    if mean_and_deviation is None:
+        return None
+    mean, deviation = mean_and_deviation
+    return {"mean": mean, "std": deviation, "rank": rank}
 
 
 # -------------------------------------------------------------------- as text
@@ -345,92 +380,106 @@ def write_tables(folder: Path, table: PaperTable) -> None:
 
 def markdown(table: PaperTable) -> str:
     """Return a table as Markdown: for each column ours and the paper's, with ranks, remarks on order, and verdicts."""
-    head, rows = _grid(table)
-    lines = [f"# {table['title']}", "", *_about(table), "", table_line(head), "|" + "---|" * len(head)]
+    head, rows = _text_grid(table)
+    lines = [f"# {table['title']}", "", *_subtitle_lines(table), "", table_line(head), "|" + "---|" * len(head)]
     lines += [table_line(row) for row in rows]
-    told = remarks(table)
-    lines += ["", *(f"- {one}" for one in told)]
-    for label, found in column_verdicts(table):
-        lines += ["", f"## {label}: better, level or worse", "", *comparisons.markdown(found)]
+    lines += ["", *(f"- {remark}" for remark in remarks(table))]
+    for label, comparison in column_verdicts(table):
+        lines += ["", f"## {label}: better, level or worse", "", *comparisons.markdown(comparison)]
     return "\n".join(lines) + "\n"
 
 
 def column_verdicts(table: PaperTable) -> list[tuple[str, BaselineComparison]]:
     """Return the label and verdicts of each column that has verdicts."""
     columns = ((column["label"], column.get("against")) for column in table["columns"])
-    return [(label, BaselineComparison.read(found)) for label, found in columns if found]
+    return [(label, BaselineComparison.read(record)) for label, record in columns if record]
 
 
 def render(table: PaperTable) -> Table:
     """Return a table for the terminal."""
-    head, rows = _grid(table)
-    shown = Table(title="\n".join([table["title"], *_about(table)]), title_justify="left", box=None)
+    head, rows = _text_grid(table)
+    rendered = Table(title="\n".join([table["title"], *_subtitle_lines(table)]), title_justify="left", box=None)
     for i, name in enumerate(head):
-        ours = i == 0 or name != table["reference"]
-        shown.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, style="" if ours else "dim")
+        is_ours = i == 0 or name != table["reference"]
+        rendered.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, style="" if is_ours else "dim")
     for row in rows:
-        shown.add_row(*map(words, row))
-    return shown
+        rendered.add_row(*map(words, row))
+    return rendered
 
 
 def remarks(table: PaperTable) -> list[str]:
     """Return remarks: whether the order holds, by column; what is missing; oddities of the paper's numbers."""
-    told = [column["sentence"] for column in table["columns"] if column["sentence"]]
-    fewer = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
-    told += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in fewer]
-    told += [f"{text}." for text in table["about"]]
+    lines = [column["sentence"] for column in table["columns"] if column["sentence"]]
+    with_fewer_seeds = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
+    lines += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in with_fewer_seeds]
+    lines += [f"{text}." for text in table["about"]]
     if table["missing"]:
-        told.append(f"Missing, since the method is not implemented: {', '.join(table['missing'])}.")
-    told += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
-    told += [f"Diverged: {one}" for one in table["diverged"]] + list(table.get("measured", ()))
-    used = {note for column in table["columns"] for cell in column["cells"].values() for note in cell["notes"]}
-    return told + [f"({_letter(i)}) {table['notes'][i]}." for i in sorted(used)]
+        lines.append(f"Missing, since the method is not implemented: {', '.join(table['missing'])}.")
+    lines += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
+    lines += [f"Diverged: {one}" for one in table["diverged"]] + list(table.get("measured", ()))
+    used_notes = {note for column in table["columns"] for cell in column["cells"].values() for note in cell["notes"]}
+    return lines + [f"({_note_letter(i)}) {table['notes'][i]}." for i in sorted(used_notes)]
 
 
-def _about(table: PaperTable) -> list[str]:
+def _subtitle_lines(table: PaperTable) -> list[str]:
+    """Return the lines below the title: source, scale and base models, and how to read the numbers."""
     seeds = table["seeds"]
     spread = f"mean (std) over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     bases = sorted({base for column in table["columns"] for base in column["base"]})
-    small = "lower" if table["better"] == "lower" else "higher"
     ranked = "; #: rank among the rows with numbers on both sides" if _has_reference(table) else ""
     return [
         f"{table['source']}.",
         f"Scale {table['scale']}: {table['about_scale']}. Base: {', '.join(Path(b).name or b for b in bases)}.",
-        f"Ours: {spread}, {small} is better{ranked}.",
+        f"Ours: {spread}, {table['better']} is better{ranked}.",
     ]
 
 
 def _has_reference(table: PaperTable) -> bool:
+    """Return whether any cell of the table has a number of the paper."""
     return any(cell["paper"] for column in table["columns"] for cell in column["cells"].values())
 
 
-def _grid(table: PaperTable) -> tuple[list[str], list[list[str]]]:
-    head, beside = ["method"], _has_reference(table)
+def _text_grid(table: PaperTable) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows of a table as text; rows without any number are left out.
+
+    Each column has our numbers and, if the table has any of the paper's, the paper's beside them. The letters of the
+    cell's notes follow the last number.
+    """
+    head = ["method"]
+    has_reference = _has_reference(table)
     for column in table["columns"]:
-        head += [column["label"], table["reference"]] if beside else [column["label"]]
-    rows, kind = [], _FORMATS.get(table["metric"], _FORMAT)
+        head += [column["label"], table["reference"]] if has_reference else [column["label"]]
+    rows: list[list[str]] = []
+    number_format = _NUMBER_FORMATS.get(table["metric"], _DEFAULT_FORMAT)
     for row, label in table["rows"].items():
         cells = [label]
         for column in table["columns"]:
             cell = column["cells"].get(row)
-            marks = "" if cell is None else "".join(f" ({_letter(i)})" for i in cell["notes"])
+            note_marks = "" if cell is None else "".join(f" ({_note_letter(i)})" for i in cell["notes"])
             ours, paper = (None, None) if cell is None else (cell["ours"], cell["paper"])
-            theirs = _shown(paper, kind) + marks
-            cells += [_shown(ours, kind), theirs] if beside else [_shown(ours, kind) + marks]
+            our_text, paper_text = _format_numbers(ours, number_format), _format_numbers(paper, number_format)
+            cells += [our_text, paper_text + note_marks] if has_reference else [our_text + note_marks]
         if any(cells[1:]):
             rows.append(cells)
     return head, rows
 
 
-def _shown(entry: Shown | None, kind: str) -> str:
-    if entry is None:
+def _format_numbers(numbers: CellNumbers | None, number_format: str) -> str:
+    """Return a cell as text, ``46.36 (0.16) #2``: mean, deviation and rank, as far as they are known.
+
+    Args:
+        numbers: The numbers; None for an empty cell.
+        number_format: Format specification of mean and deviation.
+    """
+    if numbers is None:
         return ""
-    spread = "" if entry["std"] is None else f" ({entry['std']:{kind}})"
-    rank = "" if entry["rank"] is None else f" #{entry['rank']}"
-    return f"{entry['mean']:{kind}}{spread}{rank}"
+    spread = "" if numbers["std"] is None else f" ({numbers['std']:{number_format}})"
+    rank = "" if numbers["rank"] is None else f" #{numbers['rank']}"
+    return f"{numbers['mean']:{number_format}}{spread}{rank}"
 
 
-def _letter(index: int) -> str:
+def _note_letter(index: int) -> str:
+    """Return the letter that marks a note: "a" for the first."""
     return "abcdefghijklmnopqrstuvwxyz"[index]
 
 
