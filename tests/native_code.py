@@ -1,14 +1,15 @@
-"""Fixtures for tests of native code: compiled once for all processes of a run, with equal draws on one thread."""
+"""Fixtures for tests of native code: compiled once for all processes and runs, with equal draws on one thread."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+
+from comingle.utils.files import cache_folder
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +23,11 @@ def seeded_on_one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def compile_once(factory: pytest.TempPathFactory, name: str, library: str, enable: Callable[[Path], bool]) -> Path:
-    """A cache folder of this name with a library that ``enable`` compiles; processes of pytest-xdist share it."""
-    alone = "PYTEST_XDIST_WORKER" not in os.environ
-    cache = (factory.getbasetemp() if alone else factory.getbasetemp().parent) / name
-    cache.mkdir(mode=0o700, exist_ok=True)
-    with FileLock(f"{cache}-{library}.lock"):  # the second process finds what the first has compiled
+def compile_once(library: str, enable: Callable[[Path], bool]) -> Path:
+    """Return the folder of native libraries in the user's cache, after ``enable`` has compiled one in it if need be."""
+    cache = cache_folder() / "native"
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with FileLock(cache / f"{library}.lock"):  # the second process finds what the first has compiled
         if not enable(cache):
             pytest.skip("no C++ compiler that makes the native code")
     return cache

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def imported(path: Path) -> Iterator[str]:
             yield from (one.value for one in node.args if isinstance(one, ast.Constant))
 
 
+@cache
 def used() -> set[str]:
     """Distributions that the package imports."""
     names = {name.partition(".")[0] for path in (REPOSITORY / "src").rglob("*.py") for name in imported(path)}

@@ -20,10 +20,10 @@ __all__ = ["seeded_on_one_thread"]  # around each of these tests
 
 
 @pytest.fixture(scope="session")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the library in it."""
+def compiled_once() -> Path:
+    """Return the cache folder with the library in it."""
     expert_mlp._loaded = None
-    cache = compile_once(tmp_path_factory, "native", "mixture", expert_mlp.enable)
+    cache = compile_once("mixture", expert_mlp.enable)
     expert_mlp.disable()
     return cache
 

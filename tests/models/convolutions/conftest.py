@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.native_code import compile_once
 
 from comingle.models.kernels import convolutions
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the library in it."""
-    cache = tmp_path_factory.mktemp("layers")
-    if not convolutions.enable(cache):
-        pytest.skip("no C++ compiler that makes the native code")
-    return cache
+def compiled_layers() -> Path:
+    """Return the cache folder with the library in it."""
+    return compile_once("convolutions", convolutions.enable)

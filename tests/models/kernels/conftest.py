@@ -15,10 +15,10 @@ __all__ = ["seeded_on_one_thread"]  # around each of these tests
 
 
 @pytest.fixture(scope="session")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the libraries in it."""
-    compile_once(tmp_path_factory, "native", "cpu", cpu.enable)  # other tests compile the mixture meanwhile
-    cache = compile_once(tmp_path_factory, "native", "mixture", mixtures.enable)
+def compiled_once() -> Path:
+    """Return the cache folder with the libraries in it."""
+    compile_once("cpu", cpu.enable)  # other tests compile the mixture meanwhile
+    cache = compile_once("mixture", mixtures.enable)
     mixtures.disable()
     return cache
 

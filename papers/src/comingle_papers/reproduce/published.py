@@ -10,6 +10,7 @@ import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
@@ -309,6 +310,7 @@ def _sort_key(path: Path) -> tuple[str, int]:
     return ("" if letters == "table" else letters), int(digits or 0)
 
 
+@cache
 def _read_model(path: Path, model: type[Model]) -> Model:
     """Read a YAML file into a pydantic model.
 
