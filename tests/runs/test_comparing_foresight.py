@@ -92,7 +92,7 @@ def test_it_is_said_before_anything_is_trained(
     def run(*given: Any) -> Any:
         raise TrainedError
 
-    monkeypatch.setattr(advise, "_run", run)
+    monkeypatch.setattr(advise, "_run_and_measure", run)
     same = torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1))
     with pytest.raises(TrainedError):
         comingle.advise(

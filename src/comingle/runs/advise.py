@@ -13,7 +13,7 @@ from comingle.data.splits import REPEATED
 from comingle.methods import make
 from comingle.reports.advice import Advice, advise_on
 from comingle.runs import SEEDS
-from comingle.runs.api import per_user
+from comingle.runs.api import changes_for_users
 from comingle.runs.compare import recipes_of
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.progress import LOADING, Reporter
@@ -23,16 +23,19 @@ from comingle.training.kinds.base import RunData
 from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.records import logger
 
-_MANY = 5
+_MANY_SEEDS = 5
 """Number of seeds where three would give wide intervals, which hold jointly for all users."""
 
 _FEW_TESTED = {"tokens": 2_000, "samples": 100}
 """Test data below which a user's result differs more between seeds than between methods."""
 
-_ALIKE, _PAIRS_UP_TO = 0.9, 50
-"""Share of the smaller user's data at which two users count as alike, and the most users whose pairs are compared."""
+_EQUAL_SHARE = 0.9
+"""Two users count as equal if they have at least this share of the smaller one's data in common."""
 
-_LEAST_READ = 0.25
+_MAX_COMPARED = 50
+"""Largest number of users whose pairs are compared, which takes quadratic time."""
+
+_MIN_SHARE_READ = 0.25
 """Share of the training data that short runs must read to predict full ones."""
 
 
@@ -50,7 +53,7 @@ def choose_seeds(recipe: Recipe, run_data: RunData, unit: str) -> tuple[int, ...
     if recipe.evaluation.users or (run_data.skipped and recipe.data.seed is None):
         return SEEDS[:1]
     small = any(len(user.test) < _FEW_TESTED.get(unit, 0) for user in run_data.users)
-    return SEEDS if len(run_data.users) == 2 and not small else tuple(range(_MANY))
+    return SEEDS if len(run_data.users) == 2 and not small else tuple(range(_MANY_SEEDS))
 
 
 def foresee(recipe: Recipe, run_data: RunData, seeds: Sequence[int], unit: str) -> Iterator[str]:
@@ -64,7 +67,7 @@ def foresee(recipe: Recipe, run_data: RunData, seeds: Sequence[int], unit: str) 
     """
     if len(seeds) == 1:
         yield "one seed gives no intervals, so no user can be shown to gain or be harmed; give --seeds 0,1,2"
-    yield from _equal(run_data)
+    yield from _warn_of_equal_users(run_data)
     small = [user.name for user in run_data.users if len(user.test) < _FEW_TESTED.get(unit, 0)]
     if small:
         least = min(len(user.test) for user in run_data.users)
@@ -72,7 +75,7 @@ def foresee(recipe: Recipe, run_data: RunData, seeds: Sequence[int], unit: str) 
             f"little test data (from {least:,} {unit}): {list_names(small)}; intervals will be wide; give more test "
             "data or more --seeds to narrow them"
         )
-    yield from _barely_read(recipe, run_data, unit)
+    yield from _warn_of_short_runs(recipe, run_data, unit)
     for overlap in run_data.overlaps():
         yield (
             f"user {overlap.user}: {overlap.test} of {overlap.test_documents} test {run_data.documents} are "
@@ -80,22 +83,22 @@ def foresee(recipe: Recipe, run_data: RunData, seeds: Sequence[int], unit: str) 
         )
 
 
-def _equal(run_data: RunData) -> Iterator[str]:
-    """Yield pairs of users with the same data, who gain only as from more steps on their data."""
-    pieces = _pieces(run_data)
-    if len(pieces) > _PAIRS_UP_TO:
+def _warn_of_equal_users(run_data: RunData) -> Iterator[str]:
+    """Yield a warning for each pair of users with the same data, whose gain is only one of more steps on it."""
+    hashes = _hashes_of_users(run_data)
+    if len(hashes) > _MAX_COMPARED:
         return
     what = "documents" if run_data.texts else "samples"
-    for (one, its), (other, theirs) in combinations(pieces.items(), 2):
-        fewest = min(len(its), len(theirs))
-        if fewest and (common := len(its & theirs)) >= _ALIKE * fewest:
+    for (one, hashes_of_one), (other, hashes_of_other) in combinations(hashes.items(), 2):
+        smaller = min(len(hashes_of_one), len(hashes_of_other))
+        if smaller and (common := len(hashes_of_one & hashes_of_other)) >= _EQUAL_SHARE * smaller:
             yield (
-                f"users {one} and {other} have {common:,} of {fewest:,} {what} in common, so their gain is not "
+                f"users {one} and {other} have {common:,} of {smaller:,} {what} in common, so their gain is not "
                 "a gain from another user's data; give each user different data, or leave one out"
             )
 
 
-def _pieces(run_data: RunData) -> dict[str, frozenset[int]]:
+def _hashes_of_users(run_data: RunData) -> dict[str, frozenset[int]]:
     """Return hashes of each user's documents or samples, over all splits because each user is split differently."""
     if run_data.texts:
         return {t.name: frozenset(map(hash, (*t.train, *t.valid, *t.test))) for t in run_data.texts}
@@ -110,15 +113,18 @@ def _pieces(run_data: RunData) -> dict[str, frozenset[int]]:
     }
 
 
-def _barely_read(recipe: Recipe, run_data: RunData, unit: str) -> Iterator[str]:
-    """Compare the tokens of all rounds with the training text; epochs read all of it in each round."""
+def _warn_of_short_runs(recipe: Recipe, run_data: RunData, unit: str) -> Iterator[str]:
+    """Yield a warning if all rounds together read too little of the training text of a typical user.
+
+    Runs that train in epochs read all of it in each round, so there is nothing to warn of.
+    """
     training = recipe.training
     if unit != "tokens" or "training.local_steps" in recipe.data.unread:
         return
     read = training.rounds * training.local_steps * training.batch_size * training.context
     typical = median(len(user.train) for user in run_data.users)
-    if read < _LEAST_READ * typical:
-        rounds = -(-typical * _LEAST_READ // (read / training.rounds))
+    if read < _MIN_SHARE_READ * typical:
+        rounds = -(-typical * _MIN_SHARE_READ // (read / training.rounds))  # rounded up
         yield (
             f"{training.rounds} rounds read {read:,} tokens of each user, {100 * read / typical:.0f}% of "
             f"{typical:,.0f}: too few to see who gains; give --rounds {rounds:.0f} or more"
@@ -126,12 +132,13 @@ def _barely_read(recipe: Recipe, run_data: RunData, unit: str) -> Iterator[str]:
 
 
 PAIRS_UP_TO = 5
-"""Most users for which every pair is tried; with more users, all but one are."""
+"""Up to this number of users every pair trains; with more users, each group of all users but one."""
 OTHERS_UP_TO = 12
-"""Most users for which each is left out once."""
+"""Above this number of users no smaller groups train, which would take too many runs."""
 LOCAL = "local"
 
 ByMethod = dict[str, dict[int, dict[str, Any]]]
+"""Metrics of each run, by method and seed."""
 
 
 def advise_runs(
@@ -162,14 +169,14 @@ def advise_runs(
     names = [LOCAL, *(name for name in dict.fromkeys(methods) if name != LOCAL)]
     recipes = recipes_of(recipe, names, seeds or SEEDS[:1])
     chosen = list(dict.fromkeys(label for label, _ in recipes if label != LOCAL))
-    first = next(seed for _, seed in recipes)
-    _check(chosen, {name: recipes[name, first] for name in chosen})
+    first_seed = next(seed for _, seed in recipes)
+    _check_methods(chosen, {name: recipes[name, first_seed] for name in chosen})
     grouped = grouped_by or chosen[0]
     metrics: ByMethod = {name: {} for name in [LOCAL, *chosen]}
     groups: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes.values())
     with reporter.waiting(LOADING):
-        run_data = prepare(recipes[LOCAL, first], validates=validates, given=given)
+        run_data = prepare(recipes[LOCAL, first_seed], validates=validates, given=given)
     if len(run_data.users) < 2:
         raise RecipeError(f"data: got {len(run_data.users)} user; allowed: 2 or more")
     unit = "tokens" if run_data.kind.needs_base else "samples"
@@ -178,21 +185,30 @@ def advise_runs(
     for line in foresee(recipe, run_data, chosen_seeds, unit):
         logger.warning("advise: %s", line)
     for seed in chosen_seeds:
-        if seed != first:
+        if seed != first_seed:
             with reporter.waiting(LOADING):
                 run_data = prepare(recipes[LOCAL, seed], base=run_data.base, validates=validates, given=given)
         for name in (LOCAL, *chosen):
-            metrics[name][seed] = _run(recipes[name, seed], run_data, reporter, f"{name}, seed {seed}")
+            metrics[name][seed] = _run_and_measure(recipes[name, seed], run_data, reporter, f"{name}, seed {seed}")
         for numbers in groups_of(len(run_data.users)):
-            some = of_users(run_data, numbers)
-            names = tuple(user.name for user in some.users)
-            smaller = _recipe_of(recipes[grouped, seed], numbers)
-            title = f"{grouped} of {len(names)} users, seed {seed}"
-            groups.setdefault(names, {})[seed] = _run(smaller, some, reporter, title)
+            group_data = of_users(run_data, numbers)
+            members = tuple(user.name for user in group_data.users)
+            group_recipe = _recipe_of_group(recipes[grouped, seed], numbers)
+            title = f"{grouped} of {len(members)} users, seed {seed}"
+            groups.setdefault(members, {})[seed] = _run_and_measure(group_recipe, group_data, reporter, title)
     return advise_on(metrics.pop(LOCAL), metrics, groups, grouped)
 
 
-def _check(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None:
+def _check_methods(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None:
+    """Check that the methods can show a gain from other users.
+
+    Args:
+        chosen: The methods without ``local``.
+        recipes: The recipe of each of them.
+
+    Raises:
+        RecipeError: There are none, one of them shares nothing, or one shares nothing before its only evaluation.
+    """
     if not chosen:
         raise RecipeError("--methods: got only local; give a method that shares parameters, such as fedavg")
     for name, recipe in recipes.items():
@@ -221,12 +237,14 @@ def of_users(run_data: RunData, numbers: Sequence[int]) -> RunData:
     return run_data.with_users(run_data.users.select(numbers))
 
 
-def _recipe_of(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
-    changes = per_user(recipe, lambda values: [values[number] for number in numbers])
+def _recipe_of_group(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
+    """Return the recipe of a run with the users of these numbers."""
+    changes = changes_for_users(recipe, lambda values: [values[number] for number in numbers])
     return recipe.with_changes(changes) if changes else recipe
 
 
-def _run(recipe: Recipe, run_data: RunData, reporter: Reporter, title: str) -> JsonObject:
+def _run_and_measure(recipe: Recipe, run_data: RunData, reporter: Reporter, title: str) -> JsonObject:
+    """Train a recipe's method without a run folder and return the metrics; ``title`` is shown with the progress."""
     return run_in(
         None, recipe, run_data, resume=False, force=False, observers=lambda clients: [reporter.watch(clients, title)]
     ).metrics

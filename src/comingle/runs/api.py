@@ -31,17 +31,21 @@ from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import DATE, POPULATION, Inputs, check_base, check_users, read_inputs, recorded_date
 from comingle.utils.records import is_server, logger, read_metrics, resume_command
 
-PerUser = Callable[[list[Any]], Any]
-"""Selects from a list with one value for each user."""
+SelectUsers = Callable[[list[Any]], Any]
+"""Selects from a list with one value for each user: one user's value, or a list of some users' values."""
 
 
-def of_one_user(recipe: Recipe, value: PerUser) -> Recipe:
-    """Return the recipe of a run with one user; ``value`` selects from its lists of ranks and specialists.
+def of_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
+    """Return the recipe of a run with one user.
 
-    Nothing that needs several users stays: selection by mean validation loss, robust aggregation and secure sums.
+    Settings that need several users are removed: selection by mean validation loss, robust aggregation and secure sums.
+
+    Args:
+        recipe: A recipe of several users.
+        select: Selects the user's value from the recipe's lists of ranks and specialists.
     """
     alone = {"evaluation.select": "last", "aggregation": "mean"}
-    return without_sums(recipe).with_changes({**per_user(recipe, value), **alone})
+    return without_sums(recipe).with_changes({**changes_for_users(recipe, select), **alone})
 
 
 def without_sums(recipe: Recipe) -> Recipe:
@@ -50,18 +54,26 @@ def without_sums(recipe: Recipe) -> Recipe:
     Example-level privacy is dropped too, because nothing of these steps is sent.
     """
     privacy = recipe.privacy
-    without = privacy is not None and (privacy.secure_aggregation is not None or protects_examples(privacy.mechanism))
-    return recipe.with_changes({"privacy": None}) if without else recipe
+    if privacy is None or (privacy.secure_aggregation is None and not protects_examples(privacy.mechanism)):
+        return recipe
+    return recipe.with_changes({"privacy": None})
 
 
-def per_user(recipe: Recipe, value: PerUser) -> dict[str, Any]:
-    """Return changes of the keys that a recipe lists by user; all users participate in every round."""
+def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
+    """Return the changes that reduce a recipe to some of its users.
+
+    All of them participate in every round, because the recipe may list its participants by name.
+
+    Args:
+        recipe: A recipe of more users.
+        select: Selects the values of the remaining users from the recipe's lists of ranks and specialists.
+    """
     changes: dict[str, Any] = {}
     if isinstance(recipe.adapters.rank, list):
-        changes["adapters.rank"] = value(recipe.adapters.rank)
+        changes["adapters.rank"] = select(recipe.adapters.rank)
     specialists = recipe.method.settings.get("specialists")
     if isinstance(specialists, list):
-        changes["method.settings.specialists"] = value(specialists)
+        changes["method.settings.specialists"] = select(specialists)
     if isinstance(recipe.training.participation, list):
         changes["training.participation"] = 1.0
     return changes
@@ -89,7 +101,7 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
     base = given.load_base(recipe) if kind.needs_base else None
 
     @cache
-    def read() -> Sequence[Any]:
+    def read_users() -> Sequence[Any]:
         try:
             with lending([given.method]):
                 run_data = prepare(recipe, base=base, given=given, method=method)
@@ -100,12 +112,12 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
 
     @cache
     def by_name() -> dict[str, Any]:
-        return {user.name: user for user in read()}
+        return {user.name: user for user in read_users()}
 
     if base is not None:
         check_base(folder, inputs, base.digest, digest_tokenizer(base.tokenizer))
     if POPULATION in inputs.settings:
-        users = _in_files(folder, recipe, kind, read)
+        users = _reopened_population(folder, recipe, kind, read_users)
     else:
         users = tuple(
             lazy_user(kind.user, name, lambda name=name: by_name()[name], cluster=of_user.cluster)
@@ -114,14 +126,26 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
     return kind.reopened(base, users, inputs.settings, net=given.net)
 
 
-def _in_files(folder: Path, recipe: Recipe, kind: Kind, read: Callable[[], Sequence[Any]]) -> LazyPopulation:
-    """Return a population that cannot be listed; ``read`` returns its users on first access to data."""
+def _reopened_population(
+    folder: Path, recipe: Recipe, kind: Kind, read_users: Callable[[], Sequence[Any]]
+) -> LazyPopulation:
+    """Return the users of a run whose number is too large to list them; their data is read on first access.
+
+    Args:
+        folder: The run folder.
+        recipe: The recipe.
+        kind: The kind of data.
+        read_users: Returns all users.
+
+    Raises:
+        RunError: A program passed the users, so that no file has their names.
+    """
     names = STORES[recipe.runtime.store].names(folder)
     if names is None:
         raise RunError(f"{folder}: a program passed its users, too many to list; resume the run to continue")
 
     def make(number: int) -> Any:
-        return lazy_user(kind.user, names[number], lambda: read()[number])
+        return lazy_user(kind.user, names[number], lambda: read_users()[number])
 
     return LazyPopulation(names, make, digest="")
 
@@ -255,6 +279,11 @@ def _check_method(folder: Path, recipe: Recipe, named: object) -> None:
 
 
 def _check_round(folder: Path, metrics: JsonMapping, progress: Progress) -> None:
+    """Check that the restored checkpoint is of the round that ``metrics.json`` describes.
+
+    Raises:
+        RunError: It is of another round.
+    """
     newest = list_checkpoints(folder)[-1]
     if progress.round != metrics["rounds"]:
         raise RunError(

@@ -32,12 +32,16 @@ from comingle.utils.inputs import recorded_date
 from comingle.utils.terminal import errors
 
 Group = TypeVar("Group")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def in_processes(
-    groups: Sequence[Group], work: Callable[[Group], Iterable[Found]], *, jobs: int, label: Callable[[Group], str] = str
-) -> Iterator[Found]:
+    groups: Sequence[Group],
+    work: Callable[[Group], Iterable[Result]],
+    *,
+    jobs: int,
+    label: Callable[[Group], str] = str,
+) -> Iterator[Result]:
     """Yield what ``work`` yields for every group, in order of arrival; each group runs in its own process.
 
     Each process has its own GPU as long as there are enough. A group that fails does not stop the others: its error is
@@ -54,49 +58,65 @@ def in_processes(
         ComingleError: A group failed; the error of the first one is raised.
     """
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
-    left, failed = list(groups), []
+    waiting, errors_of_groups = list(groups), []
     running: dict[Connection, tuple[BaseProcess, Group, int]] = {}
     try:
-        while left or running:
-            while left and len(running) < jobs:
-                group = left.pop(0)
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                group = waiting.pop(0)
+                # The lowest number that no running process has; it selects the GPU.
                 slot = min(set(range(jobs)) - {used for *_, used in running.values()})
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_work_group, args=(theirs, work, group, min(jobs, len(groups)), slot))
                 process.start()
                 theirs.close()
                 running[ours] = process, group, slot
-            ready = wait(list(running))
-            for connection in [connection for connection in running if connection in ready]:
+            readable = wait(list(running))
+            for connection in [connection for connection in running if connection in readable]:
                 try:
-                    found = connection.recv()
-                except EOFError:
+                    received = connection.recv()
+                except EOFError:  # the process has ended
                     process, group, _ = running.pop(connection)
                     process.join()
-                    failed += [RunError(_ended(label(group), process.exitcode))] if process.exitcode else []
+                    if process.exitcode:
+                        errors_of_groups.append(RunError(_process_error(label(group), process.exitcode)))
                     continue
-                if isinstance(found, Exception):
-                    failed.append(found)
+                if isinstance(received, Exception):
+                    errors_of_groups.append(received)
                 else:
-                    yield found
+                    yield received
     finally:
         for process, *_ in running.values():
             process.terminate()
         for process, *_ in running.values():
             process.join()
-    if failed:
-        raise failed[0]
+    if errors_of_groups:
+        raise errors_of_groups[0]
 
 
-def _ended(group: str, code: int) -> str:
+def _process_error(group: str, code: int) -> str:
+    """Return the message for a process that ended without an error of its own, for example for lack of memory.
+
+    Args:
+        group: The name of the group of runs.
+        code: The exit status; the negative number of a signal if one killed the process.
+    """
     how = f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with status {code}"
     return f"{group}: its process {how}; continue with --resume; fewer --jobs need less memory"
 
 
 def _work_group(
-    connection: Connection, work: Callable[[Any], Iterable[object]], group: object, jobs: int, place: int
+    connection: Connection, work: Callable[[Any], Iterable[object]], group: object, jobs: int, slot: int
 ) -> None:
-    """Send the results of a group, and errors that a user can correct, from a separate process."""
+    """Send the results of a group, and errors that a user can correct, to the parent process.
+
+    Args:
+        connection: Connects to the parent.
+        work: Yields the results of a group.
+        group: The group.
+        jobs: The number of processes, which share the cores.
+        slot: The number of this process among those that run, which selects its GPU.
+    """
     import torch
 
     from comingle.methods.user_files import load_files_of_command
@@ -104,12 +124,12 @@ def _work_group(
 
     Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent stops this one
-    take_gpu(place)
+    take_gpu(slot)
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     try:
         load_files_of_command()
-        for found in work(group):
-            connection.send(found)
+        for result in work(group):
+            connection.send(result)
     except (ComingleError, OSError, MemoryError) as error:
         connection.send(error)
 
@@ -161,7 +181,7 @@ def recipes_of(
         )
     given = [dict(m) if isinstance(m, Mapping) else parse_method(m) for m in methods]
     chosen = [
-        m if isinstance(written, Mapping) else _method(recipe, m["name"], for_all) | m
+        m if isinstance(written, Mapping) else _with_settings(recipe, m["name"], for_all) | m
         for written, m in zip(methods, given, strict=True)
     ]
     names = [m["name"] for m in given]
@@ -175,10 +195,10 @@ def recipes_of(
         for s in seeds
         for label, m in zip(labels, chosen, strict=True)
     }
-    whole = {label: settings_of(one.method.name) | one.method.settings for (label, _), one in recipes.items()}
+    all_settings = {label: settings_of(one.method.name) | one.method.settings for (label, _), one in recipes.items()}
     for i, label in enumerate(labels):
-        alike = (other for j, other in enumerate(labels[:i]) if names[j] == names[i] and whole[other] == whole[label])
-        if same := next(alike, None):
+        earlier = [other for j, other in enumerate(labels[:i]) if names[j] == names[i]]
+        if same := next((other for other in earlier if all_settings[other] == all_settings[label]), None):
             raise RecipeError(f"methods: {same!r} and {label!r} have the same settings; leave one out")
     for one in recipes.values():
         check_recipe(one)
@@ -204,15 +224,17 @@ def parse_method(text: str) -> dict[str, Any]:
 def _label(method: Mapping[str, Any]) -> str:
     """Return a method's name and settings in the form that :func:`parse_method` reads."""
     settings = {**method, **method.get("settings", {})}
-    pairs = [f"{key}={_short(value)}" for key, value in settings.items() if key not in ("name", "settings")]
+    pairs = [f"{key}={_compact(value)}" for key, value in settings.items() if key not in ("name", "settings")]
     return ":".join([str(method["name"]), *pairs])
 
 
-def _short(value: object) -> str:
+def _compact(value: object) -> str:
+    """Return a setting's value for a label: booleans as in YAML, no spaces and no quotes."""
     return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "").replace("'", "")
 
 
-def _method(recipe: Recipe, name: str, for_all: Mapping[str, object]) -> dict[str, Any]:
+def _with_settings(recipe: Recipe, name: str, for_all: Mapping[str, object]) -> dict[str, Any]:
+    """Return a method's name with its settings: the recipe's if it is the recipe's method, and ``for_all``."""
     return {"name": name, **settings_in_comparison(name, recipe.method.name, recipe.method.settings, for_all)}
 
 
@@ -251,12 +273,12 @@ def compare_runs(
     validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in among.values())
     folders = folders_of(recipes, folder) if folder is not None else {}
     recipes = as_compared(recipes, folders, resume=resume)
-    again = check_folders(recipes, folders, resume=resume, force=force)
-    begun = next((folders[key] for key in recipes if again.get(key)), None)
+    resumed = check_folders(recipes, folders, resume=resume, force=force)
+    begun = next((folders[key] for key in recipes if resumed.get(key)), None)
     given = given if begun is None else replace(given, date=recorded_date(begun))
     run_data: RunData | None = None
     last_seed = None
-    left: dict[str, list[str]] = {}
+    users_of_seeds: dict[str, list[str]] = {}
     for key, one in recipes.items():
         method, seed = key
         if run_data is None or seed != last_seed:
@@ -264,8 +286,8 @@ def compare_runs(
             with reporter.waiting(LOADING):
                 run_data, last_seed = prepare(one, base=base, validates=validates, given=given), seed
             if len({s for _, s in recipes}) > 1 and getattr(one.data, "on_small_user", "") == "skip":
-                left[f"seed {seed}"] = sorted(run_data.users.names)
-                require_same_users(list(left.items()))
+                users_of_seeds[f"seed {seed}"] = sorted(run_data.users.names)
+                require_same_users(list(users_of_seeds.items()))
             if first:
                 ready(run_data)
         title = f"run {list(among).index(key) + 1} of {len(among)} · {method}, seed {seed}"
@@ -275,7 +297,7 @@ def compare_runs(
 
         place = folders.get(key)
         try:
-            found = run_in(place, one, run_data, resume=again.get(key, False), force=force, observers=watch)
+            found = run_in(place, one, run_data, resume=resumed.get(key, False), force=force, observers=watch)
         except ComingleError as error:
             found = error
         yield key, found
@@ -308,10 +330,10 @@ def check_folders(
     Raises:
         RunError: One of the folders cannot be written to.
     """
-    again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
+    resumed = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
     for key, place in folders.items():
-        check_folder(place, recipes[key], resume=again[key], force=force)
-    return again
+        check_folder(place, recipes[key], resume=resumed[key], force=force)
+    return resumed
 
 
 Ended = tuple[Key, dict[str, Any] | ComingleError]
@@ -348,11 +370,11 @@ def compare_beside(
     recipes = as_compared(recipes, folders_of(recipes, folder), resume=resume)
     check_folders(recipes, folders_of(recipes, folder), resume=resume, force=force)
     silent = quiet or errors.is_terminal  # several bars would write over each other
-    work = partial(_run_cells, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)
-    yield from in_processes(pass_size(list(recipes), jobs), work, jobs=jobs, label=_label_of)
+    work = partial(_run_group, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)
+    yield from in_processes(split_by_seed(list(recipes), jobs), work, jobs=jobs, label=_label_of)
 
 
-def pass_size(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
+def split_by_seed(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
     """Return groups of runs that share a process: by seed, split further if there are more jobs than seeds."""
     seeds = list(dict.fromkeys(seed for _, seed in keys))
     parts = -(-jobs // len(seeds))
@@ -361,15 +383,26 @@ def pass_size(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
 
 
 def _label_of(keys: Sequence[Key]) -> str:
+    """Return the name of a group of runs, which have one seed, for an error message."""
     (_, seed), methods = keys[0], ", ".join(method for method, _ in keys)
     return f"{methods}, seed {seed}"
 
 
-def _run_cells(
+def _run_group(
     keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[RunData], None], quiet: bool, **options: Any
 ) -> Iterator[Ended]:
-    first = {"ready": ready} if keys[0] == next(iter(among)) else {}
-    some = {key: among[key] for key in keys}
+    """Run some runs of a comparison one after another, in a process of their own, and yield their metrics or errors.
+
+    Args:
+        keys: The runs of the group.
+        among: All runs of the comparison.
+        ready: Called with the data of the first seed, by the group that has the comparison's first run.
+        quiet: Whether to print no progress.
+        options: Options of :func:`compare_runs`.
+    """
+    if keys[0] == next(iter(among)):
+        options["ready"] = ready
+    recipes = {key: among[key] for key in keys}
     with reporting(quiet=quiet) as reporter:
-        for key, found in compare_runs(some, reporter=reporter, among=among, **first, **options):
+        for key, found in compare_runs(recipes, reporter=reporter, among=among, **options):
             yield key, found if isinstance(found, ComingleError) else found.metrics

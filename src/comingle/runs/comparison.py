@@ -47,7 +47,7 @@ class Comparison:
     def __repr__(self) -> str:
         place = "" if self.folder is None else f", in {self.folder}"
         return printable(
-            "\n".join([f"Comparison({len(self.metrics)} runs{place})", *map(_line_of, self.means())]), keep="\n"
+            "\n".join([f"Comparison({len(self.metrics)} runs{place})", *map(_summary_line, self.means())]), keep="\n"
         )
 
     def _repr_html_(self) -> str | None:
@@ -57,8 +57,9 @@ class Comparison:
         return html_of(tables_of(self._table()))
 
     def _table(self) -> ComparisonTable:
-        named = [(method, metrics) for (method, _), metrics in self.metrics.items()]
-        return compare_metrics(named, self.baseline)
+        """Return the table of all runs, compared with the baseline."""
+        runs = [(method, metrics) for (method, _), metrics in self.metrics.items()]
+        return compare_metrics(runs, self.baseline)
 
     def means(self) -> list[dict[str, Any]]:
         """Return one record per run: ``method``, ``seed`` and the mean test result over users."""
@@ -124,7 +125,8 @@ class Comparison:
         return latex(self._table(), all_users=all_users)
 
 
-def _line_of(mean: Mapping[str, object]) -> str:
+def _summary_line(mean: Mapping[str, object]) -> str:
+    """Return the line of one run for ``repr``, from a record of :meth:`Comparison.means`."""
     *_, (key, value) = mean.items()
     shown = "not finite" if value is None else f"{value:.4g}"
     return f"  {mean['method']}, seed {mean['seed']}: {key.replace('_', ' ')} {shown}"
@@ -179,14 +181,15 @@ def compare(
         recipes = recipes_of(read, named, list(seeds))
         baseline_of(list(dict.fromkeys(method for method, _ in recipes)), against)
         runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
-        metrics = {key: _metrics(found) for key, found in runs}
+        metrics = {key: _metrics_or_raise(found) for key, found in runs}
     if folder is not None:
         places = labels_of(recipes, folder)
         write_comparison(folder, list(places), against, places)
     return Comparison(folder=folder, metrics=metrics, baseline=against)
 
 
-def _metrics(found: Run | ComingleError) -> dict[str, Any]:
+def _metrics_or_raise(found: Run | ComingleError) -> dict[str, Any]:
+    """Return a run's metrics, or raise the error that stopped the run."""
     if isinstance(found, ComingleError):
         raise found
     return found.metrics

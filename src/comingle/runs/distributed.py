@@ -80,11 +80,11 @@ def read_shared(
     ranks.each(lambda: check_device(recipe, ranks.place))
     take_threads(recipe, ranks.place)
     date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
-    whole = ranks.each(lambda: run_data or prepare(recipe, given=replace(given, date=date), method=method))
+    all_data = ranks.each(lambda: run_data or prepare(recipe, given=replace(given, date=date), method=method))
     at_once = recipe.runtime.users_per_step
     at_once = at_once if isinstance(at_once, int) else 1
-    here = ranks.each(lambda: spans(len(whole.users), ranks.size, at_once)[ranks.rank])
-    return share_out(whole, here)
+    here = ranks.each(lambda: spans(len(all_data.users), ranks.size, at_once)[ranks.rank])
+    return share_out(all_data, here)
 
 
 def spans(users: int, processes: int, at_once: int) -> list[range]:
@@ -102,10 +102,10 @@ def spans(users: int, processes: int, at_once: int) -> list[range]:
         raise RecipeError(
             f"processes: got {processes} for {users} users; allowed: 1 to {users}, at least one user each"
         )
-    unit = at_once if len(cohorts(range(users), at_once)) >= processes else 1
+    unit = at_once if len(cohorts(range(users), at_once)) >= processes else 1  # users that stay together
     units = len(cohorts(range(users), unit))
     edges = [min(users, unit * (units * rank // processes)) for rank in range(processes + 1)]
-    return [range(*edge) for edge in pairwise(edges)]
+    return [range(start, end) for start, end in pairwise(edges)]
 
 
 def share_out(run_data: RunData, here: range) -> RunData:
@@ -114,13 +114,15 @@ def share_out(run_data: RunData, here: range) -> RunData:
     if not run_data.users.in_memory:  # reads a user's data on first access
         return replace(run_data, here=here, shared_out=True)
 
-    def left(user: AnyUser) -> AnyUser:
+    def without_data(user: AnyUser) -> AnyUser:
+        """Return a user with the same name and cluster, whose data raises an error when it is read."""
+
         def elsewhere() -> Any:
             raise AssertionError(f"user {user.name!r} is in another process")
 
         return lazy_user(run_data.kind.user, user.name, elsewhere, cluster=getattr(user, "cluster", None))
 
-    users = as_users(user if number in here else left(user) for number, user in enumerate(run_data.users))
+    users = as_users(user if number in here else without_data(user) for number, user in enumerate(run_data.users))
     common = replace(run_data.common, users=users) if hasattr(run_data.common, "users") else run_data.common
     names = {users[number].name for number in here}
     texts = tuple(text for text in run_data.texts if text.name in names)
@@ -142,23 +144,25 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     recipe = ranks.each(lambda: fitted(recipe, run_data))
     plan = make_plan(recipe, method, run_data.users.names)
     plan = plan.updated("runtime", store=recipe.runtime.store)
-    federation = ranks.each(lambda: _built(recipe, run_data, plan, ranks))
+    federation = ranks.each(lambda: _build_shard(recipe, run_data, plan, ranks))
     clients = federation.clients
     _check_alike(federation)
-    most = ranks.gather(lambda: clients.steps.local_steps)
-    clients.steps.most_steps = ranks.share(lambda: max(most))
+    # Process 0 gathers a value from every process and shares the result with all of them.
+    local_steps = ranks.gather(lambda: clients.steps.local_steps)
+    clients.steps.most_steps = ranks.share(lambda: max(local_steps))
     counts = ranks.gather(lambda: len(clients.trainers))
     federation.shards = ranks.share(lambda: counts)
     if (private := clients.steps.private) is not None:
+        # The accountant, which runs in process 0, needs the batch sizes of all users.
         parts = ranks.gather(lambda: {name: asdict(work) for name, work in private.works(clients.batch_source).items()})
         shared = ranks.share(lambda: {name: work for part in parts for name, work in part.items()})
         works = {name: Work(**work) for name, work in shared.items()}
         federation.server.mechanisms.set_works(lambda: works)
     if plan.evaluation.select == "best":
-        valid = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
-        ranks.share(lambda: clients.require_validation(any(valid)))
+        have_validation = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
+        ranks.share(lambda: clients.require_validation(any(have_validation)))
     if not federation.leads:
-        federation.server.kept = {}
+        federation.server.kept = {}  # only process 0 has the server's state
     return federation
 
 
@@ -207,12 +211,25 @@ def run_sharded(
     )
 
 
-def _built(recipe: Recipe, run_data: RunData, plan: RunPlan, ranks: Ranks) -> Sharded:
+def _build_shard(recipe: Recipe, run_data: RunData, plan: RunPlan, ranks: Ranks) -> Sharded:
+    """Return this process's shard of a federation, without what needs other processes.
+
+    Every process builds the model and a server for all users, but clients for its own users only.
+
+    Args:
+        recipe: The recipe.
+        run_data: The base model and the data of the users of this process.
+        plan: The plan of the run.
+        ranks: The processes of the run.
+
+    Raises:
+        RecipeError: The method pools all users' data.
+    """
     if plan.method.placement.pooled:
         raise RecipeError(f"method {plan.method.name}: trains one model on all users' data; allowed: one process")
     names = run_data.users.names
-    whole = run_data.kind.model(recipe, run_data, plan)
-    server = start_server(whole, names, plan)
+    model = run_data.kind.model(recipe, run_data, plan)
+    server = start_server(model, names, plan)
     server.check_rounds(plan)
     here = run_data.here
     assert here is not None
@@ -254,8 +271,8 @@ def check_device(recipe: Recipe, place: Place) -> None:
     if device == "cpu" or not gpus:
         return
     if place.local_size > gpus:
-        found = f"got {place.local_size} processes on a machine with {gpus} GPUs"
-        raise RecipeError(f"runtime.device: {found}; allowed: one process per GPU, or cpu")
+        counts = f"got {place.local_size} processes on a machine with {gpus} GPUs"
+        raise RecipeError(f"runtime.device: {counts}; allowed: one process per GPU, or cpu")
     take_gpu(place.local_rank)
 
 
@@ -323,7 +340,7 @@ def run(
     folder, given = Path(out), given_of(users, base, method, loss)
     with joined(place) as ranks, lending([method]) as [named]:
         read = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
-        if ranks.has_opened(folder):
+        if ranks.has_opened(folder):  # the launcher has restarted the program
             resume, force = True, False
         read = ranks.each(partial(as_begun, folder, read, resume=resume))
         ranks.each(lambda: check_folder(folder, read, resume=resume, force=force) if place.leads else None)
@@ -338,9 +355,9 @@ def run(
                 return [*observers, reporter.watch(clients)]
 
             run_sharded(folder, read, here, resume=resume, force=force, method=made, observers=watch, ranks=ranks)
-    return api.load(folder, users=users, base=_handed(base), method=method, loss=loss)
+    return api.load(folder, users=users, base=_passed_base(base), method=method, loss=loss)
 
 
-def _handed(base: AnyBase | None) -> AnyBase | None:
-    """Return a base that is not given by name, which a run folder does not contain."""
+def _passed_base(base: AnyBase | None) -> AnyBase | None:
+    """Return the base for opening the run: one that a program passed, and None for a name, which the recipe has."""
     return None if isinstance(base, str) else base

@@ -66,7 +66,7 @@ def open_folder(
         RunError: As :func:`check_folder` and :func:`check_inputs`, or the folder cannot be written to.
     """
     check_folder(folder, recipe, resume=resume, force=force)
-    _make(folder)
+    _create_folder(folder)
     with told_in_one_line(folder), locked(folder):
         check_folder(folder, recipe, resume=resume, force=force, locked_here=True)  # another process may be faster
         _refuse_links(folder)
@@ -75,7 +75,7 @@ def open_folder(
             if not _has_trained(folder):
                 write_origin(folder, recipe.method.name)
         else:
-            _clear(folder)
+            _delete_run_files(folder)
             write_inputs(folder, inputs)
             write_origin(folder, recipe.method.name)
             write_text(folder / "recipe.yaml", recipe.as_yaml())
@@ -105,7 +105,7 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bo
     if resume:
         check_recipe(folder, recipe)
     else:
-        _check_new(folder, force, "" if resume is None else "--resume continues it, ")
+        _check_replaceable(folder, force, "" if resume is None else "--resume continues it, ")
 
 
 def check_recipe(folder: Path, recipe: Recipe) -> None:
@@ -115,10 +115,14 @@ def check_recipe(folder: Path, recipe: Recipe) -> None:
         RunError: It does not; the message names the difference.
     """
     if not (folder / "recipe.yaml").exists():
-        hint = "; the run has not started, so leave out --resume" if folder.exists() and not _content(folder) else ""
+        hint = (
+            "; the run has not started, so leave out --resume"
+            if folder.exists() and not _run_file_names(folder)
+            else ""
+        )
         raise RunError(f"{folder}: nothing to resume: no recipe.yaml in it{hint}")
     if (was := load_recipe(folder)).fingerprint != recipe.fingerprint:
-        raise RunError(f"{folder}: belongs to another recipe, {_difference(was, recipe)}; use another --out")
+        raise RunError(f"{folder}: belongs to another recipe, {_first_difference(was, recipe)}; use another --out")
     check_origin(folder, recipe.method.name, begun=_has_trained(folder))
 
 
@@ -140,27 +144,36 @@ def as_begun(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
     """
     if not resume or not (folder / "recipe.yaml").exists():
         return recipe
-    began, now = (getattr(version.data, BOS, None) for version in (load_recipe(folder), recipe))
-    if began == now or None in (began, now) or BOS in recipe.data.model_fields_set:
+    old, new = (getattr(version.data, BOS, None) for version in (load_recipe(folder), recipe))
+    if old == new or None in (old, new) or BOS in recipe.data.model_fields_set:  # None: data without this key
         return recipe
-    return recipe.with_changes({f"data.{BOS}": began})
+    return recipe.with_changes({f"data.{BOS}": old})
 
 
-def _check_new(folder: Path, force: bool, hint: str) -> None:
-    names = _content(folder) if folder.exists() else set()
+def _check_replaceable(folder: Path, force: bool, resume_hint: str) -> None:
+    """Check that a new run may be written to a folder: it is empty, or it has only a run's files and ``force`` is set.
+
+    Args:
+        folder: The run folder.
+        force: Whether to replace what is in the folder.
+        resume_hint: The beginning of the hint in the error; empty if the run cannot be resumed.
+
+    Raises:
+        RunError: The folder is not empty, or has files that ``force`` must not delete.
+    """
+    names = _run_file_names(folder) if folder.exists() else set()
     if names and not force:
-        raise RunError(f"{folder}: exists; {hint}--force replaces it, --out names another")
+        raise RunError(f"{folder}: exists; {resume_hint}--force replaces it, --out names another")
     # Replace only files of a run, including drafts: a recipe alone or among other files belongs to a user.
-    strange = sorted(
-        n for n in names if n not in RUN_FILES and not n.startswith(tuple(f".{run_file}." for run_file in RUN_FILES))
-    )
-    ours = (folder / LOCK).exists() or {"recipe.yaml", "events.jsonl"} <= names
-    if names and (strange or not ours):
-        found = f" (it contains {strange[0]!r})" if strange else ""
-        raise RunError(f"{folder}: is not a run folder{found}, so --force does not replace it; use another --out")
+    draft_prefixes = tuple(f".{run_file}." for run_file in RUN_FILES)
+    foreign = sorted(name for name in names if name not in RUN_FILES and not name.startswith(draft_prefixes))
+    is_run = (folder / LOCK).exists() or {"recipe.yaml", "events.jsonl"} <= names
+    if names and (foreign or not is_run):
+        example = f" (it contains {foreign[0]!r})" if foreign else ""
+        raise RunError(f"{folder}: is not a run folder{example}, so --force does not replace it; use another --out")
 
 
-def _content(folder: Path) -> set[str]:
+def _run_file_names(folder: Path) -> set[str]:
     """Return the names in a folder, without files of a process that stopped before it wrote the recipe."""
     names = {path.name for path in folder.iterdir()} - {LOCK, HOLDER}
     names -= set() if "recipe.yaml" in names else {INPUTS, "federation.yaml", *NETWORK}  # written before the recipe
@@ -168,7 +181,12 @@ def _content(folder: Path) -> set[str]:
     return {n for n in names if not (n.startswith(drafts) and n.endswith(DRAFT))}
 
 
-def _make(folder: Path) -> None:
+def _create_folder(folder: Path) -> None:
+    """Create a run folder, which only its owner can read, if it does not exist.
+
+    Raises:
+        RunError: The file system refuses.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -176,7 +194,8 @@ def _make(folder: Path) -> None:
         raise RunError(f"{folder}: cannot be written to: {error.strerror}") from None
 
 
-def _clear(folder: Path) -> None:
+def _delete_run_files(folder: Path) -> None:
+    """Delete everything in a run folder but its lock and files that processes of a federation wrote before."""
     for path in folder.iterdir():
         if path.name in (LOCK, HOLDER, "federation.yaml", *NETWORK):
             continue
@@ -193,16 +212,18 @@ def _refuse_links(folder: Path) -> None:
             raise RunError(f"{path}: is a link; a run writes only to its folder; replace the link by its target")
 
 
-def _difference(was: Recipe, now: Recipe) -> str:
-    before, after = _flat(was.computed), _flat(now.computed)
+def _first_difference(was: Recipe, now: Recipe) -> str:
+    """Return the first key in alphabetical order whose value differs, with both values, for an error message."""
+    before, after = _flattened(was.computed), _flattened(now.computed)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             return f"{key} was {before.get(key)!r} and is {after.get(key)!r}"
     return "they differ"
 
 
-def _flat(content: object, prefix: str = "") -> dict[str, object]:
+def _flattened(content: object, prefix: str = "") -> dict[str, object]:
+    """Return nested mappings as one, whose keys are the dotted paths of the values."""
     if not isinstance(content, dict):
         return {prefix: content}
-    inner = [_flat(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in content.items()]
+    inner = [_flattened(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in content.items()]
     return {k: v for part in inner for k, v in part.items()}

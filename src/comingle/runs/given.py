@@ -143,22 +143,23 @@ def recipe_with(
     """
     nets = given.net is not None
 
-    def marked(content: object) -> Any:
-        content = _with_users(content, given.users, changes, nets=nets) if given.users is not None else content
+    def mark_given(content: object) -> Any:
+        """Return a recipe's content that marks passed users as given and has no base if a net was passed."""
+        content = _with_given_users(content, given.users, changes, nets=nets) if given.users is not None else content
         if given.net is not None and isinstance(content, Mapping):  # replaces a base by name
             return {key: value for key, value in content.items() if key != "base"}
         return content
 
     if isinstance(recipe, str | Path):
-        read = load_recipe(recipe, change=marked)
+        read = load_recipe(recipe, change=mark_given)
     elif isinstance(recipe, Recipe) and given.users is None and given.net is None:
         read = recipe
     else:
         content = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe or {}
-        read = parse_recipe(marked(content))
+        read = parse_recipe(mark_given(content))
     name = base if isinstance(base, str) else GIVEN if given.loaded is not None else None
     if given.users is not None and "data" in changes:  # it may replace options, but not the users
-        changes = {**changes, **_with_users({"data": changes["data"]}, given.users, changes, nets=nets)}
+        changes = {**changes, **_with_given_users({"data": changes["data"]}, given.users, changes, nets=nets)}
     named = {"base": name, "method": method}
     changed = {**{key: value for key, value in named.items() if value is not None}, **merged(read, changes)}
     return read.with_changes(changed) if changed else read
@@ -169,28 +170,38 @@ def merged(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:
 
     A mapping that names another method, optimiser, rule or other users replaces the section instead.
     """
-    content, found = recipe.model_dump(mode="json", exclude_unset=True), dict[str, Any]()
+    content, full_changes = recipe.model_dump(mode="json", exclude_unset=True), dict[str, Any]()
     for key, value in changes.items():
         old: Any = content
         for part in key.split("."):
             old = old.get(part) if isinstance(old, Mapping) else None
         if value is None and key in _SECTIONS:
-            found[key] = {}
+            full_changes[key] = {}
         else:
-            found[key] = _merge(old, value) if key.partition(".")[0] != "method" else value
-    return found
+            # Settings of one method mean nothing to another, so `method` is always replaced.
+            full_changes[key] = _merge_sections(old, value) if key.partition(".")[0] != "method" else value
+    return full_changes
 
 
-def _merge(old: object, new: object) -> object:
+def _merge_sections(old: object, new: object) -> object:
+    """Return an old value with a new one merged into it, mapping by mapping; other values are replaced.
+
+    A mapping is replaced as a whole if it changes a key that determines the meaning of the others, such as the name of
+    an optimiser, and under ``users``, where old and new names must not mix.
+    """
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
-    if any(key in new and new[key] != old.get(key) for key in _NAMES):
+    if any(key in new and new[key] != old.get(key) for key in _KIND_KEYS):
         return new
-    return {**old, **{key: value if key == "users" else _merge(old.get(key), value) for key, value in new.items()}}
+    return {
+        **old,
+        **{key: value if key == "users" else _merge_sections(old.get(key), value) for key, value in new.items()},
+    }
 
 
+# Sections in which every key has a default.
 _SECTIONS = ("adapters", "floral", "training", "evaluation", "aggregation", "checkpoints", "runtime")
-_NAMES = ("name", "rule", "mechanism", "kind", "users", "dataset", "task", "questions", "tasks")
+_KIND_KEYS = ("name", "rule", "mechanism", "kind", "users", "dataset", "task", "questions", "tasks")
 """Keys that determine the meaning of the others in their section."""
 
 
@@ -210,20 +221,27 @@ def _refuse_paths(users: Mapping[str, object]) -> None:
             )
 
 
-def _with_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any], *, nets: bool) -> Any:
+def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any], *, nets: bool) -> Any:
     """Return a recipe's content whose ``data`` keeps its options and marks the users as given.
 
-    The changed options determine the kind of data. With ``nets`` the users train nets.
+    Args:
+        content: The content of a recipe file; returned unchanged if it is not a mapping with a mapping ``data``.
+        users: The passed users' data by name, which determines the kind of data together with the options.
+        changes: Changed keys of the recipe, whose options for ``data`` count in place of the content's.
+        nets: Whether the users train nets, for which paths are refused.
+
+    Raises:
+        DataError: A user of nets is given by a path, or the data is of no known kind, or of several.
     """
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data") or {}, Mapping):
         return content
     options = changes["data"] if isinstance(changes.get("data"), Mapping) else data
-    named = {key.removeprefix("data."): value for key, value in changes.items() if key.startswith("data.")}
-    if nets or {**options, **named}.get("kind") == "samples":
+    changed = {key.removeprefix("data."): value for key, value in changes.items() if key.startswith("data.")}
+    if nets or {**options, **changed}.get("kind") == "samples":
         _refuse_paths(users)
-    kind = section_for(users, {**options, **named})
-    elsewhere = {"users", "dataset", *KINDS[kind].marks}
-    options = {key: value for key, value in data.items() if key not in elsewhere}
+    kind = section_for(users, {**options, **changed})
+    source_keys = {"users", "dataset", *KINDS[kind].marks}  # say where data is, which passed users replace
+    options = {key: value for key, value in data.items() if key not in source_keys}
     return {**content, "data": {**options, "kind": kind, "given": True}}
 
 
@@ -236,10 +254,20 @@ def lending(methods: Sequence[object]) -> Iterator[list[object]]:
         RecipeError: A function does not return a method.
     """
     with ExitStack() as stack:
-        yield [_named(stack, method) for method in methods]
+        yield [_with_registered_method(stack, method) for method in methods]
 
 
-def _named(stack: ExitStack, method: Any) -> Any:
+def _with_registered_method(stack: ExitStack, method: Any) -> Any:
+    """Return a method as recipes name it, and register it until ``stack`` is closed.
+
+    Args:
+        stack: Unregisters the method when it is closed.
+        method: A name, a method, a function that makes one, a mapping with such a ``name`` and settings, or None.
+
+    Raises:
+        PluginError: Another method has the same name.
+        RecipeError: A mapping has no ``name``, or a function does not return a method.
+    """
     if method is None:
         return None
     if not isinstance(method, Mapping):

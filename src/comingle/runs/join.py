@@ -44,10 +44,13 @@ from comingle.utils.trees import CLIENT_ROUTER
 
 @contextmanager
 def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: bool) -> Iterator[Path | None]:
-    """Yield a temporary folder for a newcomer's run, which cannot be resumed if it stops early.
+    """Yield a temporary folder for a newcomer's run, and delete it on exit.
+
+    A newcomer's run cannot be resumed, so a run that stops early leaves nothing in its folder. The caller moves the
+    temporary folder there when the run has ended.
 
     Args:
-        folder: The run folder.
+        folder: The run folder, beside which the temporary one is made; with None there is neither.
         recipe: The recipe of the newcomer's run.
         joined: The folder of the run to join.
         force: Whether to replace what is in the folder.
@@ -59,8 +62,8 @@ def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: 
         yield None
         return
     check_folder(folder, recipe, resume=None, force=force)
-    there, to = None if joined is None else joined.resolve(), folder.resolve()
-    if there is not None and (there.is_relative_to(to) or to.is_relative_to(there)):
+    run_folder, target = None if joined is None else joined.resolve(), folder.resolve()
+    if run_folder is not None and (run_folder.is_relative_to(target) or target.is_relative_to(run_folder)):
         raise RunError(f"{folder}: overlaps the run to join, which is only read; use another --out")
     outer = folder.with_name(f".{folder.name}.joining")
     with told_in_one_line(outer):
@@ -79,8 +82,9 @@ def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: 
 
 JOINED = "joined.json"
 _PASSED = ("net", "loss")
-"""Settings that a program may have passed."""
+"""Settings of a run on samples that a program may have passed, and then passes again for the newcomer."""
 _PER_NAME = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
+"""Keys of ``data`` that may be a mapping of users' names to limits; it does not have the newcomer's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +135,7 @@ def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_ste
     if name in run.users:
         raise DataError(f"--name: got {name!r}, a user of the run; give another name than: {', '.join(run.users)}")
     check_joinable(run, method)
-    if local_step and not holds(run.federation.clients):
+    if local_step and not freezes_downloaded(run.federation.clients):
         raise RecipeError(f"--local-step: {method.name} has no local roles to train first; leave --local-step out")
     passed = None if isinstance(data, str | os.PathLike) else {name: data}
     if passed is not None:
@@ -176,12 +180,21 @@ def _is_single_user(folder: Path) -> bool:
 
 
 def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
-    """Return the section ``data`` of a newcomer: that of the run with other users."""
+    """Return the recipe's section ``data`` for a newcomer: that of the run, with the newcomer as its only user.
+
+    Args:
+        run: The run to join.
+        name: The newcomer's name.
+        data: A path, or data that a program passes, which the section then marks as given.
+
+    Raises:
+        DataError: The run's data is generated, so that no user can be added.
+    """
     section = run.recipe.data
     if "users" not in type(section).model_fields:
         raise DataError(f"--data: the run's users have {section.label}, which the recipe generates; no user can join")
     content = section.model_dump(mode="json", exclude_unset=True)
-    rows = content.pop("dataset", None) or {}
+    dataset = content.pop("dataset", None) or {}
     content = {key: value for key, value in content.items() if key not in ("users", "given", "held_out")}
     content = {key: value for key, value in content.items() if key not in _PER_NAME or not isinstance(value, dict)}
     content |= {"kind": section.kind}
@@ -189,20 +202,23 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
         content["classes"] = list(run.settings["labels"]) or run.settings["classes"]
     if "on_small_user" in content:  # there is no other user
         content["on_small_user"] = "refuse"
-    if rows and "split" in content:  # names of a data set's splits
+    if dataset and "split" in content:  # names of a data set's splits
         content["split"] = {key: value for key, value in content["split"].items() if key in ("valid", "test")}
     if not isinstance(data, str | os.PathLike):
         return content | {"given": True}
     path = os.fspath(data)
     path = os.path.abspath(os.path.expanduser(path)) if os.path.exists(os.path.expanduser(path)) else path
     source: dict[str, Any] = {"path": path}
-    if "text" in rows:
-        source["column"] = rows["text"]
+    if "text" in dataset:  # the column with the text
+        source["column"] = dataset["text"]
     return content | {"users": {name: source}}
 
 
-def holds(clients: Clients) -> bool:
-    """Return whether a newcomer freezes what it downloads: if the method has local roles to train."""
+def freezes_downloaded(clients: Clients) -> bool:
+    """Return whether a newcomer trains only local roles and freezes what it downloads.
+
+    It does if the method has local roles; else it fine-tunes the downloaded model.
+    """
     method, layout = clients.method, clients.model.layout
     if method.placement.mixture is not None or method.placement.copies > 1:
         return True
@@ -211,7 +227,7 @@ def holds(clients: Clients) -> bool:
 
 def join_run(
     run: Run,
-    who: Newcomer,
+    new_user: Newcomer,
     folder: Path | None,
     reporter: Reporter,
     *,
@@ -222,7 +238,7 @@ def join_run(
 
     Args:
         run: The run to join.
-        who: The newcomer.
+        new_user: The newcomer.
         folder: The run folder; None writes nothing.
         reporter: The progress reporter.
         given: Objects that a program passes instead of names and paths in the recipe.
@@ -231,48 +247,67 @@ def join_run(
     Raises:
         ComingleError: The data is of another kind or too little, or the folder exists.
     """
-    with drafted(folder, who.recipe, run.folder, force=force) as draft:
-        joined = _join(run, who, draft, reporter, given=given)
+    with drafted(folder, new_user.recipe, run.folder, force=force) as draft:
+        joined = _train_newcomer(run, new_user, draft, reporter, given=given)
         if folder is None or draft is None:
             return joined
-        check_folder(folder, who.recipe, resume=None, force=force)
+        check_folder(folder, new_user.recipe, resume=None, force=force)
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
     return replace(joined, run=replace(joined.run, folder=folder))
 
 
-def _join(run: Run, who: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:
+def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:
+    """Train the newcomer and its two baselines, and evaluate the downloaded model before training.
+
+    Args:
+        run: The run to join.
+        new_user: The newcomer.
+        folder: A new run folder for the newcomer's run; None writes nothing.
+        reporter: The progress reporter.
+        given: Objects that a program passes instead of names and paths in the recipe.
+
+    Returns:
+        The newcomer's run and the four test results.
+    """
     base = getattr(run.federation.clients.model, "base", None)
     with reporter.waiting(LOADING):
-        run_data = prepare(who.recipe, base=base, given=replace(given, users=who.passed))
-    _check_alike(run, who, run_data)
-    federation = build(who.recipe, run_data, store="memory")
-    take(federation, run, rounds=who.recipe.training.rounds - who.tuned)
+        run_data = prepare(new_user.recipe, base=base, given=replace(given, users=new_user.passed))
+    _check_alike(run, new_user, run_data)
+    federation = build(new_user.recipe, run_data, store="memory")
+    download_state(federation, run, rounds=new_user.recipe.training.rounds - new_user.tuned)
     clients = federation.clients
     shared_scores = clients.scorer.score(_shared_models(clients), [clients.users[0].test], [0])
     measure = measure_of(shared_scores)
     rows = {"shared": measured(shared_scores[0]) | {"train": 0}}
+    # With `finetunes` the newcomer is scored after one more local round, so the baselines get one more round too.
     tunes = federation.clients.method.client.finetunes
-    rounds = who.recipe.training.rounds + tunes
+    rounds = new_user.recipe.training.rounds + tunes
     for method in ("pretrained", "local"):
-        rows[method] = _alone(who, run_data, method, rounds, reporter)
-    done = _trained(federation, who, run_data, folder, reporter)
-    seen = _seen(done, federation.clients) + tunes * federation.clients.batch_source.seen(0)
-    rows["joined"] = {key: value for key, value in done.metrics["users"][who.name].items() if key in rows["shared"]}
-    rows["joined"] |= {"train": seen}
+        rows[method] = _train_baseline(new_user, run_data, method, rounds, reporter)
+    done = _run_newcomer(federation, new_user, run_data, folder, reporter)
+    amount = _amount_trained(done, federation.clients) + tunes * federation.clients.batch_source.seen(0)
+    rows["joined"] = {
+        key: value for key, value in done.metrics["users"][new_user.name].items() if key in rows["shared"]
+    }
+    rows["joined"] |= {"train": amount}
     unit = federation.clients.batch_source.unit
     ordered = {
         row: {key if key != "train" else f"train_{unit}": value for key, value in rows[row].items()}
         for row in ("pretrained", "local", "shared", "joined")
     }
-    joined = Joined(run=done, name=who.name, measure=measure, rows=ordered)
+    joined = Joined(run=done, name=new_user.name, measure=measure, rows=ordered)
     if folder is not None:
-        write_json(folder / JOINED, {"user": who.name, "measure": measure, "rows": ordered})
+        write_json(folder / JOINED, {"user": new_user.name, "measure": measure, "rows": ordered})
     return joined
 
 
 def _shared_models(clients: Clients) -> Models:
-    """Return the downloaded models without the newcomer's local ones: the first copy or the shared models."""
+    """Return the downloaded models without the newcomer's local parts, to evaluate them before training.
+
+    These are the shared tensors alone. A mixture of independent models has local models beside the downloaded ones,
+    whose mixture weights are set to zero here.
+    """
     mixture, models = clients.method.placement.mixture, clients.models
     if mixture is None or not mixture.trains_independently:
         return models
@@ -283,7 +318,7 @@ def _shared_models(clients: Clients) -> Models:
     return replace(models, rows=lambda numbers: rows[list(numbers)])
 
 
-def _check_alike(run: Run, who: Newcomer, run_data: RunData) -> None:
+def _check_alike(run: Run, new_user: Newcomer, run_data: RunData) -> None:
     """Check that samples have the run's shape, classes and loss.
 
     Raises:
@@ -293,10 +328,10 @@ def _check_alike(run: Run, who: Newcomer, run_data: RunData) -> None:
     for key, was in run.settings.items():
         if now[key] != was:
             problem = f"{key.replace('_', ' ')}: got {now[key]!r}; allowed: the run's, {was!r}"
-            raise DataError(f"user {who.name!r}: {problem}{'; pass it again' if key in _PASSED else ''}")
+            raise DataError(f"user {new_user.name!r}: {problem}{'; pass it again' if key in _PASSED else ''}")
 
 
-def take(federation: InProcess, run: Run, *, rounds: int) -> None:
+def download_state(federation: InProcess, run: Run, *, rounds: int) -> None:
     """Send a run's server state to a newcomer, and freeze it there for ``rounds`` rounds if there are local roles.
 
     The server continues from the run's last state for this user alone; its state for all users is frozen.
@@ -307,41 +342,62 @@ def take(federation: InProcess, run: Run, *, rounds: int) -> None:
         rounds: The number of rounds in which downloaded roles are frozen.
     """
     clients, server, method = federation.clients, federation.server, federation.clients.method
-    kept = run.federation.server.kept
-    by_user = method.server.by_user
-    server.kept = {name: own if name in by_user else kept[name].clone() for name, own in server.kept.items()}
+    run_state = run.federation.server.kept
+    by_user = method.server.by_user  # state that belongs to a user: the newcomer starts with its own
+    server.kept = {name: own if name in by_user else run_state[name].clone() for name, own in server.kept.items()}
     server.method = replace(method, server=method.server.settled())
     clients.plan = replace(clients.plan, method=server.method)
     clients.state.versions[:1] = -1  # has received nothing, not even the initial version
-    if holds(clients):
+    if freezes_downloaded(clients):
         clients.steps.frozen_columns = FrozenColumns(columns=clients.model.layout.mask(method.received), rounds=rounds)
     federation.download([0])
 
 
-def _alone(who: Newcomer, run_data: RunData, method: str, rounds: int, reporter: Reporter) -> JsonObject:
-    """Return the newcomer's result without the federation, after the same number of rounds."""
-    recipe = who.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
+def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: int, reporter: Reporter) -> JsonObject:
+    """Train a method on the newcomer's data alone.
+
+    Args:
+        new_user: The newcomer.
+        run_data: The base model and the newcomer's data.
+        method: ``pretrained`` or ``local``.
+        rounds: The number of rounds, as many as the newcomer's run has.
+        reporter: The progress reporter.
+
+    Returns:
+        The test results by key, and in ``train`` the number of tokens or samples that training used.
+    """
+    recipe = new_user.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
     federation = build(recipe, run_data, store="memory")
-    watching = [reporter.watch(federation.clients, f"{who.name} · {method}")]
-    done = execute(federation, recipe, None, observers=watching)
-    of_user = done.metrics["users"][who.name]
+    observers = [reporter.watch(federation.clients, f"{new_user.name} · {method}")]
+    done = execute(federation, recipe, None, observers=observers)
+    of_user = done.metrics["users"][new_user.name]
     scores = {key: of_user[key] for key in of_user if key.startswith("test_") and isinstance(of_user[key], float)}
-    return scores | {"train": _seen(done, federation.clients)}
+    return scores | {"train": _amount_trained(done, federation.clients)}
 
 
-def _seen(run: Run, clients: Clients) -> int:
-    """Return the number of training tokens or samples that steps have used, not counting copies."""
+def _amount_trained(run: Run, clients: Clients) -> int:
+    """Return the tokens or samples in all local steps of a run; a method's copies of a user count once."""
     steps = sum(event["tokens"] for event in run.events if event["event"] == "round")
     return steps // clients.method.placement.copies
 
 
-def _trained(federation: InProcess, who: Newcomer, run_data: RunData, folder: Path | None, reporter: Reporter) -> Run:
-    """Run the newcomer's rounds."""
-    observers = [reporter.watch(federation.clients, f"{who.name} joins")]
+def _run_newcomer(
+    federation: InProcess, new_user: Newcomer, run_data: RunData, folder: Path | None, reporter: Reporter
+) -> Run:
+    """Run the newcomer's rounds.
+
+    Args:
+        federation: The newcomer's federation, which has downloaded the run's model.
+        new_user: The newcomer.
+        run_data: The base model and the newcomer's data.
+        folder: A new run folder; None writes nothing.
+        reporter: The progress reporter.
+    """
+    observers = [reporter.watch(federation.clients, f"{new_user.name} joins")]
     if folder is None:
-        return execute(federation, who.recipe, None, observers=observers)
-    with open_folder(folder, who.recipe, describe(run_data, who.recipe), resume=False, force=True):
-        return execute(federation, who.recipe, folder, observers=observers)
+        return execute(federation, new_user.recipe, None, observers=observers)
+    with open_folder(folder, new_user.recipe, describe(run_data, new_user.recipe), resume=False, force=True):
+        return execute(federation, new_user.recipe, folder, observers=observers)
 
 
 @torch_defaults()
@@ -378,6 +434,6 @@ def join(
     require_alone("join")
     opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)
     with reporting(quiet=not progress) as reporter:
-        who = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
+        new_user = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
         given = given_of(None, base, None, loss)
-        return join_run(opened, who, Path(out) if out is not None else None, reporter, given=given, force=force)
+        return join_run(opened, new_user, Path(out) if out is not None else None, reporter, given=given, force=force)

@@ -65,10 +65,10 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
     if quiet:
         yield Silent()
     elif errors.is_jupyter:
-        with Lines(_notebook(), stamped=False) as lines:
+        with Lines(_notebook_line(), stamped=False) as lines:
             yield lines
     elif errors.is_terminal:
-        with Progress(*_columns(), console=errors) as progress:
+        with Progress(*_bar_columns(), console=errors) as progress:
             yield Bars(progress)
     else:
         with Lines(_to_stderr) as lines:
@@ -76,16 +76,27 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
 
 
 def steps_before(clients: Clients) -> Callable[[int], int]:
-    """Return a function from a number of rounds to its number of cohort steps; participation repeats periodically."""
+    """Return a function from a number of rounds to its number of cohort steps.
+
+    A cohort step is one local step of one cohort. Lists of participants in the recipe repeat periodically.
+
+    Args:
+        clients: The clients of the run, in this process.
+    """
     plan, names = clients.plan, clients.population_names
-    copies, most, each = clients.method.placement.copies, clients.pass_size.users, clients.steps.local_steps
+    copies, cohort_size, local_steps = (
+        clients.method.placement.copies,
+        clients.pass_size.users,
+        clients.steps.local_steps,
+    )
     if isinstance(plan.participation, float | int) and len(names) == len(clients.trainers):
-        whole = -(-sample_size(plan.participation, len(names)) * copies // most) * each
-        return lambda rounds: rounds * whole
-    here = set(clients.names)
+        num_rows = sample_size(plan.participation, len(names)) * copies
+        steps_per_round = -(-num_rows // cohort_size) * local_steps
+        return lambda rounds: rounds * steps_per_round
+    here = set(clients.names)  # of several processes, each counts its own users
     period = len(plan.participation) if isinstance(plan.participation, Sequence) else 1
     present = [[n for n in participants(plan, r, names) if names[n] in here] for r in range(period)]
-    steps = [len(cohorts(who * copies, most)) * each for who in present]
+    steps = [len(cohorts(members * copies, cohort_size)) * local_steps for members in present]
     return lambda rounds: rounds // period * sum(steps) + sum(steps[: rounds % period])
 
 
@@ -97,15 +108,21 @@ def about(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-class Course:
-    """Progress of a run from its events, and the estimated time left; a resumed run starts in the middle."""
+class RunProgress:
+    """Progress of a run from its events, and the estimated time left; a resumed run starts in the middle.
+
+    Args:
+        clients: The clients of the run.
+        title: The name of the run; by default its method and seed.
+    """
 
     def __init__(self, clients: Clients, title: str | None):
         self.title = title or f"{clients.method.name}, seed {clients.plan.seed}"
-        self._before = steps_before(clients)
+        self._steps_before = steps_before(clients)
         self.rounds = clients.plan.training.rounds if clients.method.trains else 0
-        self.total = self._before(self.rounds)
-        self.round, self.done, self.started_at = 0, 0, -1
+        self.total = self._steps_before(self.rounds)
+        self.round = 0
+        self.done, self.started_at = 0, -1  # cohort steps; -1: none has been taken
         self.evaluating, self.result = False, ""
         self._began = time.perf_counter()
 
@@ -114,15 +131,16 @@ class Course:
         if event["event"] == "step":
             self.round, self.evaluating = event["round"], event.get("evaluating", False)
             if not self.evaluating:
-                self._step(event["advance"])
+                self._count_steps(event["advance"])
         elif event["event"] == "evaluation":
-            self.result = f"test {_found(event)} after round {event['round']}"
+            self.result = f"test {_test_result(event)} after round {event['round']}"
         elif event["event"] == "end":
-            self.result = f"test {_found(event)}"
+            self.result = f"test {_test_result(event)}"
 
-    def _step(self, advance: int) -> None:
+    def _count_steps(self, advance: int) -> None:
+        """Count cohort steps; at the first one, also those of the rounds before a resumed run."""
         if self.started_at < 0:
-            self.started_at = self.done = self._before(self.round - 1)
+            self.started_at = self.done = self._steps_before(self.round - 1)
             self._began = time.perf_counter()
         self.done += advance
 
@@ -135,7 +153,9 @@ class Course:
     def left(self) -> str:
         """Estimated time left, from the steps so far; empty if there are none."""
         done, rest = self.done - self.started_at, self.total - self.done
-        return f" · about {about(self.seconds * rest / done)} left" if self.started_at >= 0 < done and rest else ""
+        if self.started_at < 0 or done <= 0 or not rest:
+            return ""
+        return f" · about {about(self.seconds * rest / done)} left"
 
     @property
     def place(self) -> str:
@@ -145,7 +165,8 @@ class Course:
         return f"round {self.round}/{self.rounds}, local step {self.done:,} of {self.total:,}"
 
 
-def _found(event: Event) -> str:
+def _test_result(event: Event) -> str:
+    """Return the mean test result of an evaluation, and the number of users if not all were evaluated."""
     measure = measure_of(event)
     sample = f" ({described})" if (described := sample_told(event)) else ""
     return f"{measure} {number(event[f'mean_test_{measure}'], measure)}{sample}"
@@ -176,7 +197,7 @@ class Silent:
 # -------------------------------------------------------------------- bars
 
 
-def _columns() -> tuple[ProgressColumn, ...]:
+def _bar_columns() -> tuple[ProgressColumn, ...]:
     left = (TextColumn("left"), TimeRemainingColumn())
     description = TextColumn("{task.description}", markup=False)
     return (description, BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), *left)
@@ -203,19 +224,28 @@ class Bars:
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
         """Return an observer that moves a new bar."""
-        course = Course(clients, title)
-        task = self._progress.add_task(printable(course.title), total=course.total or None)
+        run_progress = RunProgress(clients, title)
+        task = self._progress.add_task(printable(run_progress.title), total=run_progress.total or None)
 
-        def take(event: Event) -> None:
-            was = course.started_at
-            course(event)
-            if course.started_at != was:
-                self._progress.reset(task, completed=course.started_at)  # a resumed run starts from here
-            training = event["event"] == "step" and not course.evaluating
-            doing = f"round {course.round}" if training else "evaluating" if event["event"] == "step" else course.result
-            self._progress.update(task, completed=course.done, description=printable(f"{course.title} · {doing}"))
+        def update_bar(event: Event) -> None:
+            """Move the bar by an event."""
+            started_at = run_progress.started_at
+            run_progress(event)
+            if run_progress.started_at != started_at:  # the first step: a resumed run starts from there
+                self._progress.reset(task, completed=run_progress.started_at)
+            training = event["event"] == "step" and not run_progress.evaluating
+            doing = (
+                f"round {run_progress.round}"
+                if training
+                else "evaluating"
+                if event["event"] == "step"
+                else run_progress.result
+            )
+            self._progress.update(
+                task, completed=run_progress.done, description=printable(f"{run_progress.title} · {doing}")
+            )
 
-        return take
+        return update_bar
 
     def clear(self) -> None:
         """Remove all bars."""
@@ -230,7 +260,7 @@ def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _notebook() -> Callable[[str], None]:
+def _notebook_line() -> Callable[[str], None]:
     """Return a function that writes below a notebook's cell, each line over the last one."""
     import importlib
 
@@ -244,10 +274,14 @@ class Lines:
 
     Runs of up to :data:`FEW_ROUNDS` rounds print each round. Longer runs print the first round, and later ones if there
     was no line for :data:`PAUSE_SECONDS`, so that thousands of short rounds do not fill a log.
+
+    Args:
+        write: Writes a line.
+        stamped: Whether lines begin with the time.
     """
 
-    def __init__(self, say: Callable[[str], None], *, stamped: bool = True):
-        self._write, self._stamped = say, stamped
+    def __init__(self, write: Callable[[str], None], *, stamped: bool = True):
+        self._write, self._stamped = write, stamped
         self._doing: Callable[[], str] | None = None  # None: no long operation
         self._said_at = time.perf_counter()
         self._ended = threading.Event()
@@ -274,27 +308,30 @@ class Lines:
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
         """Return an observer that prints rounds, with the mean training loss over users, and the end of the run."""
-        course, printed, begun = Course(clients, title), "", False
+        run_progress = RunProgress(clients, title)
+        printed_result, begun = "", False
 
-        def take(event: Event) -> None:
-            nonlocal printed, begun
-            course(event)
+        def print_event(event: Event) -> None:
+            """Print a line for an event: a round, if it is due, and the end of the run."""
+            nonlocal printed_result, begun
+            run_progress(event)
             if event["event"] == "step":
-                self._doing = lambda: f"{course.title} · {course.place}{course.left}"
+                self._doing = lambda: f"{run_progress.title} · {run_progress.place}{run_progress.left}"
             elif event["event"] == "round":
-                begun, waits = True, begun and course.rounds > FEW_ROUNDS
-                if waits and time.perf_counter() - self._said_at < PAUSE_SECONDS:
+                begun, may_skip = True, begun and run_progress.rounds > FEW_ROUNDS
+                if may_skip and time.perf_counter() - self._said_at < PAUSE_SECONDS:
                     return
                 losses = event["train_loss_nats"].values()
                 loss = f"training loss {fmean(losses):.4g}" if losses else "no participants"
-                new = f" · {course.result}" if course.result != printed else ""
-                printed = course.result
-                self.say(f"{course.title} · round {event['round']}/{course.rounds} · {loss}{new}{course.left}")
+                result = f" · {run_progress.result}" if run_progress.result != printed_result else ""
+                printed_result = run_progress.result
+                round_of = f"round {event['round']}/{run_progress.rounds}"
+                self.say(f"{run_progress.title} · {round_of} · {loss}{result}{run_progress.left}")
             elif event["event"] == "end":
                 self._doing = None
-                self.say(f"{course.title} · done after {about(course.seconds)} · {course.result}")
+                self.say(f"{run_progress.title} · done after {about(run_progress.seconds)} · {run_progress.result}")
 
-        return take
+        return print_event
 
     def clear(self) -> None:
         """Keep all lines."""
@@ -306,6 +343,7 @@ class Lines:
         self._write(stamp + printable(line))
 
     def _print_overdue(self) -> None:
+        """Print the current operation whenever there was no line for :data:`LONG_SECONDS`, in a thread of its own."""
         while not self._ended.wait(max(0.01, self._said_at + LONG_SECONDS - time.perf_counter())):
             if time.perf_counter() - self._said_at < LONG_SECONDS:  # there was a line in the meantime
                 continue

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas
 
 _COUNTS = tuple(f"{split}_{unit}" for split in SPLITS for unit in ("tokens", "samples"))
+"""Keys of a user's metrics that give the size of its splits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +88,21 @@ class Run:
         require_user(name, self.users)
         clients = self.federation.clients
         row, model = clients.row_of[self.users.index(name)], clients.model
+        # Methods that fine-tune at the end do it for this user only, while its tensors are copied.
         with finetuned(clients, members=clients.owners([row])):
             tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
         personal = kind_of(self.recipe).personal(name, model, tensors, clients.owners([row])[0])
-        return replace(personal, about=self._about(name)) if isinstance(personal, PersonalModel) else personal
+        return replace(personal, about=self._model_info(name)) if isinstance(personal, PersonalModel) else personal
 
-    def _about(self, name: str) -> ModelInfo:
+    def _model_info(self, name: str) -> ModelInfo:
+        """Return facts about a user's language model: its method and test scores, and a function that validates it."""
         clients = self.federation.clients
         known = self.metrics.get("users", {}).get(name, {})
         scores = {key: value for key, value in known.items() if key.startswith("test_") and isinstance(value, float)}
         counts = {key: known[key] for key in _COUNTS if known.get(key)}
 
         def validate(losses: Losses, gates: Gates | None) -> AnyScore:
+            """Return the score of a model with these losses and gates on the user's validation data."""
             user = clients.users[self.users.index(name)]
             if not len(user.valid):
                 raise DataError(f"user {name!r}: no validation data")

@@ -60,7 +60,10 @@ _FIT = "comingle.cost.planning:fit"
 
 
 def fitted(recipe: Recipe, run_data: RunData) -> Recipe:
-    """Return the recipe with a pass that fits into memory, if ``runtime.users_per_step`` is ``auto``.
+    """Choose ``runtime.users_per_step`` and ``runtime.micro_batch`` if the first is ``auto``.
+
+    Returns:
+        The recipe with the largest pass that fits into memory. Other recipes are returned unchanged.
 
     Raises:
         RecipeError: No pass fits.
@@ -73,7 +76,7 @@ def fitted(recipe: Recipe, run_data: RunData) -> Recipe:
     )
 
 
-def boards(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
+def run_trackers(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
     """Yield the run's trackers: TensorBoard if it is installed, and those of the recipe.
 
     Args:
@@ -81,11 +84,12 @@ def boards(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
         recipe: The recipe.
         users: The number of users; trackers of many users log quantiles.
     """
-    for tracker in _trackers(folder, recipe):
+    for tracker in _unlimited_trackers(folder, recipe):
         yield tracker if users <= MAX_SERIES else QuantileTracker(tracker)
 
 
-def _trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
+def _unlimited_trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
+    """Yield the run's trackers, which log every series whatever the number of users."""
     if (board := tensorboard(folder / "tensorboard")) is not None:
         yield board
     place = folder.resolve()
@@ -95,7 +99,7 @@ def _trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
         yield TRACKERS[name](run)
 
 
-def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: EventLog | None) -> Checkpoint:
+def checkpoint_writer(federation: InProcess, recipe: Recipe, folder: Path | None, log: EventLog | None) -> Checkpoint:
     """Return a function that writes checkpoints to the run folder, if there is one.
 
     Args:
@@ -107,18 +111,23 @@ def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Even
     clients = federation.clients
 
     def checkpoint(done: int, clock: Clock) -> None:
+        """Write a checkpoint after ``done`` rounds.
+
+        The events on disk come first: a resumed run cuts its log to the size that the checkpoint names. With
+        ``runtime.store`` on disk there may be millions of users, so the checkpoint has a digest of their names only.
+        """
         if folder is None:
             return
         if log is not None:
             log.to_disk()
-        stored = not clients.state.in_memory
+        on_disk = not clients.state.in_memory
         progress = progress_of(
             done,
             recipe.fingerprint,
-            [] if stored else clients.population_names,
+            [] if on_disk else clients.population_names,
             clock=clock,
             events_bytes=log.size_bytes if log else 0,
-            population=digest_names(clients.population_names) if stored else "",
+            population=digest_names(clients.population_names) if on_disk else "",
             stopped=clients.stopped_after is not None,
         )
         federation.save(folder, progress, keep=recipe.checkpoints.keep)
@@ -151,9 +160,9 @@ def prepare(
         method: The result of :func:`get_ready` for the recipe; None: it is called now.
 
     Raises:
-        RecipeError: the method is none, or not for such users, or a setting would not be read; said before loading.
-        BaseModelError: the base cannot be used.
-        DataError: some user's data cannot.
+        RecipeError: The method is unknown, or not for such users, or a setting has no effect; raised before loading.
+        BaseModelError: The base cannot be used.
+        DataError: A user's data cannot be used.
     """
     method = get_ready(recipe) if method is None else method
     if validates is None:
@@ -161,11 +170,11 @@ def prepare(
     given.check(recipe)
     kind = kind_of(recipe)
 
-    def load() -> Base:
+    def load_run_base() -> Base:
         return with_date(base, given.date) if base is not None else given.load_base(recipe)
 
     request = DataRequest(
-        recipe=recipe, load_base=load, validates=validates, given=given.users, net=given.net, loss=given.loss
+        recipe=recipe, load_base=load_run_base, validates=validates, given=given.users, net=given.net, loss=given.loss
     )
     store = STORES[MEMORY if given.users is not None else recipe.runtime.store]
     return with_clusters(recipe, store.read(kind, request))
@@ -175,7 +184,7 @@ def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
     """Return the data with each user's true cluster, where the recipe names them.
 
     Raises:
-        RecipeError: a cluster is missing, is of no user, or the users are too many to be named.
+        RecipeError: A user has no cluster, a cluster is of an unknown user, or users are not in memory.
     """
     if not (clusters := recipe.data.cluster_numbers):
         return run_data
@@ -186,9 +195,9 @@ def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
     for name in clusters:
         if name not in names and name not in run_data.skipped:
             raise RecipeError(f"{where}: no user {name!r}; allowed: {list_names(names)}.{did_you_mean(name, names)}")
-    if lacking := [name for name in names if name not in clusters]:
+    if missing := [name for name in names if name not in clusters]:
         raise RecipeError(
-            f"{where}: no cluster for {list_names(lacking)}; give one for every user, such as {{{lacking[0]}: a}}"
+            f"{where}: no cluster for {list_names(missing)}; give one for every user, such as {{{missing[0]}: a}}"
         )
     return run_data.with_users(replace(user, cluster=clusters[user.name]) for user in run_data.users)
 
@@ -207,7 +216,11 @@ def get_ready(recipe: Recipe) -> Method:
 
 
 def method_of(recipe: Recipe, *, checked: bool) -> Method:
-    """Return the method of a run, which is made once; first check the recipe as :func:`get_ready`, unless ``checked``.
+    """Return the method of a run.
+
+    Args:
+        recipe: The recipe.
+        checked: Whether the recipe is checked and the process set up already; else :func:`get_ready` does that here.
 
     Raises:
         RecipeError: As :func:`check_recipe`.
@@ -218,31 +231,37 @@ def method_of(recipe: Recipe, *, checked: bool) -> Method:
 def warn_unread(recipe: Recipe, method: Method) -> None:
     """Warn of settings that a single run does not read; in a comparison they are for other methods."""
     name, training, placement = recipe.method.name, recipe.training, method.placement
+    # Pairs of a reason and the keys, or sections, that have no effect for this reason.
     adaptors = placement.mixture is not None and placement.mixture.of == "adaptors"
     unread = [(f"method {name}: has no adaptors in nets", [] if adaptors else ["floral"])]
     unread += [(f"method {name}: has no router of tokens", [] if placement.routed else ["adapters.top_k"])]
     for key, settings in {"experts": training.experts, "router": training.router}.items():
         others = ["momentum"] if settings.name == "adamw" else ["betas", "eps"]
         unread += [(f"training.{key}: {settings.name} has no such settings", [f"training.{key}.{o}" for o in others])]
-    for why, places in unread:
-        if keys := [key for place in places for key, _ in changed(recipe, place)]:
+    for why, keys_or_sections in unread:
+        if keys := [key for place in keys_or_sections for key, _ in changed(recipe, place)]:  # set in the recipe
             logger.warning("%s, so these keys have no effect: %s", why, ", ".join(keys))
 
 
 def describe(run_data: RunData, recipe: Recipe) -> Inputs:
-    """Return digests of the base and the data that a run of the recipe has read."""
+    """Return digests of the base and the data that a run of the recipe has read, to compare them when it is resumed.
+
+    Of users on disk, who may be millions, there is one digest for all instead of an entry for each.
+    """
     kind, base, settings = run_data.kind.name, digests_of(run_data.base), run_data.kind.settings(run_data)
     if not run_data.users.in_memory:
         names = digest_names(run_data.users.names)
-        crowd = {"users": len(run_data.users), "names": names, "data": run_data.users.digest}
-        return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: crowd})
-    lists = {"adapters.rank": recipe.adapters.rank, "specialists": recipe.method.settings.get("specialists")}
+        population = {"users": len(run_data.users), "names": names, "data": run_data.users.digest}
+        return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: population})
+    per_user_keys = {"adapters.rank": recipe.adapters.rank, "specialists": recipe.method.settings.get("specialists")}
     users = {
         user.name: UserInputs(
             counts={split: len(getattr(user, split)) for split in SPLITS},
             digests=run_data.digests[user.name],
             cluster=getattr(user, "cluster", None),
-            given={key: values[i] for key, values in lists.items() if isinstance(values, list) and i < len(values)},
+            given={
+                key: values[i] for key, values in per_user_keys.items() if isinstance(values, list) and i < len(values)
+            },
         )
         for i, user in zip(run_data.numbers, run_data.present, strict=True)
     }
@@ -305,22 +324,25 @@ def run_in(
     with ExitStack() as entered:
         entered.enter_context(own_errors(method))
         federation = building(recipe, run_data, method=method)
-        watching = observers(federation.clients) if federation.leads else ()
+        run_observers = observers(federation.clients) if federation.leads else ()
         settings = run_data.kind.settings(run_data)
         if folder is None:
-            return replace(execute(federation, recipe, None, observers=watching), settings=settings)
-        inputs = _described(federation, run_data, recipe)
+            return replace(execute(federation, recipe, None, observers=run_observers), settings=settings)
+        inputs = _merged_inputs(federation, run_data, recipe)
         pooled = method.placement.pooled
         entering(entered, open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=pooled))
-        done = execute(federation, recipe, folder, resume=resume, observers=watching)
+        done = execute(federation, recipe, folder, resume=resume, observers=run_observers)
     return replace(done, settings=settings)
 
 
-def _described(federation: InProcess, run_data: RunData, recipe: Recipe) -> Inputs:
-    """Return what the run has read; at the process that leads, of the users of all processes."""
-    found = federation.merge_users(lambda: asdict(describe(run_data, recipe)))
-    users = {name: UserInputs(**of_user) for name, of_user in found.pop("users").items()}
-    return Inputs(users=users, **found)
+def _merged_inputs(federation: InProcess, run_data: RunData, recipe: Recipe) -> Inputs:
+    """Return the record of the base and the data that the run has read.
+
+    With several processes, the first one gets the users of all processes and the others only their own.
+    """
+    fields = federation.merge_users(lambda: asdict(describe(run_data, recipe)))
+    users = {name: UserInputs(**of_user) for name, of_user in fields.pop("users").items()}
+    return Inputs(users=users, **fields)
 
 
 def execute(
@@ -344,42 +366,45 @@ def execute(
         RunError: The checkpoint to resume from is damaged or belongs to another recipe.
         DivergenceError: A user's loss is not finite.
     """
-    clock, start, kept, clients = Clock(), 0, 0, federation.clients
+    clock, rounds_done, kept_bytes, clients = Clock(), 0, 0, federation.clients
     federation.keep_key(folder, resume=resume)
     if federation.leads:
         federation.server.warn_of_noise(clients.plan)
     if folder is not None and federation.open_folder(folder, resume=resume):
         progress = federation.restore(folder, recipe.fingerprint)
-        start, kept, clock = progress.round, progress.events_bytes, progress.clock
+        rounds_done, kept_bytes, clock = progress.round, progress.events_bytes, progress.clock
     writes = folder is not None and federation.leads
-    log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder is not None and writes else None
-    trackers = [*boards(folder, recipe, len(clients.population_names))] if folder is not None and writes else []
+    log = EventLog(folder / "events.jsonl", keep_bytes=kept_bytes) if folder is not None and writes else None
+    trackers = [*run_trackers(folder, recipe, len(clients.population_names))] if folder is not None and writes else []
     sinks = [sink for sink in (log, *trackers, *observers) if sink is not None]
-    told: list[dict[str, Any]] = []
-    evaluations = Evaluations(read_evaluations(folder) if folder is not None and kept else ())
+    unlogged_events: list[dict[str, Any]] = []
+    evaluations = Evaluations(read_evaluations(folder) if folder is not None and kept_bytes else ())
     sinks.append(evaluations)
 
     def observe(event: Event) -> None:
         if log is None and event["event"] != "step":
-            told.append(finite(event))
+            unlogged_events.append(finite(event))
         for sink in sinks:
             sink(event)
 
     if folder is not None and clients.skipped and federation.leads:
         lines = (f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in clients.skipped.items())
         write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
-    has = federation.merge_users(
+    data_amounts = federation.merge_users(
         lambda: {one.name: amounts(one, clients.batch_source.unit) for one in clients.scored_users}
     )
-    if (log is not None and log.size_bytes == 0) or not kept:  # start a new log if it was lost
-        observe(start_event(clients.plan, clients.model.name, has) | clients.left_out)
+    if (log is not None and log.size_bytes == 0) or not kept_bytes:  # start a new log if it was lost
+        observe(start_event(clients.plan, clients.model.name, data_amounts) | clients.left_out)
     try:
-        writing = saving(federation, recipe, folder, log)
-        scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock) or []
-        found = federation.merge_users(lambda: users_metrics(clients, scores))
-        metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out
+        write_checkpoint = checkpoint_writer(federation, recipe, folder, log)
+        scores = (
+            run_rounds(federation, observe=observe, checkpoint=write_checkpoint, first_round=rounds_done, clock=clock)
+            or []
+        )
+        metrics_of_users = federation.merge_users(lambda: users_metrics(clients, scores))
+        metrics = summarise(clients, scores, clock, metrics_of_users).as_dict() | clients.left_out
         metrics |= federation.server.mechanisms.metrics
-        metrics |= sampled(clients, found, metrics["measure"]) if federation.leads else {}
+        metrics |= sampled(clients, metrics_of_users, metrics["measure"]) if federation.leads else {}
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
         observe(end_event(metrics))
     except DivergenceError as error:
@@ -392,4 +417,4 @@ def execute(
                 sink.close()
     if folder is not None:
         federation.write_record(folder / "metrics.json", metrics)
-    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(told))
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(unlogged_events))

@@ -57,10 +57,10 @@ def route_texts(
 
 
 def choose_users(known: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    """Return the users named in ``wanted``, or the first few.
+    """Return the users named in ``wanted``, or the first :data:`MAX_USERS` without it.
 
     Raises:
-        DataError: there is no such user.
+        DataError: There is no such user.
     """
     if wanted is None:
         return list(known)[:MAX_USERS]
@@ -70,6 +70,10 @@ def choose_users(known: Sequence[str], wanted: Sequence[str] | None) -> list[str
 def read_text(given: str, number: int) -> tuple[str, str]:
     """Return the name and the text of a file, or of a text that is not the name of a file.
 
+    Args:
+        given: A text, or the path of a file.
+        number: The number by which a text without a file is called.
+
     Raises:
         DataError: The text is empty, or the file is not UTF-8.
     """
@@ -78,9 +82,8 @@ def read_text(given: str, number: int) -> tuple[str, str]:
     except (OSError, ValueError):  # too long for a file's name, or with a NUL in it
         is_file = False
     try:
-        name, text = (
-            (Path(given).name, Path(given).read_text(encoding="utf-8")) if is_file else (f"text {number}", given)
-        )
+        name = Path(given).name if is_file else f"text {number}"
+        text = Path(given).read_text(encoding="utf-8") if is_file else given
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"text {given!r}: cannot be read as UTF-8 text ({type(error).__name__})") from None
     if not text.strip():
@@ -104,7 +107,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     from comingle.training.kinds.base import kind_of
 
     kind, clients = kind_of(run.recipe), run.federation.clients
-    streams: list[tuple[str, str | None, Any]]
+    streams: list[tuple[str, str | None, Any]]  # name of the text, user whose text it is, token ids
     models = [generating_model(run, name) for name in users]
     if texts:
         tokenizer = models[0].model.base.tokenizer
@@ -169,25 +172,25 @@ def report(
     may be private.
 
     Args:
-        runs: runs, comparisons, or folders of these; each needs a folder.
-        out: the file to write; by default ``report.html`` in the first folder.
-        text: text files, or texts, to route; by default the users' own test text.
-        users: the users in the token view; by default the first six.
-        tokens: how many first tokens of each text are routed.
-        against: the baseline of the verdicts, or several with commas between, of which the best counts; by default
+        runs: Runs, comparisons, or folders of these; each needs a folder.
+        out: The file to write; by default ``report.html`` in the first folder.
+        text: Text files, or texts, to route; by default the users' test texts.
+        users: The users in the token view; by default the first six.
+        tokens: The number of tokens to route of each text.
+        against: The baseline of the verdicts, or several with commas between, of which the best counts; by default
             ``local``.
-        token_view: route texts; without it no model is loaded, and no text is on the page.
-        force: replace a file that is already there.
+        token_view: Whether to route texts; else no model is loaded, and no text is on the page.
+        force: Whether to replace the file.
 
     Raises:
-        ComingleError: a run has no folder or cannot be read, the runs are of different users, there is no such user or
+        ComingleError: A run has no folder or cannot be read, the runs are of different users, there is no such user or
             baseline, or the page cannot be written.
     """
     require_alone("report")
     require_packages("comingle.report")
     from comingle.reports.page import render_page
 
-    folders = [_folder(run) for run in _listed(runs)]
+    folders = [_folder_of(run) for run in _as_list(runs)]
     if not folders:
         raise RunError("runs: got none; give a run, a comparison or a folder")
     if tokens < 1:
@@ -196,8 +199,8 @@ def report(
     entries = read_entries(folders)
     check_target(path, force=force, option="out", replace="force=True")
     baseline_comparison(entries, against)  # refused before models are loaded
-    texts = None if text is None else _listed(text)
-    views = route_texts(entries, texts, None if users is None else _listed(users), tokens) if token_view else []
+    texts = None if text is None else _as_list(text)
+    views = route_texts(entries, texts, None if users is None else _as_list(users), tokens) if token_view else []
     page = render_page(entries, views, baseline=against)
     try:
         write_text(path, page)
@@ -206,17 +209,18 @@ def report(
     return path
 
 
-def _listed(given: One | Sequence[One]) -> list[One]:
+def _as_list(given: One | Sequence[One]) -> list[One]:
+    """Return a sequence as a list, and anything else as a list of one; a text counts as one."""
     if isinstance(given, Sequence) and not isinstance(given, str):
         return [*given]
-    return [cast("One", given)]  # a text, too, is a sequence
+    return [cast("One", given)]
 
 
-def _folder(run: AnyRun) -> Path:
+def _folder_of(run: AnyRun) -> Path:
     """Return the folder of a run.
 
     Raises:
-        RunError: it was made without ``out``.
+        RunError: The run or comparison was made without ``out``.
     """
     if not isinstance(run, Run | Comparison):
         return Path(run)
