@@ -102,7 +102,7 @@ def assumed_process_memory(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Skip the measurement of a process's own memory, which takes seconds, in tests that do not compare it."""
     measured = request.module.__name__.endswith("test_costing_memory") or request.node.get_closest_marker("slow")
     if not measured:
-        monkeypatch.setattr(memory, "_measured", lambda kind: memory.FALLBACK_BYTES)
+        monkeypatch.setattr(memory, "_measure_process", lambda kind: memory.FALLBACK_BYTES)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,7 +21,7 @@ from comingle.audits.canaries import (
     auc,
     draw_canaries,
     found_at,
-    infer,
+    infer_membership,
     published,
     run_trial,
     windows_of,
@@ -196,11 +196,11 @@ def test_nothing_but_what_is_shared_is_seen(method: str) -> None:
 def test_no_attack_reads_a_tensor_that_stays_with_its_user() -> None:
     run = trained("comigs-1g1s")
     clients = run.federation.clients
-    before = infer(run)
+    before = infer_membership(run)
     local = ~clients.model.layout.mask(clients.method.shared)
     assert bool(local.any())
     clients.state.rows[:, local] = float("nan")
-    assert infer(run) == before
+    assert infer_membership(run) == before
 
 
 def test_without_what_was_seen_an_attacker_has_the_base() -> None:

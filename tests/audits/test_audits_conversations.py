@@ -17,14 +17,14 @@ from comingle.audits.canaries import (
     SERVER,
     USERS,
     Attacker,
+    as_targets,
     draw_canaries,
     halves,
-    infer,
+    infer_membership,
     longest_responses,
     overwrite,
     run_shadow,
     run_trial,
-    show,
     windows_of,
     with_response,
 )
@@ -122,7 +122,7 @@ def test_padding_and_other_windows_change_no_loss() -> None:
 def test_conversations_learnt_by_heart_are_told(loss_on: str) -> None:
     """Of one user, whose model is then the shared one."""
     content = settings(10, 8, 0.01, loss_on=loss_on) | {"base": "random:gpt2"}
-    (found,) = infer(comingle.run(content, users={"ann": CHATS["ann"]}))
+    (found,) = infer_membership(comingle.run(content, users={"ann": CHATS["ann"]}))
     assert found.auc > 0.8
     assert found.auc_of_loss > 0.8
 
@@ -132,7 +132,7 @@ def test_without_training_nothing_is_told(loss_on: str) -> None:
     """The model that is published is as it began, so all scores are ties."""
     run = trained(loss_on=loss_on)
     untrained = replace(run, federation=build(run.recipe, prepared(run)))
-    found = infer(untrained)
+    found = infer_membership(untrained)
     assert [one.auc for one in found] == [0.5] * 3
     assert all(0.2 < one.auc_of_loss < 0.8 for one in found)
     assert {(one.members, one.others) for one in found} == {(15, 12)}
@@ -140,13 +140,13 @@ def test_without_training_nothing_is_told(loss_on: str) -> None:
 
 def test_every_token_counts_where_every_token_is_trained_on() -> None:
     user = prepared(trained()).users[0]
-    shown = show(user.test.windows)
+    shown = as_targets(user.test.windows)
     for number in range(len(user.test)):
         tokens = user.test.tokens(number)
         assert torch.equal(shown[number, : len(tokens)], tokens)
         assert bool((shown[number, len(tokens) :] == PAD).all())
     everywhere = prepared(trained(loss_on="all")).users[0]
-    assert torch.equal(show(everywhere.train.windows), everywhere.train.windows)
+    assert torch.equal(as_targets(everywhere.train.windows), everywhere.train.windows)
 
 
 def test_conversations_are_spread_over_a_split() -> None:

@@ -15,7 +15,7 @@ from plans import recipe_of
 
 from comingle.config import load_recipe
 from comingle.cost import machines, timing
-from comingle.cost.machines import Measurement, load_of, measure, plan_time
+from comingle.cost.machines import Measurement, measure, plan_time, run_work
 from comingle.cost.records import Flops, MemoryCost, MethodCost, UserCost
 from comingle.cost.timing import Cluster, Collectives, Parts, Round, RunWork
 from comingle.utils.errors import RecipeError
@@ -200,16 +200,16 @@ PASS = ("gradients_bytes", "activations_bytes", "allocator_bytes")
 def test_populations_are_planned_with_the_recipes_participation() -> None:
     recipe = recipe_of("random:llama", "fedavg", users=4, **{"training.participation": 0.5, "training.rounds": 10})
     cost = cost_of(("a", "b", "c", "d"), exchanges=9)
-    load = load_of(recipe, cost, FOUND, 10**6)
+    load = run_work(recipe, cost, FOUND, 10**6)
     assert (load.users, load.present, load.evaluated, load.exchanges) == (10**6, 500_000, 10**6, 0.9)
     listed = recipe.with_changes({"training.participation": [["user0"], ["user1", "user2", "user3"]]})
-    assert load_of(listed, cost, FOUND, 1000).present == 500
+    assert run_work(listed, cost, FOUND, 1000).present == 500
     planned = plan_time(load, FOUND, HERE)
     assert planned.money == pytest.approx(planned.run_seconds / 3600 * 2.0)
     assert planned.state_bytes == 10**12
-    few = plan_time(load_of(recipe, cost, FOUND, 4), FOUND, HERE)  # a user a process: not as many as go together
+    few = plan_time(run_work(recipe, cost, FOUND, 4), FOUND, HERE)  # a user a process: not as many as go together
     assert few.round.compute == pytest.approx(
-        timing.compute_seconds(load_of(recipe, cost, FOUND, 4), FOUND.fewer, HERE)
+        timing.compute_seconds(run_work(recipe, cost, FOUND, 4), FOUND.fewer, HERE)
     )
 
 
@@ -223,9 +223,9 @@ def test_evaluations_are_planned_as_often_as_a_run_has_them() -> None:
     }
     recipe, cost = recipe_of("random:llama", "fedavg", users=4, **changes), cost_of(("a", "b", "c", "d"), exchanges=9)
     found = replace(FOUND, amounts=(8, 80_000, 80_000))  # 4.6 evaluations
-    assert load_of(recipe, cost, found, 1000).evaluate_every == 14
-    assert load_of(recipe.with_changes({"evaluation.users": 100}), cost, found, 1000).evaluate_every == 5
-    assert load_of(recipe.with_changes({"evaluation.every": 3}), cost, found, 1000).evaluate_every == 3
+    assert run_work(recipe, cost, found, 1000).evaluate_every == 14
+    assert run_work(recipe.with_changes({"evaluation.users": 100}), cost, found, 1000).evaluate_every == 5
+    assert run_work(recipe.with_changes({"evaluation.every": 3}), cost, found, 1000).evaluate_every == 3
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from comingle.audits.canaries import (
     USERS,
     Trial,
     check_watchable,
-    infer,
+    infer_membership,
     membership_by_shadows,
     of_examples,
     run_shadow,
     run_trial,
 )
-from comingle.audits.uploads import invert, recover, token_factors
+from comingle.audits.uploads import invert_uploads, recover, token_factors
 from comingle.config import Recipe
 from comingle.config.settings import MECHANISMS
 from comingle.methods import make
@@ -50,7 +50,7 @@ from comingle.training.plan import make_plan
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.records import plural
 
-_HALVINGS = 60
+_MAX_HALVINGS = 60
 
 
 def epsilon_of_replacing(release: Release, count: int, delta: float, accountant: str, *, counted: bool) -> float:
@@ -71,16 +71,19 @@ def epsilon_of_replacing(release: Release, count: int, delta: float, accountant:
         return epsilon(release, count, delta, accountant)
     if not release.sampled:
         return epsilon(replace(release, noise=release.noise / 2), count, delta, accountant)
-    for halvings in range(1, _HALVINGS):
+    # Search for a part of delta that is small enough for group privacy, from the largest one.
+    for halvings in range(1, _MAX_HALVINGS):
         part = delta / 2**halvings
         once = epsilon(release, count, part, "rdp")
-        if (1 + math.exp(min(once, 700.0))) * part <= delta:
+        if (1 + math.exp(min(once, 700.0))) * part <= delta:  # the exponential of more is not a finite float
             return 2 * once
     return math.inf
 
 
-_MOST = 64.0
-_STEPS = 60
+_MAX_EPSILON = 64.0
+"""Largest epsilon that is refuted."""
+_BISECTIONS = 60
+"""Number of bisections of the interval from 0 to :data:`_MAX_EPSILON`, down to the precision of floats."""
 
 
 def guess_probability(epsilon: float, *, trials: int, guesses: int, correct: int, delta: float = 0.0) -> float:
@@ -101,15 +104,16 @@ def guess_probability(epsilon: float, *, trials: int, guesses: int, correct: int
 
     if correct <= 0 or guesses == 0:
         return 1.0
-    right = 1 / (1 + math.exp(-epsilon))
-    tail = float(binom.sf(correct - 1, guesses, right))
+    chance = 1 / (1 + math.exp(-epsilon))  # largest probability that a guess is right
+    tail = float(binom.sf(correct - 1, guesses, chance))
     if delta == 0:
         return tail
-    steepest, below = 0.0, 0.0
+    # The theorem's alpha: the largest mean probability of the next smaller numbers of right guesses.
+    alpha, below = 0.0, 0.0
     for back in range(1, correct + 1):
-        below += float(binom.pmf(correct - back, guesses, right))
-        steepest = max(steepest, below / back)
-    return min(1.0, tail + 2 * trials * delta * steepest)
+        below += float(binom.pmf(correct - back, guesses, chance))
+        alpha = max(alpha, below / back)
+    return min(1.0, tail + 2 * trials * delta * alpha)
 
 
 def least_epsilon(*, trials: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
@@ -130,8 +134,8 @@ def least_epsilon(*, trials: int, guesses: int, correct: int, delta: float, conf
 
     if not refuted(0.0):
         return 0.0
-    low, high = 0.0, _MOST
-    for _ in range(_STEPS):
+    low, high = 0.0, _MAX_EPSILON
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if refuted(middle) else (low, middle)
     return low
@@ -174,29 +178,29 @@ def audit_run(
     """
     check_audited(run)
     recipe = shortened(run.recipe, run.metrics, rounds)
-    about = _about(run, recipe)
+    fields = _audit_fields(run, recipe)
     base = getattr(run.federation.clients.model, "base", None)
     with reporter.waiting(LOADING):
         run_data = prepare(recipe, base=base, given=given)
     if run.recipe.data.kind == "samples":
-        runs = _Runs(reporter, 2, recipe, run.metrics)
-        inverted = invert(recipe, run_data, runs.watch("one upload"))
-        return Audit(**about, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
-    recovers = run.recipe.data.kind == "text" and bool(token_factors(run.federation.clients))
+        runs = _RunCounter(reporter, 2, recipe, run.metrics)
+        inverted = invert_uploads(recipe, run_data, runs.watch("one upload"))
+        return Audit(**fields, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
+    recovers_tokens = run.recipe.data.kind == "text" and bool(token_factors(run.federation.clients))
     count = trials or math.ceil(COINS / len(run.users))
-    runs = _Runs(reporter, count + shadows + 2 * recovers, recipe, run.metrics)
+    runs = _RunCounter(reporter, count + shadows + 2 * recovers_tokens, recipe, run.metrics)
     with reporter.waiting("telling training windows from others"):
-        members = infer(run)
+        members = infer_membership(run)
     done = [run_trial(recipe, run_data, number, runs.watch("canaries")) for number in range(count)]
     compared = [run_shadow(recipe, run_data, number, runs.watch("reference models")) for number in range(shadows)]
     exposures = [
         (inside, exposure(rank, REFERENCES)) for t in done for inside, rank in zip(t.inside, t.ranks, strict=True)
     ]
     return Audit(
-        **about,
+        **fields,
         trials=count,
         proofs=[
-            bound_epsilon(view, done, about["delta"], accounted_epsilon(recipe, run.users, done, view))
+            bound_epsilon(view, done, fields["delta"], accounted_epsilon(recipe, run.users, done, view))
             for view in (SERVER, USERS)
         ],
         members=members,
@@ -204,11 +208,12 @@ def audit_run(
         absent=[bits for inside, bits in exposures if not inside],
         shadows=shadows,
         shadowed=membership_by_shadows(run.users, compared),
-        recoveries=recover(recipe, run_data, runs.watch("tokens of one upload")) if recovers else [],
+        recoveries=recover(recipe, run_data, runs.watch("tokens of one upload")) if recovers_tokens else [],
     )
 
 
-def _about(run: Run, recipe: Recipe) -> dict[str, Any]:
+def _audit_fields(run: Run, recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of an :class:`Audit` that do not depend on attacks; ``recipe`` is the shortened one."""
     privacy = run.metrics.get("privacy")
     return {
         "run": str(run.folder or "a run in memory"),
@@ -223,7 +228,7 @@ def _about(run: Run, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-class _Runs:
+class _RunCounter:
     """Progress over all runs of an audit: prints their number and numbers them as they begin.
 
     Args:
@@ -257,7 +262,7 @@ def check_audited(run: Run) -> None:
     """Check that the run shares something to attack, and that users have data that canaries can be inserted in.
 
     Raises:
-        RunError: It does not, or they have not.
+        RunError: It shares nothing, users have other data, or the server sees only sums.
     """
     where = run.folder or "the run"
     check_watchable(where, run.federation.clients.method)
@@ -297,11 +302,12 @@ def guess(scores: Sequence[float | None]) -> list[bool | None]:
     if not known:
         return [None] * len(scores)
 
-    def between(low: int) -> float:
+    def separation(low: int) -> float:
+        """Return the variance between the ``low`` smallest scores and the others, without a constant factor."""
         return low * (len(known) - low) * (fmean(known[low:]) - fmean(known[:low])) ** 2
 
-    least = known[max(range(1, len(known)), key=between, default=0)]
-    return [None if score is None else score >= least for score in scores]
+    threshold = known[max(range(1, len(known)), key=separation, default=0)]
+    return [None if score is None else score >= threshold for score in scores]
 
 
 def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float | None) -> Proof:
@@ -321,7 +327,7 @@ def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float
     made = [(guessed, coin) for guessed, coin in zip(guesses, coins, strict=True) if guessed is not None]
     correct = sum(guessed == coin for guessed, coin in made)
 
-    def least(right: int) -> float:
+    def bound(right: int) -> float:
         return least_epsilon(trials=len(coins), guesses=len(made), correct=right, delta=delta, confidence=CONFIDENCE)
 
     return Proof(
@@ -329,8 +335,8 @@ def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float
         coins=len(coins),
         guesses=len(made),
         correct=correct,
-        epsilon=least(correct),
-        provable=least(len(made)),
+        epsilon=bound(correct),
+        provable=bound(len(made)),
         upper=upper,
     )
 

@@ -112,7 +112,8 @@ def published(server: ServerHalf, *, others: bool = False) -> Tree:
     return {name: t.roll(-1, 0) for name, t in tensors.items()} if others else tensors
 
 
-def _of(tensors: Tree, users: Sequence[int]) -> Tree:
+def _of_users(tensors: Tree, users: Sequence[int]) -> Tree:
+    """Return the rows of some users of tensors ``(users, *shape)``."""
     return {name: t[list(users)] for name, t in tensors.items()}
 
 
@@ -127,7 +128,7 @@ class LastPublished:
 
         For the server they are the models that the users trained from, for others what those had downloaded.
         """
-        return _of(self.last.get(OWN if view == SERVER else view, {}), users)
+        return _of_users(self.last.get(OWN if view == SERVER else view, {}), users)
 
     def remember(self, view: str, tensors: Tree) -> None:
         """Store what was published."""
@@ -181,10 +182,13 @@ class Attacker:
             windows: Windows of each user.
         """
         models = next(iter(seen.values())).shape[1] if seen else 1
-        each = [self._losses(users, {name: t[:, at] for name, t in seen.items()}, windows) for at in range(models)]
+        each = [
+            self._losses_of_model(users, {name: t[:, at] for name, t in seen.items()}, windows) for at in range(models)
+        ]
         return torch.stack(each).amin(0)
 
-    def _losses(self, users: Sequence[int], seen: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
+    def _losses_of_model(self, users: Sequence[int], seen: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
+        """Return :meth:`losses` for one observed model of each user, ``(users, *shape)``."""
         model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
         windows, batch_source = windows.long(), self.clients.batch_source
         begin = batch_source.begin if isinstance(batch_source, TextBatchSource) else None
@@ -387,7 +391,7 @@ def run_trial(
     """
     users, base = run_data.users, run_data.base
     assert base is not None
-    own = recipe.with_changes({"seed": recipe.seed + 1 + trial})
+    trial_recipe = recipe.with_changes({"seed": recipe.seed + 1 + trial})
     vocabulary = int(base.model.config.vocab_size)
     kwargs = {"seed": recipe.seed, "trial": trial}
     canaries = draw_canaries(len(users), vocabulary=vocabulary, context=recipe.training.context, **kwargs)
@@ -396,22 +400,24 @@ def run_trial(
         places = [user.train.windows[longest_responses(user.train)] for user in users]
         canaries = replace(canaries, places=places)
 
-    single = of_examples(recipe)
+    one_example = of_examples(recipe)
 
-    def put(user: Any, canary: Tensor) -> AnyUser:
+    def insert(user: Any, canary: Tensor) -> AnyUser:
+        """Return a user whose training data contains its canary."""
         if canaries.places is not None:
-            return with_response(user, canary, 1 if single else max(1, int(SHARE * len(user.train))), **kwargs)
-        return with_example(user, canary, context, **kwargs) if single else with_canary(user, canary, **kwargs)
+            count = 1 if one_example else max(1, int(SHARE * len(user.train)))
+            return with_response(user, canary, count, **kwargs)
+        return with_example(user, canary, context, **kwargs) if one_example else with_canary(user, canary, **kwargs)
 
     trial_users = as_users(
-        put(user, canary) if inside else user
+        insert(user, canary) if inside else user
         for user, canary, inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True)
     )
-    plain = build(own, replace(run_data, users=trial_users), store="memory")
+    plain = build(trial_recipe, replace(run_data, users=trial_users), store="memory")
     scores = {view: [[] for _ in users] for view in (SERVER, USERS)}
     canary_scores = CanaryScores(attacker=Attacker(clients=plain.clients), canaries=canaries, scores=scores)
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=canary_scores.record_view)
-    metrics = execute(federation, own, None, observers=observers(plain.clients)).metrics
+    metrics = execute(federation, trial_recipe, None, observers=observers(plain.clients)).metrics
     return Trial(
         inside=canaries.inside.tolist(),
         scores={view: canary_scores.score(view) for view in (SERVER, USERS)},
@@ -450,24 +456,24 @@ def windows_of(
     return whole[torch.linspace(0, len(whole) - 1, min(most, len(whole))).long()]
 
 
-def show(windows: Int64[Tensor, "*batch width"]) -> Int64[Tensor, "*batch width"]:
+def as_targets(windows: Int64[Tensor, "*batch width"]) -> Int64[Tensor, "*batch width"]:
     """Make every token but ``PAD`` a target, as in training with ``data.loss_on: all``."""
     return torch.where(windows < PAD, hide(windows), windows)
 
 
-def infer(run: Run) -> list[Membership]:
+def infer_membership(run: Run) -> list[Membership]:
     """Return how well training windows are distinguished from test windows of each user, by the final shared model."""
     clients, server = run.federation.clients, run.federation.server
-    attacker, seen, found = Attacker(clients=clients), published(server, others=True), []
+    attacker, final_models, found = Attacker(clients=clients), published(server, others=True), []
     all_tokens = getattr(run.recipe.data, "loss_on", "") == "all"  # test splits have targets in responses only
     for number, user in enumerate(clients.users):
-        own = {name: t[number : number + 1] for name, t in seen.items()}
+        model = {name: t[number : number + 1] for name, t in final_models.items()}
         sets = [windows_of(part, clients.plan.training.context).unsqueeze(0) for part in (user.train, user.test)]
-        sets = [show(windows) if all_tokens else windows for windows in sets]
-        plain = [attacker.losses([number], own, windows)[0] for windows in sets]
-        base = [attacker.losses([number], {}, windows)[0] for windows in sets]
-        inside, outside = ((before - after).tolist() for before, after in zip(base, plain, strict=True))
-        losses = [(-values).tolist() for values in plain]
+        sets = [as_targets(windows) if all_tokens else windows for windows in sets]
+        final_losses = [attacker.losses([number], model, windows)[0] for windows in sets]
+        base_losses = [attacker.losses([number], {}, windows)[0] for windows in sets]
+        inside, outside = ((before - after).tolist() for before, after in zip(base_losses, final_losses, strict=True))
+        losses = [(-values).tolist() for values in final_losses]
         found.append(
             Membership(
                 user=user.name,
@@ -541,7 +547,7 @@ def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, 
     windows, inside = [windows_of(user.train, context, most=len(user.train)) for user in users], []
     for user, own in zip(users, windows, strict=True):
         coins = torch.rand(len(own), generator=generator("shadow", seed, run, user.name)) < 0.5
-        coins[0] |= not bool(coins.any())
+        coins[0] |= not bool(coins.any())  # a user without training data cannot train
         inside.append(coins if len(own) >= LEAST else torch.ones_like(coins))
     return Halves(windows=windows, inside=inside)
 
@@ -599,23 +605,24 @@ def run_shadow(
         observers: Returns the observers of a run.
     """
     users: Sequence[UserData | UserAnswers] = run_data.users
-    own = recipe.with_changes({"seed": recipe.seed + 1 + number})
+    shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})
     parts = halves(users, recipe.training.context, seed=recipe.seed, run=number)
     trial_users = as_users(parts.of(at, user) for at, user in enumerate(users))
-    plain = build(own, replace(run_data, users=trial_users), store="memory")
+    plain = build(shadow_recipe, replace(run_data, users=trial_users), store="memory")
     places = [scored(len(windows)) for windows in parts.windows]
     most = max(map(len, places))
+    # Users with fewer scored windows repeat them, so that all users' windows are one tensor.
     padded = [
         windows[at[torch.arange(most) % len(at)]] if len(at) else windows[:1].expand(most, -1)
         for windows, at in zip(parts.windows, places, strict=True)
     ]
     window_scores = WindowScores(attacker=Attacker(clients=plain.clients), windows=torch.stack(widen(padded)))
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=window_scores.record_view)
-    execute(federation, own, None, observers=observers(plain.clients))
-    known = [user for user, at in enumerate(places) if len(at)]
+    execute(federation, shadow_recipe, None, observers=observers(plain.clients))
+    with_scores = [user for user, at in enumerate(places) if len(at)]
     return Shadow(
         scores={
-            view: {user: sums[user][: len(places[user])] for user in known if user in sums}
+            view: {user: sums[user][: len(places[user])] for user in with_scores if user in sums}
             for view, sums in window_scores.sums.items()
         },
         inside=[inside[at] for inside, at in zip(parts.inside, places, strict=True)],
@@ -628,22 +635,34 @@ def run_shadow(
 def likelihood_ratios(
     scores: Float[Tensor, "runs windows"], inside: Bool[Tensor, "runs windows"]
 ) -> Float[Tensor, "runs windows"]:
-    """Return ``log N(score; in) - log N(score; out)`` of each run's windows, fitted to all other runs."""
+    """Return ``log N(score; in) - log N(score; out)`` of each run's windows, fitted to all other runs.
+
+    Args:
+        scores: How much the loss of each window fell in each run.
+        inside: Which windows each run trained on.
+    """
     scores = scores - scores.mean(1, keepdim=True)
-    return torch.stack([_against_others(scores, inside, run) for run in range(len(scores))])
+    return torch.stack([_ratios_of_run(scores, inside, run) for run in range(len(scores))])
 
 
-def _against_others(scores: Tensor, inside: Tensor, run: int) -> Float[Tensor, " windows"]:
+def _ratios_of_run(scores: Tensor, inside: Tensor, run: int) -> Float[Tensor, " windows"]:
+    """Return the log likelihood ratios of one run's windows, fitted to all other runs.
+
+    Args:
+        scores: Scores of all runs, with each run's mean subtracted, ``(runs, windows)``.
+        inside: Which windows each run included, ``(runs, windows)``.
+        run: The run.
+    """
     others = torch.arange(len(scores)) != run
     known, sides = scores[others], inside[others]
-    gap, variance = _gaps(known, sides)
-    outside = (known - torch.where(sides, gap, 0.0)).mean(0)
+    gap, variance = _fit_gaps(known, sides)
+    mean_outside = (known - torch.where(sides, gap, 0.0)).mean(0)
     wider = variance * (1 + 1 / len(known))  # the mean of few runs has an error too
-    away = scores[run] - outside
+    away = scores[run] - mean_outside
     return (away.square() - (away - gap).square()) / (2 * wider)
 
 
-def _gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"], Float[Tensor, ""]]:
+def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"], Float[Tensor, ""]]:
     """Return how much higher each window's score is when it is included, and the variance around both means.
 
     A window's own difference is shrunk towards the mean difference of all windows, to the extent that the spread of
@@ -652,20 +671,20 @@ def _gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"], Fl
     the opposite sign of its own.
     """
     counts, means = [], []
-    for side in (inside, ~inside):
+    for side in (inside, ~inside):  # runs with the window, and runs without it
         counts.append(side.sum(0))
         means.append(torch.where(side, scores, 0.0).sum(0) / counts[-1].clamp(min=1))
     fitted = torch.where(inside, *means)
-    free = sum((count - 1).clamp(min=0).sum() for count in counts)
-    variance = ((scores - fitted).square().sum() / max(1, int(free))).clamp(min=SMALL)
+    freedom = sum((count - 1).clamp(min=0).sum() for count in counts)
+    variance = ((scores - fitted).square().sum() / max(1, int(freedom))).clamp(min=SMALL)
     both = (counts[0] > 0) & (counts[1] > 0)
     if not bool(both.any()):
         return torch.zeros_like(means[0]), variance
-    own = means[0] - means[1]
+    gaps = means[0] - means[1]
     chance = variance * (1 / counts[0].clamp(min=1) + 1 / counts[1].clamp(min=1))
-    mean = own[both].mean()
-    spread = ((own[both] - mean).square().mean() - chance[both].mean()).clamp(min=0)
-    return torch.where(both, mean + spread / (spread + chance) * (own - mean), mean).clamp(min=0), variance
+    mean = gaps[both].mean()
+    spread = ((gaps[both] - mean).square().mean() - chance[both].mean()).clamp(min=0)
+    return torch.where(both, mean + spread / (spread + chance) * (gaps - mean), mean).clamp(min=0), variance
 
 
 SMALL = 1e-18
@@ -681,11 +700,19 @@ def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> li
             if len(runs) < FEWEST:
                 continue
             scores, inside = (torch.stack(part) for part in zip(*runs, strict=True))
-            found.append(_shadowed(view, name, scores, inside))
+            found.append(_membership_of_user(view, name, scores, inside))
     return found
 
 
-def _shadowed(view: str, user: str, scores: Tensor, inside: Tensor) -> Shadowed:
+def _membership_of_user(view: str, user: str, scores: Tensor, inside: Tensor) -> Shadowed:
+    """Return how well a user's windows are distinguished.
+
+    Args:
+        view: SERVER or USERS; the attacker's view.
+        user: Name of the user.
+        scores: Scores of its windows, ``(runs, windows)``.
+        inside: Which windows each run included, ``(runs, windows)``.
+    """
     ratios, coins = likelihood_ratios(scores, inside), inside.flatten()
     members, others = ratios.flatten()[coins].tolist(), ratios.flatten()[~coins].tolist()
     plain = scores.flatten()

@@ -49,6 +49,7 @@ from comingle.utils.seeds import generator
 from comingle.utils.trees import Layout, Tree
 
 Attack = Callable[[Tree, Sequence[int]], Tree]
+"""Returns all changes ``(users, *shape)`` with those of the hostile users of the given indices replaced."""
 
 
 def sign_flip(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) -> Tree:
@@ -59,7 +60,7 @@ def sign_flip(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) -> T
         hostile: Indices of the hostile users.
         scale: Factor.
     """
-    return _replaced(changes, hostile, lambda t: -scale * t[list(hostile)])
+    return _replace_hostile(changes, hostile, lambda t: -scale * t[list(hostile)])
 
 
 def scaled_noise(changes: Tree, hostile: Sequence[int], *, scale: float = 10.0, seed: int = 0) -> Tree:
@@ -71,11 +72,11 @@ def scaled_noise(changes: Tree, hostile: Sequence[int], *, scale: float = 10.0, 
         scale: Norm of the noise, relative to the mean norm of the honest changes.
         seed: Seed of the noise.
     """
-    draw, others = torch.Generator().manual_seed(seed), _honest(changes, hostile)
+    draw, others = torch.Generator().manual_seed(seed), _honest_users(changes, hostile)
     length = float(norms({name: t[others] for name, t in changes.items()}).mean())
     columns = sum(t[0].numel() for t in changes.values())
     deviation = scale * length / math.sqrt(columns)
-    return _replaced(
+    return _replace_hostile(
         changes, hostile, lambda t: deviation * torch.randn(len(hostile), *t.shape[1:], generator=draw).to(t)
     )
 
@@ -90,8 +91,8 @@ def inner_product(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) 
         hostile: Indices of the hostile users.
         scale: Factor.
     """
-    others = _honest(changes, hostile)
-    return _replaced(changes, hostile, lambda t: -scale * t[others].mean(0))
+    others = _honest_users(changes, hostile)
+    return _replace_hostile(changes, hostile, lambda t: -scale * t[others].mean(0))
 
 
 def little_is_enough(changes: Tree, hostile: Sequence[int]) -> Tree:
@@ -102,16 +103,16 @@ def little_is_enough(changes: Tree, hostile: Sequence[int]) -> Tree:
 
     Source: Baruch et al. 2019, "A Little Is Enough", arXiv:1902.06156, Algorithm 3.
     """
-    others = _honest(changes, hostile)
+    others = _honest_users(changes, hostile)
     users, honest = len(others) + len(hostile), len(others)
     supporters = users // 2 + 1 - len(hostile)
     z = NormalDist().inv_cdf((honest - supporters) / honest)
-    return _replaced(changes, hostile, lambda t: t[others].mean(0) - z * t[others].std(0))
+    return _replace_hostile(changes, hostile, lambda t: t[others].mean(0) - z * t[others].std(0))
 
 
 def free_rider(changes: Tree, hostile: Sequence[int]) -> Tree:
     """Replace hostile changes by zeros: the download is sent back."""
-    return _replaced(changes, hostile, lambda t: torch.zeros_like(t[list(hostile)]))
+    return _replace_hostile(changes, hostile, lambda t: torch.zeros_like(t[list(hostile)]))
 
 
 def all_zero(changes: Tree, hostile: Sequence[int], started: Tree) -> Tree:
@@ -122,18 +123,18 @@ def all_zero(changes: Tree, hostile: Sequence[int], started: Tree) -> Tree:
         hostile: Indices of the hostile users.
         started: Last download of all users.
     """
-    return {name: _put(t, hostile, -started[name][list(hostile)]) for name, t in changes.items()}
+    return {name: _replace_rows(t, hostile, -started[name][list(hostile)]) for name, t in changes.items()}
 
 
 def copy_of(changes: Tree, hostile: Sequence[int]) -> Tree:
     """Replace hostile changes by that of the first honest user."""
-    first = _honest(changes, hostile)[0]
-    return _replaced(changes, hostile, lambda t: t[first])
+    first = _honest_users(changes, hostile)[0]
+    return _replace_hostile(changes, hostile, lambda t: t[first])
 
 
 def not_a_number(changes: Tree, hostile: Sequence[int]) -> Tree:
     """Replace hostile changes by NaN."""
-    return _replaced(changes, hostile, lambda t: torch.full_like(t[list(hostile)], torch.nan))
+    return _replace_hostile(changes, hostile, lambda t: torch.full_like(t[list(hostile)], torch.nan))
 
 
 def flipped_labels(labels: Tensor, classes: int) -> Tensor:
@@ -163,16 +164,24 @@ BY_NAME: dict[str, Attack] = {
 """Attacks by their names in tables."""
 
 
-def _honest(changes: Tree, hostile: Sequence[int]) -> list[int]:
+def _honest_users(changes: Tree, hostile: Sequence[int]) -> list[int]:
+    """Return the indices of the users that are not hostile."""
     users = len(next(iter(changes.values())))
     return [user for user in range(users) if user not in hostile]
 
 
-def _replaced(changes: Tree, hostile: Sequence[int], sent: Callable[[Tensor], Tensor]) -> Tree:
-    return {name: _put(t, hostile, sent(t)) for name, t in changes.items()}
+def _replace_hostile(changes: Tree, hostile: Sequence[int], attack: Callable[[Tensor], Tensor]) -> Tree:
+    """Return changes with those of the hostile users replaced.
+
+    Args:
+        changes: Changes of all users, ``(users, *shape)``.
+        hostile: Indices of the hostile users.
+        attack: Returns the hostile users' rows of a tensor, or one row for all of them.
+    """
+    return {name: _replace_rows(t, hostile, attack(t)) for name, t in changes.items()}
 
 
-def _put(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
+def _replace_rows(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
     t = t.clone()
     t[list(rows)] = values.to(t)
     return t
@@ -181,7 +190,7 @@ def _put(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
 Watch = Callable[[Clients], Sequence[Observer]]
 
 
-def invert(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inversion]:
+def invert_uploads(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inversion]:
     """Invert a step on each user's first sample alone, and an upload of a round as in the run.
 
     Args:
@@ -196,37 +205,52 @@ def invert(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inversion]:
     alone = run_data.with_users(replace(user, train=user.train.first(1)) for user in run_data.users)
     whole = shortened(1) | {"evaluation.model": "exchanged"}
     return [
-        _attack_net("one step on one sample", recipe.with_changes(whole | one), alone, watch),
-        _attack_net("one round of the run", recipe.with_changes(whole), run_data, watch),
+        _invert_run("one step on one sample", recipe.with_changes(whole | one), alone, watch),
+        _invert_run("one round of the run", recipe.with_changes(whole), run_data, watch),
     ]
 
 
-def _attack_net(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> Inversion:
+def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> Inversion:
+    """Run a recipe and reconstruct an input of each user from its observed upload.
+
+    Args:
+        what: Name of the attack in the results.
+        recipe: A recipe of one round.
+        run_data: Data of the run.
+        watch: Returns the observers of the run.
+
+    Returns:
+        For each user the distance of the reconstruction from its nearest training input and, for comparison, that of
+        the mean of all test inputs.
+
+    Raises:
+        RunError: The net's first layer is not linear with a bias, is not shared, or does not read the inputs.
+    """
     plain = build(recipe, run_data, store="memory")
     names = first_layer(plain.clients.model.layout, plain.clients.method.shared)
     start = published(plain.server)
-    found: dict[int, Tensor | None] = {}
+    inverted_inputs: dict[int, Tensor | None] = {}
 
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
         if view != SERVER:
             return
         for row, user in enumerate(users):
             weight, bias = ((tensors[name][row, 0] - start[name][user, 0]).double() for name in names)
-            found[user] = ratio(weight, bias)
+            inverted_inputs[user] = ratio(weight, bias)
 
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=record_view)
     execute(federation, recipe, None, observers=watch(plain.clients))
     users: Sequence[UserSamples] = run_data.users
     errors, guesses = [], []
-    for number, inverted in found.items():
+    for number, inverted in inverted_inputs.items():
         inputs = users[number].train.inputs.flatten(1).double()
         if inverted is None or inverted.numel() != inputs.shape[1]:
             raise RunError(
                 f"method {recipe.method.name}: the first linear layer does not read the inputs; no inversion"
             )
         errors.append(nearest(inverted, inputs))
-        others = [user.test.inputs.flatten(1).double() for user in users]
-        guesses.append(nearest(torch.cat(others).mean(0), inputs))
+        test_inputs = [user.test.inputs.flatten(1).double() for user in users]
+        guesses.append(nearest(torch.cat(test_inputs).mean(0), inputs))
     return Inversion(what=what, errors=errors, guesses=guesses)
 
 
@@ -242,7 +266,7 @@ def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
     if weight is None or bias is None or len(weight.shape) != 2:
         raise RunError("the net's first layer is not linear with a bias; gradients are inverted only there")
     if not all(all(slot.chosen(set(shared))) for slot in (weight, bias)):
-        raise RunError("the net's first layer stays with its user, so there is no upload to invert")
+        raise RunError("the net's first layer stays with its user, so there is no upload to invert_uploads")
     return weight.name, bias.name
 
 
@@ -262,6 +286,7 @@ SHORT = 8
 FIRST, READS = "layers.0.", (".q_proj.a", ".k_proj.a", ".v_proj.a", ".c_attn.a")
 """Start and end of the names of factors that read a token's embedding after the norm."""
 NOTHING_MOVED = 1e-12
+"""Largest norm of a row that counts as zero."""
 
 
 def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
@@ -284,13 +309,13 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     width = SHORT + (run_data.base.begin is None)
     short = tuple(_of_one_window(user, recipe.seed, width) for user in run_data.users)
     return [
-        _attack_tokens(
+        _recover_from_run(
             f"one step on {SHORT + 1} tokens",
             recipe.with_changes(second | one),
             run_data.with_users(short),
             watch,
         ),
-        _attack_tokens("one round of the run", recipe.with_changes(second), run_data, watch),
+        _recover_from_run("one round of the run", recipe.with_changes(second), run_data, watch),
     ]
 
 
@@ -307,15 +332,32 @@ def token_factors(clients: Clients) -> list[str]:
     return [slot.name for slot in slots if slot.name.startswith(FIRST) and slot.name.endswith(READS)]
 
 
-def _attack_tokens(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> Recovery:
+def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> Recovery:
+    """Run two rounds of a recipe and recover tokens from each user's upload in the second one.
+
+    As many tokens are guessed as the text has distinct ones.
+
+    Args:
+        what: Name of the attack in the results.
+        recipe: A recipe of two rounds.
+        run_data: Data of the run.
+        watch: Returns the observers of the run.
+
+    Returns:
+        For each user the number of distinct tokens, the share of them that was recovered and, for comparison, the share
+        among the most common tokens of all test texts.
+    """
     plain = build(recipe, run_data, store="memory")
-    names, seen, last_published = token_factors(plain.clients), dict[int, Tree](), LastPublished()
+    names, last_published = token_factors(plain.clients), LastPublished()
+    changes_of_users: dict[int, Tree] = {}
 
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
         if view == SERVER and last_published.last:  # after the first round
             before = last_published.before(view, users)
             for row, user in enumerate(users):
-                seen[user] = {name: (tensors[name][row, 0] - before[name][row, 0]).double().cpu() for name in names}
+                changes_of_users[user] = {
+                    name: (tensors[name][row, 0] - before[name][row, 0]).double().cpu() for name in names
+                }
         last_published.remember(view, tensors)
 
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=record_view)
@@ -325,7 +367,7 @@ def _attack_tokens(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -
     common = [token for token, _ in Counter(torch.cat([user.test for user in users]).tolist()).most_common()]
     tokens, recovered, guesses = [], [], []
     begin = None if run_data.base is None else run_data.base.begin
-    for number, changes in sorted(seen.items()):
+    for number, changes in sorted(changes_of_users.items()):
         truth = set(users[number].train[:-1].tolist())
         ranked = nearest_tokens(torch.cat(list(changes.values())), candidates)
         ranked = [token for token in ranked if token != begin][: len(truth)]  # it is in every window
@@ -349,15 +391,15 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
     """
     base = vars(clients.model)["base"].model
     layer = decoder_layers(base)[0].get_submodule(name.removeprefix(FIRST).removesuffix(".a"))
-    found: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0].detach()))
+    layer_inputs: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda module, inputs: layer_inputs.append(inputs[0].detach()))
     try:
         ids = torch.arange(int(base.config.vocab_size), device=base.device)
         for part in ids.split(256):
             base(input_ids=part.unsqueeze(1).expand(-1, context), use_cache=False)
     finally:
         hook.remove()
-    inputs = torch.cat(found).double().cpu()
+    inputs = torch.cat(layer_inputs).double().cpu()
     same = torch.allclose(inputs, inputs[:, :1].expand_as(inputs), atol=1e-5)
     return inputs[:, :1] if same else inputs
 
@@ -370,10 +412,10 @@ def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, 
         candidates: Input of each token and position.
     """
     lengths = rows.norm(dim=1, keepdim=True)
-    kept = (rows / lengths.clamp(min=NOTHING_MOVED))[lengths.squeeze(1) > NOTHING_MOVED]
-    if not len(kept):
+    unit_rows = (rows / lengths.clamp(min=NOTHING_MOVED))[lengths.squeeze(1) > NOTHING_MOVED]
+    if not len(unit_rows):
         return torch.arange(len(candidates)).tolist()
-    _, values, directions = torch.linalg.svd(kept, full_matrices=False)
+    _, values, directions = torch.linalg.svd(unit_rows, full_matrices=False)
     basis = directions[values > NOISE * values[0]]
     within = (candidates @ basis.T).norm(dim=-1) / candidates.norm(dim=-1).clamp(min=NOTHING_MOVED)
     return within.amax(1).argsort(descending=True, stable=True).tolist()

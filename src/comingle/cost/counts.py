@@ -47,10 +47,10 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
     by_user: dict[int, tuple[Upload, Download]] = {}
     sizes = []
     for i, name in enumerate(names):
-        at = min(i, len(clients.trainers) - 1)
-        if at not in by_user:
-            by_user[at] = upload_of(federation, at), download_of(federation, at, names)
-        sent, received = (packed_bytes(replace(message, users=(name,)))[0] for message in by_user[at])
+        user = min(i, len(clients.trainers) - 1)
+        if user not in by_user:
+            by_user[user] = upload_of(federation, user), download_of(federation, user, names)
+        sent, received = (packed_bytes(replace(message, users=(name,)))[0] for message in by_user[user])
         if (sums := federation.server.sums) is not None:
             size = federation.server.size
             sent, received = sums.sent_bytes(name, size), received + sums.received_bytes(name, size)
@@ -106,10 +106,11 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
     clients = federation.clients
     pooled = clients.method.placement.pooled
     rows = clients.row_of if not pooled else clients.row_of[:1]
-    entries, parameters = own_entries(clients), _parameters(clients)
+    entries, parameters = own_entries(clients), _parameters_by_role(clients)
     if pooled:
         names = (f"all {len(names)} users as one",)
-    messages, alike = message_bytes(federation, names), dict[tuple[Any, ...], list[int]]()
+    messages = message_bytes(federation, names)
+    alike: dict[tuple[Any, ...], list[int]] = {}  # indices of users with equal numbers of entries
     for i in range(len(names)):
         alike.setdefault(tuple(entries[rows[min(i, len(rows) - 1)]].tolist()), []).append(i)
     costs = []
@@ -118,16 +119,26 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
         counts_of_row = {role: counts[row % len(clients.trainers)] for role, counts in parameters.items()}
         shape = Shape(clients, row, dict(zip((s.name for s in clients.model.layout.slots), key, strict=True)))
         sent, received = mean_bytes([messages[i] for i in members])
-        costs.append(_user(shape, tuple(names[i] for i in members), counts_of_row, sent, received))
+        costs.append(_user_cost(shape, tuple(names[i] for i in members), counts_of_row, sent, received))
     return costs
 
 
-def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent: int, received: int) -> UserCost:
+def _user_cost(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent: int, received: int) -> UserCost:
+    """Return the costs of users that are alike, from one of their rows.
+
+    Args:
+        shape: The matrix products of the row.
+        names: Names of the users.
+        parameters: Their trained parameters by role.
+        sent: Bytes that each of them uploads in an exchange.
+        received: Bytes that each of them downloads in an exchange.
+    """
     clients, row = shape.clients, shape.row
     plan, method = clients.plan, clients.method
     # Users that choose among several models first compute the loss of each on as much text as they train on.
     passes = shape.forward() * (method.server.server_models * method.client.sweeps * plan.training.local_steps)
     for phase in clients.phases:
+        # Mean steps per round: a phase takes `steps` steps at every `every`-th local step, in some of the rounds.
         steps = plan.iterations // phase.every * phase.steps / plan.training.rounds
         steps *= phase.rounds_of(plan.training.rounds) / plan.training.rounds
         passes += shape.training(phase) * (steps * method.placement.copies)
@@ -143,7 +154,7 @@ def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent
     )
 
 
-def _parameters(clients: Clients) -> dict[str, list[int]]:
+def _parameters_by_role(clients: Clients) -> dict[str, list[int]]:
     """Return each trainer's number of trained parameters by role, over all copies."""
     layout, users = clients.model.layout, len(clients.trainers)
     trained = clients.mask.cpu() & layout.mask(clients.method.client.trained)
@@ -173,7 +184,7 @@ class Shape:
 
     def forward(self) -> Flops:
         """Return the FLOPs of one token's forward pass."""
-        return forward(self._blocks(frozenset()), outside(self.adapted))
+        return forward(self._to_blocks(frozenset()), outside(self.adapted))
 
     def training(self, phase: Phase) -> Flops:
         """Return the FLOPs of one token's forward and backward pass in a phase.
@@ -181,26 +192,38 @@ class Shape:
         They are 0 if the phase trains nothing of the row.
         """
         slots = [s.name for s in self.clients.model.layout.touching(phase.reached).slots]
-        remaining = replace(self, entries=self._left(phase.without)) if phase.without else self
-        blocks, head = remaining._blocks(frozenset(slots)), outside(self.adapted)
+        remaining = replace(self, entries=self._entries_without(phase.without)) if phase.without else self
+        blocks, head = remaining._to_blocks(frozenset(slots)), outside(self.adapted)
         spent = backward(blocks, head)
         return forward(blocks, head) + spent if spent.total else spent
 
-    def _left(self, without: frozenset[str]) -> dict[str, int]:
+    def _entries_without(self, without: frozenset[str]) -> dict[str, int]:
         """Return the number of entries in each slot when some roles are left out of the pass."""
         layout = self.clients.model.layout
         there = layout.views((self.clients.mask.cpu() & ~layout.mask(without))[self.row : self.row + 1].double())
         return {name: int(t.sum()) for name, t in there.items()}
 
-    def _blocks(self, trained: frozenset[str]) -> list[Block]:
+    def _to_blocks(self, trained: frozenset[str]) -> list[Block]:
+        """Return the model's decoder layers with their numbers of entries in this row.
+
+        Args:
+            trained: Names of the slots that the pass trains.
+        """
         entries = self.entries
 
         def linear(name: str, module: nn.Module) -> Linear:
+            """Return a linear with the row's LoRA on it; ``name`` is the prefix of the LoRA's slots."""
             a, b = f"{name}.a", f"{name}.b"
             weight = base_weight(module)[0].numel()
-            beside = [entries.get(f"{name}.{end}", 0) for end in (IN, OUT)]  # fused into the products with A and B
-            own = {"a": entries[a] + beside[0], "b": entries[b] + beside[1]}
-            return Linear(weight=weight, **own, trains_a=a in trained, trains_b=b in trained)
+            # The factors of a residual are fused into the products with A and B.
+            at_input, at_output = (entries.get(f"{name}.{end}", 0) for end in (IN, OUT))
+            return Linear(
+                weight=weight,
+                a=entries[a] + at_input,
+                b=entries[b] + at_output,
+                trains_a=a in trained,
+                trains_b=b in trained,
+            )
 
         adapters, blocks = self.adapted.adapters, []
         for name, mlp in adapters.experts.items():
@@ -209,8 +232,9 @@ class Shape:
             *reads, writes = [linear(n, m.linear) for n, m in adapters.attention.items() if n.startswith(layer)]
             router = entries.get(f"{name}.router", 0)
             trains_router = router > 0 and f"{name}.router" in trained
-            if router and (beside := getattr(mlp.router.gating, "multiplies", None)) is not None:
-                router += beside(
+            # Some gatings take products beyond those with the router's own matrix.
+            if router and (count_products := getattr(mlp.router.gating, "multiplies", None)) is not None:
+                router += count_products(
                     int(adapters.present[self.row % len(self.clients.trainers)].sum()),
                     entries[f"{name}.up.a"],
                     base_weight(mlp.first["up"])[0].shape[1],
@@ -219,25 +243,26 @@ class Shape:
                 Block(
                     reads=tuple(reads),
                     writes=writes,
-                    scores=self._scores(),
+                    scores=self._score_products(),
                     first=tuple(linear(f"{name}.{key}", inner) for key, inner in mlp.first.items()),
                     last=linear(f"{name}.down", mlp.last),
                     router=router,
                     trains_router=trains_router,
                     whole=mlp.mix == "output",
-                    parallel=self._parallel(),
+                    parallel=self._has_parallel_mlp(),
                 )
             )
         return blocks
 
-    def _scores(self) -> int:
+    def _score_products(self) -> int:
         """Return the multiply-adds of one token's query with the keys of the whole context, masked keys included."""
         config = self.adapted.network.config
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return self.clients.plan.training.context * heads * size
 
-    def _parallel(self) -> bool:
+    def _has_parallel_mlp(self) -> bool:
+        """Return whether the MLP reads the same input as the attention, as in GPT-NeoX and Phi."""
         config = self.adapted.network.config
         return bool(getattr(config, "use_parallel_residual", config.model_type == "phi"))
 
@@ -305,11 +330,12 @@ def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) 
     clients, alike = stage.federation.clients, dict[Load, list[str]]()
     for name, load in loads.items():
         alike.setdefault(load, []).append(name)
-    counts, parameters = _Counts(stage), _stacked_parameters(clients)
+    counts, parameters = _MeasuredFlops(stage), _stacked_parameters(clients)
     messages = dict(zip(loads, message_bytes(stage.federation, list(loads)), strict=True))
     costs = []
     for load, names in alike.items():
         forward, passes = base(load)
+        # Measured FLOPs beyond those of the base count as the adapters'.
         forward += Flops(lora=counts.forward.each / load.unit - forward.total)
         spent = counts.round(load)
         passes = passes + Flops(lora=spent - passes.total) if spent else Flops()
@@ -332,19 +358,24 @@ def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) 
 
 def measured_base(stage: Rehearsal) -> BaseFlops:
     """Return the FLOPs of a net alone, as FedAvg trains it."""
-    counts = _Counts(stage)
+    counts = _MeasuredFlops(stage)
     return lambda load: (Flops(net=counts.forward.each / load.unit), Flops(net=counts.round(load)))
 
 
-class _Counts:
-    """Measured FLOPs of one user, by kind of work."""
+class _MeasuredFlops:
+    """Measured FLOPs of one user, by kind of work.
+
+    Args:
+        stage: The rehearsal, whose steps run on fake tensors.
+    """
 
     def __init__(self, stage: Rehearsal):
+        """Measure a forward pass, a step of each phase, and a sweep over all training data."""
         self.stage, self.clients = stage, stage.federation.clients
         self.cohort = stage.cohort([0])
         self.forward = measure(self._predict)
         self.steps = {phase: measure(lambda n, phase=phase: self._step(phase, n)) for phase in self._phases()}
-        # Losses on all training data: of each component, or of each model that the user chooses from.
+        # A sweep computes losses on all training data: of each component, or of each model that the user chooses from.
         method = self.clients.method
         if method.client.sweeps and method.placement.mixture is not None:
             self.sweep = measure(self._sweep)
@@ -355,8 +386,8 @@ class _Counts:
         """Return the FLOPs of a round's local work."""
         total = self.sweep.flops(load.sweeps, load.swept)
         for phase in self.clients.phases:
-            times = load.steps // phase.every * phase.steps
-            total += self.steps[phase].flops(times, times * load.items / load.steps)
+            calls = load.steps // phase.every * phase.steps
+            total += self.steps[phase].flops(calls, calls * load.items / load.steps)
         for phase in self.clients.method.client.before:
             total += self.steps[phase].flops(phase.steps, load.first(phase.steps))
         return total
@@ -369,18 +400,19 @@ class _Counts:
 
     @torch.no_grad()
     def _predict(self, count: int) -> None:
+        """Run a forward pass on ``count`` sequences or samples."""
         self.stage.steps.model.predict(self._tensors(), [0], empty_inputs(self.stage, 1, count))
 
     def _step(self, phase: Phase, count: int) -> None:
+        """Compute a phase's gradients on ``count`` sequences or samples."""
         with ignore_grad_warning():
             self.stage.steps.gradient(self.cohort, empty_batch(self.stage, 1, count), phase)
 
     @torch.no_grad()
     def _sweep(self, count: int) -> None:
-        model, batch = (
-            self.stage.steps.model,
-            self.stage.steps.batch_source.read("train", [0], empty_batch(self.stage, 1, count)),
-        )
+        """Compute each component's losses on ``count`` sequences or samples."""
+        model, batch_source = self.stage.steps.model, self.stage.steps.batch_source
+        batch = batch_source.read("train", [0], empty_batch(self.stage, 1, count))
         model.component_losses(self._tensors(), [0], batch)
 
 

@@ -52,6 +52,7 @@ MAX_PROCESSES = 4
 """Most processes that are started for a measurement, unless this machine has more cores."""
 
 _SECONDS = 3600
+"""Largest time that a measurement may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +84,15 @@ class Measurement:
     """Parts for processes with as many participants as the recipe has."""
     cohort: int
     adds: bool
+    """Whether the server needs sums alone."""
     common: bool
+    """Whether all users download the same tensors."""
     shared: int
+    """Numbers that are summed if the server needs sums alone."""
     state_bytes: int
+    """Bytes of one user's tensors."""
     disk: float
+    """Write rate of this machine's disk, in bytes per second."""
     amounts: tuple[int, int, int]
     """The arguments of :func:`comingle.training.evaluation.period`."""
 
@@ -106,7 +112,7 @@ def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None =
         RecipeError: Users have settings of their own, so that copies of them cannot stand for other users.
         ComingleError: A run of the recipe would fail with the same message.
     """
-    _check_alike(recipe)
+    _check_single_values(recipe)
     num_cores = cores()
     count = 1 if cluster.size == 1 else max(2, min(cluster.processes, max(num_cores, MAX_PROCESSES)))
     threads = recipe.runtime.threads or max(1, num_cores // count)
@@ -147,16 +153,33 @@ class Measured(_Measured, total=False):
     error: str
 
 
+_OPERATIONS = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
+
+
 def _to_measurement(times: Measured, count: int, each: float, longer: float, user: float | None) -> Measurement:
-    """Convert a measurement in ``count`` processes with ``each`` cores per process into parts."""
-    names = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
-    gathers, broadcasts, reduces, both, sends, received = (times["counts"].get(name, 0.0) for name in names)
+    """Convert the seconds of a measurement into parts, which are core seconds where work is divided among cores.
+
+    The rest of a round, without local steps, was measured with few and with many participants. From their difference
+    follow the seconds that one participant adds, and ``fixed``.
+
+    Args:
+        times: The measurement.
+        count: Number of processes that measured.
+        each: Cores per process.
+        longer: Local steps of the recipe per step that was measured.
+        user: Core seconds that the local steps of one user take, if they were given; None for the measured ones.
+    """
+    counts = {name: times["counts"].get(name, 0.0) for name in _OPERATIONS}
     steps = Collectives(
-        gathers=gathers, broadcasts=broadcasts, reduces=reduces + both, sends=(sends + received) / max(1, count - 1)
+        gathers=counts["all_gather"],
+        broadcasts=counts["broadcast"],
+        reduces=counts["reduce"] + counts["all_reduce"],
+        sends=(counts["send"] + counts["recv"]) / max(1, count - 1),
     )
     handling = times["receive_s"] + times["send_s"] + (times["sum_s"] if count > 1 else 0.0)
     upload_seconds = 0.0 if count > 1 and times["adds"] else times["aggregate_s"]
-    hop, (few, many) = times.get("hop", 0.0), (users * count for users in times["counts_of_users"])
+    hop = times.get("hop", 0.0)
+    few, many = (users * count for users in times["counts_of_users"])
     slope = (times["others_s"][1] - times["others_s"][0]) / (many - few) if many > few else 0.0
     waits = hops(steps, count) * hop if count > 1 else 0.0
     fixed = times["others_s"][0] - waits - few * max(slope, 0.0)
@@ -172,6 +195,7 @@ def _to_measurement(times: Measured, count: int, each: float, longer: float, use
         steps=steps,
     )
     trainers, trained, scored = times["amounts"]
+    # With fewer participants than a cohort, a pass has fewer users and takes longer for each.
     own_user = longer * times["own_user_s"] * each if user is None else user
     return Measurement(
         parts=parts,
@@ -186,7 +210,7 @@ def _to_measurement(times: Measured, count: int, each: float, longer: float, use
     )
 
 
-def load_of(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: int) -> RunWork:
+def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: int) -> RunWork:
     """Return the work of a run with ``users`` users like those of the recipe.
 
     Args:
@@ -197,13 +221,13 @@ def load_of(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: i
     """
     named = [user for user in cost.users for _ in user.names]
     training, evaluated = recipe.training, min(users, recipe.evaluation.users or users)
-    present = _present(training.participation, len(named), users)
+    present = _num_participants(training.participation, len(named), users)
     return RunWork(
         users=users,
         present=present,
         evaluated=evaluated,
         rounds=training.rounds,
-        evaluate_every=min(_period(recipe, measurement, users, present, evaluated), training.rounds),
+        evaluate_every=min(_evaluation_period(recipe, measurement, users, present, evaluated), training.rounds),
         checkpoint_every=min(recipe.checkpoints.every, training.rounds),
         upload_bytes=fmean(user.upload_bytes for user in named),
         download_bytes=fmean(user.download_bytes for user in named),
@@ -272,11 +296,11 @@ def plan_times(
         measurement = measure(short_recipe, cluster, present, None if step is None else step * plan.local_steps)
         with_disk = cluster if cluster.disk else replace(cluster, disk=measurement.disk)
         rows = [
-            plan_time(load_of(short_recipe, cost, measurement, users), measurement, with_disk).as_dict()
+            plan_time(run_work(short_recipe, cost, measurement, users), measurement, with_disk).as_dict()
             for users in dict.fromkeys((num_users, *POPULATIONS))
             if users >= with_disk.size
         ]
-        methods.append({"method": cost.method, "rows": rows, "parts": _parts_record(measurement, with_disk)})
+        methods.append({"method": cost.method, "rows": rows, "parts": _parts_as_dict(measurement, with_disk)})
     return {
         "machines": cluster.machines,
         "processes": cluster.processes,
@@ -291,7 +315,8 @@ def plan_times(
     }
 
 
-def _parts_record(measurement: Measurement, cluster: Cluster) -> dict[str, object]:
+def _parts_as_dict(measurement: Measurement, cluster: Cluster) -> dict[str, object]:
+    """Return the measured parts of a round, and rates and messages between processes, for JSON."""
     parts = measurement.parts
     plain = {key: getattr(parts, key) for key in ("user", "handling", "evaluation", "upload", "words", "fixed", "hop")}
     return {f"{key}_seconds": value for key, value in plain.items()} | {
@@ -302,7 +327,7 @@ def _parts_record(measurement: Measurement, cluster: Cluster) -> dict[str, objec
     }
 
 
-def _period(recipe: Recipe, measurement: Measurement, users: int, present: int, evaluated: int) -> int:
+def _evaluation_period(recipe: Recipe, measurement: Measurement, users: int, present: int, evaluated: int) -> int:
     """Return the rounds between evaluations in a run of ``users`` users like those that were measured."""
     if recipe.evaluation.every != AUTO:
         return recipe.evaluation.every
@@ -317,13 +342,26 @@ def _period(recipe: Recipe, measurement: Measurement, users: int, present: int, 
     return period(plan, [trainers, trained, scored * evaluated // trainers], users)
 
 
-def _present(participation: Participation, own: int, users: int) -> int:
+def _num_participants(participation: Participation, own: int, users: int) -> int:
+    """Return the number of participants in the largest round of a population.
+
+    Args:
+        participation: Participation of the recipe: a fraction, or the names of each round's participants, whose mean
+            number as a fraction of the recipe's users is taken.
+        own: Number of the recipe's users.
+        users: Size of the population.
+    """
     if not isinstance(participation, float | int):
         participation = min(1.0, fmean(len(set(members)) for members in participation) / own)
     return largest_round(participation, users)
 
 
-def _check_alike(recipe: Recipe) -> None:
+def _check_single_values(recipe: Recipe) -> None:
+    """Check that no setting has a value for each user, which does not say what other users would have.
+
+    Raises:
+        RecipeError: A setting has one.
+    """
     lists = {"adapters.rank": recipe.adapters.rank, **recipe.method.settings}
     for key, value in lists.items():
         if isinstance(value, list):
@@ -332,7 +370,15 @@ def _check_alike(recipe: Recipe) -> None:
 
 
 def _shorten(recipe: Recipe, most: int) -> tuple[Recipe, float]:
-    """Return the recipe with at most ``most`` local steps per round, and the factor to its own number of steps."""
+    """Return the recipe of a measurement: few local steps, and all users in every round and evaluation.
+
+    Args:
+        recipe: The recipe.
+        most: Largest number of local steps per round.
+
+    Returns:
+        The recipe, and the number of its original local steps per remaining one.
+    """
     changes: dict[str, object] = {
         "training.participation": 1.0,
         "evaluation.users": None,
@@ -350,7 +396,11 @@ def _shorten(recipe: Recipe, most: int) -> tuple[Recipe, float]:
 
 
 def _measure_in_processes(recipe: Recipe, count: int, threads: int, users: int) -> Measured:
-    """Measure rounds in ``count`` processes with ``users`` users each."""
+    """Measure rounds in ``count`` processes with ``users`` users each, by :mod:`comingle.cost.timing`.
+
+    Raises:
+        RecipeError: A process failed.
+    """
     with tempfile.TemporaryDirectory(prefix="comingle-") as folder:
         workdir = Path(folder)
         (workdir / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
@@ -364,7 +414,7 @@ def _measure_in_processes(recipe: Recipe, count: int, threads: int, users: int) 
         command = [sys.executable, "-m", "comingle.cost.timing", str(workdir / "order.json")]
         children = [
             subprocess.Popen(
-                command, env=_environment(rank, count, threads, workdir), stderr=subprocess.PIPE, text=True
+                command, env=_process_environment(rank, count, threads, workdir), stderr=subprocess.PIPE, text=True
             )
             for rank in range(count)
         ]
@@ -383,14 +433,22 @@ def _measure_in_processes(recipe: Recipe, count: int, threads: int, users: int) 
     return times
 
 
-def _environment(rank: int, count: int, threads: int, place: Path) -> dict[str, str]:
-    own = {"OMP_NUM_THREADS": str(threads)}
+def _process_environment(rank: int, count: int, threads: int, folder: Path) -> dict[str, str]:
+    """Return the environment variables of a measuring process.
+
+    Args:
+        rank: Number of the process.
+        count: Number of processes; several of them find each other by the variables of torch's launcher.
+        threads: Threads per process.
+        folder: A folder in which the processes meet.
+    """
+    variables = {"OMP_NUM_THREADS": str(threads)}
     if count > 1:
         ranks = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
-        own |= {key: str(value) for key, value in ranks.items()} | {MEETING: str(place / "meeting")}
+        variables |= {key: str(value) for key, value in ranks.items()} | {MEETING: str(folder / "meeting")}
     if sys.platform.startswith("linux"):
-        own["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine
-    return {**os.environ, **own}
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine
+    return {**os.environ, **variables}
 
 
 def on_gpu() -> bool:

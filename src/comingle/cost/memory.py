@@ -72,10 +72,11 @@ def as_text(
         DataError: A run would refuse data that is on this machine.
     """
     reads = users is None and is_read(kind, recipes[0])
-    found = _read(kind, recipes, load_base) if reads else None
-    if found is None or found.users.in_memory:
+    run_data = _read_from_disk(kind, recipes, load_base) if reads else None
+    if run_data is None or run_data.users.in_memory:
         return kind.as_text(recipes, users)
-    return as_long(kind, recipes, found.users), set(found.skipped), NOTE if isinstance(kind, ConversationsKind) else ""
+    note = NOTE if isinstance(kind, ConversationsKind) else ""
+    return as_long(kind, recipes, run_data.users), set(run_data.skipped), note
 
 
 @singledispatch
@@ -85,19 +86,20 @@ def is_read(kind: Kind, recipe: Recipe) -> bool:
 
 
 @is_read.register
-def _conversations(kind: ConversationsKind, recipe: Recipe) -> bool:
+def _reads_conversations(kind: ConversationsKind, recipe: Recipe) -> bool:
     return not recipe.data.given
 
 
 @is_read.register
-def _text(kind: TextKind, recipe: Recipe) -> bool:
+def _reads_text(kind: TextKind, recipe: Recipe) -> bool:
     return not recipe.data.given and has_local_text(section(recipe))[0]
 
 
-def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:
-    """Read the data as a run of the first recipe does.
+def _read_from_disk(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:
+    """Read the data as a run of the first recipe does, if it keeps users on disk.
 
-    Returns None if the run keeps users in memory or the base's tokenizer is not cached.
+    Returns:
+        The data; None if the run keeps users in memory or the base's tokenizer is not cached.
     """
     recipe = recipes[0]
     if recipe.runtime.store == MEMORY or (tokenizer := local_tokenizer(recipe.base)) is None:
@@ -156,10 +158,10 @@ def user_bytes(state: State, store: str) -> UserBytes:
     """Return the sizes of one user of a state that is in memory, with records in the format of ``store``."""
     forms: Mapping[str, Form] = forms_of(state, STORES[store].moments)
     sizes = {name: t[:1].nbytes for name, t in state.tensors().items()}
-    remembered = sum(size for name, size in sizes.items() if name in MOMENTS)
+    moments = sum(size for name, size in sizes.items() if name in MOMENTS)
     return UserBytes(
-        params=sum(sizes.values()) - remembered,
-        moments=remembered,
+        params=sum(sizes.values()) - moments,
+        moments=moments,
         params_record=forms["params"].bytes,
         moments_record=forms["moments"].bytes,
     )
@@ -201,8 +203,8 @@ class Writes:
     keep: int
 
     @property
-    def older(self) -> int:
-        """Largest number of rounds for which records are kept besides the current ones.
+    def kept_rounds(self) -> int:
+        """Largest number of rounds for which overwritten records are kept.
 
         The space of a record is freed once no checkpoint refers to it, which is known when the next one is written.
         """
@@ -213,18 +215,27 @@ class Writes:
 
         These are records of participants and evaluated users, and overwritten records that checkpoints still refer to.
         """
-        known = expected_participants(self.users, self.present, self.rounds)
-        known += self.evaluated * (1 - known / self.users)
-        often = math.ceil(self.older / self.evaluate_every)
-        return known + self._written_over(known) + self.evaluated * min(often, self.older // self.every)
+        current = expected_participants(self.users, self.present, self.rounds)
+        current += self.evaluated * (1 - current / self.users)  # evaluated users that never took part
+        evaluations = math.ceil(self.kept_rounds / self.evaluate_every)
+        # Evaluations overwrite records too, but each checkpoint refers to those of one evaluation at most.
+        from_evaluations = self.evaluated * min(evaluations, self.kept_rounds // self.every)
+        return current + self._num_overwritten(current) + from_evaluations
 
     def moments(self) -> float:
         """Return the largest number of records of optimiser moments, which only participants have."""
-        known = expected_participants(self.users, self.present, self.rounds)
-        return known + self._written_over(known)
+        current = expected_participants(self.users, self.present, self.rounds)
+        return current + self._num_overwritten(current)
 
-    def _written_over(self, known: float) -> float:
-        return self.older / self.every * min(known, self.present * self.every)
+    def _num_overwritten(self, current: float) -> float:
+        """Return the number of overwritten records that checkpoints still refer to.
+
+        Of the rounds between two checkpoints these are at most one record per user and one per participant.
+
+        Args:
+            current: Number of users with a record.
+        """
+        return self.kept_rounds / self.every * min(current, self.present * self.every)
 
 
 def store_bytes(user: UserBytes, writes: Writes) -> int:
@@ -238,6 +249,7 @@ FALLBACK_BYTES = 430_000_000
 """Used if a process cannot be measured: the value on Linux with torch 2.13."""
 
 _SECONDS = 120
+"""Largest time that the process may take."""
 
 
 def process_bytes(kind: ProcessKind, device: torch.device) -> int:
@@ -245,11 +257,16 @@ def process_bytes(kind: ProcessKind, device: torch.device) -> int:
 
     The result is cached. The first call takes several seconds.
     """
-    return _measured(kind) if device.type == "cpu" else 0
+    return _measure_process(kind) if device.type == "cpu" else 0
 
 
 @cache
-def _measured(kind: ProcessKind) -> int:
+def _measure_process(kind: ProcessKind) -> int:
+    """Run the smallest model in a process of its own and return its peak resident memory, in bytes.
+
+    Returns:
+        The memory, or :data:`FALLBACK_BYTES` if the process fails or takes too long.
+    """
     try:
         command = [sys.executable, "-m", "comingle.cost.memory", kind]
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
@@ -259,8 +276,13 @@ def _measured(kind: ProcessKind) -> int:
         return FALLBACK_BYTES
 
 
-def _smallest(kind: ProcessKind, folder: Path) -> dict[str, object]:
-    """Return a recipe of one step by FedAvg."""
+def _smallest_recipe(kind: ProcessKind, folder: Path) -> dict[str, object]:
+    """Return a recipe of one FedAvg step with the smallest model of a kind.
+
+    Args:
+        kind: The kind of data.
+        folder: Folder to which the data of its only user is written.
+    """
     if kind == "samples":
         np.savez(folder / "samples.npz", x=np.zeros((20, 10), np.float32), y=np.zeros((20, 1), np.float32))
         data = {"kind": "samples", "users": {"one": str(folder / "samples.npz")}}
@@ -283,7 +305,7 @@ def main() -> None:
 
     kind: Any = sys.argv[1]
     with tempfile.TemporaryDirectory() as folder:
-        run(parse_recipe(_smallest(kind, Path(folder))))
+        run(parse_recipe(_smallest_recipe(kind, Path(folder))))
     print(peak_memory_bytes())
 
 
@@ -319,15 +341,16 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         """Run an operation and count the storages that it creates."""
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for t in tree_leaves(made):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in before:
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in inputs:
                 self._add(t.untyped_storage())
         self.peak = max(self.peak, self.live)
-        return made
+        return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that an operation created, until it is freed."""
         key = storage._cdata
         if key not in self._known:
             size = storage.nbytes()
@@ -335,6 +358,7 @@ class LiveBytes(TorchDispatchMode):
             self.live += size
 
     def _remove(self, key: int, size: int, _: object) -> None:
+        """Subtract a storage that was freed; the last argument is its dead weak reference."""
         self._known.pop(key, None)
         self.live -= size
 
@@ -344,16 +368,16 @@ class Fakes:
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self._by_id: dict[int, tuple[Tensor, Tensor]] = {}  # real and fake tensor by the id of the real one
 
     def of(self, real: Tensor, device: torch.device) -> Tensor:
         """Return the fake of a real tensor: same shape and dtype, on ``device``."""
-        if id(real) not in self._made:
+        if id(real) not in self._by_id:
             with self._mode:
                 fake = torch.empty(real.shape, dtype=real.dtype, device=device)
-            kept = nn.Parameter(fake, requires_grad=False) if isinstance(real, nn.Parameter) else fake
-            self._made[id(real)] = (real, kept)  # a reference to the real tensor, so that its id is not reused
-        return self._made[id(real)][1]
+            fake = nn.Parameter(fake, requires_grad=False) if isinstance(real, nn.Parameter) else fake
+            self._by_id[id(real)] = (real, fake)  # a reference to the real tensor, so that its id is not reused
+        return self._by_id[id(real)][1]
 
     def size_of(self, module: nn.Module) -> int:
         """Return the bytes of all parameters and buffers of a module with real tensors, shared ones once."""
@@ -480,26 +504,28 @@ def memory(stage: Rehearsal, *, alone: bool = False, pass_size: PassSize | None 
     first = int(clients.mask.sum(1).argmax()) if count == 1 else 0
     peak, gradients = _worst_pass(stage, tuple(range(first, first + count)), chosen)
     state = clients.state
-    share = (1 if alone else stage.trainers) / len(clients.trainers)
-    left = int(share * state.kept[GRADIENTS].nbytes) if GRADIENTS in state.kept else 0
+    share = (1 if alone else stage.trainers) / len(clients.trainers)  # the federation may have fewer users than the run
+    # Gradients that one phase keeps for another.
+    kept_gradients = int(share * state.kept[GRADIENTS].nbytes) if GRADIENTS in state.kept else 0
     exchange = _exchange_bytes(stage, alone=alone)
     gaps = (CHECKPOINTED_GAPS if stage.checkpointed else ALLOCATOR_GAPS).get(clients.model.device.type, 0.0)
-    samples_of = 1 if alone else min(chosen.users, stage.trainers) if stage.reads_cohorts else stage.trainers
-    adapters, moments = _in_memory(stage, share) if alone or stage.store == MEMORY else _of_cohorts(stage, chosen)
+    users_read = min(chosen.users, stage.trainers) if stage.reads_cohorts else stage.trainers
+    on_disk = not alone and stage.store != MEMORY
+    adapters, moments = _stored_users(stage, chosen) if on_disk else _users_in_memory(stage, share)
     return MemoryCost(
         weights_bytes=stage.weights_bytes,
         adapters_bytes=adapters + (0 if alone else _server_bytes(stage.federation, share)),
         moments_bytes=moments,
-        gradients_bytes=gradients + left,
+        gradients_bytes=gradients + kept_gradients,
         activations_bytes=peak - gradients,
         allocator_bytes=int(gaps * max(peak, exchange)),
-        data_bytes=stage.data_bytes * samples_of // stage.trainers,
+        data_bytes=stage.data_bytes * (1 if alone else users_read) // stage.trainers,
         process_bytes=stage.process_bytes,
         exchange_bytes=exchange,
     )
 
 
-def _in_memory(stage: Rehearsal, share: float) -> tuple[int, int]:
+def _users_in_memory(stage: Rehearsal, share: float) -> tuple[int, int]:
     """Return the bytes of models and of moments for ``share`` times as many users as the federation has."""
     clients = stage.federation.clients
     state = clients.state
@@ -508,7 +534,7 @@ def _in_memory(stage: Rehearsal, share: float) -> tuple[int, int]:
     return int(share * models), int(share * (state.first.nbytes + state.second.nbytes))
 
 
-def _of_cohorts(stage: Rehearsal, pass_size: PassSize) -> tuple[int, int]:
+def _stored_users(stage: Rehearsal, pass_size: PassSize) -> tuple[int, int]:
     """Return the bytes of models and of moments in memory while users are stored on disk."""
     clients = stage.federation.clients
     user, copies = user_bytes(clients.state, stage.store), clients.method.placement.copies
@@ -516,9 +542,8 @@ def _of_cohorts(stage: Rehearsal, pass_size: PassSize) -> tuple[int, int]:
     at_once = min(pass_size.users, stage.present * copies)
     # The cohort in training, prefetched ones, those waiting to be written (models or moments, counted once), and the
     # record offsets of all users.
-    models = (
-        at_once * (user.params + (PREFETCHED_COHORTS + MAX_PENDING_WRITES) * user.params_record) + INDEX_BYTES * rows
-    )
+    num_records = PREFETCHED_COHORTS + MAX_PENDING_WRITES
+    models = at_once * (user.params + num_records * user.params_record) + INDEX_BYTES * rows
     return models + clients.mask[:1].nbytes, at_once * (user.moments + PREFETCHED_COHORTS * user.moments_record)
 
 
@@ -578,39 +603,44 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
     """
     steps, cohort = steps or stage.steps, stage.cohort(rows)
     most = TRACED_BATCHES * steps.pass_size.sequences
-    drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
+    batch = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
     examples = empty_batch(stage, len(rows), steps.pass_size.sequences)
-    hidden = steps.private is not None and steps.private.applies(phase, steps.model.layout)
+    is_private = steps.private is not None and steps.private.applies(phase, steps.model.layout)
     with ignore_grad_warning(), _shapes_only(stage), LiveBytes() as live:
-        if hidden:
-            gradients = _hidden(cohort, phase, steps, drawn, examples)
+        if is_private:
+            gradients = _private_gradients(cohort, phase, steps, batch, examples)
         else:
-            gradients = steps.gradient(cohort, drawn, phase)[1]
+            gradients = steps.gradient(cohort, batch, phase)[1]
         size = sum(gradient.nbytes for gradient in gradients.values())
         steps.descend(phase, cohort, gradients, 0)
     return live.peak, size
 
 
-def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples: Tensor) -> Tree:
+def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor, examples: Tensor) -> Tree:
     """Return gradients as :meth:`comingle.training.steps.PrivateSteps.step` does, to measure its memory.
 
     Per-example gradients exist besides the gradients of tensors that stay local. Passes are full. Noise is drawn for
     one user at a time and is no larger than the sums, so it is left out.
+
+    Args:
+        cohort: The cohort.
+        phase: The phase, in which example-level privacy applies.
+        steps: The steps.
+        batch: A batch for the tensors that stay local.
+        examples: A full pass of examples for the shared tensors.
     """
     private, model, users = steps.private, steps.model, len(cohort.rows)
     assert private is not None
     layout, leaves, copied = model.layout, private.leaves(phase, model.layout), max(cohort.rows) >= steps.trainers
     names = private.local_leaves(phase, layout, everything=copied)
-    own = steps.gradient(cohort, drawn, phase, names=names)[1] if names else Tree()
-    tensors, sums = (
-        restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.local_roles(layout)),
-        Tree(),
-    )
+    local = steps.gradient(cohort, batch, phase, names=names)[1] if names else Tree()
+    tensors = restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.local_roles(layout))
+    sums = Tree()
     for _ in range(TRACED_BATCHES):
-        found, _ = private.sums_over(model, steps.batch_source, tensors, leaves, cohort.owners, examples, bound=1.0)
-        sums = {name: t + sums[name] if name in sums else t for name, t in found.items()}
-    made = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
-    return private.merge(layout, phase, own, made, range(users), users)
+        more, _ = private.sums_over(model, steps.batch_source, tensors, leaves, cohort.owners, examples, bound=1.0)
+        sums = {name: t + sums[name] if name in sums else t for name, t in more.items()}
+    noisy = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
+    return private.merge(layout, phase, local, noisy, range(users), users)
 
 
 @torch.no_grad()

@@ -77,7 +77,8 @@ def with_privacy(
 ) -> MethodCost:
     """Return the costs with a forecast of the privacy budget that a run spends.
 
-    The forecast depends on how often users take part. Without privacy the costs are returned unchanged.
+    The forecast depends on how often users take part. Without privacy the costs are returned unchanged. Rounds are
+    checked against the recipe's aggregation rule in any case.
 
     Args:
         cost: Costs of a method.
@@ -146,11 +147,17 @@ def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int, *, keep: i
         own_device=memory(stage, alone=True),
         fits=fits,
         advice="" if fits else advise(stage, machine, free),
-        store_bytes=_store_bytes(stage, keep),
+        store_bytes=_largest_store(stage, keep),
     )
 
 
-def _store_bytes(stage: Rehearsal, keep: int) -> int:
+def _largest_store(stage: Rehearsal, keep: int) -> int:
+    """Return the largest size of the users' records on disk, in bytes; 0 if users are kept in memory.
+
+    Args:
+        stage: The rehearsal that is measured.
+        keep: Number of checkpoints that a run keeps.
+    """
     clients, plan = stage.federation.clients, stage.federation.clients.plan
     if stage.store == MEMORY:
         return 0
@@ -190,11 +197,11 @@ def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> PassSize |
     """
     if machine.fixed_bytes > free:
         return None
-    candidates = _smaller(stage.steps.pass_size)
+    candidates = _halved_passes(stage.steps.pass_size)
     return next((size for size in candidates if memory(stage, pass_size=size).total_bytes <= free), None)
 
 
-def _smaller(now: PassSize) -> Iterator[PassSize]:
+def _halved_passes(now: PassSize) -> Iterator[PassSize]:
     """Yield smaller sizes: halve the number of users until it is 1, then the number of sequences."""
     while now.users * now.sequences > 1:
         now = replace(now, users=now.users // 2) if now.users > 1 else replace(now, sequences=now.sequences // 2)
@@ -296,7 +303,7 @@ def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
     users: Iterable[tuple[str, Any]] = ((user.name, user) for user in population.users)
     if clients.method.placement.pooled:
         users = [(f"all {len(population.users)} users as one", clients.trainers[0])]
-    loads, known = dict[str, Load](), dict[Load, Load]()
+    loads, known = dict[str, Load](), dict[Load, Load]()  # equal loads are one object, as there may be many users
     for name, user in users:
         sizes, swept = clients.batch_source.batch_sizes(user)
         load = Load(sizes=sizes, epochs=clients.plan.training.local_epochs, sweeps=len(swept), swept=sum(swept))
@@ -346,20 +353,20 @@ def plan(
     if not (kind := kind_of(recipe)).needs_base:
         return plan_nets(recipes, users, present)
     check_count(users)
-    _check_given(recipe, users)
-    _check_examples(recipe, users)
-    whole, runtime = recipes, recipe.runtime
-    about = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
-    skeleton = cache(partial(load_skeleton, recipe.base, **about, quantise=recipe.quantise))
+    _check_passed_objects(recipe, users)
+    _check_num_users(recipe, users)
+    original, runtime = recipes, recipe.runtime
+    device_settings = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
+    skeleton = cache(partial(load_skeleton, recipe.base, **device_settings, quantise=recipe.quantise))
     base = skeleton()
     check_context_length("training.context", recipe.training.context, base.model)
-    recipes, small, note = as_text(kind, recipes, users, skeleton)
+    recipes, too_small, note = as_text(kind, recipes, users, skeleton)
     recipe = recipes[0]
-    names = tuple(name for name in user_names(recipe, users) if name not in small)
+    names = tuple(name for name in user_names(recipe, users) if name not in too_small)
     free, training = free_bytes(base.device), recipe.training
     costs = [
         with_privacy(method_cost(variant, base, names, free, present), variant, names, present, whole=was)
-        for variant, was in zip(recipes, whole, strict=True)
+        for variant, was in zip(recipes, original, strict=True)
     ]
     return Plan(
         base=base.name,
@@ -379,7 +386,7 @@ def plan(
     )
 
 
-def _check_given(recipe: Recipe, users: int | None) -> None:
+def _check_passed_objects(recipe: Recipe, users: int | None) -> None:
     """Refuse a base that a program handed over, and handed-over data without a number of users.
 
     Costs of a base that is given by name need no more than the number of users.
@@ -389,7 +396,7 @@ def _check_given(recipe: Recipe, users: int | None) -> None:
         raise DataError(f"{HANDED_OVER}; to count costs without their data, give the number of users: --users N")
 
 
-def _check_examples(recipe: Recipe, users: int | None) -> None:
+def _check_num_users(recipe: Recipe, users: int | None) -> None:
     """Refuse a number of users with example-level privacy: epsilon depends on the users' numbers of examples."""
     if users is not None and recipe.privacy is not None and protects_examples(recipe.privacy.mechanism):
         reason = "with privacy.mechanism: example, users' data is read, because epsilon depends on each user's examples"
@@ -434,15 +441,16 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
         unlike = not alike and not placement.pooled  # then all users have their own sizes
-        among = len(names) if unlike else len(trainers)
-        tokens = among * plan.iterations * plan.training.batch_size * plan.training.context
-        model = adapt_base(recipe, base, method, among, tokens)
+        num_users = len(names) if unlike else len(trainers)
+        tokens = num_users * plan.iterations * plan.training.batch_size * plan.training.context
+        model = adapt_base(recipe, base, method, num_users, tokens)
         model = model.only(numbers) if unlike else model
     batch_source = TextBatchSource(trainers, plan, batch_size(plan, len(user_data)))
     return federate(Clients(model, plan, trainers=trainers, users=user_data, batch_source=batch_source, reads=False))
 
 
 def _user_without_text(name: str) -> UserData:
+    """Return a user with three empty splits."""
     nothing = torch.empty(0, dtype=torch.int32)
     return UserData(name=name, train=nothing, valid=nothing, test=nothing)
 
@@ -464,7 +472,7 @@ def method_cost(
         users = count_users(stage.federation, names)
     else:
         loads = dict.fromkeys(names, text_load(stage.federation.clients))
-        users = count_stacked(stage, loads, _language_base(recipe, base, names))
+        users = count_stacked(stage, loads, _base_flops(recipe, base, names))
     return summarise(stage, users, free, keep=recipe.checkpoints.keep)
 
 
@@ -497,10 +505,15 @@ def rehearse_text(
     )
 
 
-def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
-    """Return the base's FLOPs within those of FedAvg's adapters.
+def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
+    """Return the base's FLOPs in a mixture, by which its overhead is measured.
 
-    They are one pass per step over the same weights, for each model.
+    These are the frozen base's FLOPs with FedAvg's adapters: one pass per step, times the number of whole models.
+
+    Args:
+        recipe: The recipe.
+        base: The base; weights are not needed.
+        names: Names of the users.
     """
     fedavg = with_method(without_sums(recipe), "fedavg")
     user = count_users(federate_bare(fedavg, base, names[:1]), names[:1])[0]
@@ -554,8 +567,9 @@ def fit(recipe: Recipe, run_data: RunData) -> PassSize:
     Raises:
         RecipeError: One sequence of one user does not fit.
     """
-    stage = _rehearsed(with_method(recipe, recipe.method.name), run_data, recipe.training.participation)
+    stage = _rehearse(with_method(recipe, recipe.method.name), run_data, recipe.training.participation)
     device = stage.steps.model.device
+    # `machine.total_bytes` includes base, data and process, which are in memory already.
     loaded = stage.weights_bytes + stage.process_bytes + stage.data_bytes
     free = int(FREE_SHARE.get(device.type, 1.0) * free_bytes(device)) + loaded
     machine, chosen = memory(stage), stage.steps.pass_size
@@ -569,8 +583,15 @@ def fit(recipe: Recipe, run_data: RunData) -> PassSize:
     return chosen
 
 
-def _rehearsed(recipe: Recipe, run_data: RunData, participation: Participation) -> Rehearsal:
-    kind, users, all_names = kind_of(recipe), run_data.present, run_data.users.names
+def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -> Rehearsal:
+    """Build the federation of this process without weights and data, to measure a pass.
+
+    Args:
+        recipe: The recipe.
+        run_data: Base and data.
+        participation: Fraction or names of the participants.
+    """
+    kind, users, all_names = kind_of(recipe), run_data.present, run_data.users.names  # here, and in all processes
     if not kind.needs_base:
         return rehearse_nets(recipe, replace(run_data.common, users=users), participation, all_names)
     (as_text,) = kind.as_text([recipe], len(users))[0] if users.in_memory else as_long(kind, [recipe], users)

@@ -58,7 +58,16 @@ def counted(work: Callable[[], object]) -> int:
 
 
 def _convolution_backward(out: Sequence[int], x: object, weight: Sequence[int], *rest: Any, **_: object) -> int:
-    # torch's formula treats the weight gradient of a grouped convolution as a full one; stacked models are groups.
+    """Return the FLOPs of the gradients of a convolution, of its input and its weight as far as they are wanted.
+
+    torch's formula treats the weight gradient of a grouped convolution as a full one; stacked models are groups.
+
+    Args:
+        out: Shape of the gradient of the output.
+        x: Shape of the input.
+        weight: Shape of the weight.
+        rest: The operation's other arguments; the last says which gradients are wanted: input, weight, bias.
+    """
     wanted = rest[-1][:2]
     return 2 * out[0] * math.prod(out[2:]) * math.prod(weight) * sum(wanted)
 
@@ -195,10 +204,16 @@ def backward(blocks: Sequence[Block], head: int) -> Flops:
 
 
 def _block_backward(block: Block, live: bool) -> tuple[Flops, bool]:
-    """Return the FLOPs of a block's backward pass, and whether its output needs a gradient.
+    """Return the FLOPs of a block's backward pass, and whether a gradient reaches its output.
 
-    ``live`` says whether its input needs one.
+    A product is counted if its gradient is needed: of an input, where something before it is trained, or of a weight,
+    where that is trained.
+
+    Args:
+        block: The block.
+        live: Whether a gradient of its input is needed, because an earlier block trains something.
     """
+    # Whether a gradient is needed of the attention's values, and of the attention's output.
     attended = live or any(linear.trained for linear in block.reads)
     written = attended or block.writes.trained
     mlp = (*block.first, block.last)
@@ -220,8 +235,10 @@ def _block_backward(block: Block, live: bool) -> tuple[Flops, bool]:
 def _lora_backward(linear: Linear, wanted: bool, inner: bool = True) -> float:
     """Return the FLOPs of a LoRA's gradients.
 
-    These are the gradients of A and B if they are trained, of the input if ``wanted``, and of the product with A if
-    ``inner``.
+    Args:
+        linear: The linear with its LoRA ``B A x``; the gradients of A and of B count if they are trained.
+        wanted: Whether the gradient of the input x is needed.
+        inner: Whether the gradient of ``A x`` is needed.
     """
     return 2.0 * (linear.b * (int(inner) + int(linear.trains_b)) + linear.a * (int(linear.trains_a) + int(wanted)))
 
@@ -294,7 +311,7 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             paper="+5 MFLOPs (+1.25%)",
             theirs=2.0 * sizes.router * context,
             theirs_share=share,
-            **_true(comigs.forward_flops, fedavg.forward_flops),
+            **_true_difference(comigs.forward_flops, fedavg.forward_flops),
             why="The paper divides the FLOPs of the routers by those of the experts' LoRA on the MLPs; relative to the "
             "whole pass, including the base, the share is far smaller.",
         ),
@@ -304,7 +321,7 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             paper="not counted",
             theirs=None,
             theirs_share=None,
-            **_true(comigs.round_flops, fedavg.round_flops),
+            **_true_difference(comigs.round_flops, fedavg.round_flops),
             why="Routers are trained in separate passes, which FedAvg does not have.",
         ),
         Difference(
@@ -313,7 +330,7 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             paper="+0.035 MB (+1.25%)",
             theirs=float(sizes.router * PAPER_BYTES),
             theirs_share=share,
-            **_true(comigs.state_bytes, fedavg.state_bytes),
+            **_true_difference(comigs.state_bytes, fedavg.state_bytes),
             why="Here routers are float32 and have two optimizer moments each; the share is relative to all LoRA, "
             "including attention. The paper's MB are MiB of bfloat16.",
         ),
@@ -323,14 +340,15 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             paper="-1.41 MB (-50%)",
             theirs=-float(sizes.expert * PAPER_BYTES),
             theirs_share=-0.5,
-            **_true(comigs.upload_bytes, fedavg.upload_bytes),
+            **_true_difference(comigs.upload_bytes, fedavg.upload_bytes),
             why=f"LoRA of attention is uploaded, too: {_millions(sizes.attention + sizes.expert)} of {_millions(lora)} "
             "LoRA parameters, as float32. The paper counts only the experts of the MLPs, as MiB of bfloat16.",
         ),
     ]
 
 
-def _true(comigs: float, fedavg: float) -> dict[str, float]:
+def _true_difference(comigs: float, fedavg: float) -> dict[str, float]:
+    """Return the last fields of a :class:`Difference`: CoMiGS minus FedAvg, and as a fraction of FedAvg."""
     return {"true": float(comigs - fedavg), "true_share": comigs / fedavg - 1}
 
 
@@ -378,7 +396,7 @@ class UserCost:
                 "total": spent.total,
                 "overhead": spent.overhead,
                 "naive_total": spent.naive(self.experts),
-                "naive_overhead": _over(spent.naive(self.experts), spent.base),
+                "naive_overhead": _overhead(spent.naive(self.experts), spent.base),
             }
             for name, spent in (
                 (f"forward_flops_per_{self.unit}", self.forward),
@@ -390,7 +408,8 @@ class UserCost:
         return {**plain, "trainable_parameters": self.trainable_parameters, **flops}
 
 
-def _over(total: float, base: float) -> float:
+def _overhead(total: float, base: float) -> float:
+    """Return the FLOPs beyond the base's, as a fraction of the base's; 0 if the base has none."""
     return total / base - 1 if base else 0.0
 
 
@@ -442,7 +461,7 @@ class MemoryCost:
         return asdict(self) | {"pass_bytes": self.pass_bytes, "total_bytes": self.total_bytes}
 
 
-_PLAIN = ("exchanges", "users_per_step", "micro_batch", "fits", "advice", "store_bytes")
+_PLAIN_FIELDS = ("exchanges", "users_per_step", "micro_batch", "fits", "advice", "store_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,7 +498,7 @@ class MethodCost:
         """Return nested dictionaries, for JSON."""
         users = {"users": [user.as_dict() for user in self.users]}
         memory = {"machine": self.machine.as_dict(), "own_device": self.own_device.as_dict()}
-        plain = {key: getattr(self, key) for key in _PLAIN}
+        plain = {key: getattr(self, key) for key in _PLAIN_FIELDS}
         revealed = {"privacy": self.privacy} if self.privacy else {}
         return {"method": self.method, **users, **memory, **plain, **revealed}
 

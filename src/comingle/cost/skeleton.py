@@ -42,19 +42,26 @@ CODES = {"8bit": 256, "4bit": 16}
 """Number of values that a packed weight can have. The table of values is stored with each matrix."""
 
 _PER_BYTE = {"8bit": 1, "4bit": 2}
+"""Number of packed weights in a byte."""
 
 
 class PackedShape(QuantisedLinear):
-    """A packed linear without values: shapes of its stored and its unpacked tensors. Does not need bitsandbytes."""
+    """A packed linear without values: shapes of its stored and its unpacked tensors. Does not need bitsandbytes.
+
+    Args:
+        weight: The unpacked weight, of which only the shape and the dtype are used.
+        bias: The bias.
+        bits: The format of the packed weight.
+    """
 
     def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: nn.Parameter | None, bits: Bits):
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.bits, self.dtype, self.bias = bits, weight.dtype, bias
-        numbers = weight.numel()
-        self.register_buffer("packed", _empty(-(-numbers // _PER_BYTE[bits]), torch.uint8))
-        self.register_buffer("scales", _empty(-(-numbers // BLOCKS[bits]), torch.float32))
-        self.register_buffer("code", _empty(CODES[bits], torch.float32))
+        count = weight.numel()
+        self.register_buffer("packed", _meta_buffer(-(-count // _PER_BYTE[bits]), torch.uint8))
+        self.register_buffer("scales", _meta_buffer(-(-count // BLOCKS[bits]), torch.float32))
+        self.register_buffer("code", _meta_buffer(CODES[bits], torch.float32))
 
     def unpack(self) -> Float[Tensor, "d_out d_in"]:
         """Return an empty tensor of the weight's shape, on the device of the packed tensor."""
@@ -67,7 +74,8 @@ def pack_shapes(model: nn.Module, bits: Bits) -> None:
     replace_linears(model, lambda weight, bias: PackedShape(weight, bias, bits))
 
 
-def _empty(count: int, dtype: torch.dtype) -> Tensor:
+def _meta_buffer(count: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of ``count`` numbers without data."""
     return torch.empty(count, dtype=dtype, device="meta")
 
 
@@ -89,22 +97,32 @@ def load_skeleton(
         BaseModelError: As :func:`comingle.models.loading.load_base`.
     """
     require_docstrings()
-    place = resolve_device(device)
-    number = resolve_dtype(dtype, place)
-    style = resolve_attention(attention, place)
+    run_device = resolve_device(device)
+    run_dtype = resolve_dtype(dtype, run_device)
+    implementation = resolve_attention(attention, run_device)
     with torch.device("meta"):
         if name.startswith(PREFIX):
-            model = random_base(name, dtype=number, attention=style, seed=0)
+            model = random_base(name, dtype=run_dtype, attention=implementation, seed=0)
         else:
-            model = _from_config(name, number, style)
+            model = _model_of_config(name, run_dtype, implementation)
     freeze(model, None)
     bits: Any = "" if quantise == "none" else quantise
     if bits:
         pack_shapes(model, bits)
-    return Base(model=model, tokenizer=None, name=name, dtype=number, device=place, quantised=bits)
+    return Base(model=model, tokenizer=None, name=name, dtype=run_dtype, device=run_device, quantised=bits)
 
 
-def _from_config(name: str, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+def _model_of_config(name: str, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    """Build a model of transformers from its configuration, on the current device.
+
+    Args:
+        name: Name of the base, as in the recipe.
+        dtype: Dtype of its weights.
+        attention: Attention implementation; None for the model's default.
+
+    Raises:
+        BaseModelError: The configuration cannot be read, or is of a model that comingle does not support.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = _config_folder(name)
@@ -123,7 +141,8 @@ def _config_folder(name: str) -> Path:
     alias = ALIASES.get(name)
     if alias is not None:
         return _hub_config(alias.repository) or locate(name).folder
-    if not name or expand_home(name).exists() or name.startswith((".", "~", "/")) or name.count("/") > 1:
+    is_path = not name or expand_home(name).exists() or name.startswith((".", "~", "/")) or name.count("/") > 1
+    if is_path:
         return locate(name).folder
     return _hub_config(name) or locate(name).folder
 
@@ -201,7 +220,7 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
     return MixedLanguageModel(
         name=base.name,
         net=net,
-        layout=Layout(slots=tuple(_slots(net))),
+        layout=Layout(slots=tuple(_mixture_slots(net))),
         users=users,
         device=base.device,
         dtype=base.dtype,
@@ -212,7 +231,7 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
     )
 
 
-def _slots(net: FloralModel) -> list[Slot]:
+def _mixture_slots(net: FloralModel) -> list[Slot]:
     """Return the slots of adaptors, then of the router: the tensors of each user over a frozen base."""
     shapes, slots = {name: tuple(p.shape) for name, p in net.named_parameters()}, []
     for wanted, copies in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):

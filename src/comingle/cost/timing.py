@@ -292,8 +292,10 @@ def network_seconds(load: RunWork, parts: Parts, cluster: Cluster) -> float:
     """
     if cluster.size == 1:
         return 0.0
-    far, P = cluster.machines > 1, cluster.size
-    rate, hop = (min(cluster.link, parts.bus), parts.hop + cluster.latency) if far else (parts.bus, parts.hop)
+    P = cluster.size
+    rate, hop = parts.bus, parts.hop
+    if cluster.machines > 1:
+        rate, hop = min(cluster.link, parts.bus), parts.hop + cluster.latency
     if load.adds:
         up = ring_seconds(INTEGER_BYTES * load.shared, P, rate)
     else:
@@ -317,10 +319,11 @@ def disk_seconds(load: RunWork, parts: Parts, cluster: Cluster) -> float:
         parts: Measured times.
         cluster: The machines.
     """
-    here = cluster.processes * load.state_bytes / cluster.disk
+    # The users of a machine's processes share its disk; this is the time for one user of each process.
+    seconds = cluster.processes * load.state_bytes / cluster.disk
     if not load.on_disk:
-        return share(load.users, cluster.size) * here / load.checkpoint_every
-    return max(0.0, 2 * share(load.present, cluster.size) * here - compute_seconds(load, parts, cluster))
+        return share(load.users, cluster.size) * seconds / load.checkpoint_every
+    return max(0.0, 2 * share(load.present, cluster.size) * seconds - compute_seconds(load, parts, cluster))
 
 
 def round_of(load: RunWork, parts: Parts, cluster: Cluster) -> Round:
@@ -360,7 +363,9 @@ MAX_TRAINED, MAX_SENDING, MAX_STATE_BYTES = 128, 1024, 2**28
 """Limits per process: users that train together, users that send without training, and bytes of their tensors."""
 
 _HOPS, _DISK_BYTES, _BUS_NUMBERS = 50, 2**25, 2**20
+"""Sizes of measurements: barriers, bytes written to disk, and numbers that are reduced and broadcast."""
 _COUNTED = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
+"""Operations of torch.distributed that are counted."""
 
 
 def main() -> None:
@@ -389,25 +394,26 @@ def measured(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, o
         Seconds, sizes and counts, for JSON (:class:`comingle.cost.machines.Measured`).
     """
     size = 1 if ranks is None else ranks.size
-    read = prepare(recipe)
-    least = build(recipe, copy_users(read, 1)).clients
-    cohort, state = min(MAX_TRAINED, least.pass_size.users), user_bytes(least.state, MEMORY)
-    per_process = max(own_users, cohort, min(MAX_SENDING, MAX_STATE_BYTES // max(1, state.params + state.moments)))
-    federation = _federation(recipe, copy_users(read, per_process * size), ranks)
+    run_data = prepare(recipe)
+    one_user = build(recipe, copy_users(run_data, 1)).clients
+    cohort, state = min(MAX_TRAINED, one_user.pass_size.users), user_bytes(one_user.state, MEMORY)
+    sending = min(MAX_SENDING, MAX_STATE_BYTES // max(1, state.params + state.moments))
+    per_process = max(own_users, cohort, sending)
+    federation = _build_federation(recipe, copy_users(run_data, per_process * size), ranks)
     clients, meet = federation.clients, _no_barrier if ranks is None else ranks.meet
     with counting() as counts:
         own_s, _ = rounds_of(federation, min(own_users, cohort), size)
-    user_s = own_s if own_users >= cohort else rounds_of(federation, cohort, size)[0]
+    cohort_s = own_s if own_users >= cohort else rounds_of(federation, cohort, size)[0]
     fewer = max(1, per_process // FEW)
     with untrained():
         other_seconds = [rounds_of(federation, count, size)[1] for count in (fewer, per_process)]
     clients.scored = range(cohort)
     meet()
-    times = describe_messages(federation) | {
+    times = describe_sizes(federation) | {
         "amounts": amounts_of(clients),
         "cohort": cohort,
         "own_user_s": own_s / min(own_users, cohort),
-        "user_s": user_s / cohort if own_users < cohort else own_s / min(own_users, cohort),
+        "user_s": cohort_s / cohort if own_users < cohort else own_s / min(own_users, cohort),
         "evaluation_s": timed(clients.evaluate, 1) / cohort,
         "others_s": other_seconds,
         "counts_of_users": [fewer, per_process],
@@ -420,7 +426,14 @@ def measured(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, o
     return times | (link_rates(ranks) if ranks is not None else {})
 
 
-def _federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) -> InProcess:
+def _build_federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) -> InProcess:
+    """Build the federation of a measurement: this process's shard of it, if there are several processes.
+
+    Args:
+        recipe: The recipe.
+        run_data: Base and data, with the users of all processes.
+        ranks: The processes; None for one process.
+    """
     if ranks is None:
         return build(recipe, run_data)
     check_device(recipe, ranks.place)
@@ -439,7 +452,7 @@ def copy_users(run_data: RunData, count: int) -> RunData:
 
 
 def rounds_of(federation: InProcess, members_each: int, size: int) -> tuple[float, float]:
-    """Return the median seconds of local steps, and of everything else, in a round.
+    """Run :data:`ROUNDS` rounds and return the median seconds of local steps, and of everything else, in a round.
 
     Args:
         federation: The federation.
@@ -449,24 +462,26 @@ def rounds_of(federation: InProcess, members_each: int, size: int) -> tuple[floa
     clients = federation.clients
     num_users, first = len(clients.trainers), federation.server.version
     members = tuple(rank * num_users + i for rank in range(size) for i in range(members_each))
+    # Evaluations and the end of the run, which are not measured, are later than the rounds that are run.
     plan = replace(clients.plan, participation=(members,)).updated("training", rounds=10**6)
     clients.plan = plan.updated("evaluation", every=10**6, first=False).updated("checkpoints", every=1)
-    steps: list[float] = []
-    marks: list[float] = []
+    local_seconds: list[float] = []
+    ends: list[float] = []  # times at which rounds ended
 
     def observe(event: dict[str, Any]) -> None:
         if event["event"] == "round":
-            steps.append(event["seconds"])
+            local_seconds.append(event["seconds"])
 
-    def mark(done: int, clock: Clock) -> None:
-        marks.append(time.perf_counter())
-        if len(marks) == ROUNDS:
+    def end_round(done: int, clock: Clock) -> None:
+        ends.append(time.perf_counter())
+        if len(ends) == ROUNDS:
             raise _RoundsDoneError
 
     with suppress(_RoundsDoneError):
-        run_rounds(federation, observe=observe, checkpoint=mark, first_round=first)
-    spent = [after - before - own for (before, after), own in zip(pairwise(marks), steps[1:], strict=True)]
-    return median(steps[1:]), max(0.0, median(spent))
+        run_rounds(federation, observe=observe, checkpoint=end_round, first_round=first)
+    counted = local_seconds[1:]  # the first round warms up
+    others = [after - before - own for (before, after), own in zip(pairwise(ends), counted, strict=True)]
+    return median(counted), max(0.0, median(others))
 
 
 class _RoundsDoneError(Exception):
@@ -477,17 +492,17 @@ class _RoundsDoneError(Exception):
 def untrained() -> Iterator[None]:
     """Skip local steps, so that rounds consist of messages, the server's work and collective operations."""
 
-    def idle(clients: Clients, members: Sequence[int], *_: Any) -> LocalRound:
+    def skip_steps(clients: Clients, members: Sequence[int], *_: Any) -> LocalRound:
         return LocalRound(losses=dict.fromkeys(members, 1.0), rejected={}, tokens=0, seconds=0.0)
 
-    trains, local.train = local.train, idle
+    train, local.train = local.train, skip_steps
     try:
         yield
     finally:
-        local.train = trains
+        local.train = train
 
 
-def describe_messages(federation: InProcess) -> dict[str, object]:
+def describe_sizes(federation: InProcess) -> dict[str, object]:
     """Return the sizes of messages and users, and whether the server needs sums alone."""
     clients, server = federation.clients, federation.server
     sizes: dict[str, object] = {"adds": bool(server.adds and not getattr(federation, "ordered", False))}
@@ -496,7 +511,13 @@ def describe_messages(federation: InProcess) -> dict[str, object]:
 
 
 def time_exchange(federation: InProcess) -> dict[str, object]:
-    """Return the seconds for one user's messages on the client, and for its upload on the server."""
+    """Time the messages of this process's users, once each on the client and on the server.
+
+    Returns:
+        Seconds per user to receive a download (``receive_s``), to make an upload (``send_s``), to sum uploads before
+        they are sent (``sum_s``) and to aggregate them on the server (``aggregate_s``); and ``common``, whether all
+        users download the same tensors.
+    """
     clients, server = federation.clients, federation.server
     if not clients.shares:
         return {"receive_s": 0.0, "send_s": 0.0, "sum_s": 0.0, "aggregate_s": 0.0, "common": True}
@@ -513,11 +534,12 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
     if server.adds:
         weights = dict.fromkeys(upload.tensors, torch.full((len(members),), 1 / len(members), dtype=torch.float64))
 
-        def summed() -> None:
+        def sum_uploads() -> None:
             largest = largest_terms(upload.tensors, weights)
             whole_sums(upload.tensors, weights, shifts_of(largest, len(members)))
 
-        times["sum_s"] = timed(summed, 3) if clients.plan.training.uploads == "float32" else send_s
+        times["sum_s"] = timed(sum_uploads, 3) if clients.plan.training.uploads == "float32" else send_s
+    # Tensors that all users download are expanded along the users, without copies.
     common = message is None or all(t.stride(0) == 0 or len(names) == 1 for t in message.tensors.values())
     return {**{key: value / len(members) for key, value in times.items()}, "common": common}
 
@@ -525,11 +547,14 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
 def link_rates(ranks: Ranks) -> dict[str, float]:
     """Return the seconds of a barrier per hop, and the bandwidth of reductions and broadcasts in bytes per second."""
     numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
-    hop = timed(lambda: [ranks.meet() for _ in range(_HOPS)], 3) / _HOPS
-    summing = timed(lambda: ranks.total(numbers), 3)
-    copying = timed(lambda: ranks.broadcast({"numbers": numbers}), 3)
-    ring = 2 * (ranks.size - 1) / ranks.size * numbers.nbytes / summing
-    return {"hop": hop / max(1, ranks.size - 1), "bus": min(ring, numbers.nbytes / copying)}
+    barrier_seconds = timed(lambda: [ranks.meet() for _ in range(_HOPS)], 3) / _HOPS
+    sum_seconds = timed(lambda: ranks.total(numbers), 3)
+    broadcast_seconds = timed(lambda: ranks.broadcast({"numbers": numbers}), 3)
+    ring_rate = 2 * (ranks.size - 1) / ranks.size * numbers.nbytes / sum_seconds  # inverts `ring_seconds`
+    return {
+        "hop": barrier_seconds / max(1, ranks.size - 1),
+        "bus": min(ring_rate, numbers.nbytes / broadcast_seconds),
+    }
 
 
 def disk_rate() -> float:
