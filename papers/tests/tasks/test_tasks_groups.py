@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import generator
-from comingle_papers.tasks.images import choose_labels, cluster_sizes, deal, draw_dirichlet, group_by_labels
+from comingle_papers.tasks.images import choose_labels, cluster_sizes, deal_images, draw_dirichlet, group_by_labels
 
 KEY = ("cifar100-cluster", 0)
 
@@ -91,18 +91,18 @@ def test_images_of_a_label_of_two_clusters_are_parted_by_their_users() -> None:
 def test_even_shares_of_consecutive_users() -> None:
     labels = labels_of(103, 4)
     groups = [torch.arange(40), torch.arange(40, 103)]
-    parts = deal(groups, [3, 2], labels, alpha=None, key=KEY)
+    parts = deal_images(groups, [3, 2], labels, alpha=None, key=KEY)
     assert [len(part) for part in parts] == [14, 13, 13, 32, 31]
     assert sorted(torch.cat(parts[:3]).tolist()) == list(range(40))
     assert sorted(torch.cat(parts[3:]).tolist()) == list(range(40, 103))
-    again, other = (deal(groups, [3, 2], labels, alpha=None, key=("cifar100-cluster", s)) for s in (0, 1))
+    again, other = (deal_images(groups, [3, 2], labels, alpha=None, key=("cifar100-cluster", s)) for s in (0, 1))
     assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
     assert not torch.equal(parts[0], other[0])
 
 
 def test_fewer_images_than_users_is_said() -> None:
     with pytest.raises(DataError) as error:
-        deal([torch.arange(2)], [3], labels_of(2, 2), alpha=None, key=KEY)
+        deal_images([torch.arange(2)], [3], labels_of(2, 2), alpha=None, key=KEY)
     assert str(error.value) == (
         "task 'cifar100-cluster': 2 images for 3 users; allowed: at least one per user: more images, or fewer users"
     )

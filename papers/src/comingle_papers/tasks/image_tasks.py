@@ -58,7 +58,7 @@ from torch.nn import functional as F
 from comingle.data.samples.samples import Samples, UserSamples, hold_out, list_labels
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import generator
-from comingle_papers.tasks.images import Images, Key, choose_labels, cluster_sizes, deal, group_by_labels
+from comingle_papers.tasks.images import Images, Key, choose_labels, cluster_sizes, deal_images, group_by_labels
 
 Shift = Literal["rotate", "labels"]
 Partition = Literal["personal", "cluster", "domain"]
@@ -101,18 +101,27 @@ class Setting:
         return self.colours is not None
 
 
-def _fedmerge(
-    images: str, partition: Partition, hub: str, pooled: int, classes: int, colours: Colours | None
+def _fedmerge_setting(
+    images: str, partition: Partition, hub: str, total_images: int, classes: int, colours: Colours | None
 ) -> Setting:
-    """Return the setting of FedMerge's section 4.1 and public code for ``pooled`` images in total."""
+    """Return the setting of one of FedMerge's tasks, as in its section 4.1 and public code.
+
+    Args:
+        images: Name of the image files.
+        partition: How images are dealt out to users.
+        hub: The data set on the hub.
+        total_images: Number of train and test images together.
+        classes: Number of labels.
+        colours: Mean and standard deviation of each channel; None for grey images.
+    """
     users = 4 if partition == "domain" else 50
-    each = pooled / users
+    images_per_user = total_images / users
     return Setting(
         users=users,
         clusters={"personal": 1, "cluster": 5, "domain": 4}[partition],
         net="resnet9",
-        train=round(each * (1 - TEST_SHARE) * (1 - VALID_SHARE)),
-        test=round(each * TEST_SHARE),
+        train=round(images_per_user * (1 - TEST_SHARE) * (1 - VALID_SHARE)),
+        test=round(images_per_user * TEST_SHARE),
         hub=hub,
         images=images,
         classes=classes,
@@ -151,13 +160,13 @@ TASKS: dict[str, Setting] = {
     "cifar100": Setting(
         users=100, clusters=10, net="vgg8", hub=_CIFAR100, classes=100, colours=CIFAR10_COLOURS, augment=True
     ),
-    "mnist-personal": _fedmerge("mnist", "personal", _MNIST, 70_000, 10, None),
-    "mnist-cluster": _fedmerge("mnist", "cluster", _MNIST, 70_000, 10, None),
-    "cifar10-personal": _fedmerge("cifar10", "personal", _CIFAR10, 60_000, 10, CIFAR10_COLOURS),
-    "cifar10-cluster": _fedmerge("cifar10", "cluster", _CIFAR10, 60_000, 10, CIFAR10_COLOURS),
-    "cifar100-personal": _fedmerge("cifar100", "personal", _CIFAR100, 60_000, 100, _CIFAR100_COLOURS),
-    "cifar100-cluster": _fedmerge("cifar100", "cluster", _CIFAR100, 60_000, 100, _CIFAR100_COLOURS),
-    "pacs": _fedmerge("pacs", "domain", "hub:flwrlabs/pacs", 9_991, 7, _IMAGENET_COLOURS),
+    "mnist-personal": _fedmerge_setting("mnist", "personal", _MNIST, 70_000, 10, None),
+    "mnist-cluster": _fedmerge_setting("mnist", "cluster", _MNIST, 70_000, 10, None),
+    "cifar10-personal": _fedmerge_setting("cifar10", "personal", _CIFAR10, 60_000, 10, CIFAR10_COLOURS),
+    "cifar10-cluster": _fedmerge_setting("cifar10", "cluster", _CIFAR10, 60_000, 10, CIFAR10_COLOURS),
+    "cifar100-personal": _fedmerge_setting("cifar100", "personal", _CIFAR100, 60_000, 100, _CIFAR100_COLOURS),
+    "cifar100-cluster": _fedmerge_setting("cifar100", "cluster", _CIFAR100, 60_000, 100, _CIFAR100_COLOURS),
+    "pacs": _fedmerge_setting("pacs", "domain", "hub:flwrlabs/pacs", 9_991, 7, _IMAGENET_COLOURS),
 }
 
 
@@ -243,6 +252,13 @@ def crop_randomly(
 
 
 def _pad(images: Float[Tensor, "n c h w"], padding: int, fill: Sequence[float] | float) -> Float[Tensor, "n c _ _"]:
+    """Return images with a border of ``fill`` on all sides.
+
+    Args:
+        images: The images, shape (n, c, h, w).
+        padding: Width of the border in pixels.
+        fill: One value, or one per channel.
+    """
     count, channels, height, width = images.shape
     padded = images.new_empty(count, channels, height + 2 * padding, width + 2 * padding)
     padded[:] = images.new_tensor(fill).view(-1, 1, 1)
@@ -293,19 +309,33 @@ def make_shifted(
         raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {most}, one image per split and user")
     dealt: dict[str, list[Samples]] = {}
     for split, images in images_of_split.items():
-        parts = _deal(images.labels, users, clusters if shift is None else None, generator("task", name, seed, split))
+        parts = _deal_evenly(
+            images.labels, users, clusters if shift is None else None, generator("task", name, seed, split)
+        )
         parts = parts if split == "train" else [part[:test_samples] for part in parts]
-        dealt[split] = [_shifted(images, part, k % clusters, clusters, shift, setting) for k, part in enumerate(parts)]
+        dealt[split] = [
+            _shifted_samples(images, part, k % clusters, clusters, shift, setting) for k, part in enumerate(parts)
+        ]
     return tuple(
         UserSamples(name=f"user-{k}", train=train, valid=train.first(0), test=test, cluster=k % clusters)
         for k, (train, test) in enumerate(zip(dealt["train"], dealt["test"], strict=True))
     )
 
 
-def _deal(
+def _deal_evenly(
     labels: Int64[Tensor, " n"], users: int, clusters: int | None, generator: torch.Generator
 ) -> list[Int64[Tensor, " _"]]:
-    """Return each user's image indices, evenly dealt; with ``clusters``, label y goes to cluster y mod C."""
+    """Deal images out evenly in random order.
+
+    Args:
+        labels: The label of each image.
+        users: Number of users; user k is in cluster k mod C.
+        clusters: Number of clusters C; images of label y go to users of cluster y mod C. None ignores labels.
+        generator: Source of the order.
+
+    Returns:
+        The image indices of each user.
+    """
     order = torch.randperm(len(labels), generator=generator)
     if clusters is None:
         return list(order.tensor_split(users))
@@ -318,11 +348,20 @@ def _deal(
     return parts
 
 
-def _shifted(
+def _shifted_samples(
     images: Images, part: Int64[Tensor, " m"], cluster: int, clusters: int, shift: Shift | None, setting: Setting
 ) -> Samples:
-    """Return a user's images as real numbers, shifted as its cluster is."""
-    pixels, labels = images.reals(part), images.labels[part]
+    """Return a user's normalised images and its labels, shifted as its cluster is.
+
+    Args:
+        images: All images of the split.
+        part: Indices of the user's images.
+        cluster: The user's cluster.
+        clusters: Number of clusters.
+        shift: The shift between clusters, if there is one.
+        setting: The task's defaults.
+    """
+    pixels, labels = images.as_floats(part), images.labels[part]
     if shift == "rotate":
         pixels = rotate(pixels, 360 * cluster / clusters)  # before normalising: corners become black
     elif shift == "labels":
@@ -376,53 +415,77 @@ def make_skewed(
         DataError: A user has no images, or too few of each label to hold any out.
     """
     key: Key = (name, seed)
-    groups, sizes, called = _group(setting, images, users, clusters, labels_per_cluster, key)
-    parts = deal(groups, sizes, images.labels, alpha=alpha, key=key, names=called)
+    groups, sizes, group_names = _group_images(setting, images, users, clusters, labels_per_cluster, key)
+    parts = deal_images(groups, sizes, images.labels, alpha=alpha, key=key, names=group_names)
     owners = [group for group, size in enumerate(sizes) for _ in range(size)]
-    names = _names(images, sizes)
-    dealt = []
+    names = _user_names(images, sizes)
+    users_with_samples = []
     for k, part in enumerate(parts):
-        train, test = _split(images.labels, part, fraction, names[k])
-        dealt.append(
+        train, test = _split_part(images.labels, part, fraction, names[k])
+        users_with_samples.append(
             UserSamples(
                 name=names[k],
-                train=_samples(images, train, setting),
-                valid=_samples(images, train[:0], setting),
-                test=_samples(images, test[:test_samples], setting),
+                train=_samples_at(images, train, setting),
+                valid=_samples_at(images, train[:0], setting),
+                test=_samples_at(images, test[:test_samples], setting),
                 cluster=None if setting.partition == "personal" else owners[k],
             )
         )
-    return tuple(dealt)
+    return tuple(users_with_samples)
 
 
-def _group(
+def _group_images(
     setting: Setting, images: Images, users: int, clusters: int, labels_per_cluster: int | None, key: Key
 ) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
-    """Return the image indices, the number of users and, where there are several groups, the name of each group."""
+    """Group images by cluster or domain, as each group is dealt out to users of its own.
+
+    Args:
+        setting: The task's defaults.
+        images: All images.
+        users: Number of users.
+        clusters: Number of clusters.
+        labels_per_cluster: Labels of each cluster; None puts every label into one cluster.
+        key: Key of the random stream.
+
+    Returns:
+        For each group the indices of its images and its number of users; and the groups' names for error messages,
+        empty if there is a single group.
+    """
     if setting.partition == "personal":
         return [torch.arange(len(images))], [users], []
     if setting.partition == "domain":
         return _group_by_domain(images, users, key)
     sizes = cluster_sizes(users, clusters)
     chosen = choose_labels(setting.classes, clusters, labels_per_cluster, key)
-    called = [
+    group_names = [
         f"cluster {number} (labels {list_labels(labels_of_cluster)})" for number, labels_of_cluster in enumerate(chosen)
     ]
-    return group_by_labels(images.labels, chosen, sizes, key), sizes, called
+    return group_by_labels(images.labels, chosen, sizes, key), sizes, group_names
 
 
 def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
+    """Group images by domain and share users out evenly; results are as of :func:`_group_images`.
+
+    Raises:
+        RecipeError: There are fewer users than domains.
+    """
     assert images.domains is not None
-    count = len(images.domain_names)
-    if users < count:
-        raise RecipeError(f"task {key[0]!r}: users={users}; allowed: from {count}, one per domain")
-    groups = [(images.domains == domain).nonzero().flatten() for domain in range(count)]
-    called = [f"domain {name!r}" for name in images.domain_names]
-    return groups, [len(part) for part in torch.arange(users).tensor_split(count)], called
+    num_domains = len(images.domain_names)
+    if users < num_domains:
+        raise RecipeError(f"task {key[0]!r}: users={users}; allowed: from {num_domains}, one per domain")
+    groups = [(images.domains == domain).nonzero().flatten() for domain in range(num_domains)]
+    group_names = [f"domain {name!r}" for name in images.domain_names]
+    sizes = [len(users_of_domain) for users_of_domain in torch.arange(users).tensor_split(num_domains)]
+    return groups, sizes, group_names
 
 
-def _names(images: Images, sizes: Sequence[int]) -> list[str]:
-    """Return the users' names: their domain where they have one, with a number where it has several users."""
+def _user_names(images: Images, sizes: Sequence[int]) -> list[str]:
+    """Return the users' names: their domain if images have domains, with a number if the domain has several users.
+
+    Args:
+        images: All images.
+        sizes: Number of users of each group.
+    """
     if not images.domain_names:
         return [f"user-{k}" for k in range(sum(sizes))]
     return [
@@ -432,22 +495,38 @@ def _names(images: Images, sizes: Sequence[int]) -> list[str]:
     ]
 
 
-def _split(
+def _split_part(
     labels: Int64[Tensor, " n"], part: Int64[Tensor, " m"], fraction: float, name: str
 ) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " test"]]:
-    kept, held = hold_out(labels[part], TEST_SHARE)
-    if not len(held):
+    """Split a user's images into train and test images, label by label, and reduce the train images.
+
+    Args:
+        labels: Labels of all images.
+        part: Indices of the user's images.
+        fraction: Share of the train images that the user keeps, but at least ``REDUCED_MINIMUM`` and one of each label.
+        name: The user's name, for error messages.
+
+    Returns:
+        Indices of the train and test images among all images.
+
+    Raises:
+        DataError: No image can be held out for testing.
+    """
+    kept, held_out = hold_out(labels[part], TEST_SHARE)
+    if not len(held_out):
         got = f"no two of {len(part)} images share a label, so none can be held out for testing"
         raise DataError(
             f"user {name!r}: {got}; allowed: more images, fewer users, or a larger alpha where there is one"
         )
     train = part[kept]
-    wanted = max(REDUCED_MINIMUM, round(fraction * len(train)))
-    return train[hold_out(labels[train], 1 - wanted / len(train))[0]], part[held]
+    num_kept = max(REDUCED_MINIMUM, round(fraction * len(train)))
+    reduced, _ = hold_out(labels[train], 1 - num_kept / len(train))
+    return train[reduced], part[held_out]
 
 
-def _samples(images: Images, places: Int64[Tensor, " m"], setting: Setting) -> Samples:
-    pixels = images.reals(places)
+def _samples_at(images: Images, indices: Int64[Tensor, " m"], setting: Setting) -> Samples:
+    """Return the images at these indices as normalised floats, with their labels."""
+    pixels = images.as_floats(indices)
     return Samples(
-        inputs=normalise(pixels, *setting.colours) if setting.colours else pixels, targets=images.labels[places]
+        inputs=normalise(pixels, *setting.colours) if setting.colours else pixels, targets=images.labels[indices]
     )

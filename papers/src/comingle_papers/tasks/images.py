@@ -53,14 +53,15 @@ def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
     if share <= 0:
         return user
     targets = user.train.targets
+    # A regression has no labels: all samples count as of one label.
     labels = torch.zeros(len(targets), dtype=torch.int64) if targets.is_floating_point() else targets.long()
-    kept, held = hold_out(labels, share)
-    if not len(held):
+    kept, held_out = hold_out(labels, share)
+    if not len(held_out):
         got = f"{len(targets)} train samples of {len(labels.unique())} labels"
         raise DataError(
             f"user {user.name!r}: valid={share} of {got}: no sample can be held out; allowed: 0, or more samples"
         )
-    return replace(user, train=select_samples(user.train, kept), valid=select_samples(user.train, held))
+    return replace(user, train=select_samples(user.train, kept), valid=select_samples(user.train, held_out))
 
 
 def check_labels(users: Sequence[UserSamples]) -> None:
@@ -83,25 +84,26 @@ Key = tuple[str | int, ...]
 _PUBLISHED_SIZES = (6, 5, 8, 13, 18)
 """Users per cluster in FedMerge, of 50 users."""
 _ATTEMPTS = 20
-_FEWEST = 4
+"""Seeds that are tried; for each the partitioner draws up to eleven times."""
+_MIN_SAMPLES = 4
 """Smallest number of samples of a user: one for testing, one for validation, two for training, as batch norm needs."""
 _FAR_BELOW_AVERAGE = 20
+"""Ratio of the average number of samples to the smallest number that a partition must give a user."""
 
 
 def cluster_sizes(users: int, clusters: int) -> list[int]:
-    """Return the users of each cluster: in FedMerge's proportions for five clusters, else as equal as possible.
+    """Return each cluster's number of users: in FedMerge's proportions for five clusters, else as equal as possible.
 
-    Sizes are rounded by largest remainder; each is at least one.
+    Each cluster gets one user. The others are distributed to meet the proportions, rounded by largest remainder.
     """
-    published = clusters == len(_PUBLISHED_SIZES)
-    parts = _PUBLISHED_SIZES if published else (1,) * clusters
-    spare = users - clusters
-    # Each cluster gets one user; the others are distributed to meet the proportions.
-    quota = [max(0.0, users * part / sum(parts) - 1) for part in parts]
-    scaled = [spare * q / (sum(quota) or 1) for q in quota]
-    sizes = [int(q) for q in scaled]
-    by_remainder = sorted(range(clusters), key=lambda c: sizes[c] - scaled[c])
-    for cluster in by_remainder[: spare - sum(sizes)]:
+    is_published = clusters == len(_PUBLISHED_SIZES)
+    proportions = _PUBLISHED_SIZES if is_published else (1,) * clusters
+    others = users - clusters
+    wanted_others = [max(0.0, users * proportion / sum(proportions) - 1) for proportion in proportions]
+    fractional_sizes = [others * q / (sum(wanted_others) or 1) for q in wanted_others]
+    sizes = [int(q) for q in fractional_sizes]
+    by_remainder = sorted(range(clusters), key=lambda c: sizes[c] - fractional_sizes[c])
+    for cluster in by_remainder[: others - sum(sizes)]:
         sizes[cluster] += 1
     return [1 + size for size in sizes]
 
@@ -131,13 +133,13 @@ def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key
     if per_cluster is None:
         return [sorted(part.tolist()) for part in order.tensor_split(clusters)]
     uses = torch.zeros(classes, dtype=torch.int64)
-    chosen_labels = []
+    labels_of_clusters = []
     for cluster in range(clusters):
         shuffled = torch.randperm(classes, generator=generator(*key, "labels", cluster))
         of_cluster = shuffled[uses[shuffled].argsort(stable=True)[:per_cluster]]  # the least used, in random order
         uses[of_cluster] += 1
-        chosen_labels.append(sorted(of_cluster.tolist()))
-    return chosen_labels
+        labels_of_clusters.append(sorted(of_cluster.tolist()))
+    return labels_of_clusters
 
 
 def group_by_labels(
@@ -154,7 +156,7 @@ def group_by_labels(
     groups: list[list[Tensor]] = [[] for _ in chosen]
     for label in range(max(max(labels_of_cluster) for labels_of_cluster in chosen) + 1):
         holders = [cluster for cluster, labels_of_cluster in enumerate(chosen) if label in labels_of_cluster]
-        images = _shuffled((labels == label).nonzero().flatten(), *key, "label", label)
+        images = _shuffle((labels == label).nonzero().flatten(), *key, "label", label)
         weights = torch.tensor([float(sizes[cluster]) for cluster in holders], dtype=torch.float64)
         borders = (weights.cumsum(0) / weights.sum() * len(images)).round().long()
         for cluster, part in zip(holders, images.tensor_split(borders[:-1]), strict=True):
@@ -162,7 +164,7 @@ def group_by_labels(
     return [torch.cat(parts) for parts in groups]
 
 
-def deal(
+def deal_images(
     groups: Sequence[Int64[Tensor, " _"]],
     sizes: Sequence[int],
     labels: Int64[Tensor, " n"],
@@ -172,8 +174,6 @@ def deal(
     names: Sequence[str] = (),
 ) -> list[Int64[Tensor, " _"]]:
     """Return the indices of each user's images, in random order.
-
-    ``names`` say in errors which group it is, where there are several.
 
     Args:
         groups: The indices of each group's images.
@@ -188,8 +188,8 @@ def deal(
     """
     parts: list[Tensor] = []
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-        shuffled_group = _shuffled(group, *key, "group", number)
-        where = ", ".join([f"task {key[0]!r}", *names[number : number + 1]])
+        shuffled_group = _shuffle(group, *key, "group", number)
+        where = ", ".join([f"task {key[0]!r}", *names[number : number + 1]])  # without a name where names is empty
         if len(shuffled_group) < size:
             got = f"{len(shuffled_group)} images for {size} user{'s' * (size > 1)}"
             raise DataError(f"{where}: {got}; allowed: at least one per user: more images, or fewer users")
@@ -201,8 +201,9 @@ def deal(
     return parts
 
 
-def _shuffled(places: Int64[Tensor, " n"], *key: str | int) -> Int64[Tensor, " n"]:
-    return places[torch.randperm(len(places), generator=generator(*key))]
+def _shuffle(indices: Int64[Tensor, " n"], *key: str | int) -> Int64[Tensor, " n"]:
+    """Return indices in random order, from the random stream of a key."""
+    return indices[torch.randperm(len(indices), generator=generator(*key))]
 
 
 def draw_dirichlet(
@@ -227,28 +228,36 @@ def draw_dirichlet(
     Raises:
         DataError: ``flwr-datasets`` is missing, or some two hundred draws gave no such partition.
     """
-    partitioners, rows = _import_partitioners(), {"label": labels.tolist(), "row": list(range(len(labels)))}
-    least = max(_FEWEST, min(len(labels.unique()), len(labels) // (_FAR_BELOW_AVERAGE * users)))
+    partitioners = _import_partitioners()
+    rows = {"label": labels.tolist(), "row": list(range(len(labels)))}
+    min_samples = max(_MIN_SAMPLES, min(len(labels.unique()), len(labels) // (_FAR_BELOW_AVERAGE * users)))
     for attempt in range(_ATTEMPTS):
         partitioner = partitioners.DirichletPartitioner(
             num_partitions=users,
             partition_by="label",
             alpha=float(alpha),
-            min_partition_size=least,
+            min_partition_size=min_samples,
             self_balancing=True,
             seed=derive(*key, "dirichlet", attempt),
         )
         partitioner.dataset = import_module("datasets").Dataset.from_dict(rows)
-        parts = _load_all(partitioner, users)
+        parts = _load_partitions(partitioner, users)
         # Shares of a tiny alpha may all be 0, and what the partitioner makes of that is no partition.
         if torch.equal(torch.cat(parts).sort().values, torch.arange(len(labels))):
             return parts
-    got = f"no draw of alpha={alpha} gives each of {users} users {least} of {len(labels)} images"
+    got = f"no draw of alpha={alpha} gives each of {users} users {min_samples} of {len(labels)} images"
     raise DataError(f"{where or f'task {key[0]!r}'}: {got}; allowed: fewer users, a larger alpha or more images")
 
 
-def _load_all(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
-    """Return the indices of every user, or none where the partitioner gave up, as it does after eleven draws."""
+def _load_partitions(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
+    """Return the indices of every user's samples.
+
+    The result is one empty tensor where the partitioner gave up, as it does after eleven draws.
+
+    Args:
+        partitioner: A partitioner of ``flwr-datasets`` with its data.
+        users: Number of users.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of each repeated draw
@@ -259,6 +268,11 @@ def _load_all(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
 
 
 def _import_partitioners() -> ModuleType:
+    """Import the partitioners of ``flwr-datasets``.
+
+    Raises:
+        DataError: The package is missing.
+    """
     try:
         return import_module("flwr_datasets.partitioner")
     except ImportError as error:
@@ -291,16 +305,26 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
         raise DataError(f"{source}: no split {split!r}; found: {split_names}")
 
 
-def _choose_columns(there: Sequence[str], wanted: Sequence[Sequence[str]], where: str) -> list[str]:
-    """Return the first existing name of each group."""
-    chosen = [next((name for name in names if name in there), None) for names in wanted]
+def _choose_columns(existing: Sequence[str], wanted: Sequence[Sequence[str]], where: str) -> list[str]:
+    """Return of each group of alternative column names the first that exists.
+
+    Args:
+        existing: Names of the columns of the data set.
+        wanted: Groups of alternative names.
+        where: The place, for error messages.
+
+    Raises:
+        DataError: No name of a group exists.
+    """
+    chosen = [next((name for name in names if name in existing), None) for names in wanted]
     for name, names in zip(chosen, wanted, strict=True):
         if name is None:
-            raise DataError(f"{where}: no column {' or '.join(names)}; found: {list_names(there)}")
+            raise DataError(f"{where}: no column {' or '.join(names)}; found: {list_names(existing)}")
     return [name for name in chosen if name is not None]
 
 
 _IDX_BYTES = 0x08
+"""Code of unsigned bytes in the header of an IDX file."""
 
 
 def read_idx(path: Path) -> UInt8[Tensor, "*shape"]:
@@ -315,18 +339,23 @@ def read_idx(path: Path) -> UInt8[Tensor, "*shape"]:
     kind, axes = content[2], content[3]
     if kind != _IDX_BYTES:
         raise DataError(f"{path}: IDX values of type 0x{kind:02x}; allowed: 0x{_IDX_BYTES:02x}, unsigned bytes")
-    header = 4 + 4 * axes
-    if len(content) < header:
-        raise DataError(f"{path}: truncated within its header of {header} bytes, got {len(content)}")
-    shape = struct.unpack(f">{axes}I", content[4:header])
-    values = np.frombuffer(content, np.uint8, offset=header)
+    header_bytes = 4 + 4 * axes
+    if len(content) < header_bytes:
+        raise DataError(f"{path}: truncated within its header of {header_bytes} bytes, got {len(content)}")
+    shape = struct.unpack(f">{axes}I", content[4:header_bytes])
+    values = np.frombuffer(content, np.uint8, offset=header_bytes)
     if len(values) != np.prod(shape, dtype=np.int64):
-        wanted = " x ".join(map(str, shape))
-        raise DataError(f"{path}: {len(values)} values, but its header says {wanted}; truncated or damaged")
+        expected = " x ".join(map(str, shape))
+        raise DataError(f"{path}: {len(values)} values, but its header says {expected}; truncated or damaged")
     return torch.from_numpy(values.reshape(shape).copy())
 
 
 def _read_bytes(path: Path) -> bytes:
+    """Return the content of a file, decompressed where its name ends in .gz or .xz.
+
+    Raises:
+        DataError: The file is missing or cannot be read.
+    """
     try:
         with open_bytes(path) as file:
             return file.read()
@@ -336,7 +365,7 @@ def _read_bytes(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
+def decode_jpegs(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
     """Decode JPEG images of one size from concatenated bytes: image i is ``jpeg[offset[i]:offset[i + 1]]``.
 
     Args:
@@ -347,25 +376,31 @@ def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
     Raises:
         DataError: Offsets do not fit the bytes, an image is damaged, sizes differ, or Pillow is missing.
     """
-    if (
-        offset.ndim != 1
-        or offset.dtype.kind not in "iu"
-        or len(offset) < 2
-        or int(offset[-1]) != len(jpeg)
-        or bool((np.diff(offset.astype(int)) < 0).any())
-    ):
+    is_valid = (
+        offset.ndim == 1
+        and offset.dtype.kind in "iu"
+        and len(offset) >= 2
+        and int(offset[-1]) == len(jpeg)
+        and bool((np.diff(offset.astype(int)) >= 0).all())
+    )
+    if not is_valid:
         raise DataError(f"{path}: offset should rise from 0 to {len(jpeg)}, the length of jpeg; truncated or damaged")
     pillow = _import_pillow(path)
     content = jpeg.tobytes()
-    places = zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True)
+    ranges = zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True)
     try:
-        images = [_open_image(pillow, content[start:stop]) for start, stop in places]
+        images = [_open_image(pillow, content[start:stop]) for start, stop in ranges]
     except Exception as error:  # Pillow's readers raise errors of many types
         raise DataError(f"{path}: a damaged JPEG image: {describe_cause(error)}") from error
-    return stack(images, str(path))
+    return stack_images(images, str(path))
 
 
 def _import_pillow(path: Path) -> ModuleType:
+    """Import Pillow's module ``Image``.
+
+    Raises:
+        DataError: Pillow is not installed; the message names the file to read.
+    """
     try:
         from PIL import Image
     except ImportError as error:
@@ -374,18 +409,19 @@ def _import_pillow(path: Path) -> ModuleType:
 
 
 def _open_image(pillow: ModuleType, content: bytes) -> np.ndarray:
+    """Decode an image from the bytes of its file."""
     with pillow.open(io.BytesIO(content)) as image:
         return np.asarray(image)
 
 
-def scale(image: Any, largest: int) -> Any:
+def shrink_to_square(image: Any, largest: int) -> Any:
     """Resize a Pillow image to a square (Lanczos) if one of its sides is longer than ``largest``."""
     from PIL import Image
 
     return image.resize((largest, largest), Image.Resampling.LANCZOS) if max(image.size) > largest else image
 
 
-def stack(images: Sequence[np.ndarray], where: str) -> np.ndarray:
+def stack_images(images: Sequence[np.ndarray], where: str) -> np.ndarray:
     """Stack images along a new first axis.
 
     Raises:
@@ -399,11 +435,13 @@ def stack(images: Sequence[np.ndarray], where: str) -> np.ndarray:
 
 
 _SPLITS = {"train": "train", "test": "t10k"}
+"""Splits, with their names in MNIST's original files."""
 # Usual names of the arrays and columns; the first that exists is read. CIFAR-100 has fine and coarse labels.
 _IMAGE_KEYS = ("images", "image", "img", "x", "data")
 _LABEL_KEYS = ("labels", "label", "fine_label", "y")
 _DOMAIN_KEYS = ("domain",)
 _DOMAIN_SIDES = ("", "32", "64", "128", "224", "227")
+"""Lengths of sides that may follow a data set's name in its file name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,9 +459,9 @@ class Images:
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def reals(self, places: Int64[Tensor, " m"]) -> Float[Tensor, "m c h w"]:
+    def as_floats(self, indices: Int64[Tensor, " m"]) -> Float[Tensor, "m c h w"]:
         """Return the images at these indices with values from 0 to 1; grey images get one channel."""
-        pixels = self.pixels[places].float() / 255
+        pixels = self.pixels[indices].float() / 255
         return pixels if pixels.dim() == 4 else pixels[:, None]
 
 
@@ -480,7 +518,7 @@ def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
     folder = expand_home(source)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; it should contain the images of {name}")
-    path = _find_domains(folder, name)
+    path = _find_domain_file(folder, name)
     if path is None:
         looked = ", ".join(f"{name}{side}.npz" for side in _DOMAIN_SIDES)
         raise DataError(f"{folder}: no images of {name}; looked for {looked}")
@@ -490,18 +528,29 @@ def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
     return images
 
 
-def _find_domains(folder: Path, name: str) -> Path | None:
+def _find_domain_file(folder: Path, name: str) -> Path | None:
+    """Return the npz file of a data set in domains, the first of its possible names; None if there is none."""
     return next((path for side in _DOMAIN_SIDES if (path := folder / f"{name}{side}.npz").is_file()), None)
 
 
 def has_images(name: str, folder: Path) -> bool:
     """Return whether the folder holds files of this data set under a name that the readers look for."""
-    return bool(_find_domains(folder, name)) or all(
+    return bool(_find_domain_file(folder, name)) or all(
         _find_idx(folder, name, split, "images") or _find_npz(folder, name, split) for split in _SPLITS
     )
 
 
 def _read_split(folder: Path, name: str, split: str) -> Images:
+    """Read one split of a data set from a folder: IDX files if there are any, else npz.
+
+    Args:
+        folder: The folder.
+        name: The data set.
+        split: "train" or "test".
+
+    Raises:
+        DataError: Files are missing or damaged.
+    """
     images, labels = (_find_idx(folder, name, split, kind) for kind in ("images", "labels"))
     if images and labels:
         return read_idx_pair(images, labels)
@@ -515,6 +564,14 @@ def _read_split(folder: Path, name: str, split: str) -> Images:
 
 
 def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
+    """Return the IDX file of a split's images or labels, plain or compressed; None if there is none.
+
+    Args:
+        folder: The folder.
+        name: The data set.
+        split: "train" or "test".
+        kind: "images" or "labels".
+    """
     candidates = (folder / f"{stem}{suffix}" for stem in _idx_stems(name, split, kind) for suffix in OPENERS)
     return next((path for path in candidates if path.is_file()), None)
 
@@ -529,6 +586,7 @@ def _idx_stems(name: str, split: str, kind: str) -> list[str]:
 
 
 def _find_npz(folder: Path, name: str, split: str) -> Path | None:
+    """Return the npz file of a split, else that of both splits; None if there is neither."""
     candidates = (folder / f"{name}-{split}.npz", folder / f"{name}.npz")
     return next((path for path in candidates if path.is_file()), None)
 
@@ -543,7 +601,7 @@ def read_idx_pair(images: Path, labels: Path) -> Images:
     for path, values, axes in ((images, pixels, 3), (labels, classes, 1)):
         if values.dim() != axes:
             raise DataError(f"{path}: {values.dim()} axes; allowed: {axes}")
-    return _pair(pixels, classes, f"{images} and {labels.name}")
+    return _convert_pair(pixels, classes, f"{images} and {labels.name}")
 
 
 def read_npz(path: Path, *, split: str | None = None) -> Images:
@@ -556,11 +614,11 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
             lengths.
     """
     arrays = read_arrays(path)
-    labels = arrays[_choose(arrays, _LABEL_KEYS, split, path, "labels")]
+    labels = arrays[_find_key(arrays, _LABEL_KEYS, split, path, "labels")]
     if {"jpeg", "offset"} <= set(arrays):
-        images = _pair(decode(arrays["jpeg"], arrays["offset"], path), labels, str(path))
+        images = _convert_pair(decode_jpegs(arrays["jpeg"], arrays["offset"], path), labels, str(path))
     else:
-        images = _pair(arrays[_choose(arrays, _IMAGE_KEYS, split, path, "images")], labels, str(path))
+        images = _convert_pair(arrays[_find_key(arrays, _IMAGE_KEYS, split, path, "images")], labels, str(path))
     if "domain" not in arrays:
         return images
     names = arrays.get("domains")
@@ -570,7 +628,17 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
 
 
 def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | None, where: str) -> Images:
-    """Add domains: indices into ``names``, or names, which are then numbered alphabetically."""
+    """Add each image's domain.
+
+    Args:
+        images: The images.
+        domains: For each image an index into ``names``, or a name; names are then numbered alphabetically.
+        names: Names of the domains; None numbers them.
+        where: The place, for error messages.
+
+    Raises:
+        DataError: Domains are of the wrong type or number, or an index has no name.
+    """
     if domains.shape != (len(images),):
         raise DataError(f"{where}: {len(images)} images but domains of shape {domains.shape}; one is needed per image")
     if domains.dtype.kind not in "iuUS":
@@ -585,13 +653,25 @@ def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | No
     return replace(images, domains=torch.as_tensor(domains.astype(np.int64)), domain_names=tuple(names))
 
 
-def _choose(arrays: Mapping[str, object], keys: Sequence[str], split: str | None, path: Path, what: str) -> str:
-    """Return the first key that exists, alone or with the split appended."""
-    wanted = [f"{key}{suffix}" for suffix in ((f"_{split}", "") if split else ("",)) for key in keys]
-    for key in wanted:
+def _find_key(arrays: Mapping[str, object], keys: Sequence[str], split: str | None, path: Path, what: str) -> str:
+    """Return the first of some keys that a file has; keys with the split appended, as ``x_train``, come first.
+
+    Args:
+        arrays: The file's content.
+        keys: Keys without split.
+        split: The split; None for a file without splits.
+        path: The file, for error messages.
+        what: What the keys name, for error messages.
+
+    Raises:
+        DataError: The file has none of them.
+    """
+    suffixes = (f"_{split}", "") if split else ("",)
+    candidates = [f"{key}{suffix}" for suffix in suffixes for key in keys]
+    for key in candidates:
         if key in arrays:
             return key
-    raise DataError(f"{path}: no {what} in it; found: {list_names(arrays)}; allowed names: {', '.join(wanted)}")
+    raise DataError(f"{path}: no {what} in it; found: {list_names(arrays)}; allowed names: {', '.join(candidates)}")
 
 
 def read_hub(source: str, split: str, *, largest: int | None = None, domains: bool = False) -> Images:
@@ -606,18 +686,28 @@ def read_hub(source: str, split: str, *, largest: int | None = None, domains: bo
     Raises:
         DataError: The data set, split or column is unknown, or images differ in size.
     """
-    images, labels, owners, where = [], [], [], f"{source} {split}"
+    images, labels, domain_names = [], [], []
+    where = f"{source} {split}"
     columns = (_IMAGE_KEYS, _LABEL_KEYS, *((_DOMAIN_KEYS,) if domains else ()))
     for image, label, *domain in iterate_values(source, columns, split=split):
-        images.append(np.asarray(image if largest is None else scale(image, largest)))
+        images.append(np.asarray(image if largest is None else shrink_to_square(image, largest)))
         labels.append(label)
-        owners += domain
-    pair = _pair(stack(images, where), np.asarray(labels), where)
-    return _with_domains(pair, np.asarray(owners), None, where) if domains else pair
+        domain_names += domain  # empty without domains
+    pair = _convert_pair(stack_images(images, where), np.asarray(labels), where)
+    return _with_domains(pair, np.asarray(domain_names), None, where) if domains else pair
 
 
-def _pair(pixels: object, labels: object, where: str) -> Images:
-    """Check images and labels and convert them: bytes, channels before height and width, labels an int64 vector."""
+def _convert_pair(pixels: object, labels: object, where: str) -> Images:
+    """Check images and labels and convert them to tensors, with channels before height and width.
+
+    Args:
+        pixels: Images of shape (n, h, w), (n, c, h, w) or (n, h, w, c), as bytes.
+        labels: Labels of shape (n) or (n, 1), as integers.
+        where: The place, for error messages.
+
+    Raises:
+        DataError: Types or shapes differ from these.
+    """
     labels = np.asarray(labels)
     if labels.dtype.kind not in "iu":
         raise DataError(f"{where}: labels are {labels.dtype}; allowed: whole numbers")
@@ -631,5 +721,5 @@ def _pair(pixels: object, labels: object, where: str) -> Images:
             f"{where}: {len(pixels)} images but labels of shape {tuple(labels.shape)}; one is needed per image"
         )
     pixels = torch.as_tensor(pixels)
-    last = pixels.dim() == 4 and pixels.shape[-1] in (1, 3) and pixels.shape[1] not in (1, 3)
-    return Images(pixels=pixels.permute(0, 3, 1, 2).contiguous() if last else pixels, labels=labels)
+    has_channels_last = pixels.dim() == 4 and pixels.shape[-1] in (1, 3) and pixels.shape[1] not in (1, 3)
+    return Images(pixels=pixels.permute(0, 3, 1, 2).contiguous() if has_channels_last else pixels, labels=labels)

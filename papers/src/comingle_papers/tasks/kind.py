@@ -55,7 +55,7 @@ from comingle_papers.tasks.images import (
 )
 from comingle_papers.tasks.synthetic import DIMENSION, OUTPUTS, Kind, make_synthetic
 
-Found = TypeVar("Found", Images, dict[str, Images])
+ReadImages = TypeVar("ReadImages", Images, dict[str, Images])
 
 DOMAIN_SIDE = 64
 """Size to which FedMerge's public code scales the images of PACS, which are 227 x 227 on the hub."""
@@ -82,26 +82,27 @@ class Task(Population):
     def augmented(
         self, rows: Sequence[int], inputs: Float[Tensor, "users batch c h w"], generator: torch.Generator
     ) -> Float[Tensor, "users batch c h w"]:
-        """Flip and crop train images of the users ``rows`` at random, as if before the clusters' shift.
+        """Flip and crop train images at random, as if before the clusters' shift.
 
         A crop with black borders commutes with rotations by 90 degrees, and a flip becomes a vertical one after an odd
         number of them. After any other angle no flip keeps the cluster's angle: those images are only cropped.
 
         Args:
-            rows: The users.
-            inputs: The images, shape ``(users, batch, c, h, w)``.
+            rows: Indices of the users in ``self.users``.
+            inputs: The users' normalised images, shape ``(users, batch, c, h, w)``.
             generator: Source of the draws.
         """
-        quarters = [self._quarters(self.users[row].cluster or 0) for row in rows]
+        turns_of_users = [self._quarter_turns(self.users[row].cluster or 0) for row in rows]
         images = inputs.flatten(0, 1)
-        odd = [quarter % 2 == 1 for quarter in quarters for _ in range(inputs.shape[1])]
-        if all(quarter == int(quarter) for quarter in quarters):
-            images = image_tasks.flip_some(images, generator, vertically=odd)
+        is_turned_oddly = [turns % 2 == 1 for turns in turns_of_users for _ in range(inputs.shape[1])]
+        if all(turns == int(turns) for turns in turns_of_users):
+            images = image_tasks.flip_some(images, generator, vertically=is_turned_oddly)
+        # Black in normalised images, which all augmented tasks normalise with these colours.
         black = [-mean / std for mean, std in zip(*CIFAR10_COLOURS, strict=True)]
         return image_tasks.crop_randomly(images, generator, fill=black).view(inputs.shape)
 
-    def _quarters(self, cluster: int) -> float:
-        """Return the number of quarter turns of the cluster's images."""
+    def _quarter_turns(self, cluster: int) -> float:
+        """Return the rotation of the cluster's images in multiples of 90 degrees."""
         return 4 * cluster / self.clusters if self.shift == "rotate" else 0.0
 
 
@@ -142,68 +143,113 @@ def make_task(
     """
     setting = _find_setting(name)
     _check_partition(name, setting, clusters=clusters, alpha=alpha, labels_per_cluster=labels_per_cluster)
-    who = {"users": _or(users, setting.users), "clusters": _or(clusters, setting.clusters)}
-    held_out = float(_or(valid, setting.valid))
-    _check_numbers(name, fraction=fraction, test_samples=test_samples, valid=held_out, **who)
-    wanted, common = _choose_shift(name, shift), {"seed": seed, "test_samples": test_samples, **who}
-    skew = {"alpha": _or(alpha, setting.alpha), "labels_per_cluster": labels_per_cluster, "fraction": fraction}
+    population = {
+        "users": _given_or_default(users, setting.users),
+        "clusters": _given_or_default(clusters, setting.clusters),
+    }
+    held_out = float(_given_or_default(valid, setting.valid))
+    _check_numbers(name, fraction=fraction, test_samples=test_samples, valid=held_out, **population)
+    chosen_shift = _choose_shift(name, shift)
+    common = {"seed": seed, "test_samples": test_samples, **population}
+    skew = {
+        "alpha": _given_or_default(alpha, setting.alpha),
+        "labels_per_cluster": labels_per_cluster,
+        "fraction": fraction,
+    }
     if not setting.hub:
-        task = _synthetic(cast(Kind, name), path, **common)
+        task = _make_synthetic_task(cast(Kind, name), path, **common)
     elif setting.partition is None:
-        task = _shifted(name, path, shift=wanted, **common)
+        task = _make_shifted_task(name, path, shift=chosen_shift, **common)
     else:
-        task = _skewed(name, path, **skew, **common)
+        task = _make_skewed_task(name, path, **skew, **common)
     return _finish(task, setting, fraction=fraction, valid=held_out)
 
 
 def _find_setting(name: str) -> Setting:
+    """Return the defaults of a task.
+
+    Raises:
+        RecipeError: There is no such task.
+    """
     if name not in TASKS:
         raise RecipeError(f"no task {name!r}.{did_you_mean(name, TASKS)} Allowed: {', '.join(TASKS)}")
     return TASKS[name]
 
 
-def _or(given: object, default: object) -> Any:
-    """Return the given value, or the task's own."""
+def _given_or_default(given: object, default: object) -> Any:
+    """Return the given value, or the task's default if it is None."""
     return default if given is None else given
 
 
 def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
-    """Reduce train samples (skewed tasks are reduced already), hold out validation samples, and check the result."""
-    reduced = task.users if setting.partition else [_reduce(user, fraction) for user in task.users]
-    people = tuple(hold_out_valid(user, valid) for user in reduced)
-    check(people, classes=task.classes if task.loss == "cross_entropy" else None)
+    """Reduce train samples, hold out validation samples, and check the users.
+
+    Args:
+        task: The task, whose users have train and test samples. Partitioned tasks have reduced train samples already.
+        setting: The task's defaults.
+        fraction: Share of their train samples that users keep.
+        valid: Share of the kept train samples that become validation samples.
+
+    Raises:
+        DataError: A user has no samples of some kind, or lacks a label in its train samples.
+    """
+    reduced = task.users if setting.partition else [_reduce_train_samples(user, fraction) for user in task.users]
+    users = tuple(hold_out_valid(user, valid) for user in reduced)
+    check(users, classes=task.classes if task.loss == "cross_entropy" else None)
     if setting.partition:
-        check_labels(people)
-    return replace(task, users=as_users(people))
+        check_labels(users)
+    return replace(task, users=as_users(users))
 
 
 def _check_partition(
     name: str, setting: Setting, *, clusters: int | None, alpha: float | None, labels_per_cluster: int | None
 ) -> None:
-    """Check that the options apply to this task."""
+    """Check that the options apply to this task.
+
+    Args:
+        name: The task, for error messages.
+        setting: The task's defaults.
+        clusters: Number of clusters as given; None if not.
+        alpha: Concentration of the Dirichlet shares as given; None if not.
+        labels_per_cluster: Labels per cluster as given; None if not.
+
+    Raises:
+        RecipeError: An option does not apply, or alpha is out of range.
+    """
     where = f"task {name!r}"
     if clusters is not None and setting.partition in ("personal", "domain"):
         why = "users are in no clusters" if setting.partition == "personal" else "clusters are its domains"
         raise RecipeError(f"{where}: clusters={clusters}; its {why}; allowed: none")
     if alpha is not None and setting.partition not in ("personal", "cluster"):
-        raise RecipeError(f"{where}: alpha={alpha}; this task does not split labels by shares; {_having('alpha')}")
+        raise RecipeError(
+            f"{where}: alpha={alpha}; this task does not split labels by shares; {_list_tasks_with('alpha')}"
+        )
     if alpha is not None and not 0 < alpha < float("inf"):
         raise RecipeError(f"{where}: alpha={alpha}; allowed: above 0")
     if labels_per_cluster is not None and setting.partition != "cluster":
         got = f"labels_per_cluster={labels_per_cluster}"
-        raise RecipeError(f"{where}: {got}; this task has no clusters of labels; {_having('labels_per_cluster')}")
+        raise RecipeError(
+            f"{where}: {got}; this task has no clusters of labels; {_list_tasks_with('labels_per_cluster')}"
+        )
 
 
-def _having(key: str) -> str:
-    kinds = {"alpha": ("personal", "cluster"), "labels_per_cluster": ("cluster",)}[key]
-    return "allowed for: " + ", ".join(name for name, setting in TASKS.items() if setting.partition in kinds)
+def _list_tasks_with(option: str) -> str:
+    """Return the end of an error message: the tasks that an option applies to."""
+    partitions = {"alpha": ("personal", "cluster"), "labels_per_cluster": ("cluster",)}[option]
+    return "allowed for: " + ", ".join(name for name, setting in TASKS.items() if setting.partition in partitions)
 
 
 def _check_numbers(
     name: str, *, users: int, clusters: int, fraction: float, test_samples: int | None, valid: float
 ) -> None:
+    """Check that the numbers of a task are in range.
+
+    Raises:
+        RecipeError: One is not; the message says what is allowed.
+    """
     if users < 1:
         raise RecipeError(f"task {name!r}: users={users}; allowed: from 1")
+    # The domains of a task are its clusters, and a later check requires a user for each.
     if not 1 <= clusters <= users and TASKS[name].partition != "domain":
         empty = f", as cluster {users} would have no user" if clusters > users else ""
         raise RecipeError(f"task {name!r}: clusters={clusters}; allowed: 1 to {users}, the number of users{empty}")
@@ -216,6 +262,11 @@ def _check_numbers(
 
 
 def _choose_shift(name: str, shift: str | None) -> Shift | None:
+    """Return the shift between clusters: the given one, else the task's own; None if the task has none.
+
+    Raises:
+        RecipeError: The shift is unknown, or the task has none.
+    """
     shift_of_task, allowed = TASKS[name].shift, get_args(Shift)
     if shift is None:
         return shift_of_task
@@ -228,18 +279,31 @@ def _choose_shift(name: str, shift: str | None) -> Shift | None:
     return cast(Shift, shift)
 
 
-def _reduce(user: UserSamples, fraction: float) -> UserSamples:
-    """Keep the first part of the train samples, at least ``REDUCED_MINIMUM`` of them."""
+def _reduce_train_samples(user: UserSamples, fraction: float) -> UserSamples:
+    """Keep the first part of a user's train samples, but at least ``REDUCED_MINIMUM`` of them."""
     return replace(user, train=user.train.first(max(REDUCED_MINIMUM, round(fraction * len(user.train)))))
 
 
-def _synthetic(
+def _make_synthetic_task(
     kind: Kind, path: str | Path | None, *, seed: int, users: int, clusters: int, test_samples: int | None
 ) -> Task:
+    """Return one of FLoRAL's regressions.
+
+    Args:
+        kind: The regression.
+        path: Must be None, as samples are generated.
+        seed: Seed of the samples.
+        users: Number of users.
+        clusters: Number of clusters.
+        test_samples: Fresh test samples per user; None for the task's own.
+
+    Raises:
+        RecipeError: A path was given.
+    """
     if path is not None:
         raise RecipeError(f"task {kind!r}: path={str(path)!r}; this task is generated and takes no path")
     setting = TASKS[kind]
-    people = make_synthetic(
+    made_users = make_synthetic(
         kind,
         users=users,
         clusters=clusters,
@@ -249,7 +313,7 @@ def _synthetic(
         fresh_test=test_samples,
     )
     return Task(
-        users=as_users(people),
+        users=as_users(made_users),
         loss="mse",
         classes=OUTPUTS[kind],
         clusters=clusters,
@@ -259,61 +323,105 @@ def _synthetic(
     )
 
 
-def _shifted(name: str, path: str | Path | None, *, clusters: int, shift: Shift | None, **options: Any) -> Task:
+def _make_shifted_task(
+    name: str, path: str | Path | None, *, clusters: int, shift: Shift | None, **options: Any
+) -> Task:
+    """Return one of FLoRAL's image tasks, whose clusters differ by a shift or by their labels.
+
+    Args:
+        name: The task.
+        path: The folder or hub name of the images; None for the default places.
+        clusters: Number of clusters.
+        shift: The shift between clusters, if there is one.
+        **options: Further arguments of :func:`~comingle_papers.tasks.image_tasks.make_shifted`.
+    """
     setting = TASKS[name]
     by_split = _read_splits(name, setting, path)
-    people = make_shifted(name, setting, by_split, clusters=clusters, shift=shift, **options)
-    return _of_images(setting, people, clusters, shift)
+    users = make_shifted(name, setting, by_split, clusters=clusters, shift=shift, **options)
+    return _image_task(setting, users, clusters, shift)
 
 
-def _skewed(name: str, path: str | Path | None, **options: Any) -> Task:
+def _make_skewed_task(name: str, path: str | Path | None, **options: Any) -> Task:
+    """Return one of FedMerge's image tasks, whose users differ in labels or domains.
+
+    Args:
+        name: The task.
+        path: The folder or hub name of the images; None for the default places.
+        **options: Arguments of :func:`~comingle_papers.tasks.image_tasks.make_skewed`. For a task in domains,
+            ``clusters`` is replaced by the number of its domains.
+    """
     setting = TASKS[name]
     if setting.partition == "domain":
-        images = _read(lambda source: read_domains(setting.images, source, largest=DOMAIN_SIDE), name, path)
+        images = _read_from_source(lambda source: read_domains(setting.images, source, largest=DOMAIN_SIDE), name, path)
         check_images(images, classes=setting.classes, coloured=setting.coloured, where=f"task {name!r}: images")
         options["clusters"] = len(images.domain_names)
     else:
         images = pool_images(list(_read_splits(name, setting, path).values()), f"task {name!r}")
-    return _of_images(setting, make_skewed(name, setting, images, **options), options["clusters"], None)
+    users = make_skewed(name, setting, images, **options)
+    return _image_task(setting, users, options["clusters"], None)
 
 
-def _of_images(setting: Setting, people: tuple[UserSamples, ...], clusters: int, shift: Shift | None) -> Task:
+def _image_task(setting: Setting, users: tuple[UserSamples, ...], clusters: int, shift: Shift | None) -> Task:
+    """Return a classification task of users with images.
+
+    Args:
+        setting: The task's defaults.
+        users: The users with their samples.
+        clusters: Number of clusters.
+        shift: The shift between clusters, if there is one.
+    """
     return Task(
-        users=as_users(people),
+        users=as_users(users),
         loss="cross_entropy",
         classes=setting.classes,
         clusters=clusters,
         augment=setting.augment,
-        input_shape=tuple(people[0].train.inputs.shape[1:]),
+        input_shape=tuple(users[0].train.inputs.shape[1:]),
         net=setting.net,
         shift=shift,
     )
 
 
 def _read_splits(name: str, setting: Setting, path: str | Path | None) -> dict[str, Images]:
-    by_split = _read(lambda source: read_images(setting.images or name, source), name, path)
+    """Read and check the images of the splits "train" and "test".
+
+    Args:
+        name: The task.
+        setting: The task's defaults.
+        path: The folder or hub name of the images; None for the default places.
+
+    Raises:
+        DataError: Images cannot be read, or do not have the task's channels or labels.
+    """
+    by_split = _read_from_source(lambda source: read_images(setting.images or name, source), name, path)
     for split, images in by_split.items():
         where = f"task {name!r}: {split} images"
         check_images(images, classes=setting.classes, coloured=setting.coloured, where=where)
     return by_split
 
 
-def _read(read: Callable[[str | Path], Found], name: str, path: str | Path | None) -> Found:
-    """Read a task's images from a path, else from ``$COMINGLE_DATA/images`` where that holds them, else from the hub.
+def _read_from_source(read: Callable[[str | Path], ReadImages], name: str, path: str | Path | None) -> ReadImages:
+    """Read a task's images from a path, else from ``$COMINGLE_DATA/images`` if that holds them, else from the hub.
+
+    Args:
+        read: Reads the images of a source, a folder or a hub name.
+        name: The task.
+        path: The source as given; None for the default places.
 
     Raises:
         DataError: As ``read``; if no path was given, the message names the alternatives to the hub.
     """
-    files, named = TASKS[name].images or name, os.environ.get(FOLDER_VARIABLE, "")
-    folder = expand_home(named) / "images"
+    data_set = TASKS[name].images or name
+    data_folder = os.environ.get(FOLDER_VARIABLE, "")
+    images_folder = expand_home(data_folder) / "images"
     if path is not None:
         return read(path)
-    if named and has_images(files, folder):
-        return read(folder)
+    if data_folder and has_images(data_set, images_folder):
+        return read(images_folder)
     try:
         return read(TASKS[name].hub)
     except DataError as error:
-        why = f"{folder} has no images of {files}" if named else f"${FOLDER_VARIABLE} is not set"
+        why = f"{images_folder} has no images of {data_set}" if data_folder else f"${FOLDER_VARIABLE} is not set"
         raise DataError(
             f"{error}; without the hub, give data.task.path or ${FOLDER_VARIABLE}/images ({why})"
         ) from error

@@ -31,8 +31,11 @@ from comingle.utils.seeds import generator
 
 Kind = Literal["linear", "mlp", "mlp-norm"]
 DIMENSION = 10
+"""d, the size of inputs and hidden vectors."""
 RANK = 1
+"""r, the rank of a cluster's change of the shared map."""
 STRENGTH = 2.0
+"""Factor of the change ``u v``."""
 OUTPUTS: dict[Kind, int] = {"linear": 3, "mlp": 1, "mlp-norm": 1}
 
 
@@ -62,19 +65,19 @@ def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
         seed: Seed of all draws.
     """
     source = generator("synthetic", kind, seed, "shared")
-    shared = _normal((DIMENSION, DIMENSION), DIMENSION, source)
-    bias = _normal((DIMENSION,), DIMENSION, source)
-    readout = None if kind == "linear" else _normal((DIMENSION, OUTPUTS[kind]), DIMENSION, source)
+    shared = _draw_normal((DIMENSION, DIMENSION), DIMENSION, source)
+    bias = _draw_normal((DIMENSION,), DIMENSION, source)
+    readout = None if kind == "linear" else _draw_normal((DIMENSION, OUTPUTS[kind]), DIMENSION, source)
     changes = [_draw_change(generator("synthetic", kind, seed, "cluster", c)) for c in range(clusters)]
     return Truth(weights=shared + STRENGTH * torch.stack(changes), bias=bias, readout=readout)
 
 
 def _draw_change(source: torch.Generator) -> Float[Tensor, "d d"]:
     """Draw ``u v``, of rank ``RANK``."""
-    return _normal((DIMENSION, RANK), DIMENSION, source) @ _normal((RANK, DIMENSION), RANK, source)
+    return _draw_normal((DIMENSION, RANK), DIMENSION, source) @ _draw_normal((RANK, DIMENSION), RANK, source)
 
 
-def _normal(shape: tuple[int, ...], variance_of: int, source: torch.Generator) -> Tensor:
+def _draw_normal(shape: tuple[int, ...], variance_of: int, source: torch.Generator) -> Tensor:
     """Draw entries of N(0, 1 / variance_of) in float64."""
     return torch.randn(shape, generator=source, dtype=torch.float64) / math.sqrt(variance_of)
 
@@ -110,26 +113,46 @@ def make_synthetic(
 def _make_user(
     kind: Kind, truth: Truth, user: int, cluster: int, train: int, test: int, seed: int, fresh_test: int | None
 ) -> UserSamples:
-    x = _inputs(kind, seed, user, "fixed", train + test)
-    fixed = truth.hidden(x, cluster)
-    fresh = x[train:] if fresh_test is None else _inputs(kind, seed, user, "fresh", fresh_test)
-    mean, std = _statistics(fixed) if kind == "mlp-norm" else (0.0, 1.0)
+    """Return the samples of one user, in float32.
+
+    Args:
+        kind: The regression.
+        truth: The true models.
+        user: Index of the user, which determines its random streams.
+        cluster: The user's cluster.
+        train: Number of train samples.
+        test: Number of test samples of the fixed sample, which mlp-norm's statistics are of in any case.
+        seed: Seed of all draws.
+        fresh_test: Number of new test samples that replace them; None keeps them.
+    """
+    x = _draw_inputs(kind, seed, user, "fixed", train + test)
+    fixed_hidden = truth.hidden(x, cluster)
+    test_inputs = x[train:] if fresh_test is None else _draw_inputs(kind, seed, user, "fresh", fresh_test)
+    mean, std = _mean_and_std(fixed_hidden) if kind == "mlp-norm" else (0.0, 1.0)
 
     def label(x: Tensor) -> Samples:
         y = truth.respond((truth.hidden(x, cluster) - mean) / std)
         return Samples(inputs=x.float(), targets=y.float())
 
     return UserSamples(
-        name=f"user-{user}", train=label(x[:train]), valid=label(x[:0]), test=label(fresh), cluster=cluster
+        name=f"user-{user}", train=label(x[:train]), valid=label(x[:0]), test=label(test_inputs), cluster=cluster
     )
 
 
-def _inputs(kind: Kind, seed: int, user: int, purpose: str, count: int) -> Float[Tensor, "n d"]:
-    """Draw ``N(0, I)`` in float32, so that targets belong to exactly these inputs."""
+def _draw_inputs(kind: Kind, seed: int, user: int, purpose: str, count: int) -> Float[Tensor, "n d"]:
+    """Draw inputs of N(0, I), in float32 values as float64, so that targets belong to exactly the stored inputs.
+
+    Args:
+        kind: The regression.
+        seed: Seed of all draws.
+        user: Index of the user.
+        purpose: Name of the random stream: "fixed" or "fresh".
+        count: Number of inputs.
+    """
     source = generator("synthetic", kind, seed, "user", user, purpose)
     return torch.randn((count, DIMENSION), generator=source).double()
 
 
-def _statistics(hidden: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
+def _mean_and_std(hidden: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
     """Return mean and population standard deviation of each coordinate, as in batch norm."""
     return hidden.mean(0), hidden.std(0, correction=0)
